@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations on cached keys and values. Needs torch only, never vllm."""
+
+from vllm_choreo.ops.dispatch import default_impl, reposition_keys, span_attention
+from vllm_choreo.ops.layout import UnsupportedLayoutError, detect_layout
+from vllm_choreo.ops.spans import Rotation, SpanBatch
+
+__all__ = [
+    "Rotation",
+    "SpanBatch",
+    "UnsupportedLayoutError",
+    "default_impl",
+    "detect_layout",
+    "reposition_keys",
+    "span_attention",
+]

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ kernels in ``csrc/``, through the extension ``vllm_choreo._C``."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+from vllm_choreo.ops.spans import SpanBatch
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """None if the extension loads, else why not."""
+    try:
+        importlib.import_module("vllm_choreo._C")
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def span_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    batch: SpanBatch,
+    *,
+    scale: float,
+    cos_sin: torch.Tensor | None,
+    is_neox: bool,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+) -> None:
+    """See ``vllm_choreo.ops.span_attention``."""
+    torch.ops.vllm_choreo.span_attention(
+        query,
+        kv_cache,
+        output,
+        batch.query_start_loc,
+        batch.block_table,
+        batch.span_start_loc,
+        batch.first_slot,
+        batch.num_tokens,
+        batch.stored_position,
+        batch.position_delta,
+        scale,
+        cos_sin,
+        is_neox,
+        softcap,
+        alibi_slopes,
+    )
+
+
+def reposition_keys(
+    kv_cache: torch.Tensor,
+    src_blocks: torch.Tensor,
+    dst_blocks: torch.Tensor,
+    cos_sin: torch.Tensor,
+    is_neox: bool,
+) -> None:
+    """See ``vllm_choreo.ops.reposition_keys``."""
+    torch.ops.vllm_choreo.reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox)

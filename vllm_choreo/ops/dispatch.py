@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the arguments and choice of the implementation."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Literal
+
+import torch
+
+from vllm_choreo.ops import cpu, reference
+from vllm_choreo.ops.spans import SpanBatch
+
+logger = logging.getLogger(__name__)
+
+Impl = Literal["reference", "cpu"]
+
+
+@functools.cache
+def default_impl() -> Impl:
+    """The implementation that ``impl=None`` stands for, the same for the life of a process.
+
+    ``"cpu"`` if the C++ extension is built and loads, else ``"reference"``, which is many times
+    slower: that is logged once, as a warning, with the reason.
+    """
+    reason = cpu.unavailable_reason()
+    if reason is None:
+        return "cpu"
+    logger.warning(
+        "vllm_choreo._C is not available (%s): attention runs in plain PyTorch, many times "
+        "slower. Build it with a C++ compiler: `pip install --no-build-isolation .`, or "
+        "`python setup.py build_ext --inplace` in a checkout.",
+        reason,
+    )
+    return "reference"
+
+
+def _choose(impl: Impl | None) -> Impl:
+    if impl is None:
+        return default_impl()
+    if impl not in ("reference", "cpu"):
+        raise ValueError(f"impl is {impl!r}; choose 'reference', 'cpu' or None")
+    if impl == "cpu" and (reason := cpu.unavailable_reason()) is not None:
+        raise RuntimeError(f"impl='cpu' was asked for, but vllm_choreo._C is missing: {reason}")
+    return impl
+
+
+def span_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    batch: SpanBatch,
+    *,
+    scale: float,
+    cos_sin: torch.Tensor | None,
+    is_neox: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    impl: Impl | None = None,
+) -> None:
+    """Attention of every query over all spans of its request, one softmax over them jointly.
+
+    The score of a query against key ``l`` of span ``j`` is ``scale * rot(q, delta_j) . k_l``, then
+    ``softcap * tanh(score / softcap)`` if there is a cap, then plus
+    ``slope * (seen position of the key - position of the query)`` with ALiBi.
+
+    Args:
+        query: ``[num_tokens, num_heads, head_size]``, float32 or bfloat16; rows beyond
+            ``batch.query_start_loc[-1]`` are ignored.
+        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, same dtype, in the
+            layout of ``vllm_choreo.ops.layout``. The own tokens are stored already.
+        output: like ``query``, or ``[num_tokens, num_heads * head_size]``; written in place.
+        batch: what to read; ``batch.validate()`` is the caller's duty, once per step.
+        scale: factor of the dot products.
+        cos_sin: float32 ``[num_spans, rotary_dim]`` of each span's ``position_delta`` (see
+            ``Rotation.cos_sin``); None for a layer without rotary embedding.
+        is_neox: how the rotary embedding pairs dims.
+        softcap: cap of the scores, 0 for none.
+        alibi_slopes: float32 ``[num_heads]``, or None.
+        impl: None takes ``default_impl()``.
+
+    Raises:
+        ValueError: arguments that do not fit together.
+        RuntimeError: ``impl="cpu"`` without the extension.
+    """
+    chosen = _choose(impl)
+    output = _check_attention(query, kv_cache, output, batch, softcap, alibi_slopes)
+    if cos_sin is not None:
+        _check_cos_sin(cos_sin, batch.num_spans, query.shape[-1])
+        cos_sin = cos_sin if cos_sin.shape[-1] else None
+    op = reference.span_attention if chosen == "reference" else cpu.span_attention
+    op(
+        query,
+        kv_cache,
+        output,
+        batch,
+        scale=scale,
+        cos_sin=cos_sin,
+        is_neox=is_neox,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+    )
+
+
+def reposition_keys(
+    kv_cache: torch.Tensor,
+    src_blocks: torch.Tensor,
+    dst_blocks: torch.Tensor,
+    cos_sin: torch.Tensor,
+    is_neox: bool = True,
+    impl: Impl | None = None,
+) -> None:
+    """Rotate the keys of whole blocks by a delta per block, in place or into other blocks.
+
+    Args:
+        kv_cache: as for ``span_attention``.
+        src_blocks: int32 ``[n]``, blocks to read.
+        dst_blocks: int32 ``[n]``, blocks to write, all different. Where it equals the source
+            the keys are rotated in place; elsewhere the values are copied too and the source
+            stays as it is. A block must not be written by one entry and read by another.
+        cos_sin: float32 ``[n, rotary_dim]``, see ``Rotation.cos_sin``.
+        is_neox: how the rotary embedding pairs dims.
+        impl: None takes ``default_impl()``.
+
+    Raises:
+        ValueError: arguments that do not fit together.
+        RuntimeError: ``impl="cpu"`` without the extension.
+    """
+    chosen = _choose(impl)
+    _check_cache(kv_cache)
+    _check_blocks(src_blocks, dst_blocks, kv_cache.shape[0])
+    _check_cos_sin(cos_sin, src_blocks.numel(), kv_cache.shape[-1] // 2)
+    op = reference.reposition_keys if chosen == "reference" else cpu.reposition_keys
+    op(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox)
+
+
+def _check_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    batch: SpanBatch,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+) -> torch.Tensor:
+    """Check shapes and dtypes (no contents: this runs per layer); return ``output`` as 3-D."""
+    _check_cache(kv_cache)
+    if query.dim() != 3:
+        raise ValueError(f"query has shape {tuple(query.shape)}; expected [tokens, heads, size]")
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    if kv_cache.shape[3] != 2 * head_size:
+        raise ValueError(
+            f"query has head size {head_size}, so the last dim of kv_cache must be "
+            f"{2 * head_size}, not {kv_cache.shape[3]}"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
+    if block_size != batch.block_size:
+        raise ValueError(f"kv_cache has block size {block_size}, the batch {batch.block_size}")
+    if query.dtype != kv_cache.dtype or output.dtype != query.dtype:
+        raise ValueError(
+            f"query is {query.dtype}, kv_cache {kv_cache.dtype}, output {output.dtype}; "
+            "they must be the same"
+        )
+    if output.numel() != query.numel() or output.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"output has shape {tuple(output.shape)}, which does not match query "
+            f"{tuple(query.shape)}"
+        )
+    if softcap < 0:
+        raise ValueError(f"softcap is {softcap}; use 0 for none")
+    if alibi_slopes is not None and (
+        tuple(alibi_slopes.shape) != (num_heads,) or alibi_slopes.dtype != torch.float32
+    ):
+        raise ValueError(
+            f"alibi_slopes is {alibi_slopes.dtype} {tuple(alibi_slopes.shape)}; expected "
+            f"torch.float32 [{num_heads}]"
+        )
+    return output.view(query.shape)
+
+
+def _check_cache(kv_cache: torch.Tensor) -> None:
+    if kv_cache.dim() != 4 or kv_cache.shape[3] % 2:
+        raise ValueError(
+            f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, num_kv_heads, "
+            "block_size, 2 * head_size]"
+        )
+    if kv_cache.stride(3) != 1 or kv_cache.stride(2) != kv_cache.shape[3]:
+        raise ValueError("kv_cache must be contiguous within each (block, head)")
+
+
+def _check_cos_sin(cos_sin: torch.Tensor, rows: int, head_size: int) -> None:
+    if cos_sin.dim() != 2 or cos_sin.shape[0] != rows or cos_sin.dtype != torch.float32:
+        raise ValueError(
+            f"cos_sin is {cos_sin.dtype} {tuple(cos_sin.shape)}; expected torch.float32 "
+            f"[{rows}, rotary_dim]"
+        )
+    if cos_sin.shape[1] > head_size or cos_sin.shape[1] % 2:
+        raise ValueError(
+            f"rotary_dim is {cos_sin.shape[1]}; it must be even and at most the head size "
+            f"{head_size}"
+        )
+
+
+def _check_blocks(src_blocks: torch.Tensor, dst_blocks: torch.Tensor, num_blocks: int) -> None:
+    for name, blocks in (("src_blocks", src_blocks), ("dst_blocks", dst_blocks)):
+        if blocks.dim() != 1 or blocks.dtype != torch.int32:
+            raise ValueError(f"{name} is {blocks.dtype} {tuple(blocks.shape)}; expected int32 [n]")
+    src, dst = src_blocks.tolist(), dst_blocks.tolist()
+    if len(src) != len(dst):
+        raise ValueError(f"{len(src)} source blocks but {len(dst)} destination blocks")
+    if any(not 0 <= block < num_blocks for block in src + dst):
+        raise ValueError(f"block ids must lie in 0..{num_blocks - 1}, got {src} -> {dst}")
+    if len(set(dst)) != len(dst):
+        raise ValueError(f"dst_blocks names a block twice: {dst}")
+    moved_from = {s for s, d in zip(src, dst, strict=True) if s != d}
+    if clash := moved_from & set(dst):
+        raise ValueError(
+            f"blocks {sorted(clash)} are read by one entry and written by another; the result "
+            "would depend on the order: make two calls"
+        )

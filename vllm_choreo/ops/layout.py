@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache layout that the operations read and write, and its detection.
+
+The cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` to vLLM, but each
+(block, head) holds, one after the other::
+
+    K transposed  [head_size, block_size]
+    V             [block_size, head_size]
+
+Source: vLLM 0.32.0 CPU attention, instruction sets ``vec`` and ``vec16``, float32 and bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+LAYOUT_NAME = "keys transposed, then values"
+
+WriteFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class UnsupportedLayoutError(RuntimeError):
+    """The engine stores keys and values in a layout that these operations cannot read."""
+
+
+def _halves(kv_cache: torch.Tensor) -> torch.Tensor:
+    """View ``[num_blocks, num_kv_heads, 2, block_size * head_size]``: keys, then values."""
+    num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
+    return kv_cache.view(num_blocks, num_kv_heads, 2, block_size * double_head // 2)
+
+
+def key_view(kv_cache: torch.Tensor) -> torch.Tensor:
+    """View of the keys, ``[num_blocks, num_kv_heads, head_size, block_size]``."""
+    num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
+    return _halves(kv_cache)[:, :, 0].view(num_blocks, num_kv_heads, double_head // 2, block_size)
+
+
+def value_view(kv_cache: torch.Tensor) -> torch.Tensor:
+    """View of the values, ``[num_blocks, num_kv_heads, block_size, head_size]``."""
+    num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
+    return _halves(kv_cache)[:, :, 1].view(num_blocks, num_kv_heads, block_size, double_head // 2)
+
+
+def read_kv(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values at ``slots`` (block * block_size + offset, int64 ``[n]``).
+
+    Returns:
+        Two copies ``[n, num_kv_heads, head_size]``.
+    """
+    block_size = kv_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    return key_view(kv_cache)[blocks, :, :, offsets], value_view(kv_cache)[blocks, :, offsets]
+
+
+def write_kv(
+    kv_cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Store ``keys`` and ``values`` (each ``[n, num_kv_heads, head_size]``) at ``slots``."""
+    block_size = kv_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    key_view(kv_cache)[blocks, :, :, offsets] = keys
+    value_view(kv_cache)[blocks, :, offsets] = values
+
+
+def detect_layout(
+    write_fn: WriteFn,
+    *,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> str:
+    """Confirm by experiment that the engine writes the layout of this module.
+
+    Args:
+        write_fn: called as ``write_fn(keys, values, kv_cache, slot_mapping)`` with keys and
+            values ``[n, num_kv_heads, head_size]``, a zeroed cache
+            ``[4, num_kv_heads, block_size, 2 * head_size]`` and int64 slots ``[n]``; it must
+            store them the way the engine does.
+        num_kv_heads, head_size, block_size, dtype: of the engine's cache.
+
+    Returns:
+        The name of the layout, for logs.
+
+    Raises:
+        UnsupportedLayoutError: something else was found; the message names it and the way out.
+    """
+    shape = (4, num_kv_heads, block_size, 2 * head_size)
+    kv_cache = torch.zeros(shape, dtype=dtype)
+    # Whole blocks and a partial one, not in order; every element is distinct in float32, and
+    # small integers in any dtype, so that equality means "same place" and not "close".
+    slots = torch.cat([torch.arange(block_size) + 2 * block_size, torch.arange(3) + block_size])
+    numel = slots.numel() * num_kv_heads * head_size
+    numbers = (torch.arange(2 * numel) * 7919 % 251 + 1).to(dtype)
+    keys, values = numbers.view(2, slots.numel(), num_kv_heads, head_size)
+    write_fn(keys.clone(), values.clone(), kv_cache, slots)
+    expected = torch.zeros(shape, dtype=dtype)
+    write_kv(expected, slots, keys, values)
+    if torch.equal(kv_cache, expected):
+        return LAYOUT_NAME
+    raise UnsupportedLayoutError(
+        f"the KV cache holds {_describe(kv_cache, expected, slots, keys)}, but choreography reads "
+        f"'{LAYOUT_NAME}' ({dtype}, head size {head_size}, block size {block_size}). "
+        + _way_out(kv_cache.dtype)
+    )
+
+
+def _describe(
+    found: torch.Tensor, expected: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor
+) -> str:
+    """Name what ``found`` looks like, from the plainest guess to the vaguest."""
+    block_size = found.shape[2]
+    if not bool(found.any()):
+        return "nothing (the write function stored no keys or values)"
+    plain = _halves(found)[:, :, 0].view_as(value_view(found))
+    if torch.equal(plain[slots // block_size, :, slots % block_size], keys):
+        return "keys row by row [block_size, head_size], not transposed"
+    interleaved = found[slots // block_size, :, slots % block_size]
+    if torch.equal(interleaved[..., : keys.shape[-1]], keys):
+        return "key and value of a token side by side"
+    if torch.equal(found.flatten().sort()[0], expected.flatten().sort()[0]):
+        return "the right numbers in another order (packed into tiles, as AMX kernels do)"
+    return "other numbers than were written (a quantized or scaled cache)"
+
+
+def _way_out(dtype: torch.dtype) -> str:
+    """What the user can change."""
+    if dtype == torch.bfloat16:
+        return (
+            "On CPUs with AMX vLLM packs bfloat16 keys into tiles: start the engine with "
+            "dtype='float32'."
+        )
+    return "Start the engine with kv_cache_dtype='auto' on an x86 CPU, and vLLM 0.32.0."
