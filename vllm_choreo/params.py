@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ChoreoParams` <-> `SamplingParams.extra_args["choreo"]`. Imports neither torch nor vllm.
+
+The wire form, drawn once (JSON and msgpack carry it as it is):
+
+    {"parents":    [[id, start | None, stop | None], ...],
+     "offsets":    [int, ...] | None,
+     "new_offset": int | None,
+     "save_as":    str | None,
+     "kind":       "prefill" | "decode",
+     "session":    str}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeVar
+
+from vllm_choreo.errors import ChoreoError, OffsetError, SpanError
+
+EXTRA_ARGS_KEY = "choreo"
+KINDS = ("prefill", "decode")
+
+_SamplingParamsT = TypeVar("_SamplingParamsT", bound=Any)
+
+
+class ParentSpan(NamedTuple):
+    """A parent as a call names it: tokens `start … stop-1` of message `id`; None is its end."""
+
+    id: str
+    start: int | None = None
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class ChoreoParams:
+    """What a call adds to an ordinary vLLM request.
+
+    Attributes:
+        parents: the messages that the new tokens attend to; `ParentSpan`, an id, or
+            `(id, start, stop)`, kept as `ParentSpan`.
+        offsets: the position at which each parent is seen, in tokens; None: one after the other
+            from 0.
+        new_offset: the position of the first new token; None: after the last parent.
+        save_as: the id of the message that the call makes, as it is; None: the engine chooses.
+        kind: "prefill" (encode, sample nothing) or "decode".
+        session: the tenant's session that the message belongs to.
+
+    Raises:
+        ChoreoError: a field of the wrong type, or an unknown kind.
+        OffsetError: offsets that are negative, no ints, or not one per parent.
+        SpanError: a sub-span that is empty, negative, or no pair of ints.
+    """
+
+    parents: tuple[ParentSpan, ...] = ()
+    offsets: tuple[int, ...] | None = None
+    new_offset: int | None = None
+    save_as: str | None = None
+    kind: str = "decode"
+    session: str = ""
+
+    def __post_init__(self) -> None:
+        parents = tuple(_parent(parent) for parent in _sequence("parents", self.parents))
+        object.__setattr__(self, "parents", parents)
+        if self.offsets is not None:
+            offsets = tuple(_sequence("offsets", self.offsets, OffsetError))
+            object.__setattr__(self, "offsets", offsets)
+        self._check_offsets()
+        if self.kind not in KINDS:
+            raise ChoreoError(f"kind must be one of {KINDS}", parameter="kind", value=self.kind)
+        if self.save_as is not None and not (isinstance(self.save_as, str) and self.save_as):
+            raise ChoreoError(
+                "save_as must be a non-empty string, or None for an id of the engine's choice",
+                parameter="save_as",
+                value=self.save_as,
+            )
+        if not isinstance(self.session, str):
+            raise ChoreoError(
+                "session must be a string", parameter="session", value=self.session
+            )
+
+    def _check_offsets(self) -> None:
+        if self.offsets is not None:
+            if len(self.offsets) != len(self.parents):
+                raise OffsetError(
+                    f"offsets must hold one position per parent: {len(self.parents)} parents, "
+                    f"{len(self.offsets)} offsets; leave offsets out to place the parents one "
+                    "after the other",
+                    parameter="offsets",
+                    value=self.offsets,
+                )
+            for offset in self.offsets:
+                check_offset("offsets", offset)
+        if self.new_offset is not None:
+            check_offset("new_offset", self.new_offset)
+
+    def to_extra_args(self) -> dict[str, Any]:
+        """A value for `SamplingParams(extra_args=...)`: `{"choreo": wire form}`."""
+        return {
+            EXTRA_ARGS_KEY: {
+                "parents": [list(parent) for parent in self.parents],
+                "offsets": None if self.offsets is None else list(self.offsets),
+                "new_offset": self.new_offset,
+                "save_as": self.save_as,
+                "kind": self.kind,
+                "session": self.session,
+            }
+        }
+
+    @classmethod
+    def from_extra_args(cls, extra_args: Mapping[str, Any]) -> ChoreoParams:
+        """Read `SamplingParams.extra_args`, or its `"choreo"` entry alone. Absent keys take their
+        defaults.
+
+        Raises:
+            ChoreoError: an unknown key, or any reason of the class.
+        """
+        wire = extra_args.get(EXTRA_ARGS_KEY, extra_args) if _is_map(extra_args) else extra_args
+        if not _is_map(wire):
+            raise ChoreoError(
+                f'extra_args["{EXTRA_ARGS_KEY}"] must be an object with the keys {_keys()}',
+                parameter=EXTRA_ARGS_KEY,
+                value=wire,
+            )
+        for key in wire:
+            if key not in _keys():
+                raise ChoreoError(
+                    f"unknown key; the keys are {', '.join(_keys())}",
+                    parameter=f"{EXTRA_ARGS_KEY}.{key}",
+                    value=wire[key],
+                )
+        return cls(**{str(key): value for key, value in wire.items()})
+
+    def apply(self, sampling_params: _SamplingParamsT) -> _SamplingParamsT:
+        """A clone of `sampling_params` that carries this call; other `extra_args` are kept."""
+        clone = sampling_params.clone()
+        clone.extra_args = {**(clone.extra_args or {}), **self.to_extra_args()}
+        return clone
+
+
+def check_offset(parameter: str, offset: Any) -> None:
+    """Refuse what is no position: `True` and `3.0` are ints to Python, but mistakes here.
+
+    Raises:
+        OffsetError: `offset` is no int or is negative.
+    """
+    if type(offset) is not int or offset < 0:
+        raise OffsetError("a position is an int >= 0", parameter=parameter, value=offset)
+
+
+def check_span(start: Any, stop: Any, num_tokens: int | None, value: Any) -> None:
+    """Refuse a sub-span that is empty or does not lie in `num_tokens` tokens (None: unknown yet).
+
+    Raises:
+        SpanError: naming `value`, what the caller gave.
+    """
+    for end in (start, stop):
+        if end is not None and (type(end) is not int or end < 0):
+            raise SpanError(
+                "start and stop are ints >= 0, or None for the end of the message",
+                parameter="parents",
+                value=value,
+            )
+    first = 0 if start is None else start
+    last = num_tokens if stop is None else stop
+    if last is None:
+        return
+    if first >= last or (num_tokens is not None and last > num_tokens):
+        length = "" if num_tokens is None else f"; the message has {num_tokens} tokens"
+        raise SpanError(
+            f"a sub-span needs 0 <= start < stop <= num_tokens{length}",
+            parameter="parents",
+            value=value,
+        )
+
+
+def _parent(parent: Any) -> ParentSpan:
+    span = ParentSpan(parent) if isinstance(parent, str) else parent
+    if isinstance(span, str) or not isinstance(span, Sequence) or len(span) != 3:
+        raise ChoreoError(
+            "a parent is an id or [id, start, stop]", parameter="parents", value=parent
+        )
+    if not isinstance(span[0], str) or not span[0]:
+        raise ChoreoError(
+            "the id of a parent is a non-empty string", parameter="parents", value=parent
+        )
+    check_span(span[1], span[2], None, parent)
+    return ParentSpan(*span)
+
+
+def _sequence(parameter: str, value: Any, error: type[ChoreoError] = ChoreoError) -> Sequence[Any]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise error(f"{parameter} must be a list", parameter=parameter, value=value)
+    return value
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _keys() -> tuple[str, ...]:
+    return tuple(field.name for field in fields(ChoreoParams))
