@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choreographed LLM calls in vLLM: attend to any encoded messages, in any order, anywhere.
+
+Importing this package loads neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "Choreography": "vllm_choreo.choreography",
+    "AsyncChoreography": "vllm_choreo.async_choreography",
+    "Message": "vllm_choreo.message",
+    "ChoreoParams": "vllm_choreo.params",
+    "ChoreoError": "vllm_choreo.errors",
+}
+
+__all__ = ["__version__", "register", *_EXPORTS]
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`; vLLM calls it in every process, maybe repeatedly."""
+    from vllm_choreo.engine.plugin import install
+
+    install()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
