@@ -76,9 +76,7 @@ class ChoreoParams:
                 value=self.save_as,
             )
         if not isinstance(self.session, str):
-            raise ChoreoError(
-                "session must be a string", parameter="session", value=self.session
-            )
+            raise ChoreoError("session must be a string", parameter="session", value=self.session)
 
     def _check_offsets(self) -> None:
         if self.offsets is not None:

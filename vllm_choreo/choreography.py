@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Choreography`: prefill, decode and free messages on a `vllm.LLM`.
+
+    with Choreography(llm) as c:
+        doc = c.prefill("…")
+        answer = c.decode("Assistant:", parents=[doc])
+
+One call is one vLLM request. The facade adds the requests and steps the engine itself, for only so
+does it see when each first token arrives (`LLM.generate` returns when all is done).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from vllm_choreo import baseline
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.message import Call, Message, Metrics, Outcome, message_from, report_of
+from vllm_choreo.session import Session
+
+MODES = ("choreo", "baseline")
+
+
+class Choreography:
+    """A tenant's session on an engine; closing it frees its messages.
+
+    Args:
+        llm: the `vllm.LLM`, with nothing enqueued.
+        mode: "choreo", or "baseline": the same program as text over vLLM's prefix caching.
+
+    `tokens` and `header` are text or token ids; text is tokenised without special tokens added.
+    A list of dicts (keys `tokens` or `header`, `parents`, `offsets`, `new_offset`,
+    `sampling_params`, `save_as`) runs in parallel and returns a list of messages in its order.
+    If one of its items is illegal, all are refused and nothing is submitted. If one fails inside
+    the engine, the others complete, and the error's `results` holds what each call came to: the
+    completed messages live on until they are freed or the session is closed.
+
+    A parent is a `Message`, an id, a `save_as` name, or `(message, start, stop)`.
+    """
+
+    def __init__(self, llm: Any, mode: str = "choreo") -> None:
+        check_mode(mode)
+        self.mode = mode
+        self._llm = llm
+        self._session = Session(llm.get_tokenizer(), llm.model_config)
+
+    @property
+    def session(self) -> str:
+        """The id of the session; the ids of its messages begin with it."""
+        return self._session.id
+
+    def prefill(
+        self,
+        tokens: Any,
+        *,
+        parents: Sequence[Any] | None = None,
+        offsets: Sequence[int] | None = None,
+        new_offset: int | None = None,
+        save_as: str | None = None,
+    ) -> Any:
+        """Encode a message, or a list of them; sample nothing.
+
+        Args:
+            tokens: text, token ids, or a list of dicts.
+            parents: the messages that the new one attends to.
+            offsets: the position at which each parent is seen; omitted: one after the other from 0.
+            new_offset: the position of the first new token; omitted: after the last parent.
+            save_as: a name for the message; its id is `session/name`.
+
+        Returns:
+            A `Message`, or a list of them.
+
+        Raises:
+            ChoreoError: which parameter is wrong, and what to do instead.
+        """
+        shared = _shared(parents, offsets, new_offset, save_as, None)
+        return self._run("prefill", tokens, shared)
+
+    def decode(
+        self,
+        header: Any,
+        *,
+        parents: Sequence[Any] | None = None,
+        offsets: Sequence[int] | None = None,
+        new_offset: int | None = None,
+        sampling_params: Any = None,
+        save_as: str | None = None,
+    ) -> Any:
+        """Encode a header and generate after it; the message is both. Arguments as for `prefill`.
+
+        Args:
+            header: text or token ids, not empty, or a list of dicts.
+            sampling_params: `vllm.SamplingParams`; the model's defaults if omitted. With a list:
+                of the items that have none of their own.
+        """
+        shared = _shared(parents, offsets, new_offset, save_as, sampling_params)
+        return self._run("decode", header, shared)
+
+    def free(self, *messages: Any) -> None:
+        """Free messages; a later call that names one is refused."""
+        ids = self._session.live_ids(messages)
+        self._utility("free", self._session.id, ids)
+        self._session.freed(ids)
+
+    def evict(self, *messages: Any) -> None:
+        """Drop cached keys and values; a later call encodes the messages again from their recipes.
+
+        In baseline mode there is nothing to drop: `llm.reset_prefix_cache()` empties vLLM's cache.
+        """
+        self._utility("evict", self._session.id, self._session.live_ids(messages))
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's numbers on this session's messages; in baseline mode those of the client."""
+        if self.mode == "baseline":
+            return client_stats(self._session)
+        stats: dict[str, Any] = self._utility("stats", self._session.id)
+        return stats
+
+    def close(self) -> None:
+        """Free all messages of the session. Closing twice does nothing."""
+        if self._session.close():
+            self._utility("close", self._session.id)
+
+    def __enter__(self) -> Choreography:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- running calls -----------------------------------------------------------------------
+
+    def _run(self, kind: str, tokens: Any, shared: dict[str, Any]) -> Any:
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise ChoreoError(
+                "other requests are enqueued, and their outputs would be lost: call "
+                "llm.wait_for_completion() first",
+                parameter="llm",
+            )
+        calls, many = self._session.plan(kind, tokens, shared)
+        try:
+            results = self._results(calls)
+        except BaseException:
+            for call in calls:
+                self._session.finished(call, ChoreoError("the call was interrupted"))
+            raise
+        for call, result in zip(calls, results, strict=True):
+            self._session.finished(call, result)
+        raise_first_error(results)
+        return results if many else results[0]
+
+    def _results(self, calls: Sequence[Call]) -> list[Message | ChoreoError]:
+        start = time.perf_counter()
+        if self.mode == "baseline":
+            return self._baseline_results(calls, start)
+        drafts = [call.draft() if call.has_stop_strings else call for call in calls]
+        outcomes = self._generate([(call, call.token_ids) for call in drafts], start)
+        results = [choreo_result(*pair) for pair in zip(drafts, outcomes, strict=True)]
+        return self._settle(calls, results, outcomes, start)
+
+    def _baseline_results(self, calls: Sequence[Call], start: float) -> list[Message | ChoreoError]:
+        messages = self._session.messages()
+        if not calls[0].is_decode:
+            return [baseline.stored_message(call, messages) for call in calls]
+        prompts = [(call, baseline.prompt_token_ids(call, messages)) for call in calls]
+        outcomes = self._generate(prompts, start)
+        return [baseline_result(*pair) for pair in zip(calls, outcomes, strict=True)]
+
+    def _settle(
+        self,
+        calls: Sequence[Call],
+        results: list[Message | ChoreoError],
+        outcomes: Sequence[Outcome],
+        start: float,
+    ) -> list[Message | ChoreoError]:
+        """Make messages of the drafts: see `Call.has_stop_strings`."""
+        drafts = [i for i, call in enumerate(calls) if call.has_stop_strings]
+        drafts = [i for i in drafts if is_draft_complete(outcomes[i])]
+        if not drafts:
+            return results
+        settled = {i: calls[i].settled(outcomes[i].output.outputs[0].token_ids) for i in drafts}
+        ends = self._generate([(call, call.token_ids) for call in settled.values()], start)
+        for i, end in zip(drafts, ends, strict=True):
+            results[i] = settled_result(calls[i], outcomes[i], end)
+        kept = [calls[i].draft().id for i in drafts if outcomes[i].output.kv_transfer_params]
+        if kept:
+            self._utility("free", self._session.id, kept)
+        return results
+
+    def _generate(
+        self, requests: Sequence[tuple[Call, Sequence[int]]], start: float
+    ) -> list[Outcome]:
+        """Run `(call, prompt token ids)` in one batch, until all of them are finished."""
+        engine = self._llm.llm_engine
+        first: dict[str, float] = {}
+        outcomes: dict[str, Outcome] = {}
+        try:
+            for call, prompt in requests:
+                engine.add_request(call.id, engine_prompt(prompt), engine_params(call, self.mode))
+            while len(outcomes) < len(requests):
+                outputs = engine.step()
+                now = time.perf_counter() - start
+                for output in outputs:
+                    first.setdefault(output.request_id, now)
+                    if output.finished:
+                        metrics = Metrics(ttft=first[output.request_id], latency=now)
+                        outcomes[output.request_id] = Outcome(output, metrics)
+        except BaseException:
+            # Ctrl-C, or a request that vLLM refuses: leave nothing behind in the engine.
+            engine.abort_request([call.id for call, _ in requests])
+            raise
+        return [outcomes[call.id] for call, _ in requests]
+
+    def _utility(self, operation: str, *args: Any) -> Any:
+        if self.mode == "baseline":
+            return None
+        from vllm_choreo.engine.utility import call
+
+        return call(self._llm, operation, *args)
+
+
+# -- shared with AsyncChoreography ---------------------------------------------------------------
+
+
+def check_mode(mode: str) -> None:
+    """Raises ChoreoError: no such mode."""
+    if mode not in MODES:
+        raise ChoreoError(f"mode must be one of {MODES}", parameter="mode", value=mode)
+
+
+def _shared(
+    parents: Any, offsets: Any, new_offset: Any, save_as: Any, sampling_params: Any
+) -> dict[str, Any]:
+    return {
+        "parents": parents,
+        "offsets": offsets,
+        "new_offset": new_offset,
+        "save_as": save_as,
+        "sampling_params": sampling_params,
+    }
+
+
+def engine_prompt(token_ids: Sequence[int]) -> Any:
+    """The prompt of a request as vLLM's input processor takes it, without tokenising again."""
+    from vllm.inputs.engine import tokens_input
+
+    return tokens_input(list(token_ids))
+
+
+def engine_params(call: Call, mode: str) -> Any:
+    """The sampling parameters of a request: the caller's, and what the engine must be told."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if call.is_decode:
+        params = call.sampling_params.clone()
+    else:
+        # vLLM samples one token after every prompt; nobody reads it.
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    # An output per step, so that the first token can be timed.
+    params.output_kind = RequestOutputKind.CUMULATIVE
+    return params if mode == "baseline" else call.params.apply(params)
+
+
+def choreo_result(call: Call, outcome: Outcome) -> Message | ChoreoError:
+    """What a choreographed call came to."""
+    report = report_of(outcome)
+    return report if isinstance(report, ChoreoError) else message_from(call, outcome, report)
+
+
+def baseline_result(call: Call, outcome: Outcome) -> Message | ChoreoError:
+    """What a baseline call came to."""
+    reason = outcome.output.outputs[0].finish_reason
+    if reason in ("abort", "error"):
+        return ChoreoError(f"the engine ended the call: {reason}", parameter="finish_reason")
+    return message_from(call, outcome, baseline.report(call, outcome))
+
+
+def is_draft_complete(outcome: Outcome) -> bool:
+    """Whether a draft generated something to make a message of."""
+    params = outcome.output.kv_transfer_params or {}
+    reason = outcome.output.outputs[0].finish_reason
+    return "choreo_error" not in params and reason not in ("abort", "error")
+
+
+def settled_result(call: Call, draft: Outcome, end: Outcome) -> Message | ChoreoError:
+    """The message of a draft: what the draft generated, under the report of its prefill."""
+    report = report_of(end)
+    if isinstance(report, ChoreoError):
+        return report
+    metrics = Metrics(ttft=draft.metrics.ttft, latency=end.metrics.latency)
+    return message_from(call, Outcome(draft.output, metrics), report)
+
+
+def raise_first_error(results: Sequence[Message | ChoreoError]) -> None:
+    """Raise the first error among `results`, and give it all of them."""
+    for result in results:
+        if isinstance(result, ChoreoError):
+            result.results = list(results)
+            raise result
+
+
+def client_stats(session: Session) -> dict[str, Any]:
+    """What the client itself knows of a session: `messages` and their `tokens`."""
+    messages = session.messages().values()
+    return {"messages": len(messages), "tokens": sum(m.num_tokens for m in messages)}

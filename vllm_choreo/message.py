@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the client knows of a call and of the message that it makes. No torch, no vllm.
+
+A `Call` is one validated call; `Outcome` is what the engine answered; `message_from` makes the
+`Message` of both. Keys and values stay in the engine: a `Message` is a handle with the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_choreo.errors import ChoreoError, error_from_report
+from vllm_choreo.params import ChoreoParams, ParentSpan
+
+# A draft (see `Call.draft`) needs an id that no caller can choose: names hold no "#".
+_DRAFT_SUFFIX = "#draft"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Where the tokens that a call read and wrote came from, in tokens.
+
+    Attributes:
+        exact: the result is what an ordinary request on the concatenated text would give.
+        reused_tokens: read from the cache (choreography: messages; baseline: vLLM's prefix cache).
+        repositioned_tokens: those of `reused_tokens` that were seen at another position than the
+            one at which they were encoded.
+        encoded_tokens: whose keys and values were computed for this call, generated ones included.
+    """
+
+    exact: bool
+    reused_tokens: int
+    repositioned_tokens: int
+    encoded_tokens: int
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Seconds since the call was submitted: to the first generated token, and to the end.
+
+    For a prefill both are the time until it was encoded.
+    """
+
+    ttft: float
+    latency: float
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """A message: a handle to cached keys and values, with its text. Compared by identity.
+
+    Attributes:
+        id: unique in the engine.
+        text: what was given, then what was generated (special tokens left out, as vLLM does).
+        token_ids: header and generated tokens, the end-of-sequence token included.
+        num_tokens: `len(token_ids)`.
+        position: position of the first token when the message was encoded.
+        parents: the messages that it was encoded with.
+        generated_text, generated_token_ids: what decode sampled; empty for a prefill.
+        logprobs: as vLLM's `CompletionOutput.logprobs`, of the generated tokens; None if not asked.
+        finish_reason: "stop", "length" or "repetition"; None for a prefill.
+        usage, metrics: see `Usage`, `Metrics`.
+    """
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    num_tokens: int
+    position: int
+    parents: tuple[ParentSpan, ...]
+    generated_text: str
+    generated_token_ids: tuple[int, ...]
+    logprobs: Any
+    finish_reason: str | None
+    usage: Usage
+    metrics: Metrics
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 40 else self.text[:40] + "…"
+        return f"Message({self.id!r}, {self.num_tokens} tokens at {self.position}, {text!r})"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a streamed answer: what is new since the last piece.
+
+    Attributes:
+        text, token_ids: the new text and its tokens; a token may add no text yet.
+        message: the whole message, on the last piece alone.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    message: Message | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One validated call, before it is submitted.
+
+    Attributes:
+        text, token_ids: the new tokens, and their text.
+        params: what the engine is told; `params.save_as` is the message's id.
+        sampling_params: the caller's for decode, None for prefill.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    params: ChoreoParams
+    sampling_params: Any
+
+    @property
+    def id(self) -> str:
+        assert self.params.save_as is not None
+        return self.params.save_as
+
+    @property
+    def is_decode(self) -> bool:
+        return self.params.kind == "decode"
+
+    @property
+    def has_stop_strings(self) -> bool:
+        """Whether vLLM's front end may end the call, in which case the engine core aborts it.
+
+        Such a call is generated as a draft; the message is then encoded from what was kept.
+        """
+        return self.is_decode and bool(self.sampling_params.stop)
+
+    def draft(self) -> Call:
+        """The same call under an id that no one can name."""
+        return self.renamed(self.id + _DRAFT_SUFFIX)
+
+    def renamed(self, message_id: str) -> Call:
+        return replace(self, params=replace(self.params, save_as=message_id))
+
+    def settled(self, generated: Sequence[int]) -> Call:
+        """The prefill that makes the message of a draft that generated these tokens."""
+        return replace(
+            self,
+            token_ids=(*self.token_ids, *generated),
+            params=replace(self.params, kind="prefill"),
+            sampling_params=None,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last `RequestOutput` of a call and its times."""
+
+    output: Any
+    metrics: Metrics
+
+
+def report_of(outcome: Outcome) -> Mapping[str, Any] | ChoreoError:
+    """The engine's report on a finished call: its numbers, or why it was refused."""
+    params = outcome.output.kv_transfer_params or {}
+    if "choreo_error" in params:
+        return error_from_report(params["choreo_error"])
+    if "choreo" in params:
+        report: Mapping[str, Any] = params["choreo"]
+        return report
+    reason = outcome.output.outputs[0].finish_reason
+    if reason in ("abort", "error"):
+        return ChoreoError(f"the engine ended the call: {reason}", parameter="finish_reason")
+    return ChoreoError(
+        "the engine does not choreograph: start it with the vllm_choreo plugin "
+        "(see the README), or use mode='baseline'",
+        parameter="llm",
+    )
+
+
+def message_from(
+    call: Call,
+    outcome: Outcome,
+    report: Mapping[str, Any],
+) -> Message:
+    """The message that `call` made.
+
+    Args:
+        call: the call as it was planned.
+        outcome: of the call, or of its draft.
+        report: `position`, `exact`, `reused_tokens`, `repositioned_tokens`, `encoded_tokens`.
+    """
+    completion = outcome.output.outputs[0]
+    # The one token that the engine samples after a prefill is no part of the message.
+    generated = tuple(completion.token_ids) if call.is_decode else ()
+    generated_text = completion.text if call.is_decode else ""
+    token_ids = (*call.token_ids, *generated)
+    return Message(
+        id=call.id,
+        text=call.text + generated_text,
+        token_ids=token_ids,
+        num_tokens=len(token_ids),
+        position=report["position"],
+        parents=call.params.parents,
+        generated_text=generated_text,
+        generated_token_ids=generated,
+        logprobs=completion.logprobs if call.is_decode else None,
+        finish_reason=completion.finish_reason if call.is_decode else None,
+        usage=Usage(
+            exact=report["exact"],
+            reused_tokens=report["reused_tokens"],
+            repositioned_tokens=report["repositioned_tokens"],
+            encoded_tokens=report["encoded_tokens"],
+        ),
+        metrics=outcome.metrics,
+    )
