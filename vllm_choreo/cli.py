@@ -60,9 +60,7 @@ def _version() -> str:
     try:
         return f"vllm-choreo {importlib.metadata.version('vllm-choreo')}"
     except importlib.metadata.PackageNotFoundError:
-        from vllm_choreo import __version__
-
-        return f"vllm-choreo {__version__} (not installed)"
+        return "vllm-choreo (not installed)"
 
 
 _Commands = argparse._SubParsersAction  # the only name that argparse has for it

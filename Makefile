@@ -1,0 +1,66 @@
+# Everything runs in .venv, which the first target that needs it makes. See CONTRIBUTING.md.
+#
+#   make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+# takes PyTorch's CPU build from PyTorch's own package index. Leave it out where pip finds that
+# build by itself.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+TORCH_INDEX_URL ?=
+# More arguments for the command that a target runs: make test ARGS="tests/core -x"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+ENGINE := $(VENV)/.engine-installed
+PACKAGE := $(VENV)/.package-installed
+SOURCES := $(shell find csrc -type f 2>/dev/null)
+CLANG_SOURCES := $(filter %.cpp %.h %.hpp %.cu %.cuh,$(SOURCES))
+
+.PHONY: help setup demo test lint format bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make setup   install vLLM for CPU and this package into $(VENV)"
+	@echo "make demo    run the demo on a small real model"
+	@echo "make test    run the tests        (ARGS=\"tests/core -x\")"
+	@echo "make lint    ruff, mypy, clang-format: check only"
+	@echo "make format  ruff, clang-format: change the files"
+	@echo "make bench   run the benchmarks   (ARGS=...)"
+	@echo "make clean   remove builds and caches, keep $(VENV)"
+
+# The stamps are touched last, so that an interrupted run starts the step again.
+setup: $(PACKAGE)
+
+$(ENGINE): tools/setup.sh
+	@PYTHON="$(PYTHON)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" bash tools/setup.sh engine
+	@touch $@
+
+$(PACKAGE): $(ENGINE) pyproject.toml setup.py $(SOURCES)
+	@bash tools/setup.sh package
+	@touch $@
+
+demo: $(PACKAGE)
+	@$(BIN)/vllm-choreo demo $(ARGS)
+
+test: $(PACKAGE)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(PACKAGE)
+	@echo "== ruff check" && $(BIN)/ruff check .
+	@echo "== ruff format --check" && $(BIN)/ruff format --check .
+	@echo "== mypy" && $(BIN)/mypy
+	@echo "== clang-format" && if [ -n "$(CLANG_SOURCES)" ]; then \
+		$(BIN)/clang-format --dry-run --Werror $(CLANG_SOURCES); fi
+
+format: $(PACKAGE)
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+	@if [ -n "$(CLANG_SOURCES)" ]; then $(BIN)/clang-format -i $(CLANG_SOURCES); fi
+
+bench: $(PACKAGE)
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis ./*.egg-info
+	find vllm_choreo tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f vllm_choreo/*.so $(PACKAGE)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of every test process, and fixtures that several folders of tests use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# vLLM and OpenMP read these when they are imported, hence before any test module is.
+# A value that is set already wins, so that a run can be changed from outside.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process: 6 s instead of 45 s
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; enough for about 23,000 tokens of the embedded model
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",  # a test that needs the network must fail at once, everywhere
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1)),
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+
+@pytest.fixture(scope="session")
+def embedded_model_path() -> Path:
+    """Folder of SmolLM2-135M-Instruct (float32); made in the user's cache at the first use."""
+    from vllm_choreo.embedded import embedded_model
+
+    return embedded_model(progress=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no GPU; torch is only imported if there are any."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

