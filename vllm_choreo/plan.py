@@ -106,16 +106,14 @@ def num_span_blocks(start: int, stop: int, block_size: int) -> int:
     return -(-stop // block_size) - start // block_size
 
 
-def check_length(
-    plan: CallPlan, num_new_tokens: int, max_model_len: int, is_decode: bool
-) -> None:
+def check_length(plan: CallPlan, num_new_tokens: int, max_model_len: int) -> None:
     """Refuse what does not fit into the model's context, before anything is allocated.
 
     Raises:
-        TooLongError: the virtual sequence, or the room for one generated token, is too long.
+        TooLongError: the virtual sequence, or the room for one sampled token, is too long.
         OffsetError: a position lies beyond the last one that the model knows.
     """
-    room = 1 if is_decode else 0
+    room = 1  # vLLM samples a token after every prompt, also where it is dropped
     virtual = plan.base + num_new_tokens + room
     if virtual > max_model_len:
         raise TooLongError(

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's KV cache manager, in which a request may start on blocks of messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.request import Request
+
+from vllm_choreo.engine.calls import CallBook
+
+
+class ChoreoKVCacheManager(KVCacheManager):
+    """Three narrow changes: what counts as computed, what is kept, and where room comes from."""
+
+    book: CallBook
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+        call = self.book.calls.get(request.request_id)
+        if call is None:
+            return super().get_computed_blocks(request)
+        blocks = self.book.adopted_blocks(call)
+        return self.create_kv_cache_blocks((blocks,)), len(blocks) * self.book.block_size, 0
+
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        """As vLLM's; when the pool runs short, messages that nobody reads make room first."""
+        call = self.book.calls.get(request.request_id)
+        if call is not None:
+            # vLLM hashes and registers blocks here unless told that they are not written yet.
+            kwargs["delay_cache_blocks"] = True
+        protected = call.needed() if call else ()
+        # With nothing running, waiting calls would wait for one another: take from the last.
+        nothing_runs = not kwargs.get("has_scheduled_reqs", True)
+        while True:
+            blocks = super().allocate_slots(
+                request, num_new_tokens, num_new_computed_tokens, **kwargs
+            )
+            if blocks is not None or not self.book.store.evict_one(protected, nothing_runs):
+                break
+        if call is not None and blocks is not None:
+            up_to = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
+            self.book.scheduled(call, self.get_blocks(request.request_id).blocks[0], up_to)
+        return blocks
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Choreographed keys and values never enter the prefix cache."""
+        if request.request_id not in self.book.calls:
+            super().cache_blocks(request, num_computed_tokens)

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choreographed calls inside the scheduler: from named parents to adopted blocks.
+
+The way of a call: `open` (parents named) -> `resolve` (their lengths known: positions decided,
+virtual sequence written into vLLM's request) -> `is_ready` (their keys and values exist, at the
+latest in the step being planned) -> `scheduled` (blocks adopted) -> `close`.
+
+A call is also how a message is *encoded again*: after eviction, or to give the last sampled
+token its key and value, for which vLLM has no need when a request ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.request import Request
+
+from vllm_choreo.errors import (
+    CyclicParentsError,
+    EmptyTokensError,
+    ParentFailedError,
+    UnsupportedOptionError,
+)
+from vllm_choreo.messages import Message, MessageStore
+from vllm_choreo.params import ChoreoParams
+from vllm_choreo.plan import (
+    CallPlan,
+    ParentPlan,
+    RequestSpans,
+    check_length,
+    is_exact,
+    num_span_blocks,
+    request_spans,
+    resolve_offsets,
+    resolve_span,
+    virtual_tokens,
+)
+
+
+@dataclass(eq=False)
+class Call:
+    """A request that makes a message, or encodes one again.
+
+    Attributes:
+        request: vLLM's request; its prompt is the new tokens until `resolve`, then the virtual
+            sequence.
+        message: what it makes or encodes again.
+        parents: what it attends to.
+        params: as the caller gave them; None for an encoding again.
+        serves: the call for which this one encodes a message again, or None.
+        plan: positions; None until all parents are known.
+        admitted: it runs (or is being scheduled) and reads its parents.
+    """
+
+    request: Request
+    message: Message
+    parents: tuple[Message, ...]
+    params: ChoreoParams | None
+    serves: Call | None = None
+    plan: CallPlan | None = None
+    admitted: bool = False
+
+    @property
+    def is_internal(self) -> bool:
+        return self.params is None
+
+    @property
+    def is_decode(self) -> bool:
+        return self.params is not None and self.params.kind == "decode"
+
+    def needed(self) -> set[Message]:
+        """Messages that must not be evicted for the sake of this call."""
+        needed = {self.message, *self.parents}
+        return needed | self.serves.needed() if self.serves else needed
+
+
+class CallBook:
+    """The calls in flight. Knows messages and plans; queues and allocation are the scheduler's."""
+
+    def __init__(self, store: MessageStore, max_model_len: int) -> None:
+        self.store = store
+        self.block_size = store.block_size
+        self.max_model_len = max_model_len
+        self.calls: dict[str, Call] = {}  # by request id, in order of arrival
+
+    def open(self, request: Request, params: ChoreoParams) -> Call:
+        """Enter a new call.
+
+        Raises:
+            ChoreoError: it can never run.
+        """
+        _check_options(request)
+        name = params.save_as or request.request_id
+        if any(parent.id == name for parent in params.parents):
+            raise CyclicParentsError(
+                "a call cannot wait for the message that it makes itself; leave it out",
+                parameter="parents",
+                value=name,
+            )
+        parents = tuple(self.store.get(params.session, p.id) for p in params.parents)
+        message = self.store.create(params.session, name, request.lora_request)
+        message.parents, message.encoder = parents, request.request_id
+        if params.kind == "prefill":
+            message.token_ids = list(request.prompt_token_ids or ())
+            request.max_tokens = 1  # vLLM samples one; it is no part of the message
+        return self._enter(Call(request, message, parents, params))
+
+    def open_encode(self, request: Request, message: Message, serves: Call | None) -> Call:
+        """Enter a call that encodes what is missing of a known message."""
+        message.encoder = request.request_id
+        return self._enter(Call(request, message, message.parents, None, serves))
+
+    def _enter(self, call: Call) -> Call:
+        # Choreographed keys and values stay out of vLLM's prefix cache: nothing is hashed.
+        call.request.block_hashes.clear()
+        call.request._block_hasher = None
+        call.request.skip_reading_prefix_cache = True
+        for parent in call.parents:
+            parent.num_waiting += 1
+        self.calls[call.request.request_id] = call
+        return call
+
+    def resolve(self, call: Call) -> bool:
+        """Decide positions and write the virtual sequence, once all parents are known.
+
+        Returns:
+            Whether the call has its plan now.
+
+        Raises:
+            ChoreoError: it does not fit, or a parent failed.
+        """
+        if call.plan is not None:
+            return True
+        for parent in call.parents:
+            if parent.failure:
+                raise ParentFailedError(
+                    f"the parent was never completed: {parent.failure}",
+                    parameter="parents",
+                    value=parent.id,
+                )
+        if not all(parent.is_known for parent in call.parents):
+            return False
+        if call.message.plan is None:
+            call.message.plan = self._plan(call)
+        call.plan = call.message.plan
+        self._write_virtual_sequence(call)
+        return True
+
+    def _plan(self, call: Call) -> CallPlan:
+        params = call.params
+        assert params is not None, "a message that is encoded again has its plan"
+        spans = [
+            resolve_span(named.start, named.stop, parent.num_tokens, parent.id)
+            for named, parent in zip(params.parents, call.parents, strict=True)
+        ]
+        lengths = [stop - start for start, stop in spans]
+        offsets, new_offset = resolve_offsets(lengths, params.offsets, params.new_offset)
+        parents = tuple(
+            ParentPlan(parent.id, start, stop, offset)
+            for parent, (start, stop), offset in zip(call.parents, spans, offsets, strict=True)
+        )
+        base = self.block_size * sum(
+            num_span_blocks(start, stop, self.block_size) for start, stop in spans
+        )
+        encodings = [parent.plan for parent in call.parents]
+        same_adapter = all(parent.adapter == call.message.adapter for parent in call.parents)
+        exact = same_adapter and is_exact(parents, new_offset, encodings)  # type: ignore[arg-type]
+        plan = CallPlan(parents, new_offset, base, exact)
+        check_length(plan, call.request.num_prompt_tokens, self.max_model_len)
+        return plan
+
+    def _write_virtual_sequence(self, call: Call) -> None:
+        plan, request = call.plan, call.request
+        assert plan is not None and request.prompt_token_ids is not None
+        num_new_tokens = request.num_prompt_tokens
+        padded = virtual_tokens(
+            [
+                (parent.token_ids or (), span.start, span.stop)
+                for parent, span in zip(call.parents, plan.parents, strict=True)
+            ],
+            self.block_size,
+        )
+        request.prompt_token_ids = padded + request.prompt_token_ids
+        request._all_token_ids[:0] = padded
+        request.num_prompt_tokens = len(request.prompt_token_ids)
+        # One slot stays free: the last sampled token must fit when it is encoded.
+        room = self.max_model_len - max(plan.base, plan.new_offset) - num_new_tokens - 1
+        request.max_tokens = max(1, min(request.max_tokens, room))
+
+    def is_ready(self, call: Call) -> bool:
+        """Whether all that the call reads exists, at the latest in the step being planned.
+
+        A parent whose last tokens are encoded in the same step counts: in every layer all keys
+        and values of a batch are stored before any query reads.
+        """
+        return call.plan is not None and all(parent.is_resident for parent in call.parents)
+
+    def missing(self, call: Call) -> list[Message]:
+        """Parents that must be encoded again, and that nobody encodes yet."""
+        return [p for p in call.parents if p.is_known and not p.is_resident and not p.encoder]
+
+    def adopted_blocks(self, call: Call) -> list[Any]:
+        """The blocks with which the call's block table starts: parents', then its own full ones.
+
+        The second part is what an encoding again need not repeat.
+        """
+        assert call.plan is not None
+        blocks: list[Any] = []
+        for parent, span in zip(call.parents, call.plan.parents, strict=True):
+            blocks += parent.blocks[
+                span.start // self.block_size : -(-span.stop // self.block_size)
+            ]
+        if call.is_internal:
+            # At least one token is left to run: a request without any cannot be scheduled.
+            full = min(call.message.num_encoded, call.message.num_tokens - 1) // self.block_size
+            blocks += call.message.blocks[:full]
+        return blocks
+
+    def scheduled(self, call: Call, blocks: Sequence[Any], up_to: int) -> None:
+        """The call got slots: it runs `blocks`, and the step encodes tokens before `up_to`."""
+        assert call.plan is not None
+        if not call.admitted:
+            call.admitted = True
+            for parent in call.parents:
+                parent.num_waiting -= 1
+                parent.num_readers += 1
+                self.store.use(parent)
+        message = call.message
+        if message.is_known and not message.is_resident:
+            num_encoded = up_to - call.plan.base
+            if num_encoded >= message.num_tokens:
+                own = blocks[call.plan.base // self.block_size :]
+                self.store.hold(message, own, message.num_tokens)
+
+    def preempted(self, call: Call) -> None:
+        """The call lost its blocks; it waits again, and its parents may be evicted meanwhile."""
+        if call.admitted:
+            call.admitted = False
+            for parent in call.parents:
+                parent.num_readers -= 1
+                parent.num_waiting += 1
+
+    def close(self, call: Call, failure: str | None) -> None:
+        """The request ended; `failure` says why there is no message, if there is none."""
+        del self.calls[call.request.request_id]
+        for parent in call.parents:
+            if call.admitted:
+                parent.num_readers -= 1
+            else:
+                parent.num_waiting -= 1
+            self.store.settle(parent)
+        message = call.message
+        message.encoder = None
+        if failure and not call.is_internal and not message.is_resident:
+            message.failure = failure
+        self.store.settle(message)
+
+    def finish_decode(self, call: Call, blocks: Sequence[Any]) -> None:
+        """Generation ended: header and all sampled tokens are the message.
+
+        The last token has been sampled but not run, and with asynchronous scheduling no more
+        than that is certain.
+        """
+        assert call.plan is not None
+        request, base = call.request, call.plan.base
+        call.message.token_ids = list(request.all_token_ids[base:])
+        num_encoded = min(request.num_computed_tokens, request.num_tokens - 1) - base
+        self.store.hold(call.message, blocks[base // self.block_size :], num_encoded)
+
+    def spans(self, call: Call) -> RequestSpans:
+        """What the worker must know; valid for as long as the call stays admitted."""
+        assert call.plan is not None
+        positions = [parent.stored_position for parent in call.parents]
+        return request_spans(call.plan, positions, self.block_size)
+
+    def report(self, call: Call) -> dict[str, Any]:
+        """What a result says of itself, besides text."""
+        spans, plan = self.spans(call), call.plan
+        assert plan is not None
+        moved = zip(spans.num_tokens, plan.parents, call.parents, strict=True)
+        return {
+            "id": call.message.id,
+            "num_tokens": call.message.num_tokens,
+            "position": plan.new_offset,
+            "exact": plan.exact,
+            "reused_tokens": sum(spans.num_tokens),
+            "repositioned_tokens": sum(
+                num_tokens
+                for num_tokens, span, parent in moved
+                if parent.plan and span.offset - span.start != parent.plan.new_offset
+            ),
+            "encoded_tokens": call.message.num_tokens,
+        }
+
+
+def _check_options(request: Request) -> None:
+    """Refuse what would not make one message of the tokens that the caller sees."""
+    if not request.prompt_token_ids:
+        raise EmptyTokensError(
+            "a call needs at least one new token", parameter="tokens", value=[]
+        )
+    params = request.sampling_params
+    if params is None:
+        raise UnsupportedOptionError(
+            "only generation can be choreographed", parameter="pooling_params", value=None
+        )
+    unsupported = {
+        "prompt_logprobs": params.prompt_logprobs,
+        "prompt_embeds": request.prompt_embeds,
+        "mm_features": request.mm_features or None,
+        "resumable": request.resumable or None,
+    }
+    for name, value in unsupported.items():
+        if value is not None:
+            raise UnsupportedOptionError(
+                "choreographed calls do not support this; leave it out",
+                parameter=name,
+                value=value if name == "prompt_logprobs" else "given",
+            )

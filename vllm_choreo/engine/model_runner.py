@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's model runner, which hands the spans of the batch to the attention backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_choreo.engine.batch import BatchPlanner
+from vllm_choreo.engine.cpu_backend import ChoreoCPUImpl
+from vllm_choreo.engine.probe import LayerPositions, probe_positions
+from vllm_choreo.errors import UnsupportedModelError
+from vllm_choreo.ops import default_impl, detect_layout
+
+
+class ChoreoCPUModelRunner(CPUModelRunner):
+    """The V1 runner on CPU. `prepare_choreography` comes before the first choreographed step."""
+
+    planner: BatchPlanner
+    layer_positions: Sequence[LayerPositions]
+    _in_step = False
+
+    def prepare_choreography(self) -> None:
+        """Probe the loaded model, and check what the KV cache looks like.
+
+        Raises:
+            UnsupportedModelError: the model cannot be choreographed; says why.
+            UnsupportedLayoutError: the KV cache cannot be read; says what was found.
+        """
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        for name, layer in layers.items():
+            _check_layer(name, layer)
+            self._check_layout(layer)
+        self.layer_positions = probe_positions(
+            self.get_model(), self.vllm_config, list(layers), self.device
+        )
+        for found in self.layer_positions:
+            layers[found.layer].impl.rotation = found.rotation
+        rotations = {p.rotation: None for p in self.layer_positions if p.rotation is not None}
+        self.planner = BatchPlanner(self.cache_config.block_size, list(rotations))
+        default_impl()  # says now, not in the first request, if it is the slow one
+
+    def _check_layout(self, layer: Any) -> None:
+        def write(
+            keys: torch.Tensor, values: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+        ) -> None:
+            layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, slots)
+
+        detect_layout(
+            write,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            block_size=self.cache_config.block_size,
+            dtype=self.kv_cache_dtype,
+        )
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        self.planner.update(
+            getattr(scheduler_output, "choreo", {}), list(scheduler_output.finished_req_ids)
+        )
+        self._in_step = True
+        try:
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        finally:
+            self._in_step = False
+
+    def _build_attention_metadata(
+        self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        metadata = super()._build_attention_metadata(num_tokens, num_reqs, *args, **kwargs)
+        if self._in_step:
+            per_layer = metadata[0]
+            vllm_metadata = next(iter(per_layer.values()))
+            batch = self.planner.batch(
+                self.input_batch.req_ids[:num_reqs],
+                vllm_metadata.query_start_loc[: num_reqs + 1],
+                vllm_metadata.seq_lens[:num_reqs],
+                vllm_metadata.block_table[:num_reqs],
+            )
+            for layer_metadata in per_layer.values():
+                layer_metadata.choreo = batch
+        return metadata
+
+
+def _check_layer(name: str, layer: Any) -> None:
+    """
+    Raises:
+        UnsupportedModelError: attention of a kind for which spans mean nothing.
+    """
+    impl = layer.impl
+    if not isinstance(impl, ChoreoCPUImpl):
+        found = f"the backend {type(impl).__name__}"
+    elif impl.sliding_window > 0:
+        found = f"a sliding window of {impl.sliding_window} tokens"
+    elif impl.sinks is not None:
+        found = "attention sinks"
+    elif impl.kv_sharing_target_layer_name is not None:
+        found = "keys and values shared with another layer"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"layer {name} has {found}, which cannot be choreographed; run this model without the "
+        'plugin (VLLM_PLUGINS="")',
+        parameter="model",
+        value=name,
+    )
+

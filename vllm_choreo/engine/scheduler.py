@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's schedulers, in which requests may be choreographed calls."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_choreo.engine.block_manager import ChoreoKVCacheManager
+from vllm_choreo.engine.calls import Call, CallBook
+from vllm_choreo.errors import ChoreoError, PoolFullError, UnsupportedOptionError
+from vllm_choreo.messages import Message, MessageStore
+from vllm_choreo.params import EXTRA_ARGS_KEY, ChoreoParams
+
+_COMPLETE = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+
+
+class _Choreographed(Scheduler):
+    """What both schedulers add. Mixed in before vLLM's class, and delegating to it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        manager = self.kv_cache_manager
+        self.store = MessageStore(manager.block_pool, self.block_size)
+        self.book = CallBook(self.store, self.max_model_len)
+        # vLLM's constructor names its manager class; the subclass only adds methods.
+        manager.__class__ = ChoreoKVCacheManager
+        assert isinstance(manager, ChoreoKVCacheManager)
+        manager.book = self.book
+        self._errors: dict[str, ChoreoError] = {}  # of requests still to be ended
+        # Requests of our own: encodings again. Random, so that no client's id looks like one.
+        self._internal_prefix = f"choreo-{uuid.uuid4().hex}-"
+        self._num_internal = 0
+
+    # -- arrival ---------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        extra_args = request.sampling_params and request.sampling_params.extra_args
+        if extra_args and EXTRA_ARGS_KEY in extra_args:
+            try:
+                self._check_engine()
+                self.book.open(request, ChoreoParams.from_extra_args(extra_args))
+            except ChoreoError as error:
+                self._errors[request.request_id] = error
+        super().add_request(request)
+
+    def _check_engine(self) -> None:
+        if not self.cache_config.enable_prefix_caching:
+            raise UnsupportedOptionError(
+                "blocks can only be shared with prefix caching on; start the engine without "
+                "enable_prefix_caching=False",
+                parameter="enable_prefix_caching",
+                value=False,
+            )
+        if len(self.kv_cache_config.kv_cache_groups) != 1:
+            raise UnsupportedOptionError(
+                "choreography needs one kind of attention in all layers; this model has "
+                f"{len(self.kv_cache_config.kv_cache_groups)} kinds of KV cache",
+                parameter="model",
+                value=self.vllm_config.model_config.model,
+            )
+
+    # -- a step ----------------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._prepare_waiting_calls()
+        output = super().schedule(*args, **kwargs)
+        started = [req.req_id for req in output.scheduled_new_reqs]
+        started += output.scheduled_cached_reqs.resumed_req_ids
+        # Travels to the workers with the rest of the step; they keep it until the request ends.
+        output.choreo = {  # type: ignore[attr-defined]
+            request_id: self.book.spans(call)
+            for request_id in started
+            if (call := self.book.calls.get(request_id)) is not None
+        }
+        if not output.num_scheduled_tokens:
+            self._refuse_what_never_fits()
+        return output
+
+    def _prepare_waiting_calls(self) -> None:
+        """Resolve calls whose parents are known now; have evicted parents encoded again.
+
+        The first call that is not ready always gets what it needs; calls behind it only what
+        fits beside, or they would evict one another's parents in turn.
+        """
+        room: int | None = None
+        waiting = [call for call in self.book.calls.values() if not call.admitted]
+        while waiting:
+            next_level: list[Call] = []
+            for call in waiting:
+                try:
+                    if not self.book.resolve(call) or self.book.is_ready(call):
+                        continue
+                except ChoreoError as error:
+                    self._errors[call.request.request_id] = error
+                    continue
+                for message in self.book.missing(call):
+                    assert message.plan is not None
+                    need = -(-message.num_tokens // self.block_size)
+                    if room is None:
+                        room = self._evictable_room()
+                    elif room < need and call.serves is None:
+                        continue
+                    room -= need
+                    next_level.append(self._encode_again(message, call))
+            waiting = next_level
+
+    def _evictable_room(self) -> int:
+        """Blocks that are free, or would be if idle messages were evicted."""
+        idle = sum(len(m.blocks) for m in self.store.holding() if not m.in_use)
+        return self.kv_cache_manager.block_pool.get_num_free_blocks() + idle
+
+    def _encode_again(self, message: Message, serves: Call | None) -> Call:
+        """Put a request at the head of the queue that encodes what `message` lacks."""
+        self._num_internal += 1
+        request = Request(
+            request_id=f"{self._internal_prefix}{self._num_internal}",
+            prompt_token_ids=list(message.token_ids or ()),
+            sampling_params=SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
+            pooling_params=None,
+            lora_request=message.adapter,
+            priority=serves.request.priority if serves else 0,
+        )
+        call = self.book.open_encode(request, message, serves)
+        super().add_request(request)
+        self.waiting.remove_request(request)
+        self.waiting.prepend_request(request)
+        return call
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        if request.request_id in self._errors:
+            return False
+        call = self.book.calls.get(request.request_id)
+        if call is not None and not self.book.is_ready(call):
+            return False
+        return super()._handle_blocked_waiting_request(request)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        call = self.book.calls.get(request.request_id)
+        if call is not None:
+            self.book.preempted(call)
+
+    def _refuse_what_never_fits(self) -> None:
+        """Nothing runs and nothing could be started: the first ready call is too large."""
+        if self.running or self._errors or not self.book.calls:
+            return
+        for request in self.waiting:
+            call = self.book.calls.get(request.request_id)
+            if call is None or not self.book.is_ready(call):
+                continue
+            refused = call
+            while refused.serves is not None:
+                refused = refused.serves
+            self._errors[refused.request.request_id] = PoolFullError(
+                "what the call reads, and the message it makes, do not fit into the KV cache "
+                f"of {self.cache_config.num_gpu_blocks} blocks of {self.block_size} tokens; "
+                "name fewer parents or give the engine more KV cache memory",
+                parameter="parents",
+                value=[parent.id for parent in refused.parents],
+            )
+            return
+
+    # -- the end of a request --------------------------------------------------------------
+
+    def _free_request(
+        self, request: Request, *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        call = self.book.calls.get(request.request_id)
+        report = self._close_call(call) if call is not None else None
+        kv_params, ec_params = super()._free_request(request, *args, **kwargs)
+        if call is not None and call.message.is_known and not call.message.freed:
+            self._seal(call.message)
+        return ({**(kv_params or {}), **report} if report else kv_params), ec_params
+
+    def _close_call(self, call: Call) -> dict[str, Any] | None:
+        """Turn the finished request's own blocks into its message."""
+        request = call.request
+        complete = request.status in _COMPLETE
+        # A stop string is found by the client, which then aborts the request.
+        stopped = request.status == RequestStatus.FINISHED_ABORTED and bool(
+            request.sampling_params and request.sampling_params.stop and request.num_output_tokens
+        )
+        if call.is_decode and call.admitted and (complete or stopped):
+            blocks = self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+            self.book.finish_decode(call, blocks)
+        report = None
+        if call.message.is_known and call.plan is not None and not call.is_internal:
+            report = {"choreo": self.book.report(call)}
+        failure = None if complete or stopped else f"its request ended as {request.status.name}"
+        error = self._errors.get(request.request_id)
+        self.book.close(call, str(error) if error else failure)
+        return report
+
+    def _seal(self, message: Message) -> None:
+        """Give the last sampled token its keys and values, without delaying the answer."""
+        if message.num_encoded and not message.is_resident and message.encoder is None:
+            self._encode_again(message, None)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for per_client in outputs.values():
+            per_client.outputs = [
+                output
+                for output in per_client.outputs
+                if not output.request_id.startswith(self._internal_prefix)
+            ]
+        self._end_refused(outputs)
+        return outputs
+
+    def _end_refused(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Answer refused requests with their error; nothing else is disturbed."""
+        if not self._errors:
+            return
+        ended = self.finish_requests(list(self._errors), RequestStatus.FINISHED_ERROR)
+        for request in ended:
+            error = self._errors[request.request_id]
+            output = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                events=request.take_events(),
+                kv_transfer_params={"choreo_error": error.to_report()},
+                trace_headers=request.trace_headers,
+            )
+            per_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            per_client.outputs = [*per_client.outputs, output]
+        self._errors.clear()
+
+    # -- called by the client through the engine core --------------------------------------
+
+    def choreo_free(self, session: str, message_ids: Iterable[str]) -> int:
+        """Give messages up; returns how many there were."""
+        messages = [self.store.messages.get((session, m)) for m in message_ids]
+        found = [message for message in messages if message is not None]
+        for message in found:
+            self._drop_idle_encoding(message)
+            self.store.free(message)
+        return len(found)
+
+    def choreo_close(self, session: str) -> int:
+        """Give up all messages of a session; returns how many there were."""
+        return self.choreo_free(session, [m.id for m in self.store.of_session(session)])
+
+    def choreo_evict(self, session: str, message_ids: Iterable[str]) -> int:
+        """Drop the blocks of messages that nobody reads; the recipes stay."""
+        evicted = 0
+        for message_id in message_ids:
+            message = self.store.get(session, message_id)
+            self._drop_idle_encoding(message)
+            if message.is_known and not message.in_use:
+                self.store.evict(message)
+                evicted += 1
+        return evicted
+
+    def choreo_stats(self, session: str | None = None) -> dict[str, Any]:
+        """Messages, blocks and sharing; of all sessions if `session` is None."""
+        pool = self.kv_cache_manager.block_pool
+        return {
+            **self.store.stats(session),
+            "num_free_blocks": pool.get_num_free_blocks(),
+            "num_pool_blocks": pool.num_gpu_blocks,
+            "num_calls": len(self.book.calls),
+        }
+
+    def _drop_idle_encoding(self, message: Message) -> None:
+        """Withdraw the sealing of a message that is given up before it was read."""
+        encoder = self.book.calls.get(message.encoder or "")
+        if encoder is not None and encoder.is_internal and not message.num_waiting:
+            self.finish_requests(encoder.request.request_id, RequestStatus.FINISHED_ABORTED)
+
+
+class ChoreoScheduler(_Choreographed, Scheduler):
+    """For engines without asynchronous scheduling."""
+
+
+class ChoreoAsyncScheduler(_Choreographed, AsyncScheduler):
+    """For engines with asynchronous scheduling."""

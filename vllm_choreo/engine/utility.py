@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the client to the scheduler: engine-core utilities, in process or across processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.engine.core import EngineCore
+
+OPERATIONS = ("free", "close", "evict", "stats")
+_METHOD = "choreo"
+
+
+def install() -> None:
+    """Give the engine core one more utility. Adds a name; changes none."""
+    EngineCore.choreo = _run  # type: ignore[attr-defined]
+
+
+def _run(core: EngineCore, operation: str, args: list[Any]) -> Any:
+    assert operation in OPERATIONS
+    return getattr(core.scheduler, f"choreo_{operation}")(*args)
+
+
+def call(llm: Any, operation: str, *args: Any) -> Any:
+    """Run an operation of the scheduler in the engine of an `LLM`.
+
+    Args:
+        llm: `vllm.LLM`, in process or with an engine-core process.
+        operation: one of `OPERATIONS`.
+        args: of the scheduler's `choreo_<operation>`; plain data.
+    """
+    client = llm.llm_engine.engine_core
+    core = getattr(client, "engine_core", None)
+    if core is not None:  # in process
+        return _run(core, operation, list(args))
+    return client.call_utility(_METHOD, operation, list(args))
+
+
+async def call_async(async_llm: Any, operation: str, *args: Any) -> Any:
+    """Like `call`, for `vllm.AsyncLLM`."""
+    return await async_llm.engine_core.call_utility_async(_METHOD, operation, list(args))

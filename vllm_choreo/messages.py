@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages and where their keys and values lie. Imports neither torch nor vllm.
+
+A message's *recipe* (tokens, parents, offsets) is the truth; its KV blocks are a cache of it:
+
+    generating --finish--> known, not resident --encode--> resident --evict--> known, not resident
+
+The store holds one reference on every block of a resident message; calls that read it hold
+their own, so a block returns to the pool when the last of them lets go.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm_choreo.errors import NameTakenError, UnknownMessageError
+from vllm_choreo.plan import CallPlan
+
+
+class BlockPool(Protocol):
+    """What the store needs of vLLM's block pool."""
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Any) -> None: ...
+
+
+@dataclass(eq=False)
+class Message:
+    """One message of a session.
+
+    Attributes:
+        adapter: vLLM's LoRA request that encodes it, or None.
+        token_ids: header and generated tokens; None while they are being generated.
+        parents: the messages behind `plan.parents`, in the same order; they keep a freed parent's
+            recipe alive for as long as a message may have to be encoded again.
+        plan: how it is encoded; None until all its parents' lengths are known.
+        blocks: KV blocks that hold tokens `0 … num_encoded-1`, from its first slot on.
+        stored_position: position to which the first key is rotated now.
+        num_readers: running calls that read it; its blocks must stay.
+        num_waiting: calls that wait for it or will read it.
+        encoder: id of the request that is making or encoding it; None when nobody is.
+        failure: why it will never be complete.
+        freed: its session gave it up: no new call may name it.
+    """
+
+    id: str
+    session: str
+    adapter: Any = None
+    token_ids: list[int] | None = None
+    parents: tuple[Message, ...] = ()
+    plan: CallPlan | None = None
+    blocks: list[Any] = field(default_factory=list)
+    num_encoded: int = 0
+    stored_position: int = 0
+    num_readers: int = 0
+    num_waiting: int = 0
+    encoder: str | None = None
+    failure: str | None = None
+    freed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) if self.token_ids is not None else 0
+
+    @property
+    def is_known(self) -> bool:
+        """Its tokens are final."""
+        return self.token_ids is not None
+
+    @property
+    def is_resident(self) -> bool:
+        """Every token has keys and values, at the latest when the step now planned has run."""
+        return self.token_ids is not None and self.num_encoded == len(self.token_ids)
+
+    @property
+    def in_use(self) -> bool:
+        return self.num_readers > 0 or self.num_waiting > 0 or self.encoder is not None
+
+
+class MessageStore:
+    """All messages of an engine, and the order in which their blocks may be evicted."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.messages: dict[tuple[str, str], Message] = {}
+        # Messages that hold blocks, least recently used first.
+        self._holding: OrderedDict[Message, None] = OrderedDict()
+        self.num_evictions = 0
+
+    def create(self, session: str, message_id: str, adapter: Any = None) -> Message:
+        """A new message that has no tokens yet.
+
+        Raises:
+            NameTakenError: the session has a message of that id.
+        """
+        if (session, message_id) in self.messages:
+            raise NameTakenError(
+                "this session has a message of that name; choose another, or free it first",
+                parameter="save_as",
+                value=message_id,
+            )
+        message = Message(id=message_id, session=session, adapter=adapter)
+        self.messages[session, message_id] = message
+        return message
+
+    def get(self, session: str, message_id: str) -> Message:
+        """The message that a call of `session` names.
+
+        Raises:
+            UnknownMessageError: there is none; a message of another session looks the same.
+        """
+        message = self.messages.get((session, message_id))
+        if message is None:
+            raise UnknownMessageError(
+                "there is no such message in this session (never made, or freed)",
+                parameter="parents",
+                value=message_id,
+            )
+        return message
+
+    def hold(self, message: Message, blocks: Sequence[Any], num_encoded: int) -> None:
+        """Make `blocks` the place of tokens `0 … num_encoded-1`, and let go of the old ones."""
+        assert message.plan is not None, "a message is encoded according to its plan"
+        held = list(blocks[: -(-num_encoded // self.block_size)])
+        position = message.stored_position if message.blocks else message.plan.base
+        self.pool.touch(held)
+        self._drop_blocks(message)
+        message.blocks, message.num_encoded = held, num_encoded
+        message.stored_position = position
+        self.use(message)
+
+    def use(self, message: Message) -> None:
+        """Mark as most recently used."""
+        if message.blocks:
+            self._holding[message] = None
+            self._holding.move_to_end(message)
+
+    def evict(self, message: Message) -> None:
+        """Give the blocks back; the recipe stays."""
+        if message.blocks:
+            self.num_evictions += 1
+        self._drop_blocks(message)
+
+    def evict_one(self, protected: Collection[Message], waiting_too: bool) -> bool:
+        """Evict the least recently used message that no running call reads.
+
+        Args:
+            protected: never these.
+            waiting_too: if every other one is wanted by a waiting call, take one of those.
+
+        Returns:
+            Whether there was one.
+        """
+        candidates = [m for m in self._holding if not m.num_readers and m not in protected]
+        victim = next((m for m in candidates if not m.in_use), None)
+        if victim is None and waiting_too and candidates:
+            victim = candidates[-1]  # wanted last
+        if victim is None:
+            return False
+        self.evict(victim)
+        return True
+
+    def free(self, message: Message) -> None:
+        """The session gives the message up: unknown to new calls, gone when the last one ends."""
+        message.freed = True
+        self.messages.pop((message.session, message.id), None)
+        self.settle(message)
+
+    def settle(self, message: Message) -> None:
+        """Give back the blocks of a freed or failed message once nobody needs them."""
+        if (message.freed or message.failure) and not message.in_use:
+            self._drop_blocks(message)
+
+    def holding(self) -> list[Message]:
+        """Messages that hold blocks, least recently used first."""
+        return list(self._holding)
+
+    def of_session(self, session: str) -> list[Message]:
+        return [m for (owner, _), m in self.messages.items() if owner == session]
+
+    def _drop_blocks(self, message: Message) -> None:
+        # Reversed, as vLLM frees: the tail of a message is reused first.
+        self.pool.free_blocks(reversed(message.blocks))
+        message.blocks, message.num_encoded, message.stored_position = [], 0, 0
+        self._holding.pop(message, None)
+
+    def stats(self, session: str | None = None) -> dict[str, Any]:
+        """Messages, blocks and sharing, for `c.stats()` and `vllm-choreo inspect`."""
+        chosen = [m for (owner, _), m in self.messages.items() if session in (None, owner)]
+        blocks = {block.block_id for m in self._holding for block in m.blocks}
+        return {
+            "num_messages": len(chosen),
+            "num_resident": sum(m.is_resident for m in chosen),
+            "num_blocks": len({b.block_id for m in chosen for b in m.blocks}),
+            "num_blocks_all_sessions": len(blocks),
+            "num_evictions": self.num_evictions,
+            "block_size": self.block_size,
+            "messages": [self._describe(m) for m in chosen],
+        }
+
+    def _describe(self, message: Message) -> dict[str, Any]:
+        size = self.block_size
+        return {
+            "id": message.id,
+            "num_tokens": message.num_tokens,
+            "num_encoded": message.num_encoded,
+            "stored_position": message.stored_position,
+            "parents": [parent.id for parent in message.parents],
+            "num_readers": message.num_readers,
+            "num_waiting": message.num_waiting,
+            "failure": message.failure,
+            "blocks": [
+                {
+                    "block_id": block.block_id,
+                    "ref_cnt": block.ref_cnt,
+                    "num_valid_slots": min(size, message.num_encoded - i * size),
+                    "position": message.stored_position + i * size,
+                }
+                for i, block in enumerate(message.blocks)
+            ],
+        }
+
