@@ -270,8 +270,7 @@ class AsyncChoreography:
             return choreo_result(draft, outcome)
         whole = call.settled(outcome.output.outputs[0].token_ids)
         end = await self._outcome(None, whole, whole.token_ids, start)
-        if outcome.output.kv_transfer_params:
-            await self._utility("free", self._session.id, [draft.id])
+        await self._utility("free", self._session.id, [draft.id])
         return settled_result(call, outcome, end)
 
     async def _outcome(

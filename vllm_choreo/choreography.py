@@ -89,12 +89,11 @@ class Choreography:
         sampling_params: Any = None,
         save_as: str | None = None,
     ) -> Any:
-        """Encode a header and generate after it; the message is both. Arguments as for `prefill`.
+        """Encode a header and generate after it; the message is both. Or run a list of such calls.
 
-        Args:
-            header: text or token ids, not empty, or a list of dicts.
-            sampling_params: `vllm.SamplingParams`; the model's defaults if omitted. With a list:
-                of the items that have none of their own.
+        Otherwise as `prefill`. `header` must not be empty. `sampling_params` are
+        `vllm.SamplingParams`, the model's defaults if omitted; with a list, they are those of the
+        items that have none of their own.
         """
         shared = _shared(parents, offsets, new_offset, save_as, sampling_params)
         return self._run("decode", header, shared)
@@ -189,9 +188,7 @@ class Choreography:
         ends = self._generate([(call, call.token_ids) for call in settled.values()], start)
         for i, end in zip(drafts, ends, strict=True):
             results[i] = settled_result(calls[i], outcomes[i], end)
-        kept = [calls[i].draft().id for i in drafts if outcomes[i].output.kv_transfer_params]
-        if kept:
-            self._utility("free", self._session.id, kept)
+        self._utility("free", self._session.id, [calls[i].draft().id for i in drafts])
         return results
 
     def _generate(
