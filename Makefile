@@ -30,12 +30,13 @@ help:
 
 # The stamps are touched last, so that an interrupted run starts the step again.
 setup: $(PACKAGE)
+	@echo "$(VENV) is ready"
 
 $(ENGINE): tools/setup.sh
 	@PYTHON="$(PYTHON)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" bash tools/setup.sh engine
 	@touch $@
 
-$(PACKAGE): $(ENGINE) pyproject.toml setup.py $(SOURCES)
+$(PACKAGE): $(ENGINE) tools/setup.sh pyproject.toml setup.py $(SOURCES)
 	@bash tools/setup.sh package
 	@touch $@
 
