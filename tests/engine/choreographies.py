@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded random choreographies, their run through the public API, and the check by the oracle.
+
+A choreography is a list of batches; a batch is a list of calls of one kind that run in parallel.
+Calls name messages by their number in order of creation. Lengths of decoded messages are known
+only when they have run, so sub-spans are kept as fractions and gaps as differences; both become
+numbers when the call is made.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+
+from tests.engine.models import EOS_TOKEN_ID
+from tests.engine.oracle import Encoded, Oracle, Parent
+from vllm_choreo import Choreography
+from vllm_choreo.message import Message
+
+# Largest difference in log-probability between the engine in float32 and the oracle.
+LOGPROB_TOLERANCE = 5e-4
+# Where the oracle's two best tokens are closer than this, either may be chosen.
+TIE_MARGIN = 1e-3
+_MAX_OFFSET = 1500
+# Lengths around the block size of 32 are drawn more often: there the padding changes.
+_BOUNDARY_LENGTHS = (1, 31, 32, 33, 63, 64, 65)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How large choreographies are, and from which tokens."""
+
+    num_batches: int = 4
+    max_tokens: int = 12
+    max_length: int = 70
+    token_ids: tuple[int, int] = (3, 511)
+
+
+@dataclass(frozen=True)
+class PlannedParent:
+    """Message `number`, whole or the part between two fractions of its length."""
+
+    number: int
+    part: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """One call before it is run.
+
+    Attributes:
+        tokens: the new tokens, or the header.
+        parents: in the order in which they are listed.
+        placement: how offsets come about: "omitted"; "gaps": each parent begins `numbers[j]`
+            tokens after (or, if negative, before) the end of the one listed before it;
+            "absolute": at `numbers[j]`.
+        numbers: one per parent, then one for the new tokens; empty if all are omitted.
+        give_new_offset: whether `new_offset` is given, or left out for its default.
+        continues: the number of a message whose own context, then itself, are the parents; then
+            `parents` is empty and all offsets are given explicitly.
+        sampling_params: None for a prefill.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[PlannedParent, ...] = ()
+    placement: str = "omitted"
+    numbers: tuple[int, ...] = ()
+    give_new_offset: bool = False
+    continues: int | None = None
+    sampling_params: SamplingParams | None = None
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A call that has run: every number resolved.
+
+    Attributes:
+        call: the plan.
+        message: what the API returned.
+        spans: `(number, start, stop)` of every parent.
+        offsets: where each parent is seen, defaults filled in by this module.
+        new_offset: likewise.
+    """
+
+    call: PlannedCall
+    message: Message
+    spans: tuple[tuple[int, int, int], ...]
+    offsets: tuple[int, ...]
+    new_offset: int
+
+
+# -- drawing --------------------------------------------------------------------------------------
+
+
+def draw_choreography(seed: int, draw: Draw | None = None) -> list[list[PlannedCall]]:
+    """A random choreography; the same seed gives the same one.
+
+    Its last batch decodes after every message that no decode has read yet, so that no encoding
+    goes unchecked.
+    """
+    draw = draw or Draw()
+    rng = random.Random(seed)
+    batches: list[list[PlannedCall]] = []
+    num_messages, unread = 0, set()
+    for index in range(draw.num_batches):
+        is_decode = index > 0 and rng.random() < 0.6
+        batch = [
+            _draw_call(rng, draw, num_messages, is_decode) for _ in range(rng.choice((1, 2, 3, 4)))
+        ]
+        batches.append(batch)
+        if is_decode:
+            unread -= {parent.number for call in batch for parent in call.parents}
+        unread |= set(range(num_messages, num_messages + len(batch)))
+        num_messages += len(batch)
+    remaining = sorted(unread)
+    rng.shuffle(remaining)
+    last = [remaining[i : i + 4] for i in range(0, len(remaining), 4)]
+    batches.append([_draw_reader(rng, draw, [PlannedParent(n) for n in part]) for part in last])
+    return batches
+
+
+def _draw_call(rng: random.Random, draw: Draw, num_messages: int, is_decode: bool) -> PlannedCall:
+    """One call on some of the first `num_messages` messages."""
+    if num_messages and rng.random() < 0.2:
+        return PlannedCall(
+            _draw_tokens(rng, draw),
+            continues=rng.randrange(num_messages),
+            sampling_params=_draw_sampling(rng, draw) if is_decode else None,
+        )
+    # With replacement: one message at two offsets is legal and drawn often.
+    numbers = [rng.randrange(num_messages) for _ in range(rng.randint(0, min(4, num_messages)))]
+    parents = [PlannedParent(number, _draw_part(rng)) for number in numbers]
+    return _draw_reader(rng, draw, parents, is_decode)
+
+
+def _draw_reader(
+    rng: random.Random, draw: Draw, parents: Sequence[PlannedParent], is_decode: bool = True
+) -> PlannedCall:
+    """A call on these parents, at random places."""
+    placement = rng.choice(("omitted", "gaps", "gaps", "absolute"))
+    numbers: tuple[int, ...] = ()
+    if placement == "gaps":
+        numbers = tuple(rng.randint(-30, 60) for _ in range(len(parents) + 1))
+    elif placement == "absolute":
+        numbers = tuple(rng.randint(0, _MAX_OFFSET) for _ in range(len(parents) + 1))
+    elif rng.random() < 0.3:
+        numbers = (rng.randint(0, _MAX_OFFSET),)
+    return PlannedCall(
+        _draw_tokens(rng, draw),
+        tuple(parents),
+        placement,
+        numbers,
+        give_new_offset=bool(numbers) and (placement == "omitted" or rng.random() < 0.7),
+        sampling_params=_draw_sampling(rng, draw) if is_decode else None,
+    )
+
+
+def _draw_tokens(rng: random.Random, draw: Draw) -> tuple[int, ...]:
+    lengths = [length for length in _BOUNDARY_LENGTHS if length <= draw.max_length]
+    length = rng.choice(lengths) if rng.random() < 0.3 else rng.randint(1, draw.max_length)
+    return tuple(rng.randint(*draw.token_ids) for _ in range(length))
+
+
+def _draw_part(rng: random.Random) -> tuple[float, float] | None:
+    if rng.random() < 0.7:
+        return None
+    first, second = rng.random(), rng.random()
+    return min(first, second), max(first, second)
+
+
+def _draw_sampling(rng: random.Random, draw: Draw) -> SamplingParams:
+    """Greedy; one in four may also end at any of 60 tokens, hence often early."""
+    stop = rng.sample(range(*draw.token_ids), 60) if rng.random() < 0.25 else None
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=rng.randint(1, draw.max_tokens),
+        stop_token_ids=stop,
+        logprobs=5,
+        detokenize=False,
+    )
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+def run_choreography(choreography: Choreography, batches: list[list[PlannedCall]]) -> list[Ran]:
+    """Run all batches through the public API; a batch of one call is made as a single call."""
+    done: list[Ran] = []
+    for batch in batches:
+        ready = [_resolve(call, done) for call in batch]
+        is_decode = batch[0].sampling_params is not None
+        run = choreography.decode if is_decode else choreography.prefill
+        if len(batch) == 1:
+            item = dict(ready[0][0])
+            messages = [run(item.pop("header" if is_decode else "tokens"), **item)]
+        else:
+            messages = run([item for item, *_ in ready])
+        done += [
+            Ran(call, message, spans, offsets, new_offset)
+            for call, message, (_, spans, offsets, new_offset) in zip(
+                batch, messages, ready, strict=True
+            )
+        ]
+    return done
+
+
+_Resolved = tuple[
+    dict[str, Any],
+    tuple[tuple[int, int, int], ...],
+    tuple[int, ...],
+    int,
+]
+
+
+def _resolve(call: PlannedCall, done: list[Ran]) -> _Resolved:
+    """The arguments of the API, and the numbers that they stand for."""
+    if call.continues is not None:
+        spans, offsets, new_offset = _context_of(done[call.continues], call.continues)
+    else:
+        spans = tuple(_resolve_span(parent, done) for parent in call.parents)
+        offsets, new_offset = _resolve_offsets(call, [stop - start for _, start, stop in spans])
+    item: dict[str, Any] = {"parents": [_api_parent(span, done) for span in spans]}
+    if call.continues is not None or call.placement != "omitted":
+        item["offsets"] = list(offsets)
+    if call.give_new_offset:
+        item["new_offset"] = new_offset
+    if call.sampling_params is None:
+        item["tokens"] = list(call.tokens)
+    else:
+        item["header"] = list(call.tokens)
+        item["sampling_params"] = call.sampling_params
+    return item, spans, offsets, new_offset
+
+
+def _context_of(
+    ran: Ran, number: int
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...], int]:
+    """The parents of message `number`, then itself where it was encoded."""
+    num_tokens = ran.message.num_tokens
+    spans = (*ran.spans, (number, 0, num_tokens))
+    return spans, (*ran.offsets, ran.new_offset), ran.new_offset + num_tokens
+
+
+def _resolve_span(parent: PlannedParent, done: list[Ran]) -> tuple[int, int, int]:
+    num_tokens = done[parent.number].message.num_tokens
+    if parent.part is None:
+        return parent.number, 0, num_tokens
+    start = int(parent.part[0] * num_tokens)
+    return parent.number, start, max(start + 1, int(parent.part[1] * num_tokens))
+
+
+def _resolve_offsets(call: PlannedCall, lengths: list[int]) -> tuple[tuple[int, ...], int]:
+    """Offsets and new offset by the rules of the definition."""
+    ends = 0
+    offsets: list[int] = []
+    for index, length in enumerate(lengths):
+        offset = ends
+        if call.placement == "gaps":
+            offset = max(0, ends + call.numbers[index])
+        elif call.placement == "absolute":
+            offset = call.numbers[index]
+        offsets.append(offset)
+        ends = offset + length
+    if not call.give_new_offset:
+        return tuple(offsets), ends
+    number = call.numbers[-1]
+    return tuple(offsets), max(0, ends + number) if call.placement == "gaps" else number
+
+
+def _api_parent(span: tuple[int, int, int], done: list[Ran]) -> Any:
+    number, start, stop = span
+    message = done[number].message
+    return message if (start, stop) == (0, message.num_tokens) else (message, start, stop)
+
+
+# -- checking -------------------------------------------------------------------------------------
+
+
+def check(
+    choreography: Choreography,
+    oracle: Oracle,
+    batches: list[list[PlannedCall]],
+    tolerance: float = LOGPROB_TOLERANCE,
+    tie_margin: float = TIE_MARGIN,
+) -> float:
+    """Run `batches` and compare every message with the oracle.
+
+    The oracle is fed the engine's tokens, so that one mismatch does not cascade into the next.
+
+    Returns:
+        The largest difference in log-probability.
+
+    Raises:
+        AssertionError: naming the call and what differed.
+    """
+    done = run_choreography(choreography, batches)
+    encoded: list[Encoded] = []
+    exact: list[bool] = []
+    worst = 0.0
+    for number, ran in enumerate(done):
+        parents = [
+            Parent(encoded[n], offset, start, stop)
+            for (n, start, stop), offset in zip(ran.spans, ran.offsets, strict=True)
+        ]
+        message = oracle.encode(ran.message.token_ids, parents, ran.new_offset)
+        encoded.append(message)
+        where = f"message {number}: {ran}"
+        check_form(ran, where)
+        exact.append(check_usage(ran, done, exact, where))
+        if exact[-1]:
+            check_exact(ran, done, message, oracle, where)
+        if ran.call.sampling_params is not None:
+            found = check_tokens(ran.message, message, len(ran.call.tokens), tolerance, tie_margin)
+            worst = max(worst, found)
+    return worst
+
+
+def check_form(ran: Ran, where: str) -> None:
+    """Length, position, ending: what the message says of itself."""
+    message, call = ran.message, ran.call
+    num_header = len(call.tokens)
+    assert message.token_ids[:num_header] == call.tokens, where
+    assert message.num_tokens == len(message.token_ids), where
+    assert message.position == ran.new_offset, where
+    generated = message.token_ids[num_header:]
+    if call.sampling_params is None:
+        assert not generated, where
+        return
+    ends = {EOS_TOKEN_ID, *(call.sampling_params.stop_token_ids or ())}
+    assert not ends & set(generated[:-1]), where
+    stopped = generated[-1] in ends
+    assert stopped or len(generated) == call.sampling_params.max_tokens, where
+    assert message.finish_reason == ("stop" if stopped else "length"), where
+
+
+def check_usage(ran: Ran, done: list[Ran], exact: list[bool], where: str) -> bool:
+    """The counts, and `exact` where it is plain; returns `exact`."""
+    usage = ran.message.usage
+    lengths = [stop - start for _, start, stop in ran.spans]
+    assert usage.reused_tokens == sum(lengths), where
+    assert usage.repositioned_tokens == sum(
+        length
+        for length, (number, start, _), offset in zip(lengths, ran.spans, ran.offsets, strict=True)
+        if done[number].new_offset + start != offset
+    ), where
+    if not ran.spans:
+        assert usage.exact, where
+    if ran.call.continues is not None and exact[ran.call.continues]:
+        assert usage.exact, where
+    return usage.exact
+
+
+def check_exact(ran: Ran, done: list[Ran], message: Encoded, oracle: Oracle, where: str) -> None:
+    """A call that says that it is exact gives what a plain forward of the whole text gives."""
+    text: list[int] = []
+    for number, start, stop in ran.spans:
+        text += done[number].message.token_ids[start:stop]
+    plain = oracle.plain_logits([*text, *message.token_ids]).log_softmax(-1)[len(text) :]
+    assert float((plain - message.logprobs()).abs().max()) < LOGPROB_TOLERANCE, where
+
+
+def check_tokens(
+    message: Message, encoded: Encoded, num_header: int, tolerance: float, tie_margin: float
+) -> float:
+    """Every generated token and every log-probability reported with it, against the oracle's.
+
+    Returns:
+        The largest difference in log-probability.
+    """
+    rows = encoded.logprobs()[num_header - 1 : -1]
+    generated = message.token_ids[num_header:]
+    assert message.logprobs is not None and len(message.logprobs) == len(generated) == len(rows)
+    worst = 0.0
+    for index, (token_id, row, reported) in enumerate(
+        zip(generated, rows, message.logprobs, strict=True)
+    ):
+        where = f"token {index} of {message!r}"
+        loss = float(row.max() - row[token_id])
+        assert loss < tie_margin, f"{where}: {token_id}, the oracle's is {int(row.argmax())}"
+        ids = torch.tensor(list(reported))
+        values = torch.tensor([entry.logprob for entry in reported.values()])
+        difference = float((row[ids] - values).abs().max())
+        assert difference < tolerance, f"{where}: log-probabilities differ by {difference:.2e}"
+        worst = max(worst, difference)
+    return worst

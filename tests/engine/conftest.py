@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the engine tests: tiny models on disk, their oracles, engines in this process."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# vLLM reads this when it starts an engine: without binding, engines of test runs beside one another
+# (and other work on the machine) are not all pinned to the same cores.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import pytest
+import torch
+
+from tests.engine.models import MAX_MODEL_LEN, make_tiny_model
+from tests.engine.oracle import Oracle
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+BLOCK_SIZE = 32
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_model_path(name)`: the folder of a tiny model, written on first use."""
+    folder = tmp_path_factory.mktemp("tiny_models")
+    return cache(lambda name: make_tiny_model(name, folder))
+
+
+@pytest.fixture(scope="session")
+def tiny_oracle(tiny_model_path: Callable[[str], Path]) -> Callable[[str], Oracle]:
+    """`tiny_oracle(name)`: the dense oracle of a tiny model, made on first use."""
+    return cache(lambda name: Oracle(tiny_model_path(name)))
+
+
+def start_engine(model_path: Path, **options: Any) -> LLM:
+    """An engine in this process; `options` override the defaults of the tests.
+
+    Chunks of 256 tokens, so that longer prompts are prefilled in several steps.
+    """
+    from vllm import LLM
+
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": MAX_MODEL_LEN,
+        "block_size": BLOCK_SIZE,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 16,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    return LLM(str(model_path), **{**defaults, **options})
+
+
+def stop_engine(llm: LLM) -> None:
+    """Shut `llm` down now.
+
+    vLLM's process groups are global: an engine that is collected later would take down those of
+    the engine that was started after it.
+    """
+    llm.llm_engine.engine_core.shutdown()
+    gc.collect()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """The tiny models' matrices are small: on a busy machine two threads, each waiting for the
+    other to be scheduled, took 60 times as long as one.
+    """
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def engine_slot() -> Iterator[Callable[..., LLM]]:
+    """`engine_slot(model_path, **options)`: the module's one engine, started on first use.
+
+    Asking for another model or other options stops the engine before it starts the new one, so
+    order parametrised tests by model.
+    """
+    current: dict[str, Any] = {}
+
+    def get(model_path: Path, **options: Any) -> LLM:
+        key = (model_path, tuple(sorted(options.items())))
+        if current.get("key") != key:
+            if "llm" in current:
+                current.pop("key")
+                stop_engine(current.pop("llm"))
+            current["llm"] = start_engine(model_path, **options)
+            current["key"] = key
+        return current["llm"]
+
+    yield get
+    if "llm" in current:
+        stop_engine(current.pop("llm"))

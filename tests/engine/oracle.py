@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense oracle: what a choreographed call should give, computed without any project code.
+
+A HuggingFace model in float32 encodes a message's tokens at explicit positions, over keys and
+values that the oracle gathers from the parents' encodings and rotates itself, under an explicit
+4D mask: every new token sees every parent token, and its own message causally. That is the
+definition of a call word for word, and nothing else: no blocks, no spans, no virtual sequence.
+
+Angles are computed in float64 from the model's own `inv_freq`, hence with its own scaling, both
+where HuggingFace rotates new tokens and where the oracle rotates cached keys. (HuggingFace's own
+float32 angles are off by up to 1e-4 at position 1500, which moves these tests' log-probabilities
+by 1.5e-4.) Scaling of the attention itself (YaRN) is part of the stored keys and is not applied
+again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+# Model types whose rotary embedding pairs neighbouring components (2i, 2i+1) instead of the two
+# halves (i, i + rotary_dim / 2).
+_INTERLEAVED_TYPES = frozenset({"glm", "glm4", "gptj", "cohere", "cohere2"})
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A message as the oracle encoded it; immutable.
+
+    Attributes:
+        token_ids: the n tokens.
+        position: position of the first token; keys are rotated to `position + i`.
+        keys: one tensor per layer, float32 `[num_kv_heads, n, head_size]`.
+        values: one tensor per layer, float32 `[num_kv_heads, n, head_size]`.
+        logits: float32 `[n, vocab_size]`; row i predicts the token after token i.
+    """
+
+    token_ids: tuple[int, ...]
+    position: int
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    logits: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def logprobs(self) -> torch.Tensor:
+        """float32 `[n, vocab_size]`: log-softmax of `logits`."""
+        return self.logits.log_softmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class Parent:
+    """Tokens `start … stop - 1` of `message`; the first of them is seen at position `offset`."""
+
+    message: Encoded
+    offset: int
+    start: int
+    stop: int
+
+    def positions(self) -> torch.Tensor:
+        """int64 `[stop - start]`: the positions at which the tokens are seen."""
+        return torch.arange(self.stop - self.start) + self.offset
+
+
+def whole(message: Encoded, offset: int) -> Parent:
+    """All of `message`, its first token seen at `offset`."""
+    return Parent(message, offset, 0, len(message))
+
+
+def _private_model_class(model_path: str | Path) -> type[transformers.PreTrainedModel]:
+    """The causal language model class of the folder, from a fresh copy of its module.
+
+    vLLM's Transformers backend decorates the HuggingFace classes of the whole process for its own
+    compilation, after which they cannot be used without an engine. The copy stays untouched.
+    """
+    config = transformers.AutoConfig.from_pretrained(model_path)
+    public = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    spec = importlib.util.find_spec(public.__module__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, public.__name__)
+
+
+class Oracle:
+    """Encodes messages densely with one HuggingFace model in float32 on CPU.
+
+    Args:
+        model_path: folder with `config.json` and the weights.
+        dtype: dtype of the weights before they are cast to float32. bfloat16 gives the float32
+            reference of an engine that runs in bfloat16.
+    """
+
+    def __init__(self, model_path: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        model = _private_model_class(model_path).from_pretrained(
+            model_path, dtype=dtype, attn_implementation="eager"
+        )
+        self.model = model.to(torch.float32).eval()
+        config = self.model.config
+        self.num_layers = int(config.num_hidden_layers)
+        self.interleaved = config.model_type in _INTERLEAVED_TYPES
+        self.uses_alibi = config.model_type == "bloom"
+        self.inv_freq = self._find_inv_freq()
+        no_rope = getattr(config, "no_rope_layers", None) or [1] * self.num_layers
+        self.layer_has_rope = [self.inv_freq is not None and bool(flag) for flag in no_rope]
+
+    def _find_inv_freq(self) -> torch.Tensor | None:
+        """float64 `[rotary_dim / 2]`, or None for a model without rotary embedding.
+
+        Also gives the rotary embedding its float64 angles.
+        """
+        found = [
+            module for name, module in self.model.named_modules() if name.endswith("rotary_emb")
+        ]
+        if not found:
+            return None
+        if len(found) > 1:
+            raise ValueError(f"{len(found)} rotary embeddings in one model are not supported")
+        (rotary,) = found
+        inv_freq = rotary.inv_freq.to(torch.float64)
+
+        def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            angles = position_ids[..., None] * inv_freq
+            angles = torch.cat((angles, angles), dim=-1)
+            scaling = rotary.attention_scaling
+            return (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)
+
+        rotary.forward = forward
+        return inv_freq
+
+    def rotate(self, keys: torch.Tensor, delta: int) -> torch.Tensor:
+        """Rotate `keys` by `delta` further positions.
+
+        Args:
+            keys: float32 `[num_kv_heads, num_tokens, head_size]`; not changed.
+            delta: in tokens, any sign.
+
+        Returns:
+            float32, same shape. Components from `rotary_dim` on are copied.
+        """
+        assert self.inv_freq is not None
+        rotary_dim = 2 * self.inv_freq.numel()
+        angles = self.inv_freq * delta
+        pairs = keys[..., :rotary_dim].to(torch.float64)
+        if self.interleaved:
+            first, second = pairs[..., 0::2], pairs[..., 1::2]
+        else:
+            first, second = pairs.chunk(2, dim=-1)
+        rotated_first = first * angles.cos() - second * angles.sin()
+        rotated_second = second * angles.cos() + first * angles.sin()
+        if self.interleaved:
+            rotated = torch.stack((rotated_first, rotated_second), dim=-1).flatten(-2)
+        else:
+            rotated = torch.cat((rotated_first, rotated_second), dim=-1)
+        return torch.cat((rotated.to(keys.dtype), keys[..., rotary_dim:]), dim=-1)
+
+    def _gather(self, parents: Sequence[Parent]) -> transformers.DynamicCache:
+        """A cache that holds the parents' keys, each rotated to where it is seen, and values."""
+        cache = transformers.DynamicCache()
+        if not parents:
+            return cache
+        for layer in range(self.num_layers):
+            keys, values = [], []
+            for parent in parents:
+                part = slice(parent.start, parent.stop)
+                key = parent.message.keys[layer][:, part]
+                if self.layer_has_rope[layer]:
+                    seen_from = parent.message.position + parent.start
+                    key = self.rotate(key, parent.offset - seen_from)
+                keys.append(key)
+                values.append(parent.message.values[layer][:, part])
+            cache.update(torch.cat(keys, 1)[None], torch.cat(values, 1)[None], layer)
+        return cache
+
+    def _alibi(self, positions: torch.Tensor, key_positions: torch.Tensor) -> Callable[..., object]:
+        """A stand-in for the model's bias builder: slope times (key position - query position).
+
+        It returns float32 `[num_heads, num_queries, num_keys]`.
+        """
+        num_heads = self.model.config.num_attention_heads
+        unit = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)
+        slopes = unit[:, :, 1:]
+        distances = (key_positions[None, :] - positions[:, None]).to(torch.float32)
+        return lambda *args, **kwargs: slopes * distances
+
+    @torch.no_grad()
+    def encode(
+        self, token_ids: Sequence[int], parents: Sequence[Parent] = (), new_offset: int = 0
+    ) -> Encoded:
+        """Encode one message in the context of `parents`, its first token at `new_offset`."""
+        num_tokens = len(token_ids)
+        positions = torch.arange(num_tokens) + new_offset
+        key_positions = torch.cat([*(parent.positions() for parent in parents), positions])
+        num_past = len(key_positions) - num_tokens
+        mask = torch.full((num_tokens, num_tokens), torch.finfo(torch.float32).min).triu(1)
+        mask = torch.cat((torch.zeros(num_tokens, num_past), mask), dim=1)[None, None]
+        if self.uses_alibi:
+            self.model.transformer.build_alibi_tensor = self._alibi(positions, key_positions)
+        cache = self._gather(parents)
+        logits = self.model(
+            input_ids=torch.tensor([list(token_ids)]),
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            # ALiBi models have no such argument: their positions are in the bias.
+            **({} if self.uses_alibi else {"position_ids": positions[None]}),
+        ).logits[0]
+        keys = tuple(layer.keys[0, :, num_past:] for layer in cache.layers)
+        values = tuple(layer.values[0, :, num_past:] for layer in cache.layers)
+        return Encoded(tuple(token_ids), new_offset, keys, values, logits)
+
+    def decode(
+        self, header: Sequence[int], parents: Sequence[Parent], new_offset: int, num_tokens: int
+    ) -> Encoded:
+        """Greedily generate `num_tokens` after `header`, without stopping at end of sequence.
+
+        Returns:
+            The message: header and all generated tokens.
+        """
+        token_ids = list(header)
+        for _ in range(num_tokens):
+            logits = self.encode(token_ids, parents, new_offset).logits
+            token_ids.append(int(logits[-1].argmax()))
+        return self.encode(token_ids, parents, new_offset)
+
+    @torch.no_grad()
+    def plain_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """float32 `[n, vocab_size]`: an ordinary forward pass, with no mask, cache or positions."""
+        if self.uses_alibi:
+            self.model.transformer.__dict__.pop("build_alibi_tensor", None)
+        return self.model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
