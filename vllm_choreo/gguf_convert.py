@@ -6,8 +6,10 @@ Needs the packages gguf, numpy, safetensors, tokenizers and tqdm only; neither t
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,8 @@ _TOP_TENSORS = {
     "output_norm.weight": "model.norm.weight",
 }
 
+_PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers", "tqdm")
+
 _ROUND_TRIP_TEXTS = (
     "<|im_start|>user\nWhat is 1234 + 5678?<|im_end|>\n",
     "Ein  Beispiel mit\tUmlauten: äöü, 你好, 🙂\n\n  indented",
@@ -44,6 +48,16 @@ class ConversionError(RuntimeError):
     """The GGUF file cannot be converted, or what was written does not read back the same."""
 
 
+def check_packages() -> None:
+    """Raise `ConversionError` with what to install if a package is missing (imports none)."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConversionError(
+            f"Making the model folder needs {', '.join(missing)}: "
+            f"run `{sys.executable} -m pip install {' '.join(missing)}`."
+        )
+
+
 def convert(gguf_file: Path, folder: Path, progress: bool = True) -> None:
     """Write a model folder from a Llama-architecture GGUF file and verify it.
 
@@ -53,16 +67,14 @@ def convert(gguf_file: Path, folder: Path, progress: bool = True) -> None:
         progress: show a progress bar on standard error.
 
     Raises:
-        ConversionError: another architecture, or what was written does not read back the same.
+        ConversionError: a package is missing, another architecture, or what was written does not
+            read back the same.
     """
-    try:
-        import gguf
-        import safetensors.numpy
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ConversionError(
-            f"{error.name} is missing. Run `pip install 'vllm-choreo[demo]'`."
-        ) from error
+    check_packages()
+    import gguf
+    import safetensors.numpy
+    from tqdm import tqdm
+
     reader = gguf.GGUFReader(gguf_file)
     fields = _Fields(reader)
     config = _config(fields)
