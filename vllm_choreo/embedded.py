@@ -74,7 +74,7 @@ def embedded_model(path: Path | None = None, progress: bool = True) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(target):
+        with _lock(target, progress):
             # Another process may have made it while this one waited for the lock.
             if not _is_complete(target):
                 _make(target, progress)
@@ -97,10 +97,15 @@ def _is_complete(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _lock(target: Path) -> Iterator[None]:
+def _lock(target: Path, progress: bool) -> Iterator[None]:
     """One process at a time makes `target`; the system drops the lock if the process dies."""
     with open(target.parent / f".{target.name}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress:
+                print("Waiting: another process is making the model", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
