@@ -146,24 +146,37 @@ class MessageStore:
             self.num_evictions += 1
         self._drop_blocks(message)
 
-    def evict_one(self, protected: Collection[Message], waiting_too: bool) -> bool:
-        """Evict the least recently used message that no running call reads.
+    def evict_one(self, protected: Sequence[Collection[Message]], waiting_too: bool) -> bool:
+        """Evict a message that no running call reads: an idle one, least recently used first.
 
         Args:
-            protected: never these.
-            waiting_too: if every other one is wanted by a waiting call, take one of those.
+            protected: never the messages of the first set; those of the later sets only with
+                `waiting_too`, the last set first.
+            waiting_too: where no message is idle, take one for which a call waits. It will be
+                encoded again; without this, calls that wait could block one another for ever.
 
         Returns:
             Whether there was one.
         """
-        candidates = [m for m in self._holding if not m.num_readers and m not in protected]
-        victim = next((m for m in candidates if not m.in_use), None)
-        if victim is None and waiting_too and candidates:
-            victim = candidates[-1]  # wanted last
+        candidates = [m for m in self._holding if not m.num_readers]
+        spared = set().union(*protected)
+        victim = next((m for m in candidates if not m.in_use and m not in spared), None)
+        if victim is None and waiting_too:
+            victim = self._least_protected(candidates, protected)
         if victim is None:
             return False
         self.evict(victim)
         return True
+
+    def _least_protected(
+        self, candidates: Sequence[Message], protected: Sequence[Collection[Message]]
+    ) -> Message | None:
+        for num_sets in range(len(protected), 0, -1):
+            spared = set().union(*protected[:num_sets])
+            for message in reversed(candidates):
+                if message not in spared:
+                    return message
+        return None if protected or not candidates else candidates[-1]
 
     def free(self, message: Message) -> None:
         """The session gives the message up: unknown to new calls, gone when the last one ends."""

@@ -31,7 +31,7 @@ class ChoreoKVCacheManager(KVCacheManager):
         if call is not None:
             # vLLM hashes and registers blocks here unless told that they are not written yet.
             kwargs["delay_cache_blocks"] = True
-        protected = call.needed() if call else ()
+        protected = call.needed() if call else []
         # With nothing running, waiting calls would wait for one another: take from the last.
         nothing_runs = not kwargs.get("has_scheduled_reqs", True)
         while True:

@@ -38,6 +38,9 @@ from vllm_choreo.plan import (
     virtual_tokens,
 )
 
+# Contention may make a call lose what was encoded again for it, but not this often.
+_ROUNDS = 8
+
 
 @dataclass(eq=False)
 class Call:
@@ -52,6 +55,7 @@ class Call:
         serves: the call for which this one encodes a message again, or None.
         plan: positions; None until all parents are known.
         admitted: it runs (or is being scheduled) and reads its parents.
+        num_served: how often a message was encoded again for its sake.
     """
 
     request: Request
@@ -61,6 +65,7 @@ class Call:
     serves: Call | None = None
     plan: CallPlan | None = None
     admitted: bool = False
+    num_served: int = 0
 
     @property
     def is_internal(self) -> bool:
@@ -70,10 +75,15 @@ class Call:
     def is_decode(self) -> bool:
         return self.params is not None and self.params.kind == "decode"
 
-    def needed(self) -> set[Message]:
-        """Messages that must not be evicted for the sake of this call."""
-        needed = {self.message, *self.parents}
-        return needed | self.serves.needed() if self.serves else needed
+    def needed(self) -> list[set[Message]]:
+        """Messages that this call needs now, then those that the calls it serves need later."""
+        own = {self.message, *self.parents}
+        return [own, *self.serves.needed()] if self.serves else [own]
+
+    @property
+    def beneficiary(self) -> Call:
+        """The caller's call for whose sake this one runs: itself, unless it encodes again."""
+        return self.serves.beneficiary if self.serves else self
 
 
 class CallBook:
@@ -200,6 +210,21 @@ class CallBook:
     def missing(self, call: Call) -> list[Message]:
         """Parents that must be encoded again, and that nobody encodes yet."""
         return [p for p in call.parents if p.is_known and not p.is_resident and not p.encoder]
+
+    def runs_in_circles(self, call: Call) -> bool:
+        """Whether more was encoded again for this call than its recipes hold, several times over.
+
+        That happens when what must be resident together does not fit into the pool: each
+        encoding evicts what the one before it made.
+        """
+        if call.num_served <= _ROUNDS:
+            return False
+        recipes, frontier = set(call.parents), list(call.parents)
+        while frontier:
+            fresh = [p for p in frontier.pop().parents if p not in recipes]
+            recipes.update(fresh)
+            frontier += fresh
+        return call.num_served > _ROUNDS * len(recipes)
 
     def adopted_blocks(self, call: Call) -> list[Any]:
         """The blocks with which the call's block table starts: parents', then its own full ones.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -93,38 +94,48 @@ class _Choreographed(Scheduler):
     def _prepare_waiting_calls(self) -> None:
         """Resolve calls whose parents are known now; have evicted parents encoded again.
 
-        The first call that is not ready always gets what it needs; calls behind it only what
-        fits beside, or they would evict one another's parents in turn.
+        The oldest call that is not ready always gets what it needs; younger ones only what fits
+        beside, or calls would evict one another's parents in turn.
         """
         room: int | None = None
         waiting = [call for call in self.book.calls.values() if not call.admitted]
-        while waiting:
-            next_level: list[Call] = []
-            for call in waiting:
-                try:
-                    if not self.book.resolve(call) or self.book.is_ready(call):
-                        continue
-                except ChoreoError as error:
-                    self._errors[call.request.request_id] = error
-                    continue
-                for message in self.book.missing(call):
-                    assert message.plan is not None
-                    need = -(-message.num_tokens // self.block_size)
-                    if room is None:
-                        room = self._evictable_room()
-                    elif room < need and call.serves is None:
-                        continue
+        for call in waiting:  # grows while calls that encode again are entered
+            if not self._resolve(call) or self.book.is_ready(call):
+                continue
+            is_oldest = room is None or call.serves is not None
+            if room is None:
+                room = self._room_for_encoding()
+            for message in self.book.missing(call):
+                need = -(-message.num_tokens // self.block_size)
+                if is_oldest or need <= room:
                     room -= need
-                    next_level.append(self._encode_again(message, call))
-            waiting = next_level
+                    waiting.append(self._encode_again(message, call))
+                    call.beneficiary.num_served += is_oldest
+            if self.book.runs_in_circles(call.beneficiary):
+                self._refuse_too_large(call.beneficiary)
 
-    def _evictable_room(self) -> int:
-        """Blocks that are free, or would be if idle messages were evicted."""
+    def _resolve(self, call: Call) -> bool:
+        """`CallBook.resolve`, with what it raises noted as the request's end."""
+        if call.request.request_id in self._errors:
+            return False
+        try:
+            return self.book.resolve(call)
+        except ChoreoError as error:
+            self._errors[call.request.request_id] = error
+            return False
+
+    def _room_for_encoding(self) -> int:
+        """Blocks that are free, or would be if idle messages were evicted, and not spoken for."""
         idle = sum(len(m.blocks) for m in self.store.holding() if not m.in_use)
-        return self.kv_cache_manager.block_pool.get_num_free_blocks() + idle
+        planned = sum(
+            -(-call.message.num_tokens // self.block_size)
+            for call in self.book.calls.values()
+            if call.is_internal and not call.admitted
+        )
+        return self.kv_cache_manager.block_pool.get_num_free_blocks() + idle - planned
 
     def _encode_again(self, message: Message, serves: Call | None) -> Call:
-        """Put a request at the head of the queue that encodes what `message` lacks."""
+        """Queue a request that encodes what `message` lacks, right before the call it serves."""
         self._num_internal += 1
         request = Request(
             request_id=f"{self._internal_prefix}{self._num_internal}",
@@ -132,12 +143,14 @@ class _Choreographed(Scheduler):
             sampling_params=SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
             pooling_params=None,
             lora_request=message.adapter,
+            arrival_time=serves.request.arrival_time if serves else 0.0,
             priority=serves.request.priority if serves else 0,
         )
         call = self.book.open_encode(request, message, serves)
         super().add_request(request)
-        self.waiting.remove_request(request)
-        self.waiting.prepend_request(request)
+        if isinstance(self.waiting, deque):  # first come, first served; else sorted by arrival
+            self.waiting.remove_request(request)
+            self.waiting.insert(self.waiting.index(serves.request) if serves else 0, request)
         return call
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
@@ -160,19 +173,18 @@ class _Choreographed(Scheduler):
             return
         for request in self.waiting:
             call = self.book.calls.get(request.request_id)
-            if call is None or not self.book.is_ready(call):
-                continue
-            refused = call
-            while refused.serves is not None:
-                refused = refused.serves
-            self._errors[refused.request.request_id] = PoolFullError(
-                "what the call reads, and the message it makes, do not fit into the KV cache "
-                f"of {self.cache_config.num_gpu_blocks} blocks of {self.block_size} tokens; "
-                "name fewer parents or give the engine more KV cache memory",
-                parameter="parents",
-                value=[parent.id for parent in refused.parents],
-            )
-            return
+            if call is not None and self.book.is_ready(call):
+                self._refuse_too_large(call.beneficiary)
+                return
+
+    def _refuse_too_large(self, call: Call) -> None:
+        self._errors[call.request.request_id] = PoolFullError(
+            "what the call reads, and what must be encoded again for it, do not fit together "
+            f"into the KV cache of {self.cache_config.num_gpu_blocks} blocks of "
+            f"{self.block_size} tokens; name fewer parents, or give the engine more KV cache",
+            parameter="parents",
+            value=[parent.id for parent in call.parents],
+        )
 
     # -- the end of a request --------------------------------------------------------------
 
@@ -182,7 +194,7 @@ class _Choreographed(Scheduler):
         call = self.book.calls.get(request.request_id)
         report = self._close_call(call) if call is not None else None
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
-        if call is not None and call.message.is_known and not call.message.freed:
+        if call is not None and call.is_decode and not call.message.freed:
             self._seal(call.message)
         return ({**(kv_params or {}), **report} if report else kv_params), ec_params
 
@@ -248,8 +260,8 @@ class _Choreographed(Scheduler):
         """Give messages up; returns how many there were."""
         messages = [self.store.messages.get((session, m)) for m in message_ids]
         found = [message for message in messages if message is not None]
+        self._withdraw_encodings(set(found))
         for message in found:
-            self._drop_idle_encoding(message)
             self.store.free(message)
         return len(found)
 
@@ -258,12 +270,12 @@ class _Choreographed(Scheduler):
         return self.choreo_free(session, [m.id for m in self.store.of_session(session)])
 
     def choreo_evict(self, session: str, message_ids: Iterable[str]) -> int:
-        """Drop the blocks of messages that nobody reads; the recipes stay."""
+        """Drop the blocks of messages that no running call reads; the recipes stay."""
         evicted = 0
         for message_id in message_ids:
             message = self.store.get(session, message_id)
-            self._drop_idle_encoding(message)
-            if message.is_known and not message.in_use:
+            self._withdraw_encodings({message})
+            if message.is_known and not message.num_readers and message.encoder is None:
                 self.store.evict(message)
                 evicted += 1
         return evicted
@@ -278,11 +290,14 @@ class _Choreographed(Scheduler):
             "num_calls": len(self.book.calls),
         }
 
-    def _drop_idle_encoding(self, message: Message) -> None:
-        """Withdraw the sealing of a message that is given up before it was read."""
-        encoder = self.book.calls.get(message.encoder or "")
-        if encoder is not None and encoder.is_internal and not message.num_waiting:
-            self.finish_requests(encoder.request.request_id, RequestStatus.FINISHED_ABORTED)
+    def _withdraw_encodings(self, messages: set[Message]) -> None:
+        """Do not seal or encode again messages that are given up, unless a call waits for them."""
+        while idle := [
+            call.request.request_id
+            for call in self.book.calls.values()
+            if call.is_internal and call.message in messages and not call.message.num_waiting
+        ]:
+            self.finish_requests(idle, RequestStatus.FINISHED_ABORTED)
 
 
 class ChoreoScheduler(_Choreographed, Scheduler):
