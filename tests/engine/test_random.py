@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random choreographies on the real engine in float32, against the dense oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.choreographies import Draw, check, draw_choreography
+from tests.engine.models import TINY_MODELS
+from tests.engine.oracle import Oracle
+from vllm_choreo import Choreography
+
+_NUM_SEEDS = 26  # times 8 architectures: 208 choreographies
+_NUM_EMBEDDED = 12
+# The embedded model costs a thousand times as much a token as the tiny ones.
+_EMBEDDED = Draw(num_batches=2, max_tokens=3, max_length=40, token_ids=(20, 49000))
+
+
+@pytest.fixture(scope="module", params=sorted(TINY_MODELS))
+def tiny(
+    request: pytest.FixtureRequest,
+    engine_slot: Callable[..., Any],
+    tiny_model_path: Callable[[str], Path],
+    tiny_oracle: Callable[[str], Oracle],
+) -> tuple[Any, Oracle]:
+    """Engine and oracle of each tiny model in turn."""
+    return engine_slot(tiny_model_path(request.param)), tiny_oracle(request.param)
+
+
+@pytest.fixture(scope="module")
+def embedded(engine_slot: Callable[..., Any], embedded_model_path: Path) -> tuple[Any, Oracle]:
+    """Engine and oracle of the embedded model."""
+    return engine_slot(embedded_model_path), Oracle(embedded_model_path)
+
+
+@pytest.mark.parametrize("seed", range(_NUM_SEEDS))
+def test_tiny(tiny: tuple[Any, Oracle], seed: int) -> None:
+    llm, oracle = tiny
+    with Choreography(llm) as choreography:
+        check(choreography, oracle, draw_choreography(seed))
+
+
+@pytest.mark.parametrize("seed", range(1000, 1000 + _NUM_EMBEDDED))
+def test_embedded(embedded: tuple[Any, Oracle], seed: int) -> None:
+    llm, oracle = embedded
+    with Choreography(llm) as choreography:
+        check(choreography, oracle, draw_choreography(seed, _EMBEDDED))
