@@ -237,4 +237,3 @@ class MessageStore:
                 for i, block in enumerate(message.blocks)
             ],
         }
-

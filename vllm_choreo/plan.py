@@ -140,9 +140,7 @@ def check_length(plan: CallPlan, num_new_tokens: int, max_model_len: int) -> Non
         )
 
 
-def request_spans(
-    plan: CallPlan, stored_positions: Sequence[int], block_size: int
-) -> RequestSpans:
+def request_spans(plan: CallPlan, stored_positions: Sequence[int], block_size: int) -> RequestSpans:
     """Spans of a call, given the position at which each parent's first token is stored now.
 
     With the first key of span j stored at `s_j` and seen at `a_j`, and the new message at `o`
@@ -165,9 +163,7 @@ def request_spans(
     )
 
 
-def virtual_tokens(
-    spans: Sequence[tuple[Sequence[int], int, int]], block_size: int
-) -> list[int]:
+def virtual_tokens(spans: Sequence[tuple[Sequence[int], int, int]], block_size: int) -> list[int]:
     """Token ids of the padded parents: `(token ids of the message, start, stop)` each.
 
     Padding repeats tokens of the span itself: vLLM's penalties look at the *set* of prompt

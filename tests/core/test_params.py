@@ -83,9 +83,7 @@ def test_bare_ids_and_other_extra_args_are_accepted() -> None:
         ([], ChoreoError, "choreo"),
     ],
 )
-def test_bad_wire_forms_are_refused(
-    wire: object, error: type[ChoreoError], parameter: str
-) -> None:
+def test_bad_wire_forms_are_refused(wire: object, error: type[ChoreoError], parameter: str) -> None:
     with pytest.raises(error) as caught:
         ChoreoParams.from_extra_args({"choreo": wire})
     assert type(caught.value) is error

@@ -86,9 +86,7 @@ def test_thousand_calls_over_a_tenth_of_their_messages(
             _assert_greedy(answer, oracle, parents, 300)
 
 
-def test_recipes_are_encoded_again_in_depth(
-    llm: Any, tiny_oracle: Callable[[str], Oracle]
-) -> None:
+def test_recipes_are_encoded_again_in_depth(llm: Any, tiny_oracle: Callable[[str], Oracle]) -> None:
     """A chain of messages, all evicted: the last one's recipe needs all the others."""
     oracle, rng = tiny_oracle("llama"), random.Random(2)
     with Choreography(llm) as c:
@@ -111,9 +109,7 @@ def test_recipes_are_encoded_again_in_depth(
         _assert_greedy(again, oracle, [whole(oracle.encode(everything), 0)], len(everything))
 
 
-def test_preempted_calls_come_back_right(
-    llm: Any, tiny_oracle: Callable[[str], Oracle]
-) -> None:
+def test_preempted_calls_come_back_right(llm: Any, tiny_oracle: Callable[[str], Oracle]) -> None:
     """Six calls that outgrow the pool while they generate, beside an ordinary request."""
     oracle, rng = tiny_oracle("llama"), random.Random(3)
     doc_tokens = _tokens(rng, 70)

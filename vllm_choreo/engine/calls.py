@@ -323,9 +323,7 @@ class CallBook:
 def _check_options(request: Request) -> None:
     """Refuse what would not make one message of the tokens that the caller sees."""
     if not request.prompt_token_ids:
-        raise EmptyTokensError(
-            "a call needs at least one new token", parameter="tokens", value=[]
-        )
+        raise EmptyTokensError("a call needs at least one new token", parameter="tokens", value=[])
     params = request.sampling_params
     if params is None:
         raise UnsupportedOptionError(

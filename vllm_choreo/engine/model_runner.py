@@ -110,4 +110,3 @@ def _check_layer(name: str, layer: Any) -> None:
         parameter="model",
         value=name,
     )
-

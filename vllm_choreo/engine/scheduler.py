@@ -82,7 +82,7 @@ class _Choreographed(Scheduler):
         started = [req.req_id for req in output.scheduled_new_reqs]
         started += output.scheduled_cached_reqs.resumed_req_ids
         # Travels to the workers with the rest of the step; they keep it until the request ends.
-        output.choreo = {  # type: ignore[attr-defined]
+        output.choreo = {
             request_id: self.book.spans(call)
             for request_id in started
             if (call := self.book.calls.get(request_id)) is not None
@@ -148,9 +148,10 @@ class _Choreographed(Scheduler):
         )
         call = self.book.open_encode(request, message, serves)
         super().add_request(request)
-        if isinstance(self.waiting, deque):  # first come, first served; else sorted by arrival
-            self.waiting.remove_request(request)
-            self.waiting.insert(self.waiting.index(serves.request) if serves else 0, request)
+        queue: Any = self.waiting
+        if isinstance(queue, deque):  # first come, first served; else sorted by arrival
+            queue.remove(request)
+            queue.insert(queue.index(serves.request) if serves else 0, request)
         return call
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:

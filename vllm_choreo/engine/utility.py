@@ -13,7 +13,7 @@ _METHOD = "choreo"
 
 def install() -> None:
     """Give the engine core one more utility. Adds a name; changes none."""
-    EngineCore.choreo = _run  # type: ignore[attr-defined]
+    EngineCore.choreo = _run
 
 
 def _run(core: EngineCore, operation: str, args: list[Any]) -> Any:

@@ -21,6 +21,17 @@ def unavailable_reason() -> str | None:
     return None
 
 
+def available_isas() -> list[str]:
+    """Instruction sets that this CPU runs and the extension has kernels for, best first."""
+    names: list[str] = torch.ops.vllm_choreo.available_isas()
+    return names
+
+
+def use_isa(name: str | None) -> None:
+    """Choose the kernels for the whole process, for tests and benchmarks; None: the best."""
+    torch.ops.vllm_choreo.use_isa(name or "")
+
+
 def span_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
