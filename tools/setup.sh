@@ -102,6 +102,12 @@ install_package() {
     # No build isolation: the kernels must be built with the torch that runs them.
     pip_install "the package could not be installed. A C++ compiler (g++) is needed for csrc/" \
         --no-build-isolation --editable '.[dev]'
+    # setup.py installs without kernels when they do not compile; here that must not go unseen.
+    if [ "${CHOREO_SKIP_EXT:-}" != 1 ] &&
+        ! "$BIN/python" -c 'import torch, vllm_choreo._C' >>"$LOG" 2>&1; then
+        tail -n 15 "$LOG" >&2
+        fail "the kernels in csrc/ were not built. Install g++, or go without: CHOREO_SKIP_EXT=1 make setup"
+    fi
 }
 
 case ${1:-} in
