@@ -84,11 +84,13 @@ def test_a_chain_gives_the_same_answers_in_both_modes(llm: Any) -> None:
 def test_a_result_says_what_it_cost(llm: Any) -> None:
     with Choreography(llm) as c:
         doc = c.prefill(words(1, 40))
-        moved = c.decode("t7", parents=[doc], offsets=[3], sampling_params=greedy(5))
+        moved = c.decode(
+            "t7", parents=[doc], offsets=[3], new_offset=50, sampling_params=greedy(5)
+        )
         assert (doc.usage.encoded_tokens, doc.usage.reused_tokens) == (40, 0)
         assert (moved.usage.encoded_tokens, moved.usage.reused_tokens) == (6, 40)
         assert moved.usage.repositioned_tokens == 40
-        assert moved.position == 43
+        assert moved.position == 50
         assert not moved.usage.exact
         assert 0 < moved.metrics.ttft < moved.metrics.latency
         assert 0 < doc.metrics.ttft == doc.metrics.latency
@@ -107,18 +109,18 @@ def test_the_baseline_reports_its_prefix_hits(llm: Any) -> None:
 
 
 def test_text_is_tokenised_without_special_tokens(c: Choreography) -> None:
-    message = c.decode("t20 t21", sampling_params=greedy(3))
-    assert message.token_ids[:2] == (20, 21)
+    message = c.decode("t30 t41", sampling_params=greedy(3))
+    assert message.token_ids[:2] == (30, 41)
     assert message.num_tokens == 5
-    assert message.text.startswith("t20 t21")
+    assert message.text.startswith("t30 t41")
     assert message.finish_reason == "length"
 
 
 def test_the_end_of_sequence_token_is_part_of_the_message(c: Choreography) -> None:
     eos = c._llm.get_tokenizer().eos_token_id
     forced = SamplingParams(max_tokens=9, logit_bias={eos: 100.0})
-    message = c.decode("t20", sampling_params=forced)
-    assert message.token_ids == (20, eos)
+    message = c.decode("t40", sampling_params=forced)
+    assert message.token_ids == (40, eos)
     assert message.finish_reason == "stop"
     assert c.decode("t30", parents=[message], sampling_params=greedy(2)).num_tokens == 3
 
