@@ -63,5 +63,5 @@ bench: $(PACKAGE)
 
 clean:
 	rm -rf build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis ./*.egg-info
-	find vllm_choreo tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(wildcard vllm_choreo tests benchmarks examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f vllm_choreo/*.so $(PACKAGE)
