@@ -40,6 +40,7 @@ class Message:
         plan: how it is encoded; None until all its parents' lengths are known.
         blocks: KV blocks that hold tokens `0 … num_encoded-1`, from its first slot on.
         stored_position: position to which the first key is rotated now.
+        held_in_step: the step in which its blocks last changed.
         num_readers: running calls that read it; its blocks must stay.
         num_waiting: calls that wait for it or will read it.
         encoder: id of the request that is making or encoding it; None when nobody is.
@@ -56,6 +57,7 @@ class Message:
     blocks: list[Any] = field(default_factory=list)
     num_encoded: int = 0
     stored_position: int = 0
+    held_in_step: int = -1
     num_readers: int = 0
     num_waiting: int = 0
     encoder: str | None = None
@@ -91,6 +93,7 @@ class MessageStore:
         # Messages that hold blocks, least recently used first.
         self._holding: OrderedDict[Message, None] = OrderedDict()
         self.num_evictions = 0
+        self.step = 0  # the one being planned
 
     def create(self, session: str, message_id: str, adapter: Any = None) -> Message:
         """A new message that has no tokens yet.
@@ -131,8 +134,12 @@ class MessageStore:
         self.pool.touch(held)
         self._drop_blocks(message)
         message.blocks, message.num_encoded = held, num_encoded
-        message.stored_position = position
+        message.stored_position, message.held_in_step = position, self.step
         self.use(message)
+
+    def is_settled(self, message: Message) -> bool:
+        """Whether all its keys were written before the step that is being planned."""
+        return message.is_resident and message.held_in_step < self.step
 
     def use(self, message: Message) -> None:
         """Mark as most recently used."""

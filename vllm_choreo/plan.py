@@ -66,6 +66,28 @@ class RequestSpans:
     base: int
 
 
+@dataclass(frozen=True)
+class BlockMove:
+    """Rotate the keys of block `src` by `delta` positions into block `dst`, or in place."""
+
+    src: int
+    dst: int
+    delta: int
+
+
+@dataclass(frozen=True)
+class ChoreoStep:
+    """What the scheduler sends to the workers with a step.
+
+    Attributes:
+        started: spans of the requests that start, or start again, in this step.
+        moves: keys to rotate before it; those in place come first.
+    """
+
+    started: dict[str, RequestSpans]
+    moves: tuple[BlockMove, ...] = ()
+
+
 def resolve_offsets(
     lengths: Sequence[int], offsets: Sequence[int] | None, new_offset: int | None
 ) -> tuple[tuple[int, ...], int]:

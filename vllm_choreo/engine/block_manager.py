@@ -9,18 +9,21 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import Request
 
 from vllm_choreo.engine.calls import CallBook
+from vllm_choreo.engine.reposition import KeyMover
 
 
 class ChoreoKVCacheManager(KVCacheManager):
     """Three narrow changes: what counts as computed, what is kept, and where room comes from."""
 
     book: CallBook
+    mover: KeyMover | None  # None: queries are rotated, keys never move
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         call = self.book.calls.get(request.request_id)
         if call is None:
             return super().get_computed_blocks(request)
-        blocks = self.book.adopted_blocks(call)
+        blocks = self.mover.place(call) if self.mover else self.book.parent_blocks(call)
+        blocks = blocks + self.book.own_blocks(call)
         return self.create_kv_cache_blocks((blocks,)), len(blocks) * self.book.block_size, 0
 
     def allocate_slots(
@@ -41,6 +44,8 @@ class ChoreoKVCacheManager(KVCacheManager):
             if blocks is not None or not self.book.store.evict_one(protected, nothing_runs):
                 break
         if call is not None and blocks is not None:
+            if self.mover and not call.admitted:
+                self.mover.commit(call)
             up_to = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
             self.book.scheduled(call, self.get_blocks(request.request_id).blocks[0], up_to)
         return blocks

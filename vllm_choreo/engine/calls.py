@@ -56,6 +56,7 @@ class Call:
         plan: positions; None until all parents are known.
         admitted: it runs (or is being scheduled) and reads its parents.
         num_served: how often a message was encoded again for its sake.
+        stored_positions: while admitted, where the first key of each parent's message is stored.
     """
 
     request: Request
@@ -66,6 +67,7 @@ class Call:
     plan: CallPlan | None = None
     admitted: bool = False
     num_served: int = 0
+    stored_positions: Sequence[int] | None = None
 
     @property
     def is_internal(self) -> bool:
@@ -226,28 +228,34 @@ class CallBook:
             frontier += fresh
         return call.num_served > _ROUNDS * len(recipes)
 
-    def adopted_blocks(self, call: Call) -> list[Any]:
-        """The blocks with which the call's block table starts: parents', then its own full ones.
+    def span_blocks(self, message: Message, span: ParentPlan) -> list[Any]:
+        """The blocks in which a span of a resident message lies."""
+        return message.blocks[span.start // self.block_size : -(-span.stop // self.block_size)]
 
-        The second part is what an encoding again need not repeat.
-        """
+    def parent_blocks(self, call: Call) -> list[Any]:
+        """The blocks with which the call's block table starts."""
         assert call.plan is not None
-        blocks: list[Any] = []
-        for parent, span in zip(call.parents, call.plan.parents, strict=True):
-            blocks += parent.blocks[
-                span.start // self.block_size : -(-span.stop // self.block_size)
-            ]
-        if call.is_internal:
-            # At least one token is left to run: a request without any cannot be scheduled.
-            full = min(call.message.num_encoded, call.message.num_tokens - 1) // self.block_size
-            blocks += call.message.blocks[:full]
-        return blocks
+        return [
+            block
+            for message, span in zip(call.parents, call.plan.parents, strict=True)
+            for block in self.span_blocks(message, span)
+        ]
+
+    def own_blocks(self, call: Call) -> list[Any]:
+        """Full blocks of the call's own message that an encoding again need not repeat."""
+        if not call.is_internal:
+            return []
+        # At least one token is left to run: a request without any cannot be scheduled.
+        full = min(call.message.num_encoded, call.message.num_tokens - 1) // self.block_size
+        return call.message.blocks[:full]
 
     def scheduled(self, call: Call, blocks: Sequence[Any], up_to: int) -> None:
         """The call got slots: it runs `blocks`, and the step encodes tokens before `up_to`."""
         assert call.plan is not None
         if not call.admitted:
             call.admitted = True
+            if call.stored_positions is None:
+                call.stored_positions = [parent.stored_position for parent in call.parents]
             for parent in call.parents:
                 parent.num_waiting -= 1
                 parent.num_readers += 1
@@ -262,7 +270,7 @@ class CallBook:
     def preempted(self, call: Call) -> None:
         """The call lost its blocks; it waits again, and its parents may be evicted meanwhile."""
         if call.admitted:
-            call.admitted = False
+            call.admitted, call.stored_positions = False, None
             for parent in call.parents:
                 parent.num_readers -= 1
                 parent.num_waiting += 1
@@ -296,24 +304,22 @@ class CallBook:
 
     def spans(self, call: Call) -> RequestSpans:
         """What the worker must know; valid for as long as the call stays admitted."""
-        assert call.plan is not None
-        positions = [parent.stored_position for parent in call.parents]
-        return request_spans(call.plan, positions, self.block_size)
+        assert call.plan is not None and call.stored_positions is not None
+        return request_spans(call.plan, call.stored_positions, self.block_size)
 
     def report(self, call: Call) -> dict[str, Any]:
         """What a result says of itself, besides text."""
-        spans, plan = self.spans(call), call.plan
+        plan = call.plan
         assert plan is not None
-        moved = zip(spans.num_tokens, plan.parents, call.parents, strict=True)
         return {
             "id": call.message.id,
             "num_tokens": call.message.num_tokens,
             "position": plan.new_offset,
             "exact": plan.exact,
-            "reused_tokens": sum(spans.num_tokens),
+            "reused_tokens": sum(span.num_tokens for span in plan.parents),
             "repositioned_tokens": sum(
-                num_tokens
-                for num_tokens, span, parent in moved
+                span.num_tokens
+                for span, parent in zip(plan.parents, call.parents, strict=True)
                 if parent.plan and span.offset - span.start != parent.plan.new_offset
             ),
             "encoded_tokens": call.message.num_tokens,

@@ -16,13 +16,17 @@ from vllm_choreo.engine.batch import BatchPlanner
 from vllm_choreo.engine.cpu_backend import ChoreoCPUImpl
 from vllm_choreo.engine.probe import LayerPositions, probe_positions
 from vllm_choreo.errors import UnsupportedModelError
-from vllm_choreo.ops import default_impl, detect_layout
+from vllm_choreo.ops import Rotation, default_impl, detect_layout, reposition_keys
+from vllm_choreo.plan import BlockMove, ChoreoStep
+
+_NO_ROTATION = Rotation(inv_freq=torch.empty(0, dtype=torch.float64), is_neox=True)
 
 
 class ChoreoCPUModelRunner(CPUModelRunner):
     """The V1 runner on CPU. `prepare_choreography` comes before the first choreographed step."""
 
     planner: BatchPlanner
+    layers: dict[str, Any]
     layer_positions: Sequence[LayerPositions]
     _in_step = False
 
@@ -33,7 +37,7 @@ class ChoreoCPUModelRunner(CPUModelRunner):
             UnsupportedModelError: the model cannot be choreographed; says why.
             UnsupportedLayoutError: the KV cache cannot be read; says what was found.
         """
-        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        self.layers = layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         for name, layer in layers.items():
             _check_layer(name, layer)
             self._check_layout(layer)
@@ -61,14 +65,29 @@ class ChoreoCPUModelRunner(CPUModelRunner):
         )
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        self.planner.update(
-            getattr(scheduler_output, "choreo", {}), list(scheduler_output.finished_req_ids)
-        )
+        step: ChoreoStep = scheduler_output.choreo
+        self.planner.update(step.started, list(scheduler_output.finished_req_ids))
+        self._move_keys(step.moves)
         self._in_step = True
         try:
             return super().execute_model(scheduler_output, *args, **kwargs)
         finally:
             self._in_step = False
+
+    def _move_keys(self, moves: Sequence[BlockMove]) -> None:
+        """Rotate keys of whole blocks in every layer, in place first, then into copies."""
+        for is_copy in (False, True):
+            chosen = [move for move in moves if (move.src != move.dst) == is_copy]
+            if not chosen:
+                continue
+            src = torch.tensor([move.src for move in chosen], dtype=torch.int32)
+            dst = torch.tensor([move.dst for move in chosen], dtype=torch.int32)
+            deltas = torch.tensor([move.delta for move in chosen])
+            for layer in self.layers.values():
+                rotation = layer.impl.rotation or _NO_ROTATION
+                reposition_keys(
+                    layer.kv_cache, src, dst, rotation.cos_sin(deltas), rotation.is_neox
+                )
 
     def _build_attention_metadata(
         self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any

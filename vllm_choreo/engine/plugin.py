@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.errors import UnsupportedOptionError, UnsupportedVersionError
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ def configure_after(vllm_config: Any) -> None:
     if not _applies(vllm_config):
         return
     _refuse_unsupported(vllm_config)
+    ChoreoConfig.from_vllm(vllm_config)  # a wrong setting fails here, not in a worker
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     name = "ChoreoAsyncScheduler" if scheduler.async_scheduling else "ChoreoScheduler"
     scheduler.scheduler_cls = f"{_ENGINE}.scheduler.{name}"

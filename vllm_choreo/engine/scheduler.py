@@ -16,11 +16,14 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.block_manager import ChoreoKVCacheManager
 from vllm_choreo.engine.calls import Call, CallBook
+from vllm_choreo.engine.reposition import KeyMover
 from vllm_choreo.errors import ChoreoError, PoolFullError, UnsupportedOptionError
 from vllm_choreo.messages import Message, MessageStore
 from vllm_choreo.params import EXTRA_ARGS_KEY, ChoreoParams
+from vllm_choreo.plan import ChoreoStep
 
 _COMPLETE = (
     RequestStatus.FINISHED_STOPPED,
@@ -41,6 +44,9 @@ class _Choreographed(Scheduler):
         manager.__class__ = ChoreoKVCacheManager
         assert isinstance(manager, ChoreoKVCacheManager)
         manager.book = self.book
+        in_place = ChoreoConfig.from_vllm(self.vllm_config).reposition == "in_place"
+        self.mover = KeyMover(self.book, manager.block_pool) if in_place else None
+        manager.mover = self.mover
         self._errors: dict[str, ChoreoError] = {}  # of requests still to be ended
         # Requests of our own: encodings again. Random, so that no client's id looks like one.
         self._internal_prefix = f"choreo-{uuid.uuid4().hex}-"
@@ -77,19 +83,24 @@ class _Choreographed(Scheduler):
     # -- a step ----------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.store.step += 1
         self._prepare_waiting_calls()
         output = super().schedule(*args, **kwargs)
-        started = [req.req_id for req in output.scheduled_new_reqs]
-        started += output.scheduled_cached_reqs.resumed_req_ids
-        # Travels to the workers with the rest of the step; they keep it until the request ends.
-        output.choreo = {
-            request_id: self.book.spans(call)
-            for request_id in started
-            if (call := self.book.calls.get(request_id)) is not None
-        }
+        # Travels to the workers with the rest of the step.
+        output.choreo = self._choreo_step(output)
         if not output.num_scheduled_tokens:
             self._refuse_what_never_fits()
         return output
+
+    def _choreo_step(self, output: SchedulerOutput) -> ChoreoStep:
+        started = [req.req_id for req in output.scheduled_new_reqs]
+        started += output.scheduled_cached_reqs.resumed_req_ids
+        calls = self.book.calls
+        spans = {r: self.book.spans(calls[r]) for r in started if r in calls}
+        if self.mover is None:
+            return ChoreoStep(spans)
+        self.mover.withdraw_all()
+        return ChoreoStep(spans, tuple(self.mover.take_moves()))
 
     def _prepare_waiting_calls(self) -> None:
         """Resolve calls whose parents are known now; have evicted parents encoded again.
