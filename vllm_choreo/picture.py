@@ -186,7 +186,7 @@ def _draw_box(axes: Any, place: tuple[float, float], step: Step, colours: dict[s
         note = f"{message.num_tokens} tokens"
         text = " ".join(message.text.replace("<|im_start|>", "").replace("<|im_end|>", "").split())
         text = text.partition(" ")[2]  # without the name of the chat role
-        short = text if len(text) <= 31 else text[:30].rstrip() + "…"
+        short = text if len(text) <= 36 else text[:35].rstrip() + "…"
         axes.text(x + 0.09, y + 0.42, short, fontsize=7.6, va="center", color=_PALE, zorder=3)
     axes.text(
         x + _WIDTH - 0.09,
@@ -258,7 +258,6 @@ def _draw_legend(axes: Any, width: float) -> None:
         ("Lower strip, baseline:", None),
         ("prefix-cache hit", _HIT),
         ("encoded again", _AGAIN),
-        ("new message", _NEW),
     ]
     x = 0.3
     for text, colour in entries:
@@ -266,5 +265,6 @@ def _draw_legend(axes: Any, width: float) -> None:
             axes.add_patch(Rectangle((x, 0.25), 0.2, _STRIP, color=colour))
             x += 0.26
         weight = "bold" if colour is None else "normal"
-        axes.text(x, 0.305, text, fontsize=9, va="center", color=_INK, weight=weight)
-        x += (0.083 if colour is None else 0.066) * len(text) + 0.26
+        label = axes.text(x, 0.305, text, fontsize=9, va="center", color=_INK, weight=weight)
+        # One unit of these axes is an inch.
+        x += label.get_window_extent().width / axes.figure.dpi + 0.25

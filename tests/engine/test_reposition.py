@@ -12,7 +12,6 @@ import pytest
 
 from tests.engine.oracle import Oracle, Parent, whole
 from vllm_choreo import Choreography
-from vllm_choreo.errors import ChoreoError
 
 IN_PLACE = {"additional_config": {"choreo": {"reposition": "in_place"}}}
 
@@ -75,7 +74,7 @@ def test_moved_keys_equal_the_oracle(llm: Any, tiny_oracle: Callable[[str], Orac
 def test_unknown_setting_is_refused(tiny_model_path: Callable[[str], Path]) -> None:
     from tests.engine.conftest import start_engine
 
-    with pytest.raises(ChoreoError, match="repositon"):
+    with pytest.raises(ValueError, match="repositon"):
         start_engine(
             tiny_model_path("llama"), additional_config={"choreo": {"repositon": "in_place"}}
         )
