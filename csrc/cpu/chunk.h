@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Cuts a span into chunks of slots that are scored, exponentiated and summed together.
+#pragma once
+
+#include "kernels.h"
+#include "micro.h"
+
+namespace choreo::CHOREO_ISA {
+
+// Columns of scores held at once. Long enough to amortize the horizontal maximum and the load and
+// store of the output; short enough that scores, keys and values stay in the L2 cache.
+constexpr int kChunkColumns = 128;
+constexpr int kMaxPieces = kChunkColumns / kColumnStep;
+
+// A run of slots inside one block. Its first column is aligned to kColumnStep; the first `lead`
+// columns and those after the last token are padding, to be masked.
+template <typename T>
+struct Piece {
+  const T* keys;    // [head_size, block_size], at the aligned first slot
+  const T* values;  // [num_tokens, head_size], at the first token
+  int column;       // in the matrix of scores
+  int num_columns;
+  int lead;
+  int num_tokens;
+  int64_t first_token;  // index in the span
+};
+
+template <typename T>
+struct Chunk {
+  Piece<T> pieces[kMaxPieces];
+  int num_pieces;
+  int64_t end_token;  // index in the span after the last token of the chunk
+};
+
+static CHOREO_INLINE int round_up(int x) {
+  return (x + kColumnStep - 1) / kColumnStep * kColumnStep;
+}
+
+// Fills `chunk` with the span's tokens from `token` on, at most to `end`.
+template <typename T>
+static void build_chunk(const AttentionArgs& a, const Tile& tile, int span, int64_t token,
+                        int64_t end, Chunk<T>& chunk) {
+  const CacheView& cache = a.cache;
+  const int32_t* blocks = a.block_table + tile.req * a.block_table_stride;
+  int column = 0;
+  chunk.num_pieces = 0;
+  while (token < end && column < kChunkColumns) {
+    const int64_t slot = a.first_slot[span] + token;
+    const int offset = static_cast<int>(slot % cache.block_size);
+    const int lead = offset % kColumnStep;
+    int64_t num_tokens = cache.block_size - offset;
+    if (num_tokens > end - token) num_tokens = end - token;
+    if (num_tokens > kChunkColumns - column - lead) num_tokens = kChunkColumns - column - lead;
+    const T* head = static_cast<const T*>(cache.data) +
+                    blocks[slot / cache.block_size] * cache.block_stride +
+                    tile.kv_head * cache.head_stride;
+    Piece<T>& piece = chunk.pieces[chunk.num_pieces++];
+    piece.keys = head + (offset - lead);
+    piece.values = head + static_cast<int64_t>(cache.head_size) * (cache.block_size + offset);
+    piece.column = column;
+    piece.num_tokens = static_cast<int>(num_tokens);
+    piece.lead = lead;
+    piece.num_columns = round_up(lead + piece.num_tokens);
+    piece.first_token = token;
+    column += piece.num_columns;
+    token += num_tokens;
+  }
+  chunk.end_token = token;
+}
+
+}  // namespace choreo::CHOREO_ISA

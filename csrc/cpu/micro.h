@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// Register-blocked products: scores = Q K and out = out * alpha + P V, for a few rows at a time.
+#pragma once
+
+#include "vec.h"
+
+namespace choreo::CHOREO_ISA {
+
+// Rows that share one pass over keys or values, and vectors per row held in registers.
+// kMaxRows * kVecs accumulators, kVecs loaded vectors and one broadcast fit the register file.
+constexpr int kMaxRows = CHOREO_MAX_ROWS;
+constexpr int kVecs = 2;
+// With few rows (decode) more vectors per row keep enough multiply-adds in flight.
+constexpr int kWideVecs = 4;
+constexpr int kWideMaxRows = kMaxRows * kVecs / kWideVecs;
+
+// scores[r][0 .. NV * kWidth) = sum over d of query[d][r] * keys[d][...].
+// query: packed [head_size, kMaxRows]; keys: [head_size, block_size], first column of interest.
+template <int R, int NV, typename T>
+static CHOREO_INLINE void score_block(const float* query, const T* keys, int head_size,
+                                      int block_size, float* scores, int scores_stride) {
+  Vec acc[R][NV] = {};
+  for (int d = 0; d < head_size; ++d) {
+    Vec k[NV];
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) k[n] = load(keys + n * kWidth);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Vec q = broadcast(query[r]);
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; ++n) acc[r][n] += q * k[n];
+    }
+    query += kMaxRows;
+    keys += block_size;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) store(scores + r * scores_stride + n * kWidth, acc[r][n]);
+  }
+}
+
+// Scores of R rows against num_columns slots (a multiple of kColumnStep).
+template <int R, typename T>
+static CHOREO_INLINE void score_columns(const float* query, const T* keys, int head_size,
+                                        int block_size, int num_columns, float* scores,
+                                        int scores_stride) {
+  int c = 0;
+  if constexpr (R <= kWideMaxRows) {
+    for (; c + kWideVecs * kWidth <= num_columns; c += kWideVecs * kWidth) {
+      score_block<R, kWideVecs>(query, keys + c, head_size, block_size, scores + c, scores_stride);
+    }
+  }
+  for (; c + kVecs * kWidth <= num_columns; c += kVecs * kWidth) {
+    score_block<R, kVecs>(query, keys + c, head_size, block_size, scores + c, scores_stride);
+  }
+  for (; c < num_columns; c += kWidth) {
+    score_block<R, 1>(query, keys + c, head_size, block_size, scores + c, scores_stride);
+  }
+}
+
+// Values that one block of a chunk contributes: rows [num_tokens, head_size] and the column of
+// the first one in the matrix of probabilities.
+template <typename T>
+struct ValueRun {
+  const T* values;
+  int column;
+  int num_tokens;
+};
+
+// out[r][0 .. NV * kWidth) = out * alpha[r] + sum over tokens of probs[r][token] * values[token].
+template <int R, int NV, typename T>
+static CHOREO_INLINE void value_block(const float* probs, int probs_stride, const float* alpha,
+                                      const ValueRun<T>* runs, int num_runs, int head_size,
+                                      int dim, float* out) {
+  Vec acc[R][NV];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) {
+      acc[r][n] = load(out + r * head_size + dim + n * kWidth) * alpha[r];
+    }
+  }
+  for (int i = 0; i < num_runs; ++i) {
+    const T* v = runs[i].values + dim;
+    const float* p = probs + runs[i].column;
+    for (int k = 0; k < runs[i].num_tokens; ++k) {
+      Vec value[NV];
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; ++n) value[n] = load(v + n * kWidth);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const Vec weight = broadcast(p[r * probs_stride + k]);
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) acc[r][n] += weight * value[n];
+      }
+      v += head_size;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) store(out + r * head_size + dim + n * kWidth, acc[r][n]);
+  }
+}
+
+// The same for whole rows of head_size (a multiple of kColumnStep).
+template <int R, typename T>
+static CHOREO_INLINE void value_rows(const float* probs, int probs_stride, const float* alpha,
+                                     const ValueRun<T>* runs, int num_runs, int head_size,
+                                     float* out) {
+  int d = 0;
+  if constexpr (R <= kWideMaxRows) {
+    for (; d + kWideVecs * kWidth <= head_size; d += kWideVecs * kWidth) {
+      value_block<R, kWideVecs>(probs, probs_stride, alpha, runs, num_runs, head_size, d, out);
+    }
+  }
+  for (; d + kVecs * kWidth <= head_size; d += kVecs * kWidth) {
+    value_block<R, kVecs>(probs, probs_stride, alpha, runs, num_runs, head_size, d, out);
+  }
+  for (; d < head_size; d += kWidth) {
+    value_block<R, 1>(probs, probs_stride, alpha, runs, num_runs, head_size, d, out);
+  }
+}
+
+}  // namespace choreo::CHOREO_ISA

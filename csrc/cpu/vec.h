@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vectors of floats in GCC's vector extension: one source for every instruction set. The variant
+// that includes this file has set CHOREO_ISA (a namespace) and CHOREO_VEC_BYTES.
+#pragma once
+
+#include <cstdint>
+
+#define CHOREO_INLINE inline __attribute__((always_inline))
+
+namespace choreo::CHOREO_ISA {
+
+constexpr int kWidth = CHOREO_VEC_BYTES / 4;
+
+typedef float Vec __attribute__((vector_size(CHOREO_VEC_BYTES)));
+typedef int32_t IntVec __attribute__((vector_size(CHOREO_VEC_BYTES)));
+typedef uint32_t UintVec __attribute__((vector_size(CHOREO_VEC_BYTES)));
+typedef float UnalignedVec __attribute__((vector_size(CHOREO_VEC_BYTES), aligned(4), may_alias));
+typedef uint16_t UnalignedHalf
+    __attribute__((vector_size(CHOREO_VEC_BYTES / 2), aligned(2), may_alias));
+typedef uint16_t Half __attribute__((vector_size(CHOREO_VEC_BYTES / 2)));
+
+// bfloat16 in memory: the upper half of a float32.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+static CHOREO_INLINE Vec broadcast(float x) { return Vec{} + x; }
+
+static CHOREO_INLINE Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+
+static CHOREO_INLINE Vec load(const BFloat16* p) {
+  const Half half = *reinterpret_cast<const UnalignedHalf*>(p);
+  return reinterpret_cast<Vec>(__builtin_convertvector(half, UintVec) << 16);
+}
+
+static CHOREO_INLINE void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
+
+// Rounds to nearest even, as torch does. NaN payloads may change, NaN stays NaN or becomes inf.
+static CHOREO_INLINE void store(BFloat16* p, Vec v) {
+  const UintVec bits = reinterpret_cast<UintVec>(v);
+  const UintVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  *reinterpret_cast<UnalignedHalf*>(p) = __builtin_convertvector(rounded, Half);
+}
+
+static CHOREO_INLINE float to_float(float x) { return x; }
+
+static CHOREO_INLINE float to_float(BFloat16 x) {
+  return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16);
+}
+
+static CHOREO_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+static CHOREO_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+
+static CHOREO_INLINE Vec iota() {
+  Vec v;
+  for (int i = 0; i < kWidth; ++i) v[i] = static_cast<float>(i);
+  return v;
+}
+
+// Halves the vector until one element is left.
+template <typename Op>
+static CHOREO_INLINE float reduce(Vec v, Op op) {
+  float lanes[kWidth];
+  store(lanes, v);
+  for (int width = kWidth / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] = op(lanes[i], lanes[i + width]);
+  }
+  return lanes[0];
+}
+
+static CHOREO_INLINE float reduce_max(Vec v) {
+  return reduce(v, [](float a, float b) { return a > b ? a : b; });
+}
+
+static CHOREO_INLINE float reduce_sum(Vec v) {
+  return reduce(v, [](float a, float b) { return a + b; });
+}
+
+// 2^x for x <= 127, exactly 0 below -125 (masked scores are -inf, and denormals are slow).
+// Relative error below 2e-7: degree-6 minimax polynomial on [-0.5, 0.5].
+static CHOREO_INLINE Vec exp2(Vec x) {
+  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: the sum's low bits are round(x)
+  const Vec clamped = max(x, broadcast(-125.0f));
+  const Vec shifted = clamped + magic;
+  const Vec f = clamped - (shifted - magic);
+  Vec p = broadcast(1.534581200e-4f);
+  p = p * f + 1.339993136e-3f;
+  p = p * f + 9.618488958e-3f;
+  p = p * f + 5.550328777e-2f;
+  p = p * f + 2.402264689e-1f;
+  p = p * f + 6.931472057e-1f;
+  p = p * f + 1.0f;
+  const IntVec exponent = reinterpret_cast<IntVec>(shifted) << 23;
+  const Vec result = reinterpret_cast<Vec>(reinterpret_cast<IntVec>(p) + exponent);
+  return x < broadcast(-125.0f) ? Vec{} : result;
+}
+
+// tanh by exp2; absolute error below 2e-7.
+static CHOREO_INLINE Vec tanh(Vec x) {
+  const Vec twice_log2e = broadcast(2.8853901f);
+  const Vec e = exp2(min(max(x, broadcast(-20.0f)), broadcast(20.0f)) * twice_log2e);
+  return (e - 1.0f) / (e + 1.0f);
+}
+
+}  // namespace choreo::CHOREO_ISA

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the optional C++ extension; everything else is in pyproject.toml.
+
+Without a compiler, without torch in the build environment, or with CHOREO_SKIP_EXT=1 the package
+is installed without it, and attention runs in plain PyTorch.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+SOURCES = Path("csrc/cpu")
+
+
+def skip_reason() -> str | None:
+    """Why the extension cannot be built here, or None."""
+    if os.environ.get("CHOREO_SKIP_EXT") == "1":
+        return "CHOREO_SKIP_EXT=1"
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return "torch is not in the build environment (use pip's --no-build-isolation)"
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler.split()[0]) is None:
+        return f"no C++ compiler {compiler!r}"
+    return None
+
+
+def extension_arguments() -> dict:
+    """Arguments of setup() that build the extension; none where that is not possible."""
+    reason = skip_reason()
+    if reason is not None:
+        print(f"vllm_choreo: not building the C++ kernels: {reason}", file=sys.stderr)
+        return {}
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+    extension = CppExtension(
+        "vllm_choreo._C",
+        sources=sorted(str(path) for path in SOURCES.glob("*.cpp")),
+        depends=sorted(str(path) for path in SOURCES.glob("*.h")),
+        # -fopenmp when compiling only: linking with it would load the system's OpenMP runtime
+        # beside the one that torch ships. Its symbols resolve through libtorch_cpu.
+        extra_compile_args=[
+            "-O3", "-fopenmp", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi",
+            "-Wno-unused-parameter",
+        ],
+        # A compiler that fails must not fail the installation.
+        optional=True,
+    )  # fmt: skip
+    # Objects that change with a header are rebuilt only by ninja or by --force.
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
+
+
+setup(**extension_arguments())
