@@ -186,7 +186,7 @@ def _draw_box(axes: Any, place: tuple[float, float], step: Step, colours: dict[s
         note = f"{message.num_tokens} tokens"
         text = " ".join(message.text.replace("<|im_start|>", "").replace("<|im_end|>", "").split())
         text = text.partition(" ")[2]  # without the name of the chat role
-        short = text if len(text) <= 36 else text[:35].rstrip() + "…"
+        short = text if len(text) <= 33 else text[:32].rstrip() + "…"
         axes.text(x + 0.09, y + 0.42, short, fontsize=7.6, va="center", color=_PALE, zorder=3)
     axes.text(
         x + _WIDTH - 0.09,
