@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random span batches, and attention over them written a second time, densely, in float64."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from vllm_choreo.ops import Rotation, SpanBatch
+
+TOLERANCE = {
+    torch.float32: {"atol": 2e-5, "rtol": 2e-5},
+    # Half a unit in the last place of 8 significant bits, at outputs up to 4, twice.
+    torch.bfloat16: {"atol": 1.6e-2, "rtol": 1.6e-2},
+}
+
+
+@dataclass
+class Case:
+    """Arguments of span_attention."""
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    batch: SpanBatch
+    rotation: Rotation
+    scale: float
+    softcap: float
+    alibi_slopes: torch.Tensor | None
+
+    def arguments(self) -> dict:
+        return {
+            "scale": self.scale,
+            "cos_sin": self.rotation.cos_sin(self.batch.position_delta),
+            "is_neox": self.rotation.is_neox,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+        }
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_rotation(rotary_dim: int, is_neox: bool) -> Rotation:
+    dims = torch.arange(0, rotary_dim, 2, dtype=torch.float64)
+    return Rotation(10000.0 ** (-dims / max(rotary_dim, 1)), is_neox)
+
+
+def make_cache(num_blocks, num_kv_heads, block_size, head_size, dtype) -> torch.Tensor:
+    return torch.randn(num_blocks, num_kv_heads, block_size, 2 * head_size).to(dtype)
+
+
+def make_batch(rng: random.Random, requests: list[tuple[int, int, list[int]]], block_size: int,
+               num_blocks: int) -> SpanBatch:  # fmt: skip
+    """Requests are (q_len, computed own tokens, parent lengths).
+
+    Parents lie anywhere in the virtual sequence, in the middle of blocks, one over the other; a
+    block id may occur several times in a row of the block table and in several rows.
+    """
+    max_blocks = 24
+    query_start, span_start = [0], [0]
+    spans: list[tuple[int, int, int, int]] = []
+    for q_len, computed, parents in requests:
+        query_start.append(query_start[-1] + q_len)
+        for size in parents:
+            first = rng.randrange(max_blocks * block_size - size + 1)
+            spans.append((first, size, rng.randrange(500), rng.choice([0, 1, -77, 1000])))
+        size = q_len + computed
+        base = rng.randrange((max_blocks * block_size - size) // block_size + 1) * block_size
+        spans.append((base, size, base, 0))
+        span_start.append(len(spans))
+    first_slot, num_tokens, stored, delta = (ints(list(c)) for c in zip(*spans, strict=True))
+    table = [[rng.randrange(num_blocks) for _ in range(max_blocks)] for _ in requests]
+    batch = SpanBatch(ints(query_start), torch.tensor(table, dtype=torch.int32), ints(span_start),
+                      first_slot, num_tokens, stored, delta, block_size)  # fmt: skip
+    batch.validate(num_blocks)
+    return batch
+
+
+def make_case(
+    seed: int,
+    requests: list[tuple[int, int, list[int]]],
+    *,
+    dtype: torch.dtype = torch.float32,
+    num_kv_heads: int = 2,
+    group_heads: int = 3,
+    head_size: int = 64,
+    rotary_dim: int | None = None,
+    is_neox: bool = True,
+    block_size: int = 32,
+    softcap: float = 0.0,
+    alibi: bool = False,
+) -> Case:
+    torch.manual_seed(seed)
+    num_heads = num_kv_heads * group_heads
+    batch = make_batch(random.Random(seed), requests, block_size, num_blocks=40)
+    num_tokens = int(batch.query_start_loc[-1])
+    return Case(
+        query=torch.randn(num_tokens, num_heads, head_size).to(dtype),
+        kv_cache=make_cache(40, num_kv_heads, block_size, head_size, dtype),
+        batch=batch,
+        rotation=make_rotation(head_size if rotary_dim is None else rotary_dim, is_neox),
+        scale=head_size**-0.5,
+        softcap=softcap,
+        alibi_slopes=0.1 * torch.rand(num_heads) if alibi else None,
+    )
+
+
+def turn(x: torch.Tensor, angles: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    """Rotate float64 ``x`` [..., head_size] as complex numbers by ``angles`` [..., half]."""
+    half = angles.shape[-1]
+    result = x.clone()
+    real, imag = (
+        (slice(0, half), slice(half, 2 * half))
+        if is_neox
+        else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    )
+    turned = torch.complex(x[..., real], x[..., imag]) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    result[..., real], result[..., imag] = turned.real, turned.imag
+    return result
+
+
+def dense_attention(case: Case) -> torch.Tensor:
+    """One score matrix for the whole batch in float64, masked by ``materialize_mask``.
+
+    Unlike the operation it rotates the *keys*, back by the delta, one token at a time.
+    """
+    batch, cache = case.batch, case.kv_cache
+    head_size, num_kv_heads, block_size = cache.shape[3] // 2, cache.shape[1], batch.block_size
+    keys, values, key_positions, query_positions = [], [], [], []
+    for r in range(batch.num_reqs):
+        for j in range(int(batch.span_start_loc[r]), int(batch.span_start_loc[r + 1])):
+            angles = -int(batch.position_delta[j]) * case.rotation.inv_freq
+            for token in range(int(batch.num_tokens[j])):
+                slot = int(batch.first_slot[j]) + token
+                block = cache[int(batch.block_table[r, slot // block_size])].double().flatten(1)
+                key = block[:, slot % block_size : head_size * block_size : block_size]
+                start = head_size * (block_size + slot % block_size)
+                keys.append(turn(key, angles, case.rotation.is_neox))
+                values.append(block[:, start : start + head_size])
+                delta = int(batch.position_delta[j])
+                key_positions.append(int(batch.stored_position[j]) + token - delta)
+        q_len = int(batch.query_start_loc[r + 1] - batch.query_start_loc[r])
+        own = int(batch.span_start_loc[r + 1]) - 1
+        end = int(batch.stored_position[own] + batch.num_tokens[own])
+        query_positions += range(end - q_len, end)
+    group = case.query.shape[1] // num_kv_heads
+    k = torch.stack(keys).repeat_interleave(group, dim=1)
+    v = torch.stack(values).repeat_interleave(group, dim=1)
+    scores = case.scale * torch.einsum("qhd,khd->hqk", case.query.double(), k)
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    if case.alibi_slopes is not None:
+        distance = torch.tensor(key_positions)[None, :] - torch.tensor(query_positions)[:, None]
+        scores = scores + case.alibi_slopes.double()[:, None, None] * distance
+    scores = scores.masked_fill(~batch.materialize_mask(), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)

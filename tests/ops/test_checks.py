@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused, the mask, the default implementation, and detection of the layout."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+from tests.ops.cases import ints, make_cache, make_case, make_rotation
+from vllm_choreo.ops import (
+    Rotation,
+    SpanBatch,
+    UnsupportedLayoutError,
+    cpu,
+    default_impl,
+    detect_layout,
+    reposition_keys,
+    span_attention,
+)
+from vllm_choreo.ops.layout import LAYOUT_NAME, write_kv
+
+
+def small_batch(**changes) -> SpanBatch:
+    """Request 0: parents of 2 and 1 tokens, 3 own, 2 queries. Request 1: 2 own, 1 query."""
+    fields = {
+        "query_start_loc": ints([0, 2, 3]),
+        "block_table": torch.zeros(2, 4, dtype=torch.int32),
+        "span_start_loc": ints([0, 3, 4]),
+        "first_slot": ints([5, 16, 32, 0]),
+        "num_tokens": ints([2, 1, 3, 2]),
+        "stored_position": ints([0, 7, 32, 0]),
+        "position_delta": ints([4, -3, 0, 0]),
+        "block_size": 16,
+    }
+    return SpanBatch(**{**fields, **changes})
+
+
+BAD_BATCHES = {
+    "own span.*must be 0": {"position_delta": ints([0, 0, 1, 0])},
+    "leave empty spans out": {"num_tokens": ints([0, 1, 3, 2])},
+    "query tokens but its own span": {"num_tokens": ints([2, 1, 1, 2])},
+    "covers slots 63..64": {"first_slot": ints([63, 16, 32, 0])},
+    "covers slots -1..0": {"first_slot": ints([-1, 16, 32, 0])},
+    "block ids 9..9": {"block_table": torch.full((2, 4), 9, dtype=torch.int32)},
+    "make it torch.int32": {"first_slot": torch.zeros(4, dtype=torch.int64)},
+    "num_tokens has shape": {"num_tokens": ints([2, 1, 3])},
+    "block_table is": {"block_table": torch.zeros(3, 4, dtype=torch.int32)},
+    "query_start_loc must begin": {"query_start_loc": ints([1, 2, 3])},
+    "query_start_loc goes from 2 to 1": {"query_start_loc": ints([0, 2, 1])},
+    "span_start_loc goes from 3 to 3": {"span_start_loc": ints([0, 3, 3])},
+    "there are 4 spans": {"span_start_loc": ints([0, 2, 3])},
+    "block_size is 0": {"block_size": 0},
+}
+
+
+@pytest.mark.parametrize("message", BAD_BATCHES)
+def test_bad_batches_are_refused(message):
+    small_batch().validate(num_blocks=1)
+    with pytest.raises(ValueError, match=message):
+        small_batch(**BAD_BATCHES[message]).validate(num_blocks=1)
+
+
+def test_mask():
+    rows = ["11111000", "11111100", "00000011"]
+    expected = torch.tensor([[c == "1" for c in row] for row in rows])
+    assert torch.equal(small_batch().materialize_mask(), expected)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("last dim of kv_cache must be 128", {"kv_cache": torch.zeros(4, 2, 32, 64)}),
+        ("cannot share 4 KV heads", {"kv_cache": torch.zeros(4, 4, 32, 128)}),
+        ("block size 64, the batch 32", {"kv_cache": torch.zeros(4, 2, 64, 128)}),
+        ("must be the same", {"kv_cache": torch.zeros(4, 2, 32, 128).bfloat16()}),
+        ("contiguous within", {"kv_cache": torch.zeros(4, 2, 128, 32).transpose(2, 3)}),
+        ("output has shape", {"output": torch.zeros(5, 6, 64)}),
+        ("use 0 for none", {"softcap": -1.0}),
+        (r"expected torch.float32 \[6\]", {"alibi_slopes": torch.zeros(5)}),
+        ("cos_sin is", {"cos_sin": torch.zeros(1, 64)}),
+        ("rotary_dim is 66", {"cos_sin": torch.zeros(2, 66)}),
+        ("choose 'reference', 'cpu' or None", {"impl": "fast"}),
+    ],
+)
+def test_bad_arguments_are_refused(message, changes):
+    case = make_case(1, [(4, 0, [5])])
+    arguments = {
+        "query": case.query, "kv_cache": case.kv_cache, "output": torch.zeros_like(case.query),
+        "batch": case.batch, **case.arguments(),
+    }  # fmt: skip
+    span_attention(**arguments)
+    with pytest.raises(ValueError, match=message):
+        span_attention(**{**arguments, **changes})
+
+
+def test_kernel_refuses_what_it_cannot_run(kernel):
+    case = make_case(1, [(4, 0, [5])])
+    output = torch.zeros_like(case.query)
+
+    def call(cache, query=case.query, batch=case.batch):
+        out = output.to(query.dtype)
+        span_attention(query, cache, out, batch, impl=kernel, **case.arguments())
+
+    with pytest.raises(ValueError, match="float32 and bfloat16"):
+        call(case.kv_cache.double(), case.query.double())
+    with pytest.raises(IndexError, match="lies outside the cache of 40 blocks"):
+        table = torch.full_like(case.batch.block_table, 40)
+        call(case.kv_cache, batch=dataclasses.replace(case.batch, block_table=table))
+    with pytest.raises(IndexError, match="beyond its block table"):
+        slots = torch.full_like(case.batch.first_slot, 10_000)
+        call(case.kv_cache, batch=dataclasses.replace(case.batch, first_slot=slots))
+    with pytest.raises(ValueError, match="multiple of 16, not 8"):
+        call(torch.zeros(40, 2, 8, 128), batch=dataclasses.replace(case.batch, block_size=8))
+    with pytest.raises(ValueError, match="available_isas"):
+        cpu.use_isa("abacus")
+
+
+@pytest.mark.parametrize(
+    ("message", "src", "dst"),
+    [
+        ("names a block twice", [0, 1], [2, 2]),
+        (r"blocks \[1\] are read by one entry", [0, 1], [1, 2]),
+        ("block ids must lie in 0..3", [0], [4]),
+        ("block ids must lie in 0..3", [-1], [1]),
+        ("2 source blocks but 1", [0, 1], [2]),
+    ],
+)
+def test_bad_moves_are_refused(message, src, dst):
+    cache = make_cache(4, 1, 16, 32, torch.float32)
+    cos_sin = make_rotation(32, True).cos_sin(ints(src))
+    with pytest.raises(ValueError, match=message):
+        reposition_keys(cache, ints(src), ints(dst), cos_sin)
+
+
+def test_rotation_angles_are_exact_at_large_deltas():
+    rotation = Rotation(torch.tensor([1.0, 0.25], dtype=torch.float64), is_neox=True)
+    found = rotation.cos_sin(ints([0, -1_000_000]))
+    assert found.dtype == torch.float32 and rotation.rotary_dim == 4
+    # cos and sin of 1,000,000 and of 250,000 radians, to nine digits.
+    expected = [[1, 1, 0, 0], [0.936752127, -0.994926242, 0.349993502, 0.100606918]]
+    wanted = torch.tensor(
+        [expected[0], [*torch.tensor([-1e6, -2.5e5]).double().cos(),
+                       *torch.tensor([-1e6, -2.5e5]).double().sin()]]
+    )  # fmt: skip
+    torch.testing.assert_close(found, wanted.float(), atol=1e-7, rtol=0)
+
+
+def test_default_impl_warns_once_without_the_kernels(monkeypatch, caplog):
+    monkeypatch.setattr(cpu, "unavailable_reason", lambda: "not built")
+    default_impl.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert default_impl() == "reference" and default_impl() == "reference"
+        assert len(caplog.records) == 1 and "not built" in caplog.text
+        case = make_case(1, [(1, 0, [])])
+        with pytest.raises(RuntimeError, match="not built"):
+            span_attention(case.query, case.kv_cache, case.query.clone(), case.batch,
+                           impl="cpu", **case.arguments())  # fmt: skip
+    finally:
+        default_impl.cache_clear()
+
+
+def detect(write_fn, dtype=torch.float32) -> str:
+    return detect_layout(write_fn, num_kv_heads=3, head_size=64, block_size=32, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_own_layout_is_detected(dtype):
+    assert detect(lambda k, v, cache, slots: write_kv(cache, slots, k, v), dtype) == LAYOUT_NAME
+
+
+def test_other_layouts_are_named():
+    def plain(k, v, cache, slots):
+        halves = cache.view(4, 3, 2, 32, 64)
+        halves[slots // 32, :, 0, slots % 32] = k
+        halves[slots // 32, :, 1, slots % 32] = v
+
+    def side_by_side(k, v, cache, slots):
+        cache[slots // 32, :, slots % 32] = torch.cat([k, v], dim=-1)
+
+    def packed(k, v, cache, slots):
+        write_kv(cache, slots, k, v)
+        cache.copy_(cache.view(4, 3, -1, 2).transpose(-1, -2).reshape(cache.shape))
+
+    def scaled(k, v, cache, slots):
+        write_kv(cache, slots, k * 0.5, v)
+
+    for write_fn, name in [
+        (plain, "row by row"),
+        (side_by_side, "side by side"),
+        (packed, "AMX"),
+        (scaled, "quantized"),
+        (lambda *_: None, "nothing"),
+    ]:
+        with pytest.raises(UnsupportedLayoutError, match=name):
+            detect(write_fn)
+    with pytest.raises(UnsupportedLayoutError, match="dtype='float32'"):
+        detect(packed, torch.bfloat16)
