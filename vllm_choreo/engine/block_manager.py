@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from vllm_choreo.engine.calls import CallBook
@@ -49,6 +51,11 @@ class ChoreoKVCacheManager(KVCacheManager):
             up_to = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
             self.book.scheduled(call, self.get_blocks(request.request_id).blocks[0], up_to)
         return blocks
+
+    def inherit(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
+        """Let a new request go on in `blocks`, the last of them partly filled, without a copy."""
+        self.block_pool.touch(blocks)
+        self.coordinator.single_type_managers[0].req_to_blocks[request.request_id] = list(blocks)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Choreographed keys and values never enter the prefix cache."""

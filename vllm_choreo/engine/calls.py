@@ -207,6 +207,8 @@ class CallBook:
         A parent whose last tokens are encoded in the same step counts: in every layer all keys
         and values of a batch are stored before any query reads.
         """
+        if call.admitted:  # it holds the blocks already
+            return True
         return call.plan is not None and all(parent.is_resident for parent in call.parents)
 
     def missing(self, call: Call) -> list[Message]:
@@ -248,6 +250,13 @@ class CallBook:
         # At least one token is left to run: a request without any cannot be scheduled.
         full = min(call.message.num_encoded, call.message.num_tokens - 1) // self.block_size
         return call.message.blocks[:full]
+
+    def take_over(self, call: Call, finished: Call) -> None:
+        """`call` goes on in the blocks of `finished`: it reads its parents where they lie."""
+        call.admitted, call.stored_positions = True, finished.stored_positions
+        for parent in call.parents:
+            parent.num_waiting -= 1
+            parent.num_readers += 1
 
     def scheduled(self, call: Call, blocks: Sequence[Any], up_to: int) -> None:
         """The call got slots: it runs `blocks`, and the step encodes tokens before `up_to`."""

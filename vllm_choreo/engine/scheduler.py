@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -145,25 +146,29 @@ class _Choreographed(Scheduler):
         )
         return self.kv_cache_manager.block_pool.get_num_free_blocks() + idle - planned
 
-    def _encode_again(self, message: Message, serves: Call | None) -> Call:
+    def _encode_again(self, message: Message, serves: Call) -> Call:
         """Queue a request that encodes what `message` lacks, right before the call it serves."""
-        self._num_internal += 1
-        request = Request(
-            request_id=f"{self._internal_prefix}{self._num_internal}",
-            prompt_token_ids=list(message.token_ids or ()),
-            sampling_params=SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
-            pooling_params=None,
-            lora_request=message.adapter,
-            arrival_time=serves.request.arrival_time if serves else 0.0,
-            priority=serves.request.priority if serves else 0,
-        )
+        request = self._internal_request(message, serves.request)
         call = self.book.open_encode(request, message, serves)
         super().add_request(request)
         queue: Any = self.waiting
         if isinstance(queue, deque):  # first come, first served; else sorted by arrival
             queue.remove(request)
-            queue.insert(queue.index(serves.request) if serves else 0, request)
+            queue.insert(queue.index(serves.request), request)
         return call
+
+    def _internal_request(self, message: Message, like: Request) -> Request:
+        """A request of our own over the tokens of a message; vLLM samples a token, we drop it."""
+        self._num_internal += 1
+        return Request(
+            request_id=f"{self._internal_prefix}{self._num_internal}",
+            prompt_token_ids=list(message.token_ids or ()),
+            sampling_params=SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
+            pooling_params=None,
+            lora_request=message.adapter,
+            arrival_time=like.arrival_time,
+            priority=like.priority,
+        )
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if request.request_id in self._errors:
@@ -183,11 +188,19 @@ class _Choreographed(Scheduler):
         """Nothing runs and nothing could be started: the first ready call is too large."""
         if self.running or self._errors or not self.book.calls:
             return
+        if unsealed := self._unsealed():
+            # They hold blocks and got none: let go; the messages are encoded again when read.
+            request_ids = [call.request.request_id for call in unsealed]
+            self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+            return
         for request in self.waiting:
             call = self.book.calls.get(request.request_id)
             if call is not None and self.book.is_ready(call):
                 self._refuse_too_large(call.beneficiary)
                 return
+
+    def _is_internal(self, item: Request | EngineCoreOutput) -> bool:
+        return item.request_id.startswith(self._internal_prefix)
 
     def _refuse_too_large(self, call: Call) -> None:
         self._errors[call.request.request_id] = PoolFullError(
@@ -206,8 +219,6 @@ class _Choreographed(Scheduler):
         call = self.book.calls.get(request.request_id)
         report = self._close_call(call) if call is not None else None
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
-        if call is not None and call.is_decode and not call.message.freed:
-            self._seal(call.message)
         return ({**(kv_params or {}), **report} if report else kv_params), ec_params
 
     def _close_call(self, call: Call) -> dict[str, Any] | None:
@@ -218,8 +229,8 @@ class _Choreographed(Scheduler):
         stopped = request.status == RequestStatus.FINISHED_ABORTED and bool(
             request.sampling_params and request.sampling_params.stop and request.num_output_tokens
         )
+        blocks = self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
         if call.is_decode and call.admitted and (complete or stopped):
-            blocks = self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
             self.book.finish_decode(call, blocks)
         report = None
         if call.message.is_known and call.plan is not None and not call.is_internal:
@@ -227,12 +238,26 @@ class _Choreographed(Scheduler):
         failure = None if complete or stopped else f"its request ended as {request.status.name}"
         error = self._errors.get(request.request_id)
         self.book.close(call, str(error) if error else failure)
+        if call.is_decode and call.message.num_encoded and not call.message.freed:
+            self._seal(call, blocks)
         return report
 
-    def _seal(self, message: Message) -> None:
-        """Give the last sampled token its keys and values, without delaying the answer."""
-        if message.num_encoded and not message.is_resident and message.encoder is None:
-            self._encode_again(message, None)
+    def _seal(self, finished: Call, blocks: Sequence[KVCacheBlock]) -> None:
+        """Give the last sampled token its keys and values, without delaying the answer.
+
+        A new request takes over the finished one's blocks, and has that one token left to run.
+        It holds blocks while it waits, and so comes first in the next step.
+        """
+        assert finished.plan is not None
+        message, manager = finished.message, self.kv_cache_manager
+        request = self._internal_request(message, finished.request)
+        call = self.book.open_encode(request, message, None)
+        self.book.resolve(call)
+        self.book.take_over(call, finished)
+        request.num_computed_tokens = finished.plan.base + message.num_encoded
+        assert isinstance(manager, ChoreoKVCacheManager)
+        manager.inherit(request, blocks[: -(-request.num_computed_tokens // self.block_size)])
+        super().add_request(request)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -240,9 +265,7 @@ class _Choreographed(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for per_client in outputs.values():
             per_client.outputs = [
-                output
-                for output in per_client.outputs
-                if not output.request_id.startswith(self._internal_prefix)
+                output for output in per_client.outputs if not self._is_internal(output)
             ]
         self._end_refused(outputs)
         return outputs
@@ -283,14 +306,15 @@ class _Choreographed(Scheduler):
 
     def choreo_evict(self, session: str, message_ids: Iterable[str]) -> int:
         """Drop the blocks of messages that no running call reads; the recipes stay."""
-        evicted = 0
-        for message_id in message_ids:
-            message = self.store.get(session, message_id)
-            self._withdraw_encodings({message})
-            if message.is_known and not message.num_readers and message.encoder is None:
-                self.store.evict(message)
-                evicted += 1
-        return evicted
+        messages = {self.store.get(session, message_id) for message_id in message_ids}
+        # A seal that waits for its step holds its parents; without it, its message lacks a token
+        # until it is read.
+        sealed = [call.message for call in self._unsealed() if messages & set(call.parents)]
+        self._withdraw_encodings(messages.union(sealed))
+        idle = [m for m in messages if m.is_known and not m.num_readers and m.encoder is None]
+        for message in idle:
+            self.store.evict(message)
+        return len(idle)
 
     def choreo_stats(self, session: str | None = None) -> dict[str, Any]:
         """Messages, blocks and sharing; of all sessions if `session` is None."""
@@ -301,6 +325,11 @@ class _Choreographed(Scheduler):
             "num_pool_blocks": pool.num_gpu_blocks,
             "num_calls": len(self.book.calls),
         }
+
+    def _unsealed(self) -> list[Call]:
+        """Seals whose step has not been planned yet."""
+        calls = self.book.calls
+        return [calls[r.request_id] for r in self.kv_holding_waiting if self._is_internal(r)]
 
     def _withdraw_encodings(self, messages: set[Message]) -> None:
         """Do not seal or encode again messages that are given up, unless a call waits for them."""
