@@ -138,6 +138,10 @@ def _draw_weights(model: transformers.PreTrainedModel, generator: torch.Generato
             noise = 1.0 + 0.1 * noise
         elif parameter.dim() == 1:
             noise *= 0.1
+        if "word_embeddings_layernorm" in name:
+            # With a tied head the token's own embedding must not dominate the residual stream, or
+            # every token predicts itself.
+            noise *= 0.15
         parameter.data.copy_(noise)
 
 
