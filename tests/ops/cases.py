@@ -57,7 +57,7 @@ def make_batch(rng: random.Random, requests: list[tuple[int, int, list[int]]], b
     Parents lie anywhere in the virtual sequence, in the middle of blocks, one over the other; a
     block id may occur several times in a row of the block table and in several rows.
     """
-    max_blocks = 24
+    max_blocks = 768 // block_size
     query_start, span_start = [0], [0]
     spans: list[tuple[int, int, int, int]] = []
     for q_len, computed, parents in requests:
@@ -115,9 +115,8 @@ def turn(x: torch.Tensor, angles: torch.Tensor, is_neox: bool) -> torch.Tensor:
         if is_neox
         else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
     )
-    turned = torch.complex(x[..., real], x[..., imag]) * torch.polar(
-        torch.ones_like(angles), angles
-    )
+    unit = torch.polar(torch.ones_like(angles), angles)
+    turned = torch.complex(x[..., real], x[..., imag]) * unit
     result[..., real], result[..., imag] = turned.real, turned.imag
     return result
 

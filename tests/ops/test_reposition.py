@@ -12,9 +12,12 @@ VARIANTS = [(64, 64, True), (64, 64, False), (80, 32, True), (96, 96, True), (12
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(
-    params=VARIANTS, ids=lambda v: f"size{v[0]}-rotary{v[1]}-{'neox' if v[2] else 'gptj'}"
-)
+def label(variant):
+    size, rotary_dim, is_neox = variant
+    return f"size{size}-rotary{rotary_dim}-{'neox' if is_neox else 'interleaved'}"
+
+
+@pytest.fixture(params=VARIANTS, ids=label)
 def variant(request):
     torch.manual_seed(request.param[0])
     return request.param
