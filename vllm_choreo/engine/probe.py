@@ -74,19 +74,40 @@ class LayerPositions:
 def declared_rotations(model: torch.nn.Module, max_position: int) -> list[Rotation]:
     """The distinct rotations that the model's rotary modules declare.
 
+    vLLM's modules hold a table of cosines and sines. Those of `transformers`, on which vLLM runs
+    architectures that it has no own code for, hold frequencies and do not say how dims are
+    paired: both ways are candidates, and the probe tells.
+
     Raises:
-        UnsupportedModelError: a table that is no rotation by a fixed frequency.
+        UnsupportedModelError: a module that does not turn by a fixed angle per position.
     """
     rotations: dict[tuple[Any, ...], Rotation] = {}
     for name, module in model.named_modules():
-        if not hasattr(module, "cos_sin_cache") or not hasattr(module, "_compute_cos_sin_cache"):
+        if hasattr(module, "_compute_cos_sin_cache"):
+            # Not the buffer `cos_sin_cache`: that one is rounded to the model's dtype.
+            table = module._compute_cos_sin_cache()
+            inv_freq = _frequencies(table, min(max_position, table.shape[0]), name)
+            pairings = [module.is_neox_style]
+        elif isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+            if getattr(module, "rope_type", "default") in ("dynamic", "longrope"):
+                raise _length_dependent(name)
+            inv_freq, pairings = module.inv_freq.double().cpu(), [True, False]
+        else:
             continue
-        # Not the buffer: that one is rounded to the model's dtype.
-        table = module._compute_cos_sin_cache()
-        inv_freq = _frequencies(table, min(max_position, table.shape[0]), name)
-        key = (module.is_neox_style, *inv_freq.tolist())
-        rotations.setdefault(key, Rotation(inv_freq=inv_freq, is_neox=module.is_neox_style))
+        for is_neox in pairings:
+            rotation = Rotation(inv_freq=inv_freq, is_neox=is_neox)
+            rotations.setdefault((is_neox, *inv_freq.tolist()), rotation)
     return list(rotations.values())
+
+
+def _length_dependent(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the rotary embedding {name!r} does not turn by a fixed angle per position (its "
+        "frequencies depend on the sequence length); such a model cannot be choreographed: run "
+        'it without the plugin (VLLM_PLUGINS="")',
+        parameter="model",
+        value=name,
+    )
 
 
 def _frequencies(table: torch.Tensor, num_positions: int, name: str) -> torch.Tensor:
@@ -113,13 +134,7 @@ def _frequencies(table: torch.Tensor, num_positions: int, name: str) -> torch.Te
     # The table's own arithmetic: a product rounded to float32, and its cosine.
     allowed = 2e-6 + positions * inv_freq.abs() * 2.4e-7
     if bool((error > allowed).any()):
-        raise UnsupportedModelError(
-            f"the rotary embedding {name!r} does not turn by a fixed angle per position (its "
-            "frequencies depend on the sequence length); such a model cannot be choreographed: "
-            'run it without the plugin (VLLM_PLUGINS="")',
-            parameter="model",
-            value=name,
-        )
+        raise _length_dependent(name)
     return inv_freq
 
 
