@@ -107,7 +107,8 @@ def draw_choreography(seed: int, draw: Draw | None = None) -> list[list[PlannedC
     draw = draw or Draw()
     rng = random.Random(seed)
     batches: list[list[PlannedCall]] = []
-    num_messages, unread = 0, set()
+    num_messages = 0
+    unread: set[int] = set()
     for index in range(draw.num_batches):
         is_decode = index > 0 and rng.random() < 0.6
         batch = [
