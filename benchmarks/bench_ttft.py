@@ -109,9 +109,7 @@ def _check_chain(llm: Any) -> None:
             task = c.prefill(user(QUESTION), parents=[role])
             history = [role, task]
             for _ in range(2):
-                history.append(
-                    c.decode(assistant(), parents=list(history), sampling_params=greedy)
-                )
+                history.append(c.decode(assistant(), parents=list(history), sampling_params=greedy))
             answers[mode] = [message.token_ids for message in history]
     if answers["choreo"] != answers["baseline"]:
         raise SystemExit("choreography and baseline differ where they must not: nothing timed")
@@ -329,7 +327,9 @@ def _step_table(steps: Sequence[Mapping[str, str]]) -> str:
     lines = []
     for length in lengths:
         times = [1e3 * float(s["ttft_s"]) for s in steps if s["header_tokens"] == length]
-        lines.append((length, with_spread(times, ".1f"), f"{1e3 * int(length) / median(times):.0f}"))
+        lines.append(
+            (length, with_spread(times, ".1f"), f"{1e3 * int(length) / median(times):.0f}")
+        )
     return table(("header tokens", "ms to first token", "tokens/s"), lines)
 
 

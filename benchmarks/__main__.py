@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short form of all benchmarks, then one page from their CSV files.
+
+python -m benchmarks            all, under 15 minutes on 2 idle cores
+python -m benchmarks ttft       some of them
+python -m benchmarks --page     write RESULTS.md again from the CSV files
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from benchmarks import bench_memory, bench_ordinary, bench_ttft
+from benchmarks.common import RESULTS, RESULTS_PAGE, read_csv, table
+
+_ATTENTION = ("benchmarks.bench_span_attention", "--rounds", "7", "--csv")
+# Each in a process of its own: engines leave global state behind.
+COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "ttft": (("benchmarks.bench_ttft", "--reps", "2"),),
+    "ordinary": (("benchmarks.bench_ordinary", "--turns", "5"),),
+    "memory": (("benchmarks.bench_memory",),),
+    "attention": tuple((*_ATTENTION, f"benchmarks/results/span_attention_{n}.csv") for n in (1, 2)),
+}
+
+INTRODUCTION = """\
+# Benchmarks
+
+Written by `make bench` (`python -m benchmarks`) from the CSV files in `results/`; do not edit.
+Model: SmolLM2-135M-Instruct, float32, engine in process. Outputs are compared before anything is
+timed, the sides of a comparison take turns, and every comparison is made twice (passes).
+Under each table: the command that made its numbers, the date and the machine."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*COMMANDS, []], metavar="name")
+    parser.add_argument("--page", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    missed = []
+    if not args.page:
+        RESULTS.mkdir(exist_ok=True)
+        missed = [name for name in args.names or COMMANDS if not _run(name)]
+    write_page()
+    print(f"Written: {RESULTS_PAGE.relative_to(RESULTS.parent.parent)}")
+    if missed:
+        print(f"Failed, or below the bar: {', '.join(missed)}", file=sys.stderr)
+    return int(bool(missed))
+
+
+def _run(name: str) -> bool:
+    """Run a benchmark; whether it met its bar."""
+    passed = True
+    for command in COMMANDS[name]:
+        began = time.perf_counter()
+        print(f"== python -m {' '.join(command)}", flush=True)
+        status = subprocess.run([sys.executable, "-m", *command], cwd=RESULTS.parent.parent)
+        print(f"== status {status.returncode}, {time.perf_counter() - began:.0f} s", flush=True)
+        passed &= status.returncode == 0
+    return passed
+
+
+def write_page() -> None:
+    """RESULTS.md, from whatever CSV files are there."""
+    sections = [
+        bench_ttft.section(),
+        bench_ordinary.section(),
+        bench_memory.section(),
+        _attention_section(),
+    ]
+    RESULTS_PAGE.write_text("\n\n".join([INTRODUCTION, *filter(None, sections)]) + "\n")
+
+
+def _attention_section() -> str:
+    """The kernel's part; that benchmark needs no engine and writes one CSV file per pass."""
+    passes = [rows for n in (1, 2) if (rows := read_csv(f"span_attention_{n}"))]
+    if not passes:
+        return ""
+    lines = []
+    for i, row in enumerate(passes[0]):
+        cells = [_attention_cell(rows[i]) for rows in passes]
+        times = [f"{float(row[side]) / 1e3:.2f}" for side in ("vllm_us", "ours_us")]
+        lines.append((_shape(row), *times, *cells))
+    head = ["shape", "vLLM, ms", "ours, ms", *(f"ratio, pass {i + 1}" for i in range(len(passes)))]
+    row = passes[0][0]
+    return "\n\n".join(
+        [
+            "## Attention kernel against vLLM's, one span",
+            "Times of the first pass; ratio ours / vLLM's: median [quartiles], below 1 is faster. "
+            "Query heads / KV heads x head size.",
+            table(head, lines),
+            "Cost model: decode is bound by reading keys and values, which both sides read once "
+            "(expected ratio 1); prefill by multiply-adds of the two matrix products.",
+            f"`python -m {' '.join(_ATTENTION)} FILE`. {row['cpus']} cores, {row['threads']} "
+            f"threads, kernels {row['isa']}, torch {row['torch']}, vLLM {row['vllm']}.",
+        ]
+    )
+
+
+def _shape(row: Mapping[str, str]) -> str:
+    kind = "decode" if row["q_len"] == "1" else f"prefill {row['q_len']}"
+    heads = f"{row['num_heads']}/{row['num_kv_heads']}x{row['head_size']}"
+    return f"{kind}, {row['num_reqs']} requests, {row['kv_len']} tokens, {heads}"
+
+
+def _attention_cell(row: Mapping[str, str]) -> str:
+    values: Sequence[float] = [float(row[name]) for name in ("ratio", "ratio_q1", "ratio_q3")]
+    return "{:.2f} [{:.2f}, {:.2f}]".format(*values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

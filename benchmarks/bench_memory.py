@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eight calls read the same messages, each in another order: KV blocks, and the time it takes.
+
+    python -m benchmarks.bench_memory [--tokens 4000] [--passes 2]
+
+Choreographed calls share the blocks of the messages. As text, eight orders are eight prompts that
+have no prefix in common. The pool is looked at after every model step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.common import (
+    BLOCK_SIZE,
+    command_line,
+    empty_caches,
+    machine,
+    machine_line,
+    read_csv,
+    scheduler_of,
+    set_environment,
+    start_engine,
+    table,
+    write_csv,
+)
+
+NUM_CALLS = 8
+NUM_MESSAGES = 8
+MODES = ("choreo", "baseline")
+HEADER = "Answer:"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=4000, help="of all messages together")
+    # So many that the first call still runs when the last one's prompt has been prefilled.
+    parser.add_argument("--answer-tokens", type=int, default=40)
+    parser.add_argument("--passes", type=int, default=2)
+    args = parser.parse_args()
+    set_environment()
+    import vllm_choreo
+
+    vllm_choreo.register()
+    llm = start_engine(max_model_len=8192)
+    _check_outputs(llm)
+    rows = []
+    for number in range(1, args.passes + 1):
+        for mode in MODES if number % 2 else MODES[::-1]:
+            rows.append({"pass": number, "mode": mode, **_measure(llm, mode, args)})
+            print(rows[-1], flush=True)
+    write_csv("memory", rows, **machine(), command=command_line("bench_memory"))
+    print(section())
+    return int(any(row["copies"] > 1 for row in rows if row["mode"] == "choreo"))
+
+
+def _tokens(llm: Any, num_tokens: int) -> list[list[int]]:
+    """`NUM_MESSAGES` texts of equal length, no two alike."""
+    from vllm_choreo.demo import TASKS
+
+    text = " ".join(task.question for task in TASKS)
+    ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    size = num_tokens // NUM_MESSAGES
+    longer = ids * (2 + num_tokens // len(ids))
+    return [longer[37 * i : 37 * i + size] for i in range(NUM_MESSAGES)]
+
+
+def _orders() -> list[list[int]]:
+    """Each call begins with another message, so no two texts have a prefix in common."""
+    return [[(i + j) % NUM_MESSAGES for j in range(NUM_MESSAGES)] for i in range(NUM_CALLS)]
+
+
+def _check_outputs(llm: Any) -> None:
+    """Both modes must say the same where they mean the same: a chain in the order of encoding."""
+    from vllm import SamplingParams
+
+    from vllm_choreo import Choreography
+
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    answers = []
+    for mode in MODES:
+        empty_caches(llm)
+        with Choreography(llm, mode=mode) as c:
+            chain: list[Any] = []
+            for tokens in _tokens(llm, 400):
+                chain.append(c.prefill(tokens, parents=list(chain)))
+            answer = c.decode(HEADER, parents=chain, sampling_params=params)
+            answers.append(answer.token_ids)
+    if answers[0] != answers[1]:
+        raise SystemExit("choreography and baseline differ where they must not: nothing measured")
+
+
+class _PoolWatch:
+    """Looks at the pool after each model step, and keeps what it saw when most was in use."""
+
+    def __init__(self, llm: Any) -> None:
+        self.scheduler = scheduler_of(llm)
+        self.engine = llm.llm_engine
+        self.peak: dict[str, int] = {"running": 0, "used_blocks": 0}
+        self._step = self.engine.step
+
+    def __enter__(self) -> _PoolWatch:
+        self.engine.step = self._watched_step
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.engine.step = self._step
+
+    def _watched_step(self) -> Any:
+        outputs = self._step()
+        seen = self._look()
+        if (seen["running"], seen["used_blocks"]) > (
+            self.peak["running"],
+            self.peak["used_blocks"],
+        ):
+            self.peak = seen
+        return outputs
+
+    def _look(self) -> dict[str, int]:
+        manager = self.scheduler.kv_cache_manager
+        pool = manager.block_pool
+        tables = [
+            [block.block_id for block in manager.get_blocks(request.request_id).blocks[0]]
+            for request in self.scheduler.running
+        ]
+        named = [block for blocks in tables for block in blocks]
+        return {
+            "running": len(tables),
+            # One block of the pool is vLLM's null block, which holds nothing.
+            "used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "table_entries": len(named),
+            "distinct_blocks": len(set(named)),
+        }
+
+
+def _measure(llm: Any, mode: str, args: argparse.Namespace) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    from vllm_choreo import Choreography
+
+    params = SamplingParams(temperature=0.0, max_tokens=args.answer_tokens, ignore_eos=True)
+    empty_caches(llm)
+    start = time.perf_counter()
+    with Choreography(llm, mode=mode) as c:
+        messages = c.prefill([{"tokens": tokens} for tokens in _tokens(llm, args.tokens)])
+        with _PoolWatch(llm) as watch:
+            calls = [{"header": HEADER, "parents": [messages[i] for i in o]} for o in _orders()]
+            answers = c.decode(calls, sampling_params=params)
+    seconds = time.perf_counter() - start
+    message_blocks = sum(-(-message.num_tokens // BLOCK_SIZE) for message in messages)
+    return {
+        **watch.peak,
+        "message_tokens": sum(message.num_tokens for message in messages),
+        "message_blocks": message_blocks,
+        # How many times the messages lie in the pool, the calls' own blocks left out.
+        "copies": watch.peak["distinct_blocks"] // message_blocks,
+        "last_first_token_s": round(max(answer.metrics.ttft for answer in answers), 3),
+        "seconds": round(seconds, 2),
+        "block_bytes": _block_bytes(llm),
+    }
+
+
+def _block_bytes(llm: Any) -> int:
+    """Bytes of one KV block in all layers."""
+    groups = scheduler_of(llm).kv_cache_config.kv_cache_groups
+    return sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
+
+
+# -- the page ----------------------------------------------------------------------------------
+
+
+def section() -> str:
+    """This benchmark's part of RESULTS.md, from its CSV file."""
+    rows = read_csv("memory")
+    if not rows:
+        return ""
+    head = ("pass and mode", "calls", "blocks in their tables", "distinct", "blocks in use", "MB",
+            "s to the last first token", "s in all")  # fmt: skip
+    lines = [
+        (
+            f"{row['pass']}, {row['mode']}",
+            *(row[name] for name in ("running", "table_entries", "distinct_blocks")),
+            row["used_blocks"],
+            f"{int(row['used_blocks']) * int(row['block_bytes']) / 1e6:.0f}",
+            row["last_first_token_s"],
+            row["seconds"],
+        )
+        for row in rows
+    ]
+    return "\n\n".join(
+        [
+            "## Memory: eight calls read the same messages",
+            f"{NUM_MESSAGES} messages, {rows[0]['message_tokens']} tokens together, read by "
+            f"{NUM_CALLS} parallel calls in {NUM_CALLS} orders. What the pool held after the model "
+            "step in which most was in use; `s in all` includes encoding the messages.",
+            table(head, lines),
+            _cost_model(rows),
+            machine_line(rows),
+        ]
+    )
+
+
+def _cost_model(rows: Sequence[Mapping[str, str]]) -> str:
+    by_mode = {row["mode"]: row for row in rows}
+    ours, base = (int(by_mode[mode]["used_blocks"]) for mode in MODES)
+    copy = int(rows[0]["message_blocks"])
+    return (
+        f"Cost model: one copy of the messages takes {copy} blocks of {BLOCK_SIZE} tokens (each "
+        f"message padded to whole blocks), and {NUM_CALLS} calls add 2 of their own at most: "
+        f"{copy} to {copy + 2 * NUM_CALLS}; measured {ours}. As text there are {NUM_CALLS} "
+        f"copies: about {NUM_CALLS * copy}; measured {base}, {base / ours:.1f} times as much."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
