@@ -148,7 +148,12 @@ def test_permutation(subject: Subject) -> None:
 
 def _isolated_calls(subject: Subject, parents: list[Message]) -> list[dict[str, Any]]:
     first, second = parents
-    places = ([first, second], None), ([second, first], None), ([first], [300]), ([], None)
+    places: list[tuple[list[Message], list[int] | None]] = [
+        ([first, second], None),
+        ([second, first], None),
+        ([first], [300]),
+        ([], None),
+    ]
     return [
         {
             "header": subject.tokens(5 + 30 * index, 10 + index),
