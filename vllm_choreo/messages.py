@@ -12,7 +12,7 @@ their own, so a block returns to the pool when the last of them lets go.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ class Message:
         num_readers: running calls that read it; its blocks must stay.
         num_waiting: calls that wait for it or will read it.
         encoder: id of the request that is making or encoding it; None when nobody is.
+        recipe: what makes its encoding the same as another's; None where none can be.
         failure: why it will never be complete.
         freed: its session gave it up: no new call may name it.
     """
@@ -61,6 +62,7 @@ class Message:
     num_readers: int = 0
     num_waiting: int = 0
     encoder: str | None = None
+    recipe: Hashable = None
     failure: str | None = None
     freed: bool = False
 
@@ -92,6 +94,7 @@ class MessageStore:
         self.messages: dict[tuple[str, str], Message] = {}
         # Messages that hold blocks, least recently used first.
         self._holding: OrderedDict[Message, None] = OrderedDict()
+        self.by_recipe: dict[Hashable, Message] = {}
         self.num_evictions = 0
         self.step = 0  # the one being planned
 
@@ -136,6 +139,20 @@ class MessageStore:
         message.blocks, message.num_encoded = held, num_encoded
         message.stored_position, message.held_in_step = position, self.step
         self.use(message)
+
+    def share(self, message: Message, recipe: Hashable) -> None:
+        """Start from the full blocks of a message of the same recipe, if one holds any.
+
+        The last block stays private: at least one token must run, for vLLM to run the request.
+        """
+        assert message.plan is not None
+        twin = self.by_recipe.get(recipe)
+        if twin and twin is not message and twin.stored_position == message.plan.base:
+            num_shared = min(twin.num_encoded, message.num_tokens - 1)
+            num_shared -= num_shared % self.block_size
+            self.hold(message, twin.blocks, num_shared)
+        message.recipe = recipe
+        self.by_recipe[recipe] = message
 
     def is_settled(self, message: Message) -> bool:
         """Whether all its keys were written before the step that is being planned."""
@@ -189,6 +206,8 @@ class MessageStore:
         """The session gives the message up: unknown to new calls, gone when the last one ends."""
         message.freed = True
         self.messages.pop((message.session, message.id), None)
+        if self.by_recipe.get(message.recipe) is message:
+            del self.by_recipe[message.recipe]
         self.settle(message)
 
     def settle(self, message: Message) -> None:

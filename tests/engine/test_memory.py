@@ -141,6 +141,22 @@ def test_long_message_in_chunks(
         _assert_greedy(answer, oracle, [whole(oracle_b, 0), whole(oracle_a, 600)], 1300)
 
 
+def test_the_same_recipe_is_encoded_once(llm: Any, tiny_oracle: Callable[[str], Oracle]) -> None:
+    oracle, rng = tiny_oracle("llama"), random.Random(6)
+    tokens = _tokens(rng, 100)
+    with Choreography(llm) as c, Choreography(llm) as other:
+        first, second = c.prefill([{"tokens": tokens}, {"tokens": tokens}])
+        third = other.prefill(tokens)
+        assert (first.usage.encoded_tokens, second.usage.encoded_tokens) == (100, 4)
+        assert third.usage.encoded_tokens == 100  # of another tenant
+        assert c.stats()["num_blocks"] == 3 + 1 + 1
+        c.free(first)
+        answer = c.decode([5], parents=[second], sampling_params=_params(4))
+        _assert_greedy(answer, oracle, [whole(oracle.encode(tokens), 0)], 100)
+        # Elsewhere it is another recipe.
+        assert c.prefill(tokens, new_offset=1).usage.encoded_tokens == 100
+
+
 def test_what_never_fits_is_refused_and_others_go_on(
     engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]
 ) -> None:

@@ -24,6 +24,7 @@ class ChoreoKVCacheManager(KVCacheManager):
         call = self.book.calls.get(request.request_id)
         if call is None:
             return super().get_computed_blocks(request)
+        self.book.share_twin(call)
         blocks = self.mover.place(call) if self.mover else self.book.parent_blocks(call)
         blocks = blocks + self.book.own_blocks(call)
         return self.create_kv_cache_blocks((blocks,)), len(blocks) * self.book.block_size, 0

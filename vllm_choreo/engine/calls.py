@@ -11,7 +11,7 @@ token its key and value, for which vLLM has no need when a request ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class Call:
         serves: the call for which this one encodes a message again, or None.
         plan: positions; None until all parents are known.
         admitted: it runs (or is being scheduled) and reads its parents.
+        num_shared: tokens of its message that another of the same recipe had encoded.
         num_served: how often a message was encoded again for its sake.
         stored_positions: while admitted, where the first key of each parent's message is stored.
     """
@@ -66,6 +67,7 @@ class Call:
     serves: Call | None = None
     plan: CallPlan | None = None
     admitted: bool = False
+    num_shared: int = 0
     num_served: int = 0
     stored_positions: Sequence[int] | None = None
 
@@ -243,13 +245,18 @@ class CallBook:
             for block in self.span_blocks(message, span)
         ]
 
+    def share_twin(self, call: Call) -> None:
+        """Let a call that is about to start begin with what a message of the same recipe has."""
+        message = call.message
+        if message.is_known and not message.num_encoded and not call.is_internal:
+            self.store.share(message, _recipe(call))
+            call.num_shared = message.num_encoded
+
     def own_blocks(self, call: Call) -> list[Any]:
-        """Full blocks of the call's own message that an encoding again need not repeat."""
-        if not call.is_internal:
-            return []
+        """Full blocks of the call's own message that exist, and need not be encoded again."""
         # At least one token is left to run: a request without any cannot be scheduled.
-        full = min(call.message.num_encoded, call.message.num_tokens - 1) // self.block_size
-        return call.message.blocks[:full]
+        num_reused = max(0, min(call.message.num_encoded, call.message.num_tokens - 1))
+        return call.message.blocks[: num_reused // self.block_size]
 
     def take_over(self, call: Call, finished: Call) -> None:
         """`call` goes on in the blocks of `finished`: it reads its parents where they lie."""
@@ -325,14 +332,31 @@ class CallBook:
             "num_tokens": call.message.num_tokens,
             "position": plan.new_offset,
             "exact": plan.exact,
-            "reused_tokens": sum(span.num_tokens for span in plan.parents),
+            "reused_tokens": sum(span.num_tokens for span in plan.parents) + call.num_shared,
             "repositioned_tokens": sum(
                 span.num_tokens
                 for span, parent in zip(plan.parents, call.parents, strict=True)
                 if parent.plan and span.offset - span.start != parent.plan.new_offset
             ),
-            "encoded_tokens": call.message.num_tokens,
+            "encoded_tokens": call.message.num_tokens - call.num_shared,
         }
+
+
+def _recipe(call: Call) -> Hashable:
+    """Equal for calls of one session whose encodings are the same."""
+    message, plan = call.message, call.plan
+    assert plan is not None and message.token_ids is not None
+    adapter = message.adapter.lora_int_id if message.adapter else 0
+    spans = tuple((span.start, span.stop, span.offset) for span in plan.parents)
+    # Messages count by identity: a name may be given again after it was freed.
+    return (
+        message.session,
+        adapter,
+        tuple(message.token_ids),
+        call.parents,
+        spans,
+        plan.new_offset,
+    )
 
 
 def _check_options(request: Request) -> None:

@@ -67,7 +67,8 @@ class KeyMover:
             # Not settled: its keys are written in the step that is being planned, and moves come
             # before a step. The query turns instead, this once.
             return _Placement(message, blocks, message.stored_position)
-        if message.num_readers == 0 and call.parents.count(message) == 1:
+        alone = all(block.ref_cnt == 1 for block in message.blocks)
+        if alone and not message.num_readers and call.parents.count(message) == 1:
             return _Placement(message, blocks, wanted, delta)
         if self.pool.get_num_free_blocks() < len(blocks):
             return _Placement(message, blocks, message.stored_position)
