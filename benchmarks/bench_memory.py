@@ -208,11 +208,13 @@ def _cost_model(rows: Sequence[Mapping[str, str]]) -> str:
     by_mode = {row["mode"]: row for row in rows}
     ours, base = (int(by_mode[mode]["used_blocks"]) for mode in MODES)
     copy = int(rows[0]["message_blocks"])
+    text = NUM_CALLS * -(-int(rows[0]["message_tokens"]) // BLOCK_SIZE)
     return (
         f"Cost model: one copy of the messages takes {copy} blocks of {BLOCK_SIZE} tokens (each "
         f"message padded to whole blocks), and {NUM_CALLS} calls add 2 of their own at most: "
         f"{copy} to {copy + 2 * NUM_CALLS}; measured {ours}. As text there are {NUM_CALLS} "
-        f"copies: about {NUM_CALLS * copy}; measured {base}, {base / ours:.1f} times as much."
+        f"copies, not padded: {text} to {text + 2 * NUM_CALLS} blocks; measured {base}, "
+        f"{base / ours:.1f} times as much."
     )
 
 

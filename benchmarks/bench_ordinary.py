@@ -161,6 +161,7 @@ def _row(
         "seconds": round(answer["seconds"], 4),
         "prompt_tokens": answer["prompt_tokens"],
         "generated_tokens": generated,
+        "longest_answer": max(map(len, answer["tokens"])),
         "tokens_per_s": round(total / answer["seconds"], 2),
         "same_tokens_as_stock": sum(a == b for a, b in zip(answer["tokens"], stock, strict=True)),
         "requests": len(stock),
@@ -227,9 +228,9 @@ def section() -> str:
 
 
 def _step_ms(rows: Sequence[Mapping[str, str]]) -> float:
-    """Mean milliseconds of a step: the longest answer has 48 tokens, one per step."""
+    """Mean milliseconds of a step: the longest answer takes one step per token."""
     seconds = median(float(row["seconds"]) for row in rows if row["side"] == "stock")
-    return 1e3 * seconds / 48
+    return 1e3 * seconds / int(rows[0]["longest_answer"])
 
 
 def _agreement(rows: Sequence[Mapping[str, str]]) -> str:
