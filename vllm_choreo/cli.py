@@ -108,7 +108,7 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
-    text = "check whether choreography is right and worthwhile for a model on this machine"
+    text = "check on this machine that choreography is right for a model (against HuggingFace)"
     parser = commands.add_parser("doctor", help=text, description=text)
     parser.set_defaults(module="vllm_choreo.doctor")
     parser.add_argument(
@@ -120,10 +120,19 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_inspect(commands: _Commands[argparse.ArgumentParser]) -> None:
-    text = "show which messages each call of a recorded workflow attended to"
+    text = "show messages, their blocks and who shares them"
     parser = commands.add_parser("inspect", help=text, description=text)
     parser.set_defaults(module="vllm_choreo.inspect_cli")
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="recorded workflow")
+    parser.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help="JSON written by json.dump(c.stats(), file) (default: run a few calls on a model)",
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="model folder or name (default: the small test model)"
+    )
 
 
 def _positive(text: str) -> int:
