@@ -189,8 +189,11 @@ def test_the_engine_refuses_a_bad_call_and_nothing_else(neighbours: _Neighbours,
     assert not output.outputs[0].token_ids
 
 
-def test_a_bad_call_leaves_nothing_that_a_later_one_could_read(neighbours: _Neighbours) -> None:
-    long = {"save_as": "long", "parents": ["doc"] * 8}
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_a_bad_call_leaves_nothing_that_a_later_one_could_read(
+    neighbours: _Neighbours, kind: str
+) -> None:
+    long = {"save_as": "long", "parents": ["doc"] * 8, "kind": kind}
     first, child = neighbours.run_with(
         ([5], _raw(long)), ([6], _raw({"save_as": "child", "parents": ["long"]}))
     )

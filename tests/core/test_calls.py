@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls step by step, with vLLM's requests and block pool but without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
+
+from vllm_choreo.engine.calls import Call, CallBook
+from vllm_choreo.errors import CyclicParentsError, ParentFailedError, TooLongError
+from vllm_choreo.messages import MessageStore
+from vllm_choreo.params import ChoreoParams
+
+SIZE = 4
+
+
+@pytest.fixture
+def book() -> CallBook:
+    pool = BlockPool(num_gpu_blocks=17, enable_caching=True, hash_block_size=SIZE)
+    return CallBook(MessageStore(pool, SIZE), max_model_len=48)
+
+
+def _open(book: CallBook, name: str, num_tokens: int, **params: Any) -> Call:
+    tokens = list(range(100, 100 + num_tokens))
+    request = Request(
+        request_id=f"r-{name}",
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=5),
+        pooling_params=None,
+    )
+    params = {"kind": "prefill", **params}
+    return book.open(request, ChoreoParams(save_as=name, session="s", **params))
+
+
+def _run(book: CallBook, call: Call) -> list[int]:
+    """Resolve, schedule and end a prefill as the scheduler does; returns its block table."""
+    assert book.resolve(call) and book.is_ready(call)
+    pool = book.store.pool
+    adopted = book.parent_blocks(call)
+    pool.touch(adopted)
+    own = pool.get_new_blocks(-(-call.message.num_tokens // SIZE))  # type: ignore[attr-defined]
+    blocks = [*adopted, *own]
+    book.scheduled(call, blocks, call.plan.base + call.message.num_tokens)  # type: ignore[union-attr]
+    pool.free_blocks(reversed(blocks))
+    book.close(call, None)
+    return [block.block_id for block in blocks]
+
+
+def test_block_tables_begin_with_the_parents_own_blocks(book: CallBook) -> None:
+    free = book.store.pool.get_num_free_blocks()  # type: ignore[attr-defined]
+    assert _run(book, _open(book, "a", 6)) == [1, 2]
+    assert _run(book, _open(book, "b", 4)) == [3]
+    call = _open(book, "c", 5, parents=["b", "a", ("a", 5, 6)])
+    assert _run(book, call) == [3, 1, 2, 2, 4, 5]
+    assert call.plan is not None and (call.plan.base, call.plan.new_offset) == (16, 11)
+    assert call.request.prompt_token_ids == [
+        *(100, 101, 102, 103),
+        *(100, 101, 102, 103, 104, 105, 105, 105),
+        *(105, 105, 105, 105),
+        *(100, 101, 102, 103, 104),
+    ]
+    references = {b.block_id: b.ref_cnt for m in book.store.holding() for b in m.blocks}
+    assert references == dict.fromkeys(range(1, 6), 1)
+    for message in book.store.of_session("s"):
+        book.store.free(message)
+    assert book.store.pool.get_num_free_blocks() == free  # type: ignore[attr-defined]
+
+
+def test_a_call_waits_until_its_parent_is_known_and_resident(book: CallBook) -> None:
+    parent = _open(book, "p", 4, kind="decode")
+    child = _open(book, "c", 2, parents=["p"])
+    assert not book.resolve(child) and child.plan is None
+    assert parent.message.num_waiting == 1
+    assert book.resolve(parent)
+    parent.message.token_ids = [1, 2, 3, 4, 5]
+    assert book.resolve(child) and not book.is_ready(child)
+
+
+def test_a_prefill_that_waits_for_its_own_parent_keeps_its_children_waiting(
+    book: CallBook,
+) -> None:
+    """Its tokens are known at once, but not where they stand."""
+    _open(book, "p", 4, kind="decode")
+    middle = _open(book, "m", 2, parents=["p"])
+    child = _open(book, "c", 2, parents=["m"])
+    assert not book.resolve(middle)
+    assert not book.resolve(child)
+
+
+def test_a_failed_parent_ends_its_children(book: CallBook) -> None:
+    parent = _open(book, "p", 4, kind="decode")
+    child = _open(book, "c", 2, parents=["p"])
+    book.close(parent, "it was aborted")
+    with pytest.raises(ParentFailedError, match="aborted"):
+        book.resolve(child)
+    book.close(child, "its parent failed")
+    assert parent.message.num_waiting == 0
+
+
+def test_what_can_never_run_is_refused(book: CallBook) -> None:
+    with pytest.raises(CyclicParentsError):
+        _open(book, "x", 1, parents=["x"])
+    _run(book, _open(book, "a", 1))
+    with pytest.raises(TooLongError):
+        book.resolve(_open(book, "y", 1, parents=["a"] * 12))
+
+
+def test_an_evicted_parent_is_missing_until_somebody_encodes_it(book: CallBook) -> None:
+    first = _open(book, "a", 6)
+    _run(book, first)
+    book.store.evict(first.message)
+    child = _open(book, "c", 2, parents=["a"])
+    assert book.resolve(child) and not book.is_ready(child)
+    assert book.missing(child) == [first.message]
+    first.message.encoder = "somebody"
+    assert book.missing(child) == []
