@@ -104,7 +104,8 @@ class MessageStore:
         Raises:
             NameTakenError: the session has a message of that id.
         """
-        if (session, message_id) in self.messages:
+        existing = self.messages.get((session, message_id))
+        if existing is not None and not existing.failure:
             raise NameTakenError(
                 "this session has a message of that name; choose another, or free it first",
                 parameter="save_as",
@@ -206,13 +207,15 @@ class MessageStore:
         """The session gives the message up: unknown to new calls, gone when the last one ends."""
         message.freed = True
         self.messages.pop((message.session, message.id), None)
-        if self.by_recipe.get(message.recipe) is message:
-            del self.by_recipe[message.recipe]
         self.settle(message)
 
     def settle(self, message: Message) -> None:
         """Give back the blocks of a freed or failed message once nobody needs them."""
-        if (message.freed or message.failure) and not message.in_use:
+        if not (message.freed or message.failure):
+            return
+        if self.by_recipe.get(message.recipe) is message:
+            del self.by_recipe[message.recipe]
+        if not message.in_use:
             self._drop_blocks(message)
 
     def holding(self) -> list[Message]:

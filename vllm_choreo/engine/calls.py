@@ -154,7 +154,8 @@ class CallBook:
                     parameter="parents",
                     value=parent.id,
                 )
-        if not all(parent.is_known for parent in call.parents):
+        # A prefill's tokens are known before its own parents are, and with them its plan.
+        if not all(parent.is_known and parent.plan for parent in call.parents):
             return False
         if call.message.plan is None:
             call.message.plan = self._plan(call)

@@ -84,6 +84,8 @@ def declared_rotations(model: torch.nn.Module, max_position: int) -> list[Rotati
     rotations: dict[tuple[Any, ...], Rotation] = {}
     for name, module in model.named_modules():
         if hasattr(module, "_compute_cos_sin_cache"):
+            if not hasattr(module, "cos_sin_cache"):  # several tables, chosen by length
+                raise _length_dependent(name)
             # Not the buffer `cos_sin_cache`: that one is rounded to the model's dtype.
             table = module._compute_cos_sin_cache()
             inv_freq = _frequencies(table, min(max_position, table.shape[0]), name)
