@@ -89,7 +89,7 @@ def _add_model(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
-    text = "run a debate three ways and compare answers and times"
+    text = "run two workflows both ways and compare times"
     parser = commands.add_parser("demo", help=text, description=text)
     parser.set_defaults(module="vllm_choreo.demo")
     parser.add_argument(

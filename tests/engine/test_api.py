@@ -84,9 +84,7 @@ def test_a_chain_gives_the_same_answers_in_both_modes(llm: Any) -> None:
 def test_a_result_says_what_it_cost(llm: Any) -> None:
     with Choreography(llm) as c:
         doc = c.prefill(words(1, 40))
-        moved = c.decode(
-            "t7", parents=[doc], offsets=[3], new_offset=50, sampling_params=greedy(5)
-        )
+        moved = c.decode("t7", parents=[doc], offsets=[3], new_offset=50, sampling_params=greedy(5))
         assert (doc.usage.encoded_tokens, doc.usage.reused_tokens) == (40, 0)
         assert (moved.usage.encoded_tokens, moved.usage.reused_tokens) == (6, 40)
         assert moved.usage.repositioned_tokens == 40
