@@ -64,14 +64,15 @@ struct GroupWork {
   const TileState& state;
   const SpanView& span;
   const Chunk<T>& chunk;
+  const Chunk<T>& next_chunk;  // without pieces at the end of the span
   ScoreRule rule;
   int first_row;
 };
 
 // Scores of one row in all pieces of a group, finished; returns the row's new maximum.
 template <typename T>
-static CHOREO_INLINE float finish_row(const GroupWork<T>& w, const Piece<T>* pieces,
-                                      int num_pieces, int row, float* scores) {
+static CHOREO_INLINE float finish_row(const GroupWork<T>& w, const Piece<T>* pieces, int num_pieces,
+                                      int row, float* scores) {
   const int query = row / w.state.group_heads;
   float slope = 0.0f;
   if (w.rule.has_alibi) {
@@ -87,11 +88,15 @@ static CHOREO_INLINE float finish_row(const GroupWork<T>& w, const Piece<T>* pie
       if (visible > limit) visible = limit > 0 ? limit : 0;
     }
     const int64_t distance = w.span.seen_offset + p.first_token - p.lead - query;
-    maximum = finish_scores(scores + p.column, p.num_columns, p.lead,
-                            p.lead + static_cast<int>(visible), w.rule, slope,
-                            static_cast<float>(distance), maximum);
+    maximum =
+        finish_scores(scores + p.column, p.num_columns, p.lead, p.lead + static_cast<int>(visible),
+                      w.rule, slope, static_cast<float>(distance), maximum);
   }
   return reduce_max(maximum);
+}
+
+constexpr int round_up_lanes(int n) {
+  return (n + kWidth - 1) / kWidth * kWidth;
 }
 
 // One chunk for R rows: scores, softmax, values.
@@ -113,26 +118,30 @@ static void attend_group(const GroupWork<T>& w) {
         p.num_columns = round_up(p.lead + p.num_tokens);
       }
     }
-    runs[num_pieces] = {p.values, p.column + p.lead, p.num_tokens};
+    const T* ahead = i < w.next_chunk.num_pieces ? w.next_chunk.pieces[i].keys : p.values;
+    runs[num_pieces] = {p.values, ahead, p.column + p.lead, p.num_tokens};
     pieces[num_pieces++] = p;
   }
   if (num_pieces == 0) return;
   const float* query = w.span.query + static_cast<int64_t>(w.first_row) * head_size;
   for (int i = 0; i < num_pieces; ++i) {
-    score_columns<R>(query, pieces[i].keys, head_size, w.a.cache.block_size,
-                     pieces[i].num_columns, s.scores + pieces[i].column, kChunkColumns);
+    score_columns<R>(query, pieces[i].keys, head_size, w.a.cache.block_size, pieces[i].num_columns,
+                     s.scores + pieces[i].column, kChunkColumns);
   }
   const int num_columns = pieces[num_pieces - 1].column + pieces[num_pieces - 1].num_columns;
-  float alpha[R];
+  float alpha[round_up_lanes(R)] = {};  // old maximum - new maximum, then 2 to its power
   for (int r = 0; r < R; ++r) {
     const int row = w.first_row + r;
-    float* scores = s.scores + r * kChunkColumns;
-    const float maximum = finish_row(w, pieces, num_pieces, row, scores);
-    alpha[r] = __builtin_exp2f(s.row_max[row] - maximum);
+    const float maximum = finish_row(w, pieces, num_pieces, row, s.scores + r * kChunkColumns);
+    alpha[r] = s.row_max[row] - maximum;
     s.row_max[row] = maximum;
-    Vec sum = load(s.row_sum + row * kWidth) * alpha[r];
-    sum = exponentiate(scores, num_columns, maximum, sum);
-    store(s.row_sum + row * kWidth, sum);
+  }
+  for (int r = 0; r < R; r += kWidth) store(alpha + r, exp2(load(alpha + r)));
+  for (int r = 0; r < R; ++r) {
+    const int row = w.first_row + r;
+    const Vec sum = load(s.row_sum + row * kWidth) * alpha[r];
+    store(s.row_sum + row * kWidth,
+          exponentiate(s.scores + r * kChunkColumns, num_columns, s.row_max[row], sum));
   }
   value_rows<R>(s.scores, kChunkColumns, alpha, runs, num_pieces, head_size,
                 s.out + static_cast<int64_t>(w.first_row) * head_size);
@@ -159,24 +168,27 @@ static void attend_span(const AttentionArgs& a, const Tile& tile, TileState& s, 
   view.query = s.base;
   view.causal = span == own;
   view.last_visible = own_token;
-  view.seen_offset = static_cast<int64_t>(a.stored_position[span]) - delta -
-                     (a.stored_position[own] + own_token);
+  view.seen_offset =
+      static_cast<int64_t>(a.stored_position[span]) - delta - (a.stored_position[own] + own_token);
   if (delta != 0 && a.cos_sin != nullptr) {
     if (s.rotated_delta != delta) {
       rotate_queries(s.base, s.num_groups, a.cache.head_size,
-                     a.cos_sin + static_cast<int64_t>(span) * a.rotary_dim, a.rotary_dim,
-                     a.is_neox, s.rotated);
+                     a.cos_sin + static_cast<int64_t>(span) * a.rotary_dim, a.rotary_dim, a.is_neox,
+                     s.rotated);
       s.rotated_delta = delta;
     }
     view.query = s.rotated;
   }
   const ScoreRule rule = {a.softcap * kLog2e, a.alibi_slopes != nullptr};
   Chunk<T> chunk;
-  for (int64_t token = begin; token < end; token = chunk.end_token) {
-    build_chunk(a, tile, span, token, end, chunk);
+  Chunk<T> next_chunk;
+  build_chunk(a, tile, span, begin, end, chunk);
+  for (; chunk.num_pieces > 0; chunk = next_chunk) {
+    build_chunk(a, tile, span, chunk.end_token, end, next_chunk);
     for (int row = 0; row < s.rows; row += kMaxRows) {
       const int rows = s.rows - row < kMaxRows ? s.rows - row : kMaxRows;
-      dispatch_rows<kMaxRows, T>(rows, GroupWork<T>{a, tile, s, view, chunk, rule, row});
+      dispatch_rows<kMaxRows, T>(rows,
+                                 GroupWork<T>{a, tile, s, view, chunk, next_chunk, rule, row});
     }
   }
 }

@@ -92,14 +92,15 @@ void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output,
   check_starts(spans, num_reqs, 1, "span_start_loc");
   TORCH_CHECK_VALUE(spans[num_reqs] == num_spans, "span_start_loc must end at the number of spans");
   TORCH_CHECK_VALUE(block_table.is_cpu() && block_table.dim() == 2 &&
-                        block_table.scalar_type() == at::kInt &&
-                        block_table.size(0) >= num_reqs && block_table.stride(1) == 1,
+                        block_table.scalar_type() == at::kInt && block_table.size(0) >= num_reqs &&
+                        block_table.stride(1) == 1,
                     "block_table must be int32 [num_reqs, max_blocks] with contiguous rows");
   const CacheView cache = make_cache_view(kv_cache);
   check_rows(query, "query", kv_cache, starts[num_reqs]);
   check_rows(output, "output", kv_cache, starts[num_reqs]);
   TORCH_CHECK_VALUE(query.size(1) % cache.num_kv_heads == 0 && output.size(1) == query.size(1),
                     "query heads must be a multiple of KV heads, and as many in output");
+  TORCH_CHECK_VALUE(softcap >= 0, "softcap is ", softcap, "; use 0 for none");
   if (cos_sin) {
     check_floats(*cos_sin, "cos_sin");
     TORCH_CHECK_VALUE(cos_sin->dim() == 2 && cos_sin->size(0) == num_spans &&
@@ -182,7 +183,7 @@ TORCH_LIBRARY_IMPL(vllm_choreo, CPU, m) {
 
 // `import vllm_choreo._C` registers the operators above; the module itself is empty.
 PyMODINIT_FUNC PyInit__C() {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr,
-                               nullptr, nullptr, nullptr, nullptr};
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

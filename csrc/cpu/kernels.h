@@ -35,7 +35,7 @@ struct AttentionArgs {
   const int32_t* query_start_loc;  // [num_reqs + 1]
   const int32_t* block_table;      // [num_reqs, block_table_stride]
   int64_t block_table_stride;
-  int64_t max_blocks;  // entries in a row
+  int64_t max_blocks;              // entries in a row
   const int32_t* span_start_loc;   // [num_reqs + 1]
   const int32_t* first_slot;       // [num_spans]
   const int32_t* num_tokens;       // [num_spans]

@@ -14,7 +14,7 @@
 #include "reposition_kernel.h"
 
 namespace choreo {
-const Kernels kAvx2Kernels = {"avx2", avx2::scratch_floats, avx2::attend_tile,
-                              avx2::merge_partials, avx2::reposition_block};
+const Kernels kAvx2Kernels = {"avx2", avx2::scratch_floats, avx2::attend_tile, avx2::merge_partials,
+                              avx2::reposition_block};
 }  // namespace choreo
 #endif

@@ -14,29 +14,54 @@ constexpr int kVecs = 2;
 constexpr int kWideVecs = 4;
 constexpr int kWideMaxRows = kMaxRows * kVecs / kWideVecs;
 
+// Elements in a cache line.
+template <typename T>
+constexpr int kLine = 64 / sizeof(T);
+
+// Sums kept apart over the head, so that enough multiply-adds are in flight (latency 4, two per cycle).
+constexpr int score_sets(int accumulators) {
+  return accumulators >= 16 ? 1 : accumulators >= 8 ? 2 : 4;
+}
+
 // scores[r][0 .. NV * kWidth) = sum over d of query[d][r] * keys[d][...].
 // query: packed [head_size, kMaxRows]; keys: [head_size, block_size], first column of interest.
+// With few rows memory is the limit: the values of the block, which follow its keys, are fetched
+// ahead. One request, 4096 tokens, 32 / 8 heads of size 128, Zen 5: 0.61 of the time.
 template <int R, int NV, typename T>
 static CHOREO_INLINE void score_block(const float* query, const T* keys, int head_size,
                                       int block_size, float* scores, int scores_stride) {
-  Vec acc[R][NV] = {};
-  for (int d = 0; d < head_size; ++d) {
-    Vec k[NV];
+  constexpr int kSets = score_sets(R * NV);
+  const T* values = keys + static_cast<int64_t>(head_size) * block_size;
+  Vec acc[kSets][R][NV] = {};
+  for (int d = 0; d < head_size; d += kSets) {
+#pragma GCC unroll 4
+    for (int s = 0; s < kSets; ++s) {
+      Vec k[NV];
 #pragma GCC unroll 8
-    for (int n = 0; n < NV; ++n) k[n] = load(keys + n * kWidth);
+      for (int n = 0; n < NV; ++n) k[n] = load(keys + n * kWidth);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec q = broadcast(query[r]);
+      for (int r = 0; r < R; ++r) {
+        const Vec q = broadcast(query[r]);
 #pragma GCC unroll 8
-      for (int n = 0; n < NV; ++n) acc[r][n] += q * k[n];
+        for (int n = 0; n < NV; ++n) acc[s][r][n] += q * k[n];
+      }
+      if constexpr (R <= kWideMaxRows) {
+#pragma GCC unroll 8
+        for (int c = 0; c < NV * kWidth; c += kLine<T>) __builtin_prefetch(values + c, 0, 3);
+        values += block_size;
+      }
+      query += kMaxRows;
+      keys += block_size;
     }
-    query += kMaxRows;
-    keys += block_size;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int n = 0; n < NV; ++n) store(scores + r * scores_stride + n * kWidth, acc[r][n]);
+    for (int n = 0; n < NV; ++n) {
+#pragma GCC unroll 4
+      for (int s = 1; s < kSets; ++s) acc[0][r][n] += acc[s][r][n];
+      store(scores + r * scores_stride + n * kWidth, acc[0][r][n]);
+    }
   }
 }
 
@@ -64,6 +89,7 @@ static CHOREO_INLINE void score_columns(const float* query, const T* keys, int h
 template <typename T>
 struct ValueRun {
   const T* values;
+  const T* ahead;  // keys of the next chunk, as many bytes as the values, to be fetched ahead
   int column;
   int num_tokens;
 };
@@ -71,8 +97,8 @@ struct ValueRun {
 // out[r][0 .. NV * kWidth) = out * alpha[r] + sum over tokens of probs[r][token] * values[token].
 template <int R, int NV, typename T>
 static CHOREO_INLINE void value_block(const float* probs, int probs_stride, const float* alpha,
-                                      const ValueRun<T>* runs, int num_runs, int head_size,
-                                      int dim, float* out) {
+                                      const ValueRun<T>* runs, int num_runs, int head_size, int dim,
+                                      float* out) {
   Vec acc[R][NV];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -83,6 +109,7 @@ static CHOREO_INLINE void value_block(const float* probs, int probs_stride, cons
   }
   for (int i = 0; i < num_runs; ++i) {
     const T* v = runs[i].values + dim;
+    const T* ahead = runs[i].ahead + dim;
     const float* p = probs + runs[i].column;
     for (int k = 0; k < runs[i].num_tokens; ++k) {
       Vec value[NV];
@@ -93,6 +120,11 @@ static CHOREO_INLINE void value_block(const float* probs, int probs_stride, cons
         const Vec weight = broadcast(p[r * probs_stride + k]);
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) acc[r][n] += weight * value[n];
+      }
+      if constexpr (R <= kWideMaxRows) {
+#pragma GCC unroll 8
+        for (int c = 0; c < NV * kWidth; c += kLine<T>) __builtin_prefetch(ahead + c, 0, 3);
+        ahead += head_size;
       }
       v += head_size;
     }

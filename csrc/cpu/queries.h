@@ -20,13 +20,12 @@ static void pack_queries(const AttentionArgs& a, const Tile& tile, float factor,
   const int rows = tile.num_queries * group_heads;
   const int head_size = a.cache.head_size;
   const int64_t first = a.query_start_loc[tile.req] + tile.query_begin;
-  for (int row = 0; row < round_up_rows(rows); ++row) {
-    float* out = packed + static_cast<int64_t>(row / kMaxRows) * head_size * kMaxRows +
-                 row % kMaxRows;
-    if (row >= rows) {
-      for (int d = 0; d < head_size; ++d) out[d * kMaxRows] = 0.0f;
-      continue;
-    }
+  const int64_t group_floats = static_cast<int64_t>(head_size) * kMaxRows;
+  if (rows % kMaxRows != 0) {
+    __builtin_memset(packed + rows / kMaxRows * group_floats, 0, group_floats * sizeof(float));
+  }
+  for (int row = 0; row < rows; ++row) {
+    float* out = packed + row / kMaxRows * group_floats + row % kMaxRows;
     const T* query = static_cast<const T*>(a.query) +
                      (first + row / group_heads) * a.query_token_stride +
                      (tile.kv_head * group_heads + row % group_heads) * a.query_head_stride;
@@ -35,8 +34,8 @@ static void pack_queries(const AttentionArgs& a, const Tile& tile, float factor,
 }
 
 // target = packed, its first rotary_dim dims rotated by cos_sin [rotary_dim].
-static void rotate_queries(const float* packed, int num_groups, int head_size,
-                           const float* cos_sin, int rotary_dim, bool is_neox, float* target) {
+static void rotate_queries(const float* packed, int num_groups, int head_size, const float* cos_sin,
+                           int rotary_dim, bool is_neox, float* target) {
   const int half = rotary_dim / 2;
   for (int g = 0; g < num_groups; ++g) {
     for (int i = 0; i < half; ++i) {

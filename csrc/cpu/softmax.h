@@ -12,7 +12,7 @@ constexpr float kNoMaximum = -1e30f;
 
 // Changes to a score beyond the scaled dot product.
 struct ScoreRule {
-  float cap;       // softcap * log2(e), or 0; scores then come divided by softcap
+  float cap;  // softcap * log2(e), or 0; scores then come divided by softcap
   bool has_alibi;
 };
 

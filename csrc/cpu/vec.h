@@ -24,16 +24,22 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-static CHOREO_INLINE Vec broadcast(float x) { return Vec{} + x; }
+static CHOREO_INLINE Vec broadcast(float x) {
+  return Vec{} + x;
+}
 
-static CHOREO_INLINE Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+static CHOREO_INLINE Vec load(const float* p) {
+  return *reinterpret_cast<const UnalignedVec*>(p);
+}
 
 static CHOREO_INLINE Vec load(const BFloat16* p) {
   const Half half = *reinterpret_cast<const UnalignedHalf*>(p);
   return reinterpret_cast<Vec>(__builtin_convertvector(half, UintVec) << 16);
 }
 
-static CHOREO_INLINE void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
+static CHOREO_INLINE void store(float* p, Vec v) {
+  *reinterpret_cast<UnalignedVec*>(p) = v;
+}
 
 // Rounds to nearest even, as torch does. NaN payloads may change, NaN stays NaN or becomes inf.
 static CHOREO_INLINE void store(BFloat16* p, Vec v) {
@@ -42,15 +48,21 @@ static CHOREO_INLINE void store(BFloat16* p, Vec v) {
   *reinterpret_cast<UnalignedHalf*>(p) = __builtin_convertvector(rounded, Half);
 }
 
-static CHOREO_INLINE float to_float(float x) { return x; }
+static CHOREO_INLINE float to_float(float x) {
+  return x;
+}
 
 static CHOREO_INLINE float to_float(BFloat16 x) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16);
 }
 
-static CHOREO_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+static CHOREO_INLINE Vec max(Vec a, Vec b) {
+  return a > b ? a : b;
+}
 
-static CHOREO_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+static CHOREO_INLINE Vec min(Vec a, Vec b) {
+  return a < b ? a : b;
+}
 
 static CHOREO_INLINE Vec iota() {
   Vec v;
@@ -58,23 +70,24 @@ static CHOREO_INLINE Vec iota() {
   return v;
 }
 
-// Halves the vector until one element is left.
-template <typename Op>
-static CHOREO_INLINE float reduce(Vec v, Op op) {
-  float lanes[kWidth];
-  store(lanes, v);
-  for (int width = kWidth / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] = op(lanes[i], lanes[i + width]);
-  }
-  return lanes[0];
+// Lane i of the result is lane i ^ step of v.
+template <int step>
+static CHOREO_INLINE Vec swap_lanes(Vec v) {
+  IntVec lanes;
+  for (int i = 0; i < kWidth; ++i) lanes[i] = i ^ step;
+  return __builtin_shuffle(v, lanes);
 }
 
+template <int step = kWidth / 2>
 static CHOREO_INLINE float reduce_max(Vec v) {
-  return reduce(v, [](float a, float b) { return a > b ? a : b; });
+  if constexpr (step > 0) return reduce_max<step / 2>(max(v, swap_lanes<step>(v)));
+  return v[0];
 }
 
+template <int step = kWidth / 2>
 static CHOREO_INLINE float reduce_sum(Vec v) {
-  return reduce(v, [](float a, float b) { return a + b; });
+  if constexpr (step > 0) return reduce_sum<step / 2>(v + swap_lanes<step>(v));
+  return v[0];
 }
 
 // 2^x for x <= 127, exactly 0 below -125 (masked scores are -inf, and denormals are slow).

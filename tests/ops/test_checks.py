@@ -68,31 +68,39 @@ def test_mask():
     assert torch.equal(small_batch().materialize_mask(), expected)
 
 
-@pytest.mark.parametrize(
-    ("message", "changes"),
-    [
-        ("last dim of kv_cache must be 128", {"kv_cache": torch.zeros(4, 2, 32, 64)}),
-        ("cannot share 4 KV heads", {"kv_cache": torch.zeros(4, 4, 32, 128)}),
-        ("block size 64, the batch 32", {"kv_cache": torch.zeros(4, 2, 64, 128)}),
-        ("must be the same", {"kv_cache": torch.zeros(4, 2, 32, 128).bfloat16()}),
-        ("contiguous within", {"kv_cache": torch.zeros(4, 2, 128, 32).transpose(2, 3)}),
-        ("output has shape", {"output": torch.zeros(5, 6, 64)}),
-        ("use 0 for none", {"softcap": -1.0}),
-        (r"expected torch.float32 \[6\]", {"alibi_slopes": torch.zeros(5)}),
-        ("cos_sin is", {"cos_sin": torch.zeros(1, 64)}),
-        ("rotary_dim is 66", {"cos_sin": torch.zeros(2, 66)}),
-        ("choose 'reference', 'cpu' or None", {"impl": "fast"}),
-    ],
-)
-def test_bad_arguments_are_refused(message, changes):
+BAD_ARGUMENTS = {
+    "head size": {"kv_cache": torch.zeros(4, 2, 32, 64)},
+    "query heads": {"kv_cache": torch.zeros(4, 4, 32, 128)},
+    "block size 64, the batch 32": {"kv_cache": torch.zeros(4, 2, 64, 128)},
+    "must be the same|differ in dtype": {"kv_cache": torch.zeros(4, 2, 32, 128).bfloat16()},
+    "contiguous within": {"kv_cache": torch.zeros(4, 2, 128, 32).transpose(2, 3)},
+    "output has": {"output": torch.zeros(3, 6, 64)},
+    "use 0 for none": {"softcap": -1.0},
+    r"alibi_slopes .* \[(6|num_heads)\]": {"alibi_slopes": torch.zeros(5)},
+    "cos_sin (is|must be)": {"cos_sin": torch.zeros(1, 64)},
+    "rotary_dim": {"cos_sin": torch.zeros(2, 66)},
+}
+
+
+@pytest.mark.parametrize("message", BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(message, impl):
     case = make_case(1, [(4, 0, [5])])
     arguments = {
         "query": case.query, "kv_cache": case.kv_cache, "output": torch.zeros_like(case.query),
-        "batch": case.batch, **case.arguments(),
+        "batch": case.batch, "impl": impl, **case.arguments(),
     }  # fmt: skip
     span_attention(**arguments)
     with pytest.raises(ValueError, match=message):
-        span_attention(**{**arguments, **changes})
+        span_attention(**{**arguments, **BAD_ARGUMENTS[message]})
+
+
+def test_unknown_implementation_is_refused():
+    case = make_case(1, [(4, 0, [5])])
+    with pytest.raises(ValueError, match="choose 'reference', 'cpu' or None"):
+        span_attention(
+            case.query, case.kv_cache, case.query.clone(), case.batch, impl="fast",
+            **case.arguments(),
+        )  # fmt: skip
 
 
 def test_kernel_refuses_what_it_cannot_run(kernel):

@@ -85,10 +85,14 @@ def span_attention(
         RuntimeError: ``impl="cpu"`` without the extension.
     """
     chosen = _choose(impl)
-    output = _check_attention(query, kv_cache, output, batch, softcap, alibi_slopes)
-    if cos_sin is not None:
-        _check_cos_sin(cos_sin, batch.num_spans, query.shape[-1])
-        cos_sin = cos_sin if cos_sin.shape[-1] else None
+    if output.dim() == 2 and output.numel() == query.numel():
+        output = output.view(query.shape)
+    if kv_cache.dim() == 4 and kv_cache.shape[2] != batch.block_size:
+        raise ValueError(
+            f"kv_cache has block size {kv_cache.shape[2]}, the batch {batch.block_size}"
+        )
+    if chosen == "reference":  # the extension's binding checks the same, in less time
+        _check_attention(query, kv_cache, output, batch, cos_sin, softcap, alibi_slopes)
     op = reference.span_attention if chosen == "reference" else cpu.span_attention
     op(
         query,
@@ -140,15 +144,16 @@ def _check_attention(
     kv_cache: torch.Tensor,
     output: torch.Tensor,
     batch: SpanBatch,
+    cos_sin: torch.Tensor | None,
     softcap: float,
     alibi_slopes: torch.Tensor | None,
-) -> torch.Tensor:
-    """Check shapes and dtypes (no contents: this runs per layer); return ``output`` as 3-D."""
+) -> None:
+    """Check shapes and dtypes, no contents: this runs for every layer."""
     _check_cache(kv_cache)
     if query.dim() != 3:
         raise ValueError(f"query has shape {tuple(query.shape)}; expected [tokens, heads, size]")
     num_heads, head_size = query.shape[1:]
-    num_kv_heads, block_size = kv_cache.shape[1:3]
+    num_kv_heads = kv_cache.shape[1]
     if kv_cache.shape[3] != 2 * head_size:
         raise ValueError(
             f"query has head size {head_size}, so the last dim of kv_cache must be "
@@ -156,14 +161,12 @@ def _check_attention(
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
-    if block_size != batch.block_size:
-        raise ValueError(f"kv_cache has block size {block_size}, the batch {batch.block_size}")
     if query.dtype != kv_cache.dtype or output.dtype != query.dtype:
         raise ValueError(
             f"query is {query.dtype}, kv_cache {kv_cache.dtype}, output {output.dtype}; "
             "they must be the same"
         )
-    if output.numel() != query.numel() or output.shape[0] != query.shape[0]:
+    if output.shape != query.shape:
         raise ValueError(
             f"output has shape {tuple(output.shape)}, which does not match query "
             f"{tuple(query.shape)}"
@@ -177,7 +180,8 @@ def _check_attention(
             f"alibi_slopes is {alibi_slopes.dtype} {tuple(alibi_slopes.shape)}; expected "
             f"torch.float32 [{num_heads}]"
         )
-    return output.view(query.shape)
+    if cos_sin is not None:
+        _check_cos_sin(cos_sin, batch.num_spans, head_size)
 
 
 def _check_cache(kv_cache: torch.Tensor) -> None:
