@@ -8,6 +8,8 @@
 
 namespace choreo::CHOREO_ISA {
 
+// From this many groups of rows on, bfloat16 is converted once per chunk and not once per group.
+constexpr int kWidenGroups = 3;
 constexpr float kLog2e = 1.44269504f;
 
 // Buffers of a tile; `rows` below is rounded up to whole groups of kMaxRows.
@@ -21,12 +23,14 @@ struct TileState {
   float* row_max;   // [rows]
   float* row_sum;   // [rows, kWidth], one partial sum per lane
   float* scores;    // [kMaxRows, kChunkColumns]
+  float* widened;   // a chunk of keys and values in float32, see widen_chunk
   int rotated_delta;
 };
 
 static int64_t scratch_floats(int rows, int head_size) {
   const int64_t padded = round_up_rows(rows);
-  return padded * (3 * head_size + kWidth + 1) + kMaxRows * kChunkColumns + 16;
+  return padded * (3 * head_size + kWidth + 1) + kMaxRows * kChunkColumns +
+         widened_floats(head_size);
 }
 
 static TileState make_state(const AttentionArgs& a, const Tile& tile, float* scratch) {
@@ -37,7 +41,8 @@ static TileState make_state(const AttentionArgs& a, const Tile& tile, float* scr
   s.num_groups = padded / kMaxRows;
   const int64_t matrix = static_cast<int64_t>(padded) * a.cache.head_size;
   s.scores = scratch;
-  s.base = s.scores + kMaxRows * kChunkColumns;
+  s.widened = s.scores + kMaxRows * kChunkColumns;
+  s.base = s.widened + widened_floats(a.cache.head_size);
   s.rotated = s.base + matrix;
   s.out = s.rotated + matrix;
   s.row_sum = s.out + matrix;
@@ -65,6 +70,7 @@ struct GroupWork {
   const SpanView& span;
   const Chunk<T>& chunk;
   const Chunk<T>& next_chunk;  // without pieces at the end of the span
+  int key_stride;              // from one dim of a key to the next
   ScoreRule rule;
   int first_row;
 };
@@ -125,7 +131,7 @@ static void attend_group(const GroupWork<T>& w) {
   if (num_pieces == 0) return;
   const float* query = w.span.query + static_cast<int64_t>(w.first_row) * head_size;
   for (int i = 0; i < num_pieces; ++i) {
-    score_columns<R>(query, pieces[i].keys, head_size, w.a.cache.block_size, pieces[i].num_columns,
+    score_columns<R>(query, pieces[i].keys, head_size, w.key_stride, pieces[i].num_columns,
                      s.scores + pieces[i].column, kChunkColumns);
   }
   const int num_columns = pieces[num_pieces - 1].column + pieces[num_pieces - 1].num_columns;
@@ -156,6 +162,15 @@ static CHOREO_INLINE void dispatch_rows(int rows, const GroupWork<T>& work) {
   attend_group<R>(work);
 }
 
+// One chunk for all rows of the tile.
+template <typename T>
+static void attend_groups(GroupWork<T> work) {
+  for (; work.first_row < work.state.rows; work.first_row += kMaxRows) {
+    const int rest = work.state.rows - work.first_row;
+    dispatch_rows<kMaxRows>(rest < kMaxRows ? rest : kMaxRows, work);
+  }
+}
+
 // Tokens [begin, end) of one span.
 template <typename T>
 static void attend_span(const AttentionArgs& a, const Tile& tile, TileState& s, int span,
@@ -180,16 +195,22 @@ static void attend_span(const AttentionArgs& a, const Tile& tile, TileState& s, 
     view.query = s.rotated;
   }
   const ScoreRule rule = {a.softcap * kLog2e, a.alibi_slopes != nullptr};
+  const int head_size = a.cache.head_size;
+  const int block_size = a.cache.block_size;
   Chunk<T> chunk;
   Chunk<T> next_chunk;
   build_chunk(a, tile, span, begin, end, chunk);
   for (; chunk.num_pieces > 0; chunk = next_chunk) {
     build_chunk(a, tile, span, chunk.end_token, end, next_chunk);
-    for (int row = 0; row < s.rows; row += kMaxRows) {
-      const int rows = s.rows - row < kMaxRows ? s.rows - row : kMaxRows;
-      dispatch_rows<kMaxRows, T>(rows,
-                                 GroupWork<T>{a, tile, s, view, chunk, next_chunk, rule, row});
+    if constexpr (sizeof(T) < sizeof(float)) {
+      if (s.num_groups >= kWidenGroups) {
+        Chunk<float> wide;
+        widen_chunk(chunk, head_size, block_size, s.widened, wide);
+        attend_groups(GroupWork<float>{a, tile, s, view, wide, wide, kChunkColumns, rule, 0});
+        continue;
+      }
     }
+    attend_groups(GroupWork<T>{a, tile, s, view, chunk, next_chunk, block_size, rule, 0});
   }
 }
 

@@ -75,4 +75,31 @@ static void build_chunk(const AttentionArgs& a, const Tile& tile, int span, int6
   chunk.end_token = token;
 }
 
+// Floats that widen_chunk needs.
+static CHOREO_INLINE int64_t widened_floats(int head_size) {
+  return int64_t{2} * kChunkColumns * head_size;
+}
+
+// Converts a chunk to float32, for many rows to share the work: keys [head_size, kChunkColumns],
+// then values [kChunkColumns, head_size], both at the columns of the scores.
+static void widen_chunk(const Chunk<BFloat16>& chunk, int head_size, int block_size, float* buffer,
+                        Chunk<float>& wide) {
+  float* all_values = buffer + static_cast<int64_t>(head_size) * kChunkColumns;
+  for (int i = 0; i < chunk.num_pieces; ++i) {
+    const Piece<BFloat16>& p = chunk.pieces[i];
+    float* keys = buffer + p.column;
+    float* values = all_values + static_cast<int64_t>(p.column + p.lead) * head_size;
+    for (int d = 0; d < head_size; ++d) {
+      for (int c = 0; c < p.num_columns; c += kWidth) {
+        store(keys + d * kChunkColumns + c, load(p.keys + d * block_size + c));
+      }
+    }
+    for (int k = 0; k < p.num_tokens * head_size; k += kWidth) {
+      store(values + k, load(p.values + k));
+    }
+    wide.pieces[i] = {keys, values, p.column, p.num_columns, p.lead, p.num_tokens, p.first_token};
+  }
+  wide.num_pieces = chunk.num_pieces;
+}
+
 }  // namespace choreo::CHOREO_ISA
