@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 // Standard headers come before the pragma, see kernels_avx512.cpp.
+#include <immintrin.h>
+
 #include <cstdint>
 
 #include "kernels.h"

@@ -2,6 +2,8 @@
 #if defined(__x86_64__)
 // Standard headers come before the pragma, so that no inline function of theirs is compiled for
 // an instruction set that another machine lacks.
+#include <immintrin.h>
+
 #include <cstdint>
 
 #include "kernels.h"

@@ -24,8 +24,9 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// Subtracting 0 folds to a plain broadcast; adding 0 does not, since it would change -0.
 static CHOREO_INLINE Vec broadcast(float x) {
-  return Vec{} + x;
+  return x - Vec{};
 }
 
 static CHOREO_INLINE Vec load(const float* p) {
@@ -33,8 +34,18 @@ static CHOREO_INLINE Vec load(const float* p) {
 }
 
 static CHOREO_INLINE Vec load(const BFloat16* p) {
+  // GCC 12 splits the portable conversion of wide vectors in two and joins the halves again.
+#if CHOREO_VEC_BYTES == 64
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const UintVec wide = reinterpret_cast<UintVec>(_mm512_cvtepu16_epi32(half));
+#elif CHOREO_VEC_BYTES == 32
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const UintVec wide = reinterpret_cast<UintVec>(_mm256_cvtepu16_epi32(half));
+#else
   const Half half = *reinterpret_cast<const UnalignedHalf*>(p);
-  return reinterpret_cast<Vec>(__builtin_convertvector(half, UintVec) << 16);
+  const UintVec wide = __builtin_convertvector(half, UintVec);
+#endif
+  return reinterpret_cast<Vec>(wide << 16);
 }
 
 static CHOREO_INLINE void store(float* p, Vec v) {
