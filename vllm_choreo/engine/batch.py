@@ -70,7 +70,8 @@ class BatchPlanner:
         requests = [self._requests.get(request_id, _ORDINARY) for request_id in request_ids]
         if not any(request.first_slot for request in requests):
             return None
-        if requests != self._laid_out:
+        is_new = requests != self._laid_out
+        if is_new:
             self._lay_out(requests)
         num_tokens = self._columns["num_tokens"].clone()
         num_tokens[self._own] = seq_lens - self._bases
@@ -84,6 +85,8 @@ class BatchPlanner:
             position_delta=self._columns["position_delta"],
             block_size=self.block_size,
         )
+        if is_new:  # later steps only let the own spans grow, as vLLM lets its sequences
+            spans.validate()
         return ChoreoBatch(spans, self._cos_sin)
 
     def _lay_out(self, requests: list[RequestSpans]) -> None:
