@@ -208,7 +208,7 @@ def is_exact(
     """Whether a call gives what an ordinary request on the concatenated text gives.
 
     That is so when the parents lie one right after the other, and each was itself encoded with
-    exactly the parents before it, at the same relative positions (DESIGN section 2). A shift of
+    exactly the parents before it, at the same relative positions (docs/design.md). A shift of
     everything changes nothing, and a prefix of a message does not depend on the rest of it.
 
     Args:

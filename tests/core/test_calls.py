@@ -121,3 +121,24 @@ def test_an_evicted_parent_is_missing_until_somebody_encodes_it(book: CallBook) 
     assert book.missing(child) == [first.message]
     first.message.encoder = "somebody"
     assert book.missing(child) == []
+
+
+def test_a_decode_that_ends_while_preempted_still_makes_its_message(book: CallBook) -> None:
+    """Its blocks are gone, so a reader must have it encoded again, and must not wait for ever."""
+    free = book.store.pool.get_num_free_blocks()  # type: ignore[attr-defined]
+    call = _open(book, "a", 3, kind="decode")
+    assert book.resolve(call)
+    blocks = book.store.pool.get_new_blocks(1)  # type: ignore[attr-defined]
+    book.scheduled(call, blocks, 3)
+    child = _open(book, "b", 2, parents=["a"])
+    assert not book.resolve(child)
+    book.preempted(call)
+    book.store.pool.free_blocks(blocks)
+    call.request.num_computed_tokens = 0
+    call.request.append_output_token_ids([7, 8])  # sampled by the step that was under way
+    book.finish_decode(call, [])
+    book.close(call, None)
+    assert call.message.token_ids == [100, 101, 102, 7, 8]
+    assert book.resolve(child) and not book.is_ready(child)
+    assert book.missing(child) == [call.message]
+    assert book.store.pool.get_num_free_blocks() == free  # type: ignore[attr-defined]

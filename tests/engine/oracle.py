@@ -16,9 +16,11 @@ again.
 from __future__ import annotations
 
 import importlib.util
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -241,3 +243,21 @@ class Oracle:
         if self.uses_alibi:
             self.model.transformer.__dict__.pop("build_alibi_tensor", None)
         return self.model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+
+
+# Closer than this, the oracle's best two tokens are a tie: kernels add in another order.
+TIE = 1e-3
+
+
+def random_tokens(rng: random.Random, num_tokens: int) -> list[int]:
+    """Token ids of a tiny model, special ones left out."""
+    return [rng.randrange(3, 512) for _ in range(num_tokens)]
+
+
+def assert_greedy(message: Any, oracle: Oracle, parents: Sequence[Parent], new_offset: int) -> None:
+    """Every generated token of a `Message` is the oracle's, given the tokens before it."""
+    encoded = oracle.encode(message.token_ids, parents, new_offset)
+    num_header = message.num_tokens - len(message.generated_token_ids)
+    for i, token in enumerate(message.generated_token_ids):
+        logits = encoded.logits[num_header + i - 1]
+        assert logits.max() - logits[token] < TIE

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine.oracle import Encoded, Oracle, whole
+from tests.engine.oracle import Encoded, Oracle, assert_greedy, random_tokens, whole
 from vllm_choreo import Choreography
 from vllm_choreo.errors import PoolFullError
 
-# A tie: the oracle's best two tokens are closer than float32 kernels agree.
-TIE = 1e-3
 POOL_BLOCKS = 21  # one is vLLM's null block: 640 tokens
 # vLLM wants room for one sequence of the greatest length.
 SMALL_POOL = {"num_gpu_blocks_override": POOL_BLOCKS, "max_model_len": 640}
@@ -31,19 +29,6 @@ def _free_blocks(llm: Any) -> int:
     from vllm_choreo.engine.utility import call
 
     return int(call(llm, "stats", None)["num_free_blocks"])
-
-
-def _tokens(rng: random.Random, num_tokens: int) -> list[int]:
-    return [rng.randrange(3, 512) for _ in range(num_tokens)]
-
-
-def _assert_greedy(message: Any, oracle: Oracle, parents: list[Any], new_offset: int) -> None:
-    """Every generated token is the oracle's, given the tokens before it."""
-    encoded = oracle.encode(message.token_ids, parents, new_offset)
-    num_header = message.num_tokens - len(message.generated_token_ids)
-    for i, token in enumerate(message.generated_token_ids):
-        logits = encoded.logits[num_header + i - 1]
-        assert logits.max() - logits[token] < TIE
 
 
 @pytest.fixture
@@ -62,7 +47,7 @@ def test_thousand_calls_over_a_tenth_of_their_messages(
     with Choreography(llm) as c:
         docs: list[tuple[Any, Encoded]] = []
         for _ in range(60):
-            tokens = _tokens(rng, rng.randrange(40, 96))
+            tokens = random_tokens(rng, rng.randrange(40, 96))
             docs.append((c.prefill(tokens), oracle.encode(tokens)))
         num_blocks = sum(-(-message.num_tokens // 32) for message, _ in docs)
         assert num_blocks + 1000 > 10 * POOL_BLOCKS  # each call makes a message, too
@@ -72,7 +57,7 @@ def test_thousand_calls_over_a_tenth_of_their_messages(
             offsets = [rng.randrange(0, 300) for _ in chosen]
             calls.append(
                 {
-                    "header": _tokens(rng, 3),
+                    "header": random_tokens(rng, 3),
                     "parents": [message for message, _ in chosen],
                     "offsets": offsets,
                     "new_offset": 300,
@@ -83,7 +68,7 @@ def test_thousand_calls_over_a_tenth_of_their_messages(
         answers = c.decode(calls, sampling_params=_params(2))
         assert c.stats()["num_evictions"] > 100
         for answer, parents in zip(answers, expected, strict=True):
-            _assert_greedy(answer, oracle, parents, 300)
+            assert_greedy(answer, oracle, parents, 300)
 
 
 def test_recipes_are_encoded_again_in_depth(llm: Any, tiny_oracle: Callable[[str], Oracle]) -> None:
@@ -93,7 +78,7 @@ def test_recipes_are_encoded_again_in_depth(llm: Any, tiny_oracle: Callable[[str
         messages: list[Any] = []
         everything: list[int] = []
         for _ in range(4):
-            tokens = _tokens(rng, 40)
+            tokens = random_tokens(rng, 40)
             everything += tokens
             messages.append(c.prefill(tokens, parents=list(messages)))
         before = c.decode([5, 6], parents=messages, sampling_params=_params(4))
@@ -106,21 +91,21 @@ def test_recipes_are_encoded_again_in_depth(llm: Any, tiny_oracle: Callable[[str
         again = c.decode([5, 6], parents=messages, sampling_params=_params(4))
         assert again.token_ids == before.token_ids
         assert not alone.usage.exact
-        _assert_greedy(again, oracle, [whole(oracle.encode(everything), 0)], len(everything))
+        assert_greedy(again, oracle, [whole(oracle.encode(everything), 0)], len(everything))
 
 
 def test_preempted_calls_come_back_right(llm: Any, tiny_oracle: Callable[[str], Oracle]) -> None:
     """Six calls that outgrow the pool while they generate, beside an ordinary request."""
     oracle, rng = tiny_oracle("llama"), random.Random(3)
-    doc_tokens = _tokens(rng, 70)
+    doc_tokens = random_tokens(rng, 70)
     doc = oracle.encode(doc_tokens)
     with Choreography(llm) as c:
         message = c.prefill(doc_tokens)
-        calls = [{"header": _tokens(rng, 5), "parents": [message]} for _ in range(6)]
+        calls = [{"header": random_tokens(rng, 5), "parents": [message]} for _ in range(6)]
         answers = c.decode(calls, sampling_params=_params(100))
         for answer in answers:
             assert len(answer.generated_token_ids) == 100
-            _assert_greedy(answer, oracle, [whole(doc, 0)], len(doc_tokens))
+            assert_greedy(answer, oracle, [whole(doc, 0)], len(doc_tokens))
 
 
 def test_long_message_in_chunks(
@@ -131,19 +116,19 @@ def test_long_message_in_chunks(
     """Prefill of more tokens than a step takes, with a reader queued behind it."""
     oracle, rng = tiny_oracle("llama"), random.Random(4)
     llm = engine_slot(tiny_model_path("llama"))
-    first, second = _tokens(rng, 700), _tokens(rng, 600)
+    first, second = random_tokens(rng, 700), random_tokens(rng, 600)
     with Choreography(llm) as c:
         a = c.prefill(first)
         b = c.prefill(second, parents=[a], offsets=[100], new_offset=50)
         answer = c.decode([9], parents=[b, a], sampling_params=_params(4))
         oracle_a = oracle.encode(first)
         oracle_b = oracle.encode(second, [whole(oracle_a, 100)], 50)
-        _assert_greedy(answer, oracle, [whole(oracle_b, 0), whole(oracle_a, 600)], 1300)
+        assert_greedy(answer, oracle, [whole(oracle_b, 0), whole(oracle_a, 600)], 1300)
 
 
 def test_the_same_recipe_is_encoded_once(llm: Any, tiny_oracle: Callable[[str], Oracle]) -> None:
     oracle, rng = tiny_oracle("llama"), random.Random(6)
-    tokens = _tokens(rng, 100)
+    tokens = random_tokens(rng, 100)
     with Choreography(llm) as c, Choreography(llm) as other:
         first, second = c.prefill([{"tokens": tokens}, {"tokens": tokens}])
         third = other.prefill(tokens)
@@ -152,7 +137,7 @@ def test_the_same_recipe_is_encoded_once(llm: Any, tiny_oracle: Callable[[str], 
         assert c.stats()["num_blocks"] == 3 + 1 + 1
         c.free(first)
         answer = c.decode([5], parents=[second], sampling_params=_params(4))
-        _assert_greedy(answer, oracle, [whole(oracle.encode(tokens), 0)], 100)
+        assert_greedy(answer, oracle, [whole(oracle.encode(tokens), 0)], 100)
         # Elsewhere it is another recipe.
         assert c.prefill(tokens, new_offset=1).usage.encoded_tokens == 100
 
@@ -165,10 +150,10 @@ def test_what_never_fits_is_refused_and_others_go_on(
     before = _free_blocks(llm)
     rng = random.Random(5)
     with Choreography(llm) as c:
-        p = c.prefill(_tokens(rng, 310))
-        m = c.prefill(_tokens(rng, 250), parents=[p])
-        q = c.prefill(_tokens(rng, 310))
-        x = c.prefill(_tokens(rng, 250), parents=[q])
+        p = c.prefill(random_tokens(rng, 310))
+        m = c.prefill(random_tokens(rng, 250), parents=[p])
+        q = c.prefill(random_tokens(rng, 310))
+        x = c.prefill(random_tokens(rng, 250), parents=[q])
         c.evict(m, x)
         with pytest.raises(PoolFullError, match="KV cache"):
             c.decode([5], parents=[m, x], sampling_params=_params(2))

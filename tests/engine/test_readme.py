@@ -26,9 +26,8 @@ def test_example_runs(embedded_model_path: Path, capsys: pytest.CaptureFixture[s
     assert printed.count("reused_tokens") == 2
 
 
-@pytest.mark.parametrize("command", ["doctor", "inspect", "demo", "model"])
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`vllm-choreo (\w+)", README))))
 def test_commands_exist(command: str) -> None:
-    assert f"vllm-choreo {command}" in README or f"make {command}" in README or command == "model"
     done = subprocess.run(
         [sys.executable, "-m", "vllm_choreo.cli", command, "--help"],
         capture_output=True,

@@ -10,22 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine.oracle import Oracle, Parent, whole
+from tests.engine.oracle import Oracle, Parent, assert_greedy, random_tokens, whole
 from vllm_choreo import Choreography
 
 IN_PLACE = {"additional_config": {"choreo": {"reposition": "in_place"}}}
-
-
-def _tokens(rng: random.Random, num_tokens: int) -> list[int]:
-    return [rng.randrange(3, 512) for _ in range(num_tokens)]
-
-
-def _assert_greedy(message: Any, oracle: Oracle, parents: list[Any], new_offset: int) -> None:
-    encoded = oracle.encode(message.token_ids, parents, new_offset)
-    num_header = message.num_tokens - len(message.generated_token_ids)
-    for i, token in enumerate(message.generated_token_ids):
-        logits = encoded.logits[num_header + i - 1]
-        assert logits.max() - logits[token] < 1e-3
 
 
 @pytest.fixture
@@ -44,7 +32,7 @@ def test_moved_keys_equal_the_oracle(llm: Any, tiny_oracle: Callable[[str], Orac
     oracle, rng = tiny_oracle("llama"), random.Random(7)
     with Choreography(llm) as c:
         free = c.stats()["num_free_blocks"]
-        a, b = c.prefill(_tokens(rng, 50)), c.prefill(_tokens(rng, 40))
+        a, b = c.prefill(random_tokens(rng, 50)), c.prefill(random_tokens(rng, 40))
         oracle_a, oracle_b = oracle.encode(a.token_ids), oracle.encode(b.token_ids)
         for _ in range(6):  # one after another: moved in place, again and again
             at, bt = rng.randrange(300), rng.randrange(300)
@@ -52,7 +40,7 @@ def test_moved_keys_equal_the_oracle(llm: Any, tiny_oracle: Callable[[str], Orac
                 [5], parents=[a, b], offsets=[at, bt], new_offset=200, sampling_params=params
             )
             parents = [whole(oracle_a, at), whole(oracle_b, bt)]
-            _assert_greedy(answer, oracle, parents, 200)
+            assert_greedy(answer, oracle, parents, 200)
         positions = {m["id"]: m["stored_position"] for m in c.stats()["messages"]}
         assert positions[a.id] != 0 and positions[b.id] != 0
         # At once, at several places: all but one read copies.
@@ -63,10 +51,10 @@ def test_moved_keys_equal_the_oracle(llm: Any, tiny_oracle: Callable[[str], Orac
         ]
         for answer, x in zip(c.decode(calls, sampling_params=params), offsets, strict=True):
             parents = [whole(oracle_a, x), Parent(oracle_b, 250, 7, 35)]
-            _assert_greedy(answer, oracle, parents, 100)
+            assert_greedy(answer, oracle, parents, 100)
         # One message twice in one call.
         answer = c.decode([8], parents=[a, a], offsets=[0, 90], sampling_params=params)
-        _assert_greedy(answer, oracle, [whole(oracle_a, 0), whole(oracle_a, 90)], 140)
+        assert_greedy(answer, oracle, [whole(oracle_a, 0), whole(oracle_a, 90)], 140)
     with Choreography(llm) as c:
         assert c.stats()["num_free_blocks"] == free
 

@@ -311,11 +311,14 @@ class CallBook:
         """Generation ended: header and all sampled tokens are the message.
 
         The last token has been sampled but not run, and with asynchronous scheduling no more
-        than that is certain.
+        than that is certain. A request that ended while it was preempted holds no blocks: its
+        message is known, and is encoded when it is read.
         """
         assert call.plan is not None
         request, base = call.request, call.plan.base
         call.message.token_ids = list(request.all_token_ids[base:])
+        if not call.admitted:
+            return
         num_encoded = min(request.num_computed_tokens, request.num_tokens - 1) - base
         self.store.hold(call.message, blocks[base // self.block_size :], num_encoded)
 

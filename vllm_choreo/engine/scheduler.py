@@ -230,7 +230,7 @@ class _Choreographed(Scheduler):
             request.sampling_params and request.sampling_params.stop and request.num_output_tokens
         )
         blocks = self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
-        if call.is_decode and call.admitted and (complete or stopped):
+        if call.is_decode and (complete or stopped):
             self.book.finish_decode(call, blocks)
         report = None
         if call.message.is_known and call.plan is not None and not call.is_internal:
