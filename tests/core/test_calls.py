@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 from vllm_choreo.engine.calls import Call, CallBook
 from vllm_choreo.errors import CyclicParentsError, ParentFailedError, TooLongError
-from vllm_choreo.messages import MessageStore
+from vllm_choreo.store import MessageStore
 from vllm_choreo.params import ChoreoParams
 
 SIZE = 4

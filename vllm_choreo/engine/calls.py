@@ -23,7 +23,7 @@ from vllm_choreo.errors import (
     ParentFailedError,
     UnsupportedOptionError,
 )
-from vllm_choreo.messages import Message, MessageStore
+from vllm_choreo.store import Message, MessageStore
 from vllm_choreo.params import ChoreoParams
 from vllm_choreo.plan import (
     CallPlan,

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_choreo.engine.calls import Call, CallBook
-from vllm_choreo.messages import Message
+from vllm_choreo.store import Message
 from vllm_choreo.plan import BlockMove, ParentPlan
 
 
