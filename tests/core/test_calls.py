@@ -15,8 +15,8 @@ from vllm.v1.request import Request
 
 from vllm_choreo.engine.calls import Call, CallBook
 from vllm_choreo.errors import CyclicParentsError, ParentFailedError, TooLongError
-from vllm_choreo.store import MessageStore
 from vllm_choreo.params import ChoreoParams
+from vllm_choreo.store import MessageStore
 
 SIZE = 4
 

@@ -23,7 +23,6 @@ from vllm_choreo.errors import (
     ParentFailedError,
     UnsupportedOptionError,
 )
-from vllm_choreo.store import Message, MessageStore
 from vllm_choreo.params import ChoreoParams
 from vllm_choreo.plan import (
     CallPlan,
@@ -37,6 +36,7 @@ from vllm_choreo.plan import (
     resolve_span,
     virtual_tokens,
 )
+from vllm_choreo.store import Message, MessageStore
 
 # Contention may make a call lose what was encoded again for it, but not this often.
 _ROUNDS = 8

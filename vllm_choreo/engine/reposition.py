@@ -13,8 +13,8 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_choreo.engine.calls import Call, CallBook
-from vllm_choreo.store import Message
 from vllm_choreo.plan import BlockMove, ParentPlan
+from vllm_choreo.store import Message
 
 
 @dataclass

@@ -22,9 +22,9 @@ from vllm_choreo.engine.block_manager import ChoreoKVCacheManager
 from vllm_choreo.engine.calls import Call, CallBook
 from vllm_choreo.engine.reposition import KeyMover
 from vllm_choreo.errors import ChoreoError, PoolFullError, UnsupportedOptionError
-from vllm_choreo.store import Message, MessageStore
 from vllm_choreo.params import EXTRA_ARGS_KEY, ChoreoParams
 from vllm_choreo.plan import ChoreoStep
+from vllm_choreo.store import Message, MessageStore
 
 _COMPLETE = (
     RequestStatus.FINISHED_STOPPED,
