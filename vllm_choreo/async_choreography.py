@@ -32,7 +32,7 @@ from vllm_choreo.choreography import (
     settled_result,
 )
 from vllm_choreo.errors import ChoreoError, ParentFailedError
-from vllm_choreo.message import Call, Message, Metrics, Outcome, Piece
+from vllm_choreo.message import Call, Message, Outcome, Piece, metrics_of
 from vllm_choreo.session import Session
 
 
@@ -253,7 +253,7 @@ class AsyncChoreography:
         if self.mode == "baseline":
             messages = self._session.messages()
             if not call.is_decode:
-                return baseline.stored_message(call, messages)
+                return baseline.stored_message(call, messages, start)
             prompt = baseline.prompt_token_ids(call, messages)
             return baseline_result(call, await self._outcome(handle, call, prompt, start))
         if handle._queue is not None:
@@ -288,9 +288,9 @@ class AsyncChoreography:
         try:
             while True:
                 output = queue.get_nowait() or await queue.get()
-                now = time.perf_counter() - start
+                now = time.perf_counter()
                 first = now if first is None else first
-                outcome = Outcome(output, Metrics(ttft=first, latency=now))
+                outcome = Outcome(output, metrics_of(output, start, first, now))
                 if output.finished:
                     return outcome
                 if handle is not None:

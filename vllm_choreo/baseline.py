@@ -29,7 +29,7 @@ def span_token_ids(span: ParentSpan, token_ids: Sequence[int]) -> Sequence[int]:
     return token_ids[span.start : span.stop]
 
 
-def stored_message(call: Call, messages: Mapping[str, Message]) -> Message:
+def stored_message(call: Call, messages: Mapping[str, Message], submitted: float) -> Message:
     """The message of a prefill: nothing was computed and no time was spent."""
     return Message(
         id=call.id,
@@ -43,7 +43,7 @@ def stored_message(call: Call, messages: Mapping[str, Message]) -> Message:
         logprobs=None,
         finish_reason=None,
         usage=Usage(exact=True, reused_tokens=0, repositioned_tokens=0, encoded_tokens=0),
-        metrics=Metrics(ttft=0.0, latency=0.0),
+        metrics=Metrics(submitted=submitted, waiting=None, ttft=0.0, latency=0.0),
     )
 
 

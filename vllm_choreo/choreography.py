@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from vllm_choreo import baseline
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.message import Call, Message, Metrics, Outcome, message_from, report_of
+from vllm_choreo.message import Call, Message, Outcome, message_from, metrics_of, report_of
 from vllm_choreo.session import Session
 
 MODES = ("choreo", "baseline")
@@ -167,7 +168,7 @@ class Choreography:
     def _baseline_results(self, calls: Sequence[Call], start: float) -> list[Message | ChoreoError]:
         messages = self._session.messages()
         if not calls[0].is_decode:
-            return [baseline.stored_message(call, messages) for call in calls]
+            return [baseline.stored_message(call, messages, start) for call in calls]
         prompts = [(call, baseline.prompt_token_ids(call, messages)) for call in calls]
         outcomes = self._generate(prompts, start)
         return [baseline_result(*pair) for pair in zip(calls, outcomes, strict=True)]
@@ -203,11 +204,11 @@ class Choreography:
                 engine.add_request(call.id, engine_prompt(prompt), engine_params(call, self.mode))
             while len(outcomes) < len(requests):
                 outputs = engine.step()
-                now = time.perf_counter() - start
+                now = time.perf_counter()
                 for output in outputs:
                     first.setdefault(output.request_id, now)
                     if output.finished:
-                        metrics = Metrics(ttft=first[output.request_id], latency=now)
+                        metrics = metrics_of(output, start, first[output.request_id], now)
                         outcomes[output.request_id] = Outcome(output, metrics)
         except BaseException:
             # Ctrl-C, or a request that vLLM refuses: leave nothing behind in the engine.
@@ -292,7 +293,7 @@ def settled_result(call: Call, draft: Outcome, end: Outcome) -> Message | Choreo
     report = report_of(end)
     if isinstance(report, ChoreoError):
         return report
-    metrics = Metrics(ttft=draft.metrics.ttft, latency=end.metrics.latency)
+    metrics = replace(draft.metrics, latency=end.metrics.latency)
     return message_from(call, Outcome(draft.output, metrics), report)
 
 

@@ -38,11 +38,18 @@ class Usage:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Seconds since the call was submitted: to the first generated token, and to the end.
+    """The times of a call, in seconds.
 
-    For a prefill both are the time until it was encoded.
+    Attributes:
+        submitted: when it was submitted, on the clock of `time.perf_counter`.
+        waiting: from then until the engine first scheduled it. None where the engine did not say
+            (it does if started with `disable_log_stats=False`) or had nothing to do.
+        ttft, latency: from then to the first generated token, and to the end. For a prefill both
+            are the time until it was encoded.
     """
 
+    submitted: float
+    waiting: float | None
     ttft: float
     latency: float
 
@@ -151,6 +158,25 @@ class Outcome:
 
     output: Any
     metrics: Metrics
+
+
+def metrics_of(output: Any, submitted: float, first: float, now: float) -> Metrics:
+    """The times of a call.
+
+    Args:
+        output: its latest `RequestOutput`.
+        submitted, first, now: when it was submitted, when the first of its outputs came, and this
+            one; on the clock of `time.perf_counter`.
+    """
+    # The engine core's stamps are `time.monotonic`: on Linux the clock of `time.perf_counter`, in
+    # every process.
+    scheduled = output.metrics.scheduled_ts if output.metrics is not None else 0.0
+    return Metrics(
+        submitted=submitted,
+        waiting=max(0.0, scheduled - submitted) if scheduled else None,
+        ttft=first - submitted,
+        latency=now - submitted,
+    )
 
 
 def report_of(outcome: Outcome) -> Mapping[str, Any] | ChoreoError:

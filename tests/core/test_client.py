@@ -7,6 +7,7 @@ The fake engine generates the token ids 100, 101, … and records every prompt t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,7 @@ class FakeEngine:
         self.refuse: dict[str, dict[str, str]] = {}
         self.running: dict[str, Any] = {}
         self.is_choreo = True
+        self.metrics: Any = None  # vLLM's, if it logs statistics
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
         self.prompts.append((prompt["prompt_token_ids"], params))
@@ -101,6 +103,7 @@ class FakeEngine:
             finished=finished,
             num_cached_tokens=len(prompt) // 4 * 4,
             kv_transfer_params=transfer,
+            metrics=self.metrics,
         )
 
     def report(self, prompt: list[int], params: SamplingParams, num_done: int) -> dict[str, Any]:
@@ -201,6 +204,18 @@ def test_a_decode_makes_header_and_generated_tokens(c: Choreography, llm: Any) -
     assert answer.usage.repositioned_tokens == 2 and not answer.usage.exact
     assert 0 < answer.metrics.ttft < answer.metrics.latency
     assert Two.extra_args is None, "the caller's sampling parameters are not touched"
+
+
+def test_a_call_knows_how_long_it_waited_if_the_engine_says_so(c: Choreography, llm: Any) -> None:
+    before = time.perf_counter()
+    silent = c.decode("x", sampling_params=Two).metrics
+    assert before <= silent.submitted <= time.perf_counter() and silent.waiting is None
+    scheduled = time.perf_counter() + 30
+    llm.llm_engine.metrics = SimpleNamespace(scheduled_ts=scheduled)
+    metrics = c.decode("x", sampling_params=Two).metrics
+    assert metrics.waiting == pytest.approx(scheduled - metrics.submitted, abs=1e-6)
+    llm.llm_engine.metrics = SimpleNamespace(scheduled_ts=0.0)  # the engine refused or lost it
+    assert c.decode("x", sampling_params=Two).metrics.waiting is None
 
 
 def test_ids_belong_to_the_session_and_names_can_be_chosen(c: Choreography) -> None:

@@ -57,7 +57,7 @@ class Notes:
             logprobs=None,
             finish_reason=None,
             usage=Usage(True, 0, 0, 1),
-            metrics=Metrics(0.0, 0.0),
+            metrics=Metrics(submitted=0.0, waiting=None, ttft=0.0, latency=0.0),
         )
 
 
