@@ -21,10 +21,10 @@ RESULTS_PAGE = Path(__file__).parent / "RESULTS.md"
 BLOCK_SIZE = 32
 
 
-def set_environment() -> None:
+def set_environment(kv_cache_gib: int = 3) -> None:
     """Call before vLLM is imported: an engine in this process, quiet, free to use all cores."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
     # Both sides of a comparison may use the same cores; the system places the threads.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -61,6 +61,44 @@ def start_engine(block_size: int | None = BLOCK_SIZE, **options: Any) -> Any:
 def scheduler_of(llm: Any) -> Any:
     """The scheduler of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def set_shared_reading(llm: Any, is_shared: bool) -> None:
+    """Let calls that read the same message read it together, or each by itself."""
+    planner = runner_of(llm).planner
+    if not hasattr(planner, "shared_reading"):
+        raise RuntimeError("this engine has no grouped reading to turn on or off")
+    planner.shared_reading = is_shared
+
+
+def kv_block_bytes(llm: Any) -> int:
+    """Bytes of one KV block in all layers."""
+    groups = scheduler_of(llm).kv_cache_config.kv_cache_groups
+    return sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
+
+
+def only_token(llm: Any) -> int:
+    """The one token that `forced` allows."""
+    token: int = llm.get_tokenizer().encode(" and", add_special_tokens=False)[0]
+    return token
+
+
+def forced(llm: Any, num_tokens: int, **options: Any) -> Any:
+    """Sampling parameters by which every answer is the same token, `num_tokens` times."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        allowed_token_ids=[only_token(llm)],
+        **options,
+    )
 
 
 def empty_caches(llm: Any) -> None:
