@@ -194,13 +194,18 @@ def _run_task(llm: Any, task: Task, mode: str, on_step: Callable[[Step], None]) 
     with Choreography(llm, mode=mode) as c:
         if task.workflow == "debate":
             return parallel_debate(
-                c, task.question, AGENTS, DEBATE_ROUNDS, sampling_params=greedy, on_step=on_step
+                c,
+                task.question,
+                agents=AGENTS,
+                rounds=DEBATE_ROUNDS,
+                sampling_params=greedy,
+                on_step=on_step,
             )
         return tree_of_thoughts(
             c,
             task.question,
-            VOTERS,
-            NUM_CANDIDATES,
+            candidates=NUM_CANDIDATES,
+            voters=VOTERS,
             sampling_params=varied,
             vote_params=vote,
             on_step=on_step,
@@ -238,9 +243,9 @@ class Row:
 
 def rows(runs: Sequence[dict[str, Transcript]]) -> list[Row]:
     """One row per workflow and mode, baseline before choreographed."""
-    names = list(dict.fromkeys(run["choreo"].workflow for run in runs))
+    names = list(dict.fromkeys(run["choreo"].title for run in runs))
     return [
-        _row(name, mode, [run[mode] for run in runs if run[mode].workflow == name])
+        _row(name, mode, [run[mode] for run in runs if run[mode].title == name])
         for name in names
         for mode in ("baseline", "choreo")
     ]
@@ -328,7 +333,7 @@ def _write_numbers(runs: Sequence[dict[str, Transcript]], folder: Path) -> Path:
                     m = step.message
                     writer.writerow(
                         (
-                            *(i, transcript.workflow, mode, step.stage, step.author),
+                            *(i, transcript.title, mode, step.stage, step.author),
                             *(m.usage.reused_tokens, m.usage.encoded_tokens),
                             *(len(m.generated_token_ids), m.usage.exact),
                             *(f"{m.metrics.ttft:.4f}", f"{m.metrics.latency:.4f}"),
@@ -363,5 +368,5 @@ def _draw(runs: Sequence[dict[str, Transcript]], folder: Path) -> list[Path]:
 
     first: dict[str, tuple[Transcript, Transcript]] = {}
     for run in runs:
-        first.setdefault(run["choreo"].workflow, (run["choreo"], run["baseline"]))
+        first.setdefault(run["choreo"].title, (run["choreo"], run["baseline"]))
     return draw_workflows(list(first.values()), folder)

@@ -124,9 +124,9 @@ def _author_colours(steps: Sequence[Step]) -> dict[str, str]:
 
 def _draw_titles(axes: Any, choreo: Transcript, base: Transcript) -> None:
     encoded = [sum(s.message.usage.encoded_tokens for s in t.steps) for t in (choreo, base)]
-    axes.text(0.3, 0.30, choreo.workflow, fontsize=15, weight="bold", color=_INK)
+    axes.text(0.3, 0.30, choreo.title, fontsize=15, weight="bold", color=_INK)
     axes.text(
-        0.3 + 0.122 * len(choreo.workflow) + 0.3,
+        0.3 + 0.122 * len(choreo.title) + 0.3,
         0.30,
         f"{encoded[0]:,} tokens encoded choreographed, {encoded[1]:,} as baseline",
         fontsize=10.5,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_choreo.workflows.chat import assistant, system, user
+from vllm_choreo.workflows.sampling import seeded
 from vllm_choreo.workflows.transcript import Step, Transcript
 
 REVISE = "Read the other answers. Say what is wrong with them, then give your final answer."
@@ -21,40 +22,38 @@ REVISE = "Read the other answers. Say what is wrong with them, then give your fi
 def parallel_debate(
     c: Any,
     question: str,
-    roles: Sequence[str],
+    *,
+    agents: int | Sequence[str] = 3,
     rounds: int = 3,
     sampling_params: Any = None,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
-    """Run a debate.
+    """Run a debate; see `vllm_choreo.workflows`. The answers are each agent's last one.
 
     Args:
-        c: a `Choreography`, in any mode.
         question: what is debated.
-        roles: one system prompt per agent.
+        agents: how many there are; or one system prompt for each.
         rounds: how often each agent speaks.
-        sampling_params: of every answer.
-        on_step: called with each call when it is done.
-
-    Returns:
-        The calls; `answers` holds each agent's last one.
     """
-    log = Transcript("parallel debate", c.mode, on_step)
-    agents = [f"agent {i + 1}" for i in range(len(roles))]
-
+    inputs = {"question": question, "agents": agents, "rounds": rounds}
+    inputs["sampling_params"] = sampling_params
+    log = Transcript("parallel_debate", c.mode, inputs, on_step)
     task = log.add("task", "question", c.prefill(user(question)))
     revise = log.add("task", "revise", c.prefill(user(REVISE), parents=[task]))
-    role = log.add_all("task", agents, c.prefill([{"tokens": system(text)} for text in roles]))
+    history = [[*role, task] for role in _roles(c, log, agents)]
+    names = _names(len(history))
 
-    history = [[role[i], task] for i in range(len(agents))]
     answers: list[Any] = []
     for number in range(1, rounds + 1):
         calls = [
-            {"header": assistant(f"{name}: "), "parents": parents}
-            for name, parents in zip(agents, history, strict=True)
+            {
+                "header": assistant(f"{name}:"),
+                "parents": parents,
+                "sampling_params": seeded(sampling_params, number * len(names) + i),
+            }
+            for i, (name, parents) in enumerate(zip(names, history, strict=True))
         ]
-        answers = c.decode(calls, sampling_params=sampling_params)
-        log.add_all(f"round {number}", agents, answers)
+        answers = log.add_all(f"round {number}", names, c.decode(calls))
         for i, parents in enumerate(history):
             others = answers[:i] + answers[i + 1 :]
             # Its own answer first: as text, the prompt of the next round then begins with that of
@@ -62,3 +61,15 @@ def parallel_debate(
             parents += [answers[i], *others, revise]
 
     return log.finish([answer.generated_text for answer in answers])
+
+
+def _names(count: int) -> list[str]:
+    return [f"agent {number}" for number in range(1, count + 1)]
+
+
+def _roles(c: Any, log: Transcript, agents: int | Sequence[str]) -> list[list[Any]]:
+    """What each agent reads before all else: its role, or nothing."""
+    if isinstance(agents, int):
+        return [[] for _ in range(agents)]
+    messages = c.prefill([{"tokens": system(text)} for text in agents])
+    return [[role] for role in log.add_all("task", _names(len(agents)), messages)]

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A choreography that only takes notes: a token is a character, answers are given beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_choreo.message import Message, Metrics, Usage
+from vllm_choreo.params import ParentSpan
+from vllm_choreo.workflows.transcript import Transcript
+
+
+class Notes:
+    """Has the interface of `Choreography`; answers the `replies` in turn, then "…".
+
+    Attributes:
+        batches: how many calls each decode made.
+        sampling: sampling parameters by message id.
+        places: (offsets, new_offset) by message id.
+    """
+
+    def __init__(self, *replies: str, mode: str = "choreo") -> None:
+        self.mode = mode
+        self.replies = list(replies)
+        self.batches: list[int] = []
+        self.sampling: dict[str, Any] = {}
+        self.places: dict[str, Any] = {}
+        self.count = 0
+
+    def prefill(self, tokens: Any, **arguments: Any) -> Any:
+        many = isinstance(tokens, list)
+        items = tokens if many else [{"tokens": tokens, **arguments}]
+        messages = [self._message(item["tokens"], item, "") for item in items]
+        return messages if many else messages[0]
+
+    def decode(self, header: Any, sampling_params: Any = None, **arguments: Any) -> Any:
+        many = isinstance(header, list)
+        items = header if many else [{"header": header, **arguments}]
+        self.batches.append(len(items))
+        messages = []
+        for item in items:
+            params = item.get("sampling_params", sampling_params)
+            message = self._message(item["header"], item, self._reply(params))
+            self.sampling[message.id] = params
+            messages.append(message)
+        return messages if many else messages[0]
+
+    def _reply(self, params: Any) -> str:
+        extra = (params and params.extra_args) or {}
+        if "forced_tokens" in extra:
+            return "".join(map(chr, extra["forced_tokens"]))
+        return self.replies.pop(0) if self.replies else "…"
+
+    def _message(self, given: Any, item: Any, reply: str) -> Message:
+        self.count += 1
+        text = given if isinstance(given, str) else "".join(map(chr, given))
+        parents = tuple(ParentSpan(parent.id) for parent in item.get("parents") or ())
+        message = Message(
+            id=f"m{self.count}",
+            text=text + reply,
+            token_ids=tuple(map(ord, text + reply)),
+            num_tokens=len(text + reply),
+            position=0,
+            parents=parents,
+            generated_text=reply,
+            generated_token_ids=tuple(map(ord, reply)),
+            logprobs=None,
+            finish_reason="stop" if reply else None,
+            usage=Usage(True, 0, 0, len(text + reply)),
+            metrics=Metrics(0.0, None, 0.0, 0.0),
+        )
+        self.places[message.id] = (item.get("offsets"), item.get("new_offset"))
+        return message
+
+
+def reads(transcript: Transcript, stage: str, author: str) -> list[str]:
+    """What a call read, as "stage/author" of each parent."""
+    names = {step.message.id: f"{step.stage}/{step.author}" for step in transcript.steps}
+    return [names[span.id] for span in message(transcript, stage, author).parents]
+
+
+def message(transcript: Transcript, stage: str, author: str) -> Message:
+    (step,) = (s for s in transcript.steps if (s.stage, s.author) == (stage, author))
+    return step.message

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Iterative debate: two sides speak in turn, a moderator decides when it is enough, and concludes.
+
+Liang et al., "Encouraging Divergent Thinking in Large Language Models through Multi-Agent Debate"
+(2023). What the debaters say joins the context that all share; the moderator's verdicts do not.
+Each agent reads its role first, so as text each encodes what the others said since its last turn;
+choreographed, a turn is encoded once, by the side that spoke.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from vllm_choreo.workflows.chat import assistant, system, user
+from vllm_choreo.workflows.sampling import seeded
+from vllm_choreo.workflows.transcript import Step, Transcript
+
+ROLES = {
+    "affirmative": "You are a debater on the affirmative side. Answer the question and defend your "
+    "answer. Reply to what the other side says, step by step.",
+    "negative": "You are a debater on the negative side. You doubt the affirmative side's answer:"
+    "say what is wrong with it and give your own, step by step.",
+    "moderator": "You are the moderator of a debate between two sides who answer a question. You "
+    "judge what they say by whether it is right.",
+}
+JUDGE = "Do the sides agree on a right answer? Say STOP if they do, CONTINUE if not, and why."
+CONCLUDE = "The debate is over. Give the right answer to the question, and how it is found."
+
+
+def iterative_debate(
+    c: Any,
+    question: str,
+    *,
+    rounds: int = 3,
+    sampling_params: Any = None,
+    verdict_params: Any = None,
+    on_step: Callable[[Step], None] | None = None,
+) -> Transcript:
+    """Run a debate; see `vllm_choreo.workflows`. The answer is the moderator's.
+
+    Args:
+        question: what is debated.
+        rounds: how often each side may speak.
+        verdict_params: of the moderator's verdicts; None: as `sampling_params`.
+    """
+    inputs = {"question": question, "rounds": rounds}
+    inputs |= {"sampling_params": sampling_params, "verdict_params": verdict_params}
+    log = Transcript("iterative_debate", c.mode, inputs, on_step)
+    task = log.add("task", "question", c.prefill(user(question)))
+    roles = c.prefill([{"tokens": system(text)} for text in ROLES.values()])
+    affirmative, negative, moderator = log.add_all("task", list(ROLES), roles)
+    judge = log.add("task", "judge", c.prefill(user(JUDGE), parents=[moderator, task]))
+    conclude = log.add("task", "conclude", c.prefill(user(CONCLUDE), parents=[moderator, task]))
+
+    turns: list[Any] = []
+    for number in range(1, rounds + 1):
+        for side, role in (("affirmative", affirmative), ("negative", negative)):
+            heard = [role, task, *turns]
+            turns.append(_say(c, log, f"round {number}", side, heard, sampling_params))
+        if number < rounds:
+            heard = [moderator, task, *turns, judge]
+            params = verdict_params or sampling_params
+            verdict = _say(c, log, f"verdict {number}", "moderator", heard, params)
+            if is_settled(verdict.generated_text):
+                break
+    heard = [moderator, task, *turns, conclude]
+    answer = _say(c, log, "answer", "moderator", heard, sampling_params)
+    return log.finish([answer.generated_text])
+
+
+def _say(
+    c: Any, log: Transcript, stage: str, author: str, parents: list[Any], sampling_params: Any
+) -> Any:
+    answer = c.decode(
+        assistant(f"{author.capitalize()}:"),
+        parents=parents,
+        sampling_params=seeded(sampling_params, len(log.steps)),
+    )
+    return log.add(stage, author, answer)
+
+
+def is_settled(verdict: str) -> bool:
+    """Whether the first of the words "stop" and "continue" is "stop"; without either, no.
+
+    "Do not stop" and "don't stop" mean that the debate goes on.
+    """
+    found = re.search(r"(\bnot\s+|n['’]t\s+)?\b(stop|continu)", verdict.lower())
+    return found is not None and (found[2] == "stop") == (found[1] is None)

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling parameters of calls that run in parallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SEEDS_PER_RUN = 1000  # so that runs with neighbouring seeds share none
+
+
+def seeded(sampling_params: Any, number: int) -> Any:
+    """The same sampling with a seed of its own, so that equal calls do not all say the same.
+
+    Args:
+        sampling_params: `vllm.SamplingParams` or None; without a seed they are left as they are,
+            for then every call is random by itself.
+        number: of the call in its workflow, less than 1000.
+    """
+    if sampling_params is None or sampling_params.seed is None:
+        return sampling_params
+    clone = sampling_params.clone()
+    clone.seed = sampling_params.seed * _SEEDS_PER_RUN + number
+    return clone

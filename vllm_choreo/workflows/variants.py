@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two messages side by side, and how a reader sees them: as text, in a row, or in one place.
+
+    baseline    | first | second |  reader      the second one was encoded after the first
+    serial      | first | second |  reader      each was encoded by itself
+    parallel    | first  |
+                | second   |        reader      both at position 0, the reader after the longer one
+
+These are layouts of one choreography, not modes: in mode "baseline" all of them are text, in which
+the one message follows the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_choreo.errors import ChoreoError
+
+VARIANTS = ("baseline", "serial", "parallel")
+
+
+def check_variant(variant: str) -> None:
+    """Raises ChoreoError: no such variant."""
+    if variant not in VARIANTS:
+        raise ChoreoError(f"variant must be one of {VARIANTS}", parameter="variant", value=variant)
+
+
+def layout(variant: str, first: Any, second: Any) -> dict[str, Any]:
+    """The arguments of a call that reads both messages: `parents`, and where it sees them."""
+    arguments: dict[str, Any] = {"parents": [first, second]}
+    if variant == "parallel":
+        arguments["offsets"] = [0, 0]
+        arguments["new_offset"] = max(first.num_tokens, second.num_tokens)
+    return arguments
