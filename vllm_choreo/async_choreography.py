@@ -14,6 +14,7 @@ client) does the client wait for the parent before it submits.
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import AsyncIterator, Generator, Sequence
 from types import TracebackType
@@ -93,7 +94,8 @@ class AsyncChoreography:
         check_mode(mode)
         self.mode = mode
         self._llm = async_llm
-        self._session = Session(async_llm.get_tokenizer(), async_llm.model_config)
+        self._session = Session(async_llm.get_tokenizer(), async_llm.model_config, mode)
+        self._denied: tuple[str, ...] = ()
         self._pending: dict[str, Pending] = {}
 
     @property
@@ -102,7 +104,10 @@ class AsyncChoreography:
         return self._session.id
 
     async def prefill(self, tokens: Any, **arguments: Any) -> Any:
-        """See `Choreography.prefill`: `parents`, `offsets`, `new_offset`, `save_as`."""
+        """See `Choreography.prefill`.
+
+        Its arguments are `parents`, `offsets`, `new_offset`, `save_as`, `mode` and `deny`.
+        """
         _check_arguments(arguments, _PREFILL_ARGUMENTS)
         return await self._run("prefill", tokens, arguments)
 
@@ -110,6 +115,18 @@ class AsyncChoreography:
         """See `Choreography.decode`: as for prefill, and `sampling_params`."""
         _check_arguments(arguments, _DECODE_ARGUMENTS)
         return await self._run("decode", header, arguments)
+
+    async def reencode(self, message: Any, **arguments: Any) -> Message:
+        """See `Choreography.reencode`; the message must be complete. Arguments as for prefill."""
+        _check_arguments(arguments, _PREFILL_ARGUMENTS)
+        clean: Message = await self._run("prefill", None, {**arguments, "copy_of": message})
+        return clean
+
+    def deny(self, *messages: Any) -> AsyncChoreography:
+        """See `Choreography.deny`; a pending call can be denied, too."""
+        view = copy.copy(self)
+        view._denied = (*self._denied, *self._session.denied(messages))
+        return view
 
     async def submit(self, *, header: Any = None, tokens: Any = None, **arguments: Any) -> Pending:
         """Start one call and return at once: a decode of `header`, or a prefill of `tokens`.
@@ -190,7 +207,7 @@ class AsyncChoreography:
     # -- running calls -----------------------------------------------------------------------
 
     async def _run(self, kind: str, tokens: Any, arguments: dict[str, Any]) -> Any:
-        calls, many = self._session.plan(kind, tokens, arguments)
+        calls, many = self._session.plan(kind, tokens, arguments, self._denied)
         pending = await self._submit(calls)
         try:
             results = await asyncio.gather(*(call._result() for call in pending))
@@ -204,7 +221,7 @@ class AsyncChoreography:
     ) -> tuple[list[Call], bool]:
         if isinstance(tokens, Sequence) and tokens and isinstance(tokens[0], dict):
             raise ChoreoError("a list of calls needs decode or prefill", parameter="header")
-        return self._session.plan(kind, tokens, arguments)
+        return self._session.plan(kind, tokens, arguments, self._denied)
 
     async def _submit(self, calls: Sequence[Call]) -> list[Pending]:
         """Hand calls over to the engine, in their order: a parent always comes before its child."""
@@ -213,7 +230,7 @@ class AsyncChoreography:
         self._pending.update({handle.id: handle for handle in pending})
         for handle, call in zip(pending, calls, strict=True):
             start = time.perf_counter()
-            if self.mode == "choreo" and not waits[call.id] and not call.has_stop_strings:
+            if self.mode != "baseline" and not waits[call.id] and not call.has_stop_strings:
                 try:
                     handle._queue = await self._add(call, call.token_ids)
                 except BaseException:
@@ -330,7 +347,7 @@ def _ended() -> ChoreoError:
     return ChoreoError("the call was ended before it was complete")
 
 
-_PREFILL_ARGUMENTS = ("parents", "offsets", "new_offset", "save_as")
+_PREFILL_ARGUMENTS = ("parents", "offsets", "new_offset", "save_as", "mode", "deny")
 _DECODE_ARGUMENTS = (*_PREFILL_ARGUMENTS, "sampling_params")
 
 

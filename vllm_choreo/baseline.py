@@ -44,6 +44,7 @@ def stored_message(call: Call, messages: Mapping[str, Message], submitted: float
         finish_reason=None,
         usage=Usage(exact=True, reused_tokens=0, repositioned_tokens=0, encoded_tokens=0),
         metrics=Metrics(submitted=submitted, waiting=None, ttft=0.0, latency=0.0),
+        trace=call.trace,
     )
 
 

@@ -11,6 +11,7 @@ does it see when each first token arrives (`LLM.generate` returns when all is do
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,9 +21,9 @@ from typing import Any
 from vllm_choreo import baseline
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.message import Call, Message, Outcome, message_from, metrics_of, report_of
-from vllm_choreo.session import Session
+from vllm_choreo.session import CALL_MODES, Session
 
-MODES = ("choreo", "baseline")
+MODES = (*CALL_MODES, "baseline")
 
 
 class Choreography:
@@ -30,14 +31,15 @@ class Choreography:
 
     Args:
         llm: the `vllm.LLM`, with nothing enqueued.
-        mode: "choreo", or "baseline": the same program as text over vLLM's prefix caching.
+        mode: "choreo"; "exact": every result is that of an ordinary request on the concatenated
+            text; or "baseline": the same program as text over vLLM's prefix caching.
 
     `tokens` and `header` are text or token ids; text is tokenised without special tokens added.
     A list of dicts (keys `tokens` or `header`, `parents`, `offsets`, `new_offset`,
-    `sampling_params`, `save_as`) runs in parallel and returns a list of messages in its order.
-    If one of its items is illegal, all are refused and nothing is submitted. If one fails inside
-    the engine, the others complete, and the error's `results` holds what each call came to: the
-    completed messages live on until they are freed or the session is closed.
+    `sampling_params`, `save_as`, `mode`, `deny`) runs in parallel and returns a list of messages in
+    its order. If one of its items is illegal, all are refused and nothing is submitted. If one
+    fails inside the engine, the others complete, and the error's `results` holds what each call
+    came to: the completed messages live on until they are freed or the session is closed.
 
     A parent is a `Message`, an id, a `save_as` name, or `(message, start, stop)`.
     """
@@ -46,7 +48,8 @@ class Choreography:
         check_mode(mode)
         self.mode = mode
         self._llm = llm
-        self._session = Session(llm.get_tokenizer(), llm.model_config)
+        self._session = Session(llm.get_tokenizer(), llm.model_config, mode)
+        self._denied: tuple[str, ...] = ()
 
     @property
     def session(self) -> str:
@@ -61,6 +64,8 @@ class Choreography:
         offsets: Sequence[int] | None = None,
         new_offset: int | None = None,
         save_as: str | None = None,
+        mode: str | None = None,
+        deny: Sequence[Any] | None = None,
     ) -> Any:
         """Encode a message, or a list of them; sample nothing.
 
@@ -70,14 +75,17 @@ class Choreography:
             offsets: the position at which each parent is seen; omitted: one after the other from 0.
             new_offset: the position of the first new token; omitted: after the last parent.
             save_as: a name for the message; its id is `session/name`.
+            mode: "choreo" or "exact"; omitted: that of the session.
+            deny: messages of which the call may read no trace (docs/exactness.md).
 
         Returns:
             A `Message`, or a list of them.
 
         Raises:
+            DeniedMessageError: a parent carries traces of a message that is denied.
             ChoreoError: which parameter is wrong, and what to do instead.
         """
-        shared = _shared(parents, offsets, new_offset, save_as, None)
+        shared = _shared(parents, offsets, new_offset, save_as, mode, deny)
         return self._run("prefill", tokens, shared)
 
     def decode(
@@ -89,15 +97,48 @@ class Choreography:
         new_offset: int | None = None,
         sampling_params: Any = None,
         save_as: str | None = None,
+        mode: str | None = None,
+        deny: Sequence[Any] | None = None,
     ) -> Any:
         """Encode a header and generate after it; the message is both. Or run a list of such calls.
 
         Otherwise as `prefill`. `header` must not be empty. `sampling_params` are
-        `vllm.SamplingParams`, the model's defaults if omitted; with a list, they are those of the
-        items that have none of their own.
+        `vllm.SamplingParams`, the model's defaults if omitted; with a list, they and `mode` are
+        those of the items that have none of their own, and `deny` is added to that of each.
         """
-        shared = _shared(parents, offsets, new_offset, save_as, sampling_params)
-        return self._run("decode", header, shared)
+        shared = _shared(parents, offsets, new_offset, save_as, mode, deny)
+        return self._run("decode", header, {**shared, "sampling_params": sampling_params})
+
+    def reencode(
+        self,
+        message: Any,
+        *,
+        parents: Sequence[Any] | None = None,
+        offsets: Sequence[int] | None = None,
+        new_offset: int | None = None,
+        save_as: str | None = None,
+        mode: str | None = None,
+        deny: Sequence[Any] | None = None,
+    ) -> Message:
+        """Encode the tokens of a message anew, with parents of your choice: a clean copy.
+
+        The copy carries traces of these parents, and of the text of `message`; none of what
+        `message` was encoded with. `message` may be `(message, start, stop)`. Otherwise as
+        `prefill`.
+        """
+        shared = _shared(parents, offsets, new_offset, save_as, mode, deny)
+        clean: Message = self._run("prefill", None, {**shared, "copy_of": message})
+        return clean
+
+    def deny(self, *messages: Any) -> Choreography:
+        """The same session under a policy: no call through what is returned reads their traces.
+
+        Messages, calls and memory are shared with this one, which keeps its own policy; closing
+        one closes the session.
+        """
+        view = copy.copy(self)
+        view._denied = (*self._denied, *self._session.denied(messages))
+        return view
 
     def free(self, *messages: Any) -> None:
         """Free messages; a later call that names one is refused."""
@@ -144,7 +185,7 @@ class Choreography:
                 "llm.wait_for_completion() first",
                 parameter="llm",
             )
-        calls, many = self._session.plan(kind, tokens, shared)
+        calls, many = self._session.plan(kind, tokens, shared, self._denied)
         try:
             results = self._results(calls)
         except BaseException:
@@ -234,14 +275,15 @@ def check_mode(mode: str) -> None:
 
 
 def _shared(
-    parents: Any, offsets: Any, new_offset: Any, save_as: Any, sampling_params: Any
+    parents: Any, offsets: Any, new_offset: Any, save_as: Any, mode: Any, deny: Any
 ) -> dict[str, Any]:
     return {
         "parents": parents,
         "offsets": offsets,
         "new_offset": new_offset,
         "save_as": save_as,
-        "sampling_params": sampling_params,
+        "mode": mode,
+        "deny": deny,
     }
 
 

@@ -84,6 +84,13 @@ class CyclicParentsError(ChoreoError):
     """A call names itself among its parents."""
 
 
+class DeniedMessageError(ChoreoError):
+    """A parent is, or carries traces of, a message that is denied to the call.
+
+    `value` is the path: the ids from the denied message to the parent that was listed.
+    """
+
+
 class TooLongError(ChoreoError):
     """The parents and the new message do not fit into the model's context."""
 
@@ -116,6 +123,7 @@ _BY_NAME: dict[str, type[ChoreoError]] = {
         NameTakenError,
         ParentFailedError,
         CyclicParentsError,
+        DeniedMessageError,
         TooLongError,
         UnsupportedOptionError,
         UnsupportedModelError,

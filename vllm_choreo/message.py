@@ -13,9 +13,11 @@ from typing import Any
 
 from vllm_choreo.errors import ChoreoError, error_from_report
 from vllm_choreo.params import ChoreoParams, ParentSpan
+from vllm_choreo.provenance import Trace
 
 # A draft (see `Call.draft`) needs an id that no caller can choose: names hold no "#".
 _DRAFT_SUFFIX = "#draft"
+_NO_TRACE = Trace("")  # of a message that no session made
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,12 @@ class Message:
         token_ids: header and generated tokens, the end-of-sequence token included.
         num_tokens: `len(token_ids)`.
         position: position of the first token when the message was encoded.
-        parents: the messages that it was encoded with.
+        parents: the messages that it was encoded with, as they were listed.
         generated_text, generated_token_ids: what decode sampled; empty for a prefill.
         logprobs: as vLLM's `CompletionOutput.logprobs`, of the generated tokens; None if not asked.
         finish_reason: "stop", "length" or "repetition"; None for a prefill.
         usage, metrics: see `Usage`, `Metrics`.
+        trace: the history of its keys and values, from which `provenance` is read.
     """
 
     id: str
@@ -83,6 +86,16 @@ class Message:
     finish_reason: str | None
     usage: Usage
     metrics: Metrics
+    trace: Trace = _NO_TRACE
+
+    @property
+    def provenance(self) -> frozenset[str]:
+        """Ids of all messages that its keys and values carry traces of, itself left out.
+
+        Freed ones are among them. In baseline mode a message is its text, and carries none, unless
+        it is a copy: then it carries the text of the message copied.
+        """
+        return self.trace.closure()
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 40 else self.text[:40] + "…"
@@ -111,12 +124,14 @@ class Call:
         text, token_ids: the new tokens, and their text.
         params: what the engine is told; `params.save_as` is the message's id.
         sampling_params: the caller's for decode, None for prefill.
+        trace: what the message that it makes will carry traces of.
     """
 
     text: str
     token_ids: tuple[int, ...]
     params: ChoreoParams
     sampling_params: Any
+    trace: Trace
 
     @property
     def id(self) -> str:
@@ -232,4 +247,5 @@ def message_from(
             encoded_tokens=report["encoded_tokens"],
         ),
         metrics=outcome.metrics,
+        trace=call.trace,
     )

@@ -8,7 +8,10 @@ The wire form, drawn once (JSON and msgpack carry it as it is):
      "new_offset": int | None,
      "save_as":    str | None,
      "kind":       "prefill" | "decode",
-     "session":    str}
+     "session":    str,
+     "exact":      bool,            left out if false
+     "deny":       [id, ...],       left out if empty
+     "copy_of":    id}              left out if None
 """
 
 from __future__ import annotations
@@ -46,6 +49,11 @@ class ChoreoParams:
         save_as: the id of the message that the call makes, as it is; None: the engine chooses.
         kind: "prefill" (encode, sample nothing) or "decode".
         session: the tenant's session that the message belongs to.
+        exact: the result is that of a request on the concatenated text: parents that were encoded
+            otherwise are encoded again for it.
+        deny: ids of messages of which the call may read no trace.
+        copy_of: id of the message whose tokens are encoded anew, of which the new one then
+            carries a trace.
 
     Raises:
         ChoreoError: a field of the wrong type, or an unknown kind.
@@ -59,6 +67,9 @@ class ChoreoParams:
     save_as: str | None = None
     kind: str = "decode"
     session: str = ""
+    exact: bool = False
+    deny: tuple[str, ...] = ()
+    copy_of: str | None = None
 
     def __post_init__(self) -> None:
         parents = tuple(_parent(parent) for parent in _sequence("parents", self.parents))
@@ -77,6 +88,13 @@ class ChoreoParams:
             )
         if not isinstance(self.session, str):
             raise ChoreoError("session must be a string", parameter="session", value=self.session)
+        if not isinstance(self.exact, bool):
+            raise ChoreoError("exact is true or false", parameter="exact", value=self.exact)
+        object.__setattr__(self, "deny", tuple(_sequence("deny", self.deny)))
+        for message_id in self.deny:
+            _check_id("deny", message_id)
+        if self.copy_of is not None:
+            _check_id("copy_of", self.copy_of)
 
     def _check_offsets(self) -> None:
         if self.offsets is not None:
@@ -95,16 +113,16 @@ class ChoreoParams:
 
     def to_extra_args(self) -> dict[str, Any]:
         """A value for `SamplingParams(extra_args=...)`: `{"choreo": wire form}`."""
-        return {
-            EXTRA_ARGS_KEY: {
-                "parents": [list(parent) for parent in self.parents],
-                "offsets": None if self.offsets is None else list(self.offsets),
-                "new_offset": self.new_offset,
-                "save_as": self.save_as,
-                "kind": self.kind,
-                "session": self.session,
-            }
+        wire: dict[str, Any] = {
+            "parents": [list(parent) for parent in self.parents],
+            "offsets": None if self.offsets is None else list(self.offsets),
+            "new_offset": self.new_offset,
+            "save_as": self.save_as,
+            "kind": self.kind,
+            "session": self.session,
         }
+        options = {"exact": self.exact, "deny": list(self.deny), "copy_of": self.copy_of}
+        return {EXTRA_ARGS_KEY: {**wire, **{key: value for key, value in options.items() if value}}}
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any]) -> ChoreoParams:
@@ -185,6 +203,15 @@ def _parent(parent: Any) -> ParentSpan:
         )
     check_span(span[1], span[2], None, parent)
     return ParentSpan(*span)
+
+
+def _check_id(parameter: str, message_id: Any) -> None:
+    if not isinstance(message_id, str) or not message_id:
+        raise ChoreoError(
+            "a message is named by its id, a non-empty string",
+            parameter=parameter,
+            value=message_id,
+        )
 
 
 def _sequence(parameter: str, value: Any, error: type[ChoreoError] = ChoreoError) -> Sequence[Any]:

@@ -198,33 +198,3 @@ def virtual_tokens(spans: Sequence[tuple[Sequence[int], int, int]], block_size: 
         tokens += visible
         tokens += [visible[-1]] * (-stop % block_size)
     return tokens
-
-
-def is_exact(
-    parents: Sequence[ParentPlan],
-    new_offset: int,
-    encodings: Sequence[CallPlan],
-) -> bool:
-    """Whether a call gives what an ordinary request on the concatenated text gives.
-
-    That is so when the parents lie one right after the other, and each was itself encoded with
-    exactly the parents before it, at the same relative positions (docs/design.md). A shift of
-    everything changes nothing, and a prefix of a message does not depend on the rest of it.
-
-    Args:
-        parents: of the call.
-        new_offset: of the call.
-        encodings: the plan with which each parent was encoded, one per parent.
-    """
-    for j, (parent, encoding) in enumerate(zip(parents, encodings, strict=True)):
-        end = parents[j + 1].offset if j + 1 < len(parents) else new_offset
-        if parent.start != 0 or parent.offset + parent.num_tokens != end:
-            return False
-        before = [(p.message_id, p.start, p.stop, p.offset - parent.offset) for p in parents[:j]]
-        read = [
-            (p.message_id, p.start, p.stop, p.offset - encoding.new_offset)
-            for p in encoding.parents
-        ]
-        if before != read:
-            return False
-    return True

@@ -22,13 +22,19 @@ from vllm_choreo.errors import (
     ParentFailedError,
     TooLongError,
     UnknownMessageError,
-    UnsupportedOptionError,
 )
+from vllm_choreo.exact import check_text_offsets
 from vllm_choreo.message import Call, Message
+from vllm_choreo.options import checked_sampling_params
 from vllm_choreo.params import ChoreoParams, ParentSpan, check_span
+from vllm_choreo.plan import resolve_span
+from vllm_choreo.provenance import Trace, trace_of
 
+CALL_MODES = ("choreo", "exact")
+# With a list of calls, these may be given once for all of them.
+_FOR_ALL = ("sampling_params", "mode", "deny")
 _ITEM_KEYS = frozenset(
-    ("tokens", "header", "parents", "offsets", "new_offset", "sampling_params", "save_as")
+    ("tokens", "header", "parents", "offsets", "new_offset", "save_as", *_FOR_ALL)
 )
 # "/" separates session and name, "#" marks drafts, and plain numbers are the ids that we choose.
 _NAME = re.compile(r"(?!\d+$)[A-Za-z0-9_.:-]{1,128}")
@@ -45,10 +51,12 @@ class Session:
     Args:
         tokenizer: the model's; text is tokenised without special tokens added.
         model_config: vLLM's, for the vocabulary, the context length and the sampling defaults.
+        mode: of calls that name none; in "baseline" every call is text, whatever it names.
     """
 
-    def __init__(self, tokenizer: Any, model_config: Any) -> None:
+    def __init__(self, tokenizer: Any, model_config: Any, mode: str = "choreo") -> None:
         self.id = secrets.token_hex(16)
+        self.mode = mode
         self.closed = False
         self._tokenizer = tokenizer
         self._model_config = model_config
@@ -104,13 +112,16 @@ class Session:
 
     # -- planning ----------------------------------------------------------------------------
 
-    def plan(self, kind: str, tokens: Any, shared: Mapping[str, Any]) -> tuple[list[Call], bool]:
+    def plan(
+        self, kind: str, tokens: Any, shared: Mapping[str, Any], denied: Sequence[str] = ()
+    ) -> tuple[list[Call], bool]:
         """Validate a call, or a list of calls; reserve nothing unless all of it is right.
 
         Args:
             kind: "prefill" or "decode".
             tokens: text, token ids, or a list of dicts.
             shared: the other arguments of the call by name; None means not given.
+            denied: ids of messages that are denied to every call, besides those in `shared`.
 
         Returns:
             The calls, and whether a list was asked for.
@@ -119,6 +130,7 @@ class Session:
             ChoreoError: the first reason why a call is refused.
         """
         self._check_open()
+        shared = {**shared, "deny": (*denied, *self.denied(shared.get("deny")))}
         many = isinstance(tokens, Sequence) and bool(tokens) and isinstance(tokens[0], Mapping)
         if many:
             items = [self._item(item, shared) for item in tokens]
@@ -135,11 +147,11 @@ class Session:
         return calls, many
 
     def _item(self, item: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
-        """One dict of a list, checked and completed with the shared sampling parameters."""
+        """One dict of a list, checked and completed with what is given for all of them."""
         if not isinstance(item, Mapping):
             raise ChoreoError("a parallel list holds dicts alone", parameter="tokens", value=item)
         for key, value in shared.items():
-            if key != "sampling_params" and value is not None:
+            if key not in _FOR_ALL and value is not None:
                 raise ChoreoError(
                     f"with a list of calls, give {key} in each dict", parameter=key, value=value
                 )
@@ -155,12 +167,18 @@ class Session:
                 "each dict needs either tokens or header", parameter="tokens", value=dict(item)
             )
         full = {**shared, **item}
+        full["deny"] = (*shared["deny"], *self.denied(item.get("deny")))
         full["tokens"] = full.pop("header") if "header" in item else full["tokens"]
         return full
 
     def _call(self, kind: str, item: Mapping[str, Any]) -> Call:
-        token_ids, text = self._tokens(kind, item["tokens"])
         message_id = self._new_id(item.get("save_as"))
+        copied = item.get("copy_of")
+        copy_of = None if copied is None else self._parent(copied, message_id, "message")
+        if copy_of is None:
+            token_ids, text = self._tokens(kind, item["tokens"])
+        else:
+            token_ids, text = self._copied(copy_of)
         params = ChoreoParams(
             parents=self._parents(item.get("parents"), message_id),
             offsets=item.get("offsets"),
@@ -168,10 +186,73 @@ class Session:
             save_as=message_id,
             kind=kind,
             session=self.id,
+            exact=self._mode(item.get("mode")) == "exact",
+            deny=tuple(dict.fromkeys(item["deny"])),
+            copy_of=copy_of and copy_of.id,
         )
-        sampling_params = self._sampling_params(kind, item.get("sampling_params"))
+        sampling_params = checked_sampling_params(
+            kind, item.get("sampling_params"), self._model_config
+        )
         self._check_length(params.parents, len(token_ids))
-        return Call(text, token_ids, params, sampling_params)
+        self._check_offsets(params)
+        return Call(text, token_ids, params, sampling_params, self._trace(params))
+
+    def _mode(self, given: Any) -> str:
+        if given is None or (given in CALL_MODES and self.mode == "baseline"):
+            return self.mode
+        if given not in CALL_MODES:
+            raise ChoreoError(
+                f"the mode of a call is one of {CALL_MODES}; baseline is that of a whole session",
+                parameter="mode",
+                value=given,
+            )
+        return str(given)
+
+    def _copied(self, span: ParentSpan) -> tuple[tuple[int, ...], str]:
+        """The token ids of a message that is to be encoded anew, or of a part, and their text."""
+        self.live_ids([span.id])
+        message = self._entries[span.id]
+        assert isinstance(message, Message)
+        start, stop = resolve_span(span.start, span.stop, message.num_tokens, span.id)
+        token_ids = message.token_ids[start:stop]
+        is_whole = len(token_ids) == message.num_tokens
+        return token_ids, message.text if is_whole else self._tokenizer.decode(token_ids)
+
+    def denied(self, given: Any) -> tuple[str, ...]:
+        """The ids of messages that are to be denied; freed ones are accepted.
+
+        Raises:
+            ChoreoError: no list.
+            UnknownMessageError: no such message was ever made in this session.
+        """
+        if given is None:
+            return ()
+        if isinstance(given, (str, Message)) or not isinstance(given, Sequence):
+            raise ChoreoError("deny must be a list of messages", parameter="deny", value=given)
+        self._check_open()
+        ids = tuple(self._resolve("deny", named) for named in given)
+        for message_id in ids:
+            if message_id not in self._entries:
+                raise UnknownMessageError(
+                    "no message of this session; make it before you deny it",
+                    parameter="deny",
+                    value=message_id,
+                )
+        return ids
+
+    def _trace(self, params: ChoreoParams) -> Trace:
+        """What the message will carry traces of.
+
+        Raises:
+            DeniedMessageError: traces of a message that is denied to the call.
+        """
+        assert params.save_as is not None
+        is_text = self.mode == "baseline"
+        parents = [self._entry("parents", span.id).trace for span in params.parents]
+        origin = self._entry("message", params.copy_of).trace if params.copy_of else None
+        trace = trace_of(params.save_as, parents, is_text or params.exact, origin)
+        trace.check(params.deny)
+        return trace.as_text() if is_text else trace
 
     def _tokens(self, kind: str, tokens: Any) -> tuple[tuple[int, ...], str]:
         """The token ids of text or ids, and their text."""
@@ -240,23 +321,23 @@ class Session:
             )
         return tuple(self._parent(parent, message_id) for parent in parents)
 
-    def _parent(self, parent: Any, message_id: str) -> ParentSpan:
+    def _parent(self, parent: Any, message_id: str, parameter: str = "parents") -> ParentSpan:
         start = stop = None
         named = parent
         if isinstance(parent, Sequence) and not isinstance(parent, str):
             if len(parent) != 3:
                 raise ChoreoError(
                     "a parent is a message, an id, or (message, start, stop)",
-                    parameter="parents",
+                    parameter=parameter,
                     value=parent,
                 )
             named, start, stop = parent
-        parent_id = self._resolve("parents", named)
+        parent_id = self._resolve(parameter, named)
         if parent_id == message_id:
             raise CyclicParentsError(
-                "a call cannot be its own parent", parameter="parents", value=parent_id
+                "a call cannot be its own parent", parameter=parameter, value=parent_id
             )
-        entry = self._entry("parents", parent_id)
+        entry = self._entry(parameter, parent_id)
         check_span(start, stop, entry.num_tokens if isinstance(entry, Message) else None, parent)
         return ParentSpan(parent_id, start, stop)
 
@@ -297,12 +378,7 @@ class Session:
 
     def _check_length(self, parents: Sequence[ParentSpan], num_new: int) -> None:
         """Refuse what cannot fit whatever the engine does; it knows the exact limit itself."""
-        total = num_new
-        for span in parents:
-            entry = self._entries[span.id]
-            if isinstance(entry, Message):
-                stop = entry.num_tokens if span.stop is None else span.stop
-                total += stop - (span.start or 0)
+        total = num_new + sum(self._lengths(parents))
         limit = self._model_config.max_model_len
         if total >= limit:
             raise TooLongError(
@@ -312,28 +388,20 @@ class Session:
                 value=f"{len(parents)} parents, {num_new} new tokens",
             )
 
-    def _sampling_params(self, kind: str, given: Any) -> Any:
-        if kind == "prefill":
-            if given is not None:
-                raise UnsupportedOptionError(
-                    "prefill samples nothing: leave sampling_params out, or call decode",
-                    parameter="sampling_params",
-                    value=given,
-                )
-            return None
-        from vllm import SamplingParams
+    def _check_offsets(self, params: ChoreoParams) -> None:
+        """In exact mode; where a parent's length is not known yet, the engine checks."""
+        lengths = self._lengths(params.parents)
+        if params.exact and len(lengths) == len(params.parents):
+            check_text_offsets(lengths, params.offsets, params.new_offset)
 
-        if given is None:
-            return SamplingParams(**self._model_config.get_diff_sampling_param())
-        if not isinstance(given, SamplingParams):
-            raise UnsupportedOptionError(
-                "sampling_params must be vllm.SamplingParams; beam search does not make one "
-                "message per call",
-                parameter="sampling_params",
-                value=given,
-            )
-        _check_options(given)
-        return given
+    def _lengths(self, parents: Sequence[ParentSpan]) -> list[int]:
+        """Of the parents that are complete, in tokens."""
+        spans = [(span, self._entries[span.id]) for span in parents]
+        return [
+            (entry.num_tokens if span.stop is None else span.stop) - (span.start or 0)
+            for span, entry in spans
+            if isinstance(entry, Message)
+        ]
 
     def _check_open(self) -> None:
         if self.closed:
@@ -341,29 +409,4 @@ class Session:
                 "the session is closed and its messages are freed; open another Choreography",
                 parameter="session",
                 value=self.id,
-            )
-
-
-def _check_options(sampling_params: Any) -> None:
-    """Refuse the options that do not make one message of known tokens."""
-    no_logprobs = "parents are not computed again and have no logprobs: use llm.generate on text"
-    refused = {
-        "n": (sampling_params.n != 1, "each call makes one message: list the call n times"),
-        "prompt_logprobs": (
-            sampling_params.prompt_logprobs is not None,
-            no_logprobs,
-        ),
-        "prompt_logprob_token_ids": (
-            sampling_params.prompt_logprob_token_ids is not None,
-            no_logprobs,
-        ),
-        "extra_args": (
-            "choreo" in (sampling_params.extra_args or {}),
-            "name the parents in the call, not in extra_args['choreo']",
-        ),
-    }
-    for parameter, (is_refused, advice) in refused.items():
-        if is_refused:
-            raise UnsupportedOptionError(
-                advice, parameter=parameter, value=getattr(sampling_params, parameter)
             )

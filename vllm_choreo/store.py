@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from vllm_choreo.errors import NameTakenError, UnknownMessageError
 from vllm_choreo.plan import CallPlan
+from vllm_choreo.provenance import Trace
 
 
 class BlockPool(Protocol):
@@ -30,9 +31,11 @@ class BlockPool(Protocol):
 
 @dataclass(eq=False)
 class Message:
-    """One message of a session.
+    """One message of a session, or a copy of one.
 
     Attributes:
+        id: of a copy, that of the message whose tokens it has; it cannot be named itself.
+        trace: what its keys and values carry traces of.
         adapter: vLLM's LoRA request that encodes it, or None.
         token_ids: header and generated tokens; None while they are being generated.
         parents: the messages behind `plan.parents`, in the same order; they keep a freed parent's
@@ -47,10 +50,13 @@ class Message:
         recipe: what makes its encoding the same as another's; None where none can be.
         failure: why it will never be complete.
         freed: its session gave it up: no new call may name it.
+        copied: for a copy that exact calls read, the message whose tokens it has.
+        num_unreported: tokens of a copy that were encoded, but that no call has reported yet.
     """
 
     id: str
     session: str
+    trace: Trace
     adapter: Any = None
     token_ids: list[int] | None = None
     parents: tuple[Message, ...] = ()
@@ -65,6 +71,8 @@ class Message:
     recipe: Hashable = None
     failure: str | None = None
     freed: bool = False
+    copied: Message | None = None
+    num_unreported: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -95,6 +103,7 @@ class MessageStore:
         # Messages that hold blocks, least recently used first.
         self._holding: OrderedDict[Message, None] = OrderedDict()
         self.by_recipe: dict[Hashable, Message] = {}
+        self.copies: dict[Hashable, Message] = {}
         self.num_evictions = 0
         self.step = 0  # the one being planned
 
@@ -111,9 +120,43 @@ class MessageStore:
                 parameter="save_as",
                 value=message_id,
             )
-        message = Message(id=message_id, session=session, adapter=adapter)
+        message = Message(message_id, session, Trace(message_id), adapter)
         self.messages[session, message_id] = message
         return message
+
+    def copy(
+        self,
+        message: Message,
+        start: int,
+        stop: int,
+        adapter: Any,
+        parents: tuple[Message, ...],
+        plan: CallPlan,
+    ) -> Message:
+        """Tokens `start … stop-1` of `message` in another context: the copy, made if there is none.
+
+        A new one is known and not resident, as if it had been evicted.
+        """
+        key = (message, start, stop, adapter.lora_int_id if adapter else 0, parents, plan)
+        if key in self.copies:
+            return self.copies[key]
+        assert message.token_ids is not None
+        trace = Trace(message.id, tuple(p.trace for p in parents), message.trace.origin)
+        copy = Message(message.id, message.session, trace, adapter, copied=message, plan=plan)
+        copy.token_ids, copy.parents = message.token_ids[start:stop], parents
+        copy.num_unreported = copy.num_tokens
+        copy.freed = any(source.freed for source in (message, *parents))
+        if not copy.freed:
+            self.copies[key] = copy
+        return copy
+
+    def copies_of(self, messages: Collection[Message]) -> set[Message]:
+        """The copies of `messages`, and all that were encoded with these or those."""
+        found = set(messages)
+        for copy in self.copies.values():  # in order: a copy comes after the copies that it reads
+            if copy.copied in found or not found.isdisjoint(copy.parents):
+                found.add(copy)
+        return found.difference(messages)
 
     def get(self, session: str, message_id: str) -> Message:
         """The message that a call of `session` names.
@@ -141,13 +184,17 @@ class MessageStore:
         message.stored_position, message.held_in_step = position, self.step
         self.use(message)
 
-    def share(self, message: Message, recipe: Hashable) -> None:
+    def share(self, message: Message, denied: Collection[str] = ()) -> None:
         """Start from the full blocks of a message of the same recipe, if one holds any.
 
         The last block stays private: at least one token must run, for vLLM to run the request.
+        Traces of `denied` messages are not shared: what was reused would tell their tokens.
         """
         assert message.plan is not None
+        recipe = _recipe(message)
         twin = self.by_recipe.get(recipe)
+        if twin and twin.trace.carries(denied):
+            twin = None
         if twin and twin is not message and twin.stored_position == message.plan.base:
             num_shared = min(twin.num_encoded, message.num_tokens - 1)
             num_shared -= num_shared % self.block_size
@@ -206,8 +253,16 @@ class MessageStore:
     def free(self, message: Message) -> None:
         """The session gives the message up: unknown to new calls, gone when the last one ends."""
         message.freed = True
-        self.messages.pop((message.session, message.id), None)
+        if self.messages.get((message.session, message.id)) is message:
+            del self.messages[message.session, message.id]
         self.settle(message)
+        # No call can list the message any more, and so none can need these.
+        orphans = self.copies_of([message])
+        if orphans:
+            self.copies = {key: copy for key, copy in self.copies.items() if copy not in orphans}
+        for copy in orphans:
+            copy.freed = True
+            self.settle(copy)
 
     def settle(self, message: Message) -> None:
         """Give back the blocks of a freed or failed message once nobody needs them."""
@@ -233,10 +288,12 @@ class MessageStore:
 
     def stats(self, session: str | None = None) -> dict[str, Any]:
         """Messages, blocks and sharing, for `c.stats()` and `vllm-choreo inspect`."""
-        chosen = [m for (owner, _), m in self.messages.items() if session in (None, owner)]
+        everything = [*self.messages.values(), *self.copies.values()]
+        chosen = [m for m in everything if session in (None, m.session)]
         blocks = {block.block_id for m in self._holding for block in m.blocks}
         return {
             "num_messages": len(chosen),
+            "num_copies": sum(m.copied is not None for m in chosen),
             "num_resident": sum(m.is_resident for m in chosen),
             "num_blocks": len({b.block_id for m in chosen for b in m.blocks}),
             "num_blocks_all_sessions": len(blocks),
@@ -249,6 +306,7 @@ class MessageStore:
         size = self.block_size
         return {
             "id": message.id,
+            "is_copy": message.copied is not None,
             "num_tokens": message.num_tokens,
             "num_encoded": message.num_encoded,
             "stored_position": message.stored_position,
@@ -266,3 +324,15 @@ class MessageStore:
                 for i, block in enumerate(message.blocks)
             ],
         }
+
+
+def _recipe(message: Message) -> Hashable:
+    """Equal for messages of one session whose encodings are the same."""
+    plan = message.plan
+    assert plan is not None and message.token_ids is not None
+    adapter = message.adapter.lora_int_id if message.adapter else 0
+    spans = tuple((span.start, span.stop, span.offset) for span in plan.parents)
+    # Messages count by identity: a name may be given again after it was freed.
+    parents = message.parents
+    tokens = tuple(message.token_ids)
+    return message.session, adapter, tokens, parents, spans, plan.new_offset

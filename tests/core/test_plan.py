@@ -14,7 +14,6 @@ from vllm_choreo.plan import (
     CallPlan,
     ParentPlan,
     check_length,
-    is_exact,
     num_span_blocks,
     request_spans,
     resolve_offsets,
@@ -109,41 +108,6 @@ def test_padding_holds_no_token_that_the_parents_lack(
     for j, (ids, start, stop) in enumerate(tokens):
         first = spans.first_slot[j]
         assert virtual[first : first + stop - start] == ids[start:stop]
-
-
-# Three messages, each encoded with those before it: a at 0, b at 10, c at 30.
-_A = CallPlan((), 0, 0, True)
-_B = CallPlan((ParentPlan("a", 0, 10, 0),), 10, 32, True)
-_C = CallPlan((ParentPlan("a", 0, 10, 0), ParentPlan("b", 0, 20, 10)), 30, 64, True)
-
-
-def _parents(*spans: tuple[str, int, int, int]) -> list[ParentPlan]:
-    return [ParentPlan(*span) for span in spans]
-
-
-@pytest.mark.parametrize(
-    ("parents", "new_offset", "encodings", "expected"),
-    [
-        ([], 7, [], True),
-        ([("a", 0, 10, 0), ("b", 0, 20, 10), ("c", 0, 5, 30)], 35, [_A, _B, _C], True),
-        ([("a", 0, 10, 9), ("b", 0, 20, 19)], 39, [_A, _B], True),  # all of it shifted
-        ([("a", 0, 10, 0), ("b", 0, 12, 10)], 22, [_A, _B], True),  # the last one's beginning
-        ([("a", 0, 10, 0), ("b", 0, 12, 10), ("c", 0, 5, 22)], 27, [_A, _B, _C], False),
-        ([("a", 0, 10, 0), ("b", 1, 20, 10)], 29, [_A, _B], False),  # not its beginning
-        ([("b", 0, 20, 0)], 20, [_B], False),  # without what it was encoded with
-        ([("a", 0, 10, 0), ("b", 0, 20, 11)], 31, [_A, _B], False),  # a gap
-        ([("a", 0, 10, 0), ("b", 0, 20, 10)], 31, [_A, _B], False),  # a gap before the new tokens
-        ([("b", 0, 20, 10), ("a", 0, 10, 0)], 30, [_B, _A], False),  # another order
-        ([("a", 0, 10, 0), ("a", 0, 10, 10)], 20, [_A, _A], False),  # the second read nothing
-    ],
-)
-def test_exact(
-    parents: list[tuple[str, int, int, int]],
-    new_offset: int,
-    encodings: list[CallPlan],
-    expected: bool,
-) -> None:
-    assert is_exact(_parents(*parents), new_offset, encodings) is expected
 
 
 def test_what_is_too_long_is_refused_by_the_parameter_that_is_too_large() -> None:

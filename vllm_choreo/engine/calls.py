@@ -11,7 +11,7 @@ token its key and value, for which vLLM has no need when a request ends.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,19 +23,20 @@ from vllm_choreo.errors import (
     ParentFailedError,
     UnsupportedOptionError,
 )
+from vllm_choreo.exact import Link, check_text_offsets, exact_chain, is_exact
 from vllm_choreo.params import ChoreoParams
 from vllm_choreo.plan import (
     CallPlan,
     ParentPlan,
     RequestSpans,
     check_length,
-    is_exact,
     num_span_blocks,
     request_spans,
     resolve_offsets,
     resolve_span,
     virtual_tokens,
 )
+from vllm_choreo.provenance import trace_of
 from vllm_choreo.store import Message, MessageStore
 
 # Contention may make a call lose what was encoded again for it, but not this often.
@@ -50,7 +51,7 @@ class Call:
         request: vLLM's request; its prompt is the new tokens until `resolve`, then the virtual
             sequence.
         message: what it makes or encodes again.
-        parents: what it attends to.
+        parents: what it attends to; in exact mode, once it has its plan, copies among them.
         params: as the caller gave them; None for an encoding again.
         serves: the call for which this one encodes a message again, or None.
         plan: positions; None until all parents are known.
@@ -114,8 +115,12 @@ class CallBook:
                 value=name,
             )
         parents = tuple(self.store.get(params.session, p.id) for p in params.parents)
+        origin = self.store.get(params.session, params.copy_of) if params.copy_of else None
+        traces = [parent.trace for parent in parents]
+        trace = trace_of(name, traces, params.exact, origin.trace if origin else None)
+        trace.check(params.deny)
         message = self.store.create(params.session, name, request.lora_request)
-        message.parents, message.encoder = parents, request.request_id
+        message.parents, message.trace, message.encoder = parents, trace, request.request_id
         if params.kind == "prefill":
             message.token_ids = list(request.prompt_token_ids or ())
             request.max_tokens = 1  # vLLM samples one; it is no part of the message
@@ -164,27 +169,42 @@ class CallBook:
         return True
 
     def _plan(self, call: Call) -> CallPlan:
-        params = call.params
+        params, adapter = call.params, call.message.adapter
         assert params is not None, "a message that is encoded again has its plan"
-        spans = [
-            resolve_span(named.start, named.stop, parent.num_tokens, parent.id)
+        links = [
+            Link(parent, *resolve_span(named.start, named.stop, parent.num_tokens, parent.id))
             for named, parent in zip(params.parents, call.parents, strict=True)
         ]
-        lengths = [stop - start for start, stop in spans]
+        lengths = [link.num_tokens for link in links]
         offsets, new_offset = resolve_offsets(lengths, params.offsets, params.new_offset)
+        if params.exact:
+            check_text_offsets(lengths, offsets, new_offset)
         parents = tuple(
-            ParentPlan(parent.id, start, stop, offset)
-            for parent, (start, stop), offset in zip(call.parents, spans, offsets, strict=True)
+            # An exact chain has no part of a message but its beginning.
+            ParentPlan(link.message.id, 0, link.num_tokens, offset)
+            if params.exact
+            else ParentPlan(link.message.id, link.start, link.stop, offset)
+            for link, offset in zip(links, offsets, strict=True)
         )
         base = self.block_size * sum(
-            num_span_blocks(start, stop, self.block_size) for start, stop in spans
+            num_span_blocks(parent.start, parent.stop, self.block_size) for parent in parents
         )
-        encodings = [parent.plan for parent in call.parents]
-        same_adapter = all(parent.adapter == call.message.adapter for parent in call.parents)
-        exact = same_adapter and is_exact(parents, new_offset, encodings)  # type: ignore[arg-type]
+        exact = params.exact or is_exact(links, offsets, new_offset, adapter)
         plan = CallPlan(parents, new_offset, base, exact)
         check_length(plan, call.request.num_prompt_tokens, self.max_model_len)
+        if params.exact:
+            chain = exact_chain(links, adapter, self.store)
+            self._read_instead(call, tuple(link.message for link in chain))
         return plan
+
+    def _read_instead(self, call: Call, parents: tuple[Message, ...]) -> None:
+        """Wait for other parents than those that were listed."""
+        listed, call.parents, call.message.parents = call.parents, parents, parents
+        for parent in parents:
+            parent.num_waiting += 1
+        for parent in listed:
+            parent.num_waiting -= 1
+            self.store.settle(parent)
 
     def _write_virtual_sequence(self, call: Call) -> None:
         plan, request = call.plan, call.request
@@ -248,10 +268,14 @@ class CallBook:
 
     def share_twin(self, call: Call) -> None:
         """Let a call that is about to start begin with what a message of the same recipe has."""
-        message = call.message
-        if message.is_known and not message.num_encoded and not call.is_internal:
-            self.store.share(message, _recipe(call))
+        message, params = call.message, call.beneficiary.params
+        # A copy that is encoded for the first time is a new message, too.
+        is_new = not call.is_internal or message.num_unreported > 0
+        if message.is_known and not message.num_encoded and is_new:
+            self.store.share(message, params.deny if params else ())
             call.num_shared = message.num_encoded
+            if message.copied:
+                message.num_unreported = message.num_tokens - message.num_encoded
 
     def own_blocks(self, call: Call) -> list[Any]:
         """Full blocks of the call's own message that exist, and need not be encoded again."""
@@ -331,36 +355,31 @@ class CallBook:
         """What a result says of itself, besides text."""
         plan = call.plan
         assert plan is not None
+        num_copied = self._take_unreported(call)
+        num_reused = sum(span.num_tokens for span in plan.parents) - num_copied
         return {
             "id": call.message.id,
             "num_tokens": call.message.num_tokens,
             "position": plan.new_offset,
             "exact": plan.exact,
-            "reused_tokens": sum(span.num_tokens for span in plan.parents) + call.num_shared,
+            "reused_tokens": num_reused + call.num_shared,
             "repositioned_tokens": sum(
                 span.num_tokens
                 for span, parent in zip(plan.parents, call.parents, strict=True)
                 if parent.plan and span.offset - span.start != parent.plan.new_offset
             ),
-            "encoded_tokens": call.message.num_tokens - call.num_shared,
+            "encoded_tokens": num_copied + call.message.num_tokens - call.num_shared,
         }
 
-
-def _recipe(call: Call) -> Hashable:
-    """Equal for calls of one session whose encodings are the same."""
-    message, plan = call.message, call.plan
-    assert plan is not None and message.token_ids is not None
-    adapter = message.adapter.lora_int_id if message.adapter else 0
-    spans = tuple((span.start, span.stop, span.offset) for span in plan.parents)
-    # Messages count by identity: a name may be given again after it was freed.
-    return (
-        message.session,
-        adapter,
-        tuple(message.token_ids),
-        call.parents,
-        spans,
-        plan.new_offset,
-    )
+    def _take_unreported(self, call: Call) -> int:
+        """Tokens of the copies that were encoded for this call; no later call reports them."""
+        num_tokens = sum(parent.num_unreported for parent in call.parents)
+        params = call.request.sampling_params
+        # With stop strings nobody reads the report: the client encodes the message once more.
+        if call.admitted and params is not None and not params.stop:
+            for parent in call.parents:
+                parent.num_unreported = 0
+        return num_tokens
 
 
 def _check_options(request: Request) -> None:

@@ -295,7 +295,7 @@ class _Choreographed(Scheduler):
         """Give messages up; returns how many there were."""
         messages = [self.store.messages.get((session, m)) for m in message_ids]
         found = [message for message in messages if message is not None]
-        self._withdraw_encodings(set(found))
+        self._withdraw_encodings({*found, *self.store.copies_of(found)})
         for message in found:
             self.store.free(message)
         return len(found)
@@ -307,6 +307,7 @@ class _Choreographed(Scheduler):
     def choreo_evict(self, session: str, message_ids: Iterable[str]) -> int:
         """Drop the blocks of messages that no running call reads; the recipes stay."""
         messages = {self.store.get(session, message_id) for message_id in message_ids}
+        messages.update(copy for copy in self.store.copies.values() if copy.copied in messages)
         # A seal that waits for its step holds its parents; without it, its message lacks a token
         # until it is read.
         sealed = [call.message for call in self._unsealed() if messages & set(call.parents)]

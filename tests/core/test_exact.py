@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What exact mode reads, and what counts as exact: decided from recipes, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.core.test_store import SIZE, Pool
+from vllm_choreo.errors import OffsetError
+from vllm_choreo.exact import Link, check_text_offsets, exact_chain, is_exact
+from vllm_choreo.plan import CallPlan, ParentPlan, num_span_blocks, resolve_offsets
+from vllm_choreo.store import Message, MessageStore
+
+
+@pytest.fixture
+def store() -> MessageStore:
+    return MessageStore(Pool(), SIZE)
+
+
+def _encoded(
+    store: MessageStore, name: str, num_tokens: int, links: list[Link], *offsets: int
+) -> Message:
+    """A message that was encoded with `links`; omitted offsets follow one another from 0."""
+    message = store.create("s", name)
+    message.token_ids = [hash((name, i)) % 1000 for i in range(num_tokens)]
+    lengths = [link.num_tokens for link in links]
+    *placed, new_offset = offsets or (*resolve_offsets(lengths, None, None)[0], sum(lengths))
+    spans = tuple(
+        ParentPlan(link.message.id, link.start, link.stop, offset)
+        for link, offset in zip(links, placed, strict=True)
+    )
+    base = SIZE * sum(num_span_blocks(s.start, s.stop, SIZE) for s in spans)
+    message.parents = tuple(link.message for link in links)
+    message.plan = CallPlan(spans, new_offset, base, False)
+    return message
+
+
+def _whole(*messages: Message) -> list[Link]:
+    return [Link(message, 0, message.num_tokens) for message in messages]
+
+
+def _chain_of_three(store: MessageStore) -> dict[str, Message]:
+    """Three messages, each encoded with those before it: a at 0, b at 10, c at 30."""
+    a = _encoded(store, "a", 10, [])
+    b = _encoded(store, "b", 20, _whole(a))
+    return {"a": a, "b": b, "c": _encoded(store, "c", 5, _whole(a, b))}
+
+
+@pytest.mark.parametrize(
+    ("spans", "new_offset", "expected"),
+    [
+        ([], 7, True),
+        ([("a", 0, 10, 0), ("b", 0, 20, 10), ("c", 0, 5, 30)], 35, True),
+        ([("a", 0, 10, 9), ("b", 0, 20, 19)], 39, True),  # all of it shifted
+        ([("a", 0, 10, 0), ("b", 0, 12, 10)], 22, True),  # the last one's beginning
+        ([("a", 0, 10, 0), ("b", 0, 12, 10), ("c", 0, 5, 22)], 27, False),
+        ([("a", 0, 10, 0), ("b", 1, 20, 10)], 29, False),  # not its beginning
+        ([("b", 0, 20, 0)], 20, False),  # without what it was encoded with
+        ([("a", 0, 10, 0), ("b", 0, 20, 11)], 31, False),  # a gap
+        ([("a", 0, 10, 0), ("b", 0, 20, 10)], 31, False),  # a gap before the new tokens
+        ([("b", 0, 20, 10), ("a", 0, 10, 0)], 30, False),  # another order
+        ([("a", 0, 10, 0), ("a", 0, 10, 10)], 20, False),  # the second read nothing
+    ],
+)
+def test_exact(
+    store: MessageStore, spans: list[tuple[str, int, int, int]], new_offset: int, expected: bool
+) -> None:
+    messages = _chain_of_three(store)
+    links = [Link(messages[name], start, stop) for name, start, stop, _ in spans]
+    assert is_exact(links, [offset for *_, offset in spans], new_offset) is expected
+
+
+def test_a_parent_seen_elsewhere_than_right_before_is_not_exact(store: MessageStore) -> None:
+    a = _encoded(store, "a", 10, [])
+    for offsets in ((0, 11), (1, 10), (10, 0)):
+        b = _encoded(store, f"b{offsets}", 5, _whole(a), *offsets)
+        assert not is_exact(_whole(a, b), [0, 10], 15)
+
+
+def test_a_name_given_again_is_another_message(store: MessageStore) -> None:
+    messages = _chain_of_three(store)
+    store.free(messages["a"])
+    again = _encoded(store, "a", 10, [])
+    assert not is_exact(_whole(again, messages["b"]), [0, 10], 30)
+
+
+def test_another_adapter_is_not_exact(store: MessageStore) -> None:
+    messages = _chain_of_three(store)
+    assert not is_exact(_whole(messages["a"]), [0], 10, adapter="another")
+
+
+def test_a_chain_is_read_as_it_is(store: MessageStore) -> None:
+    links = _whole(*_chain_of_three(store).values())
+    assert exact_chain(links, None, store) == links
+    assert not store.copies
+
+
+def test_what_was_encoded_otherwise_is_read_as_copies_that_are_made_once(
+    store: MessageStore,
+) -> None:
+    a, b = _encoded(store, "a", 3, []), _encoded(store, "b", 9, [])
+    c = _encoded(store, "c", 6, _whole(a, b))  # with b as it is: not what the text says
+    first, second, third = exact_chain(_whole(a, b, c), None, store)
+    assert first == Link(a, 0, 3)
+    assert second.message.copied is b and second.message.parents == (a,)
+    assert third.message.copied is c and third.message.parents == (a, second.message)
+    assert third.message.token_ids == c.token_ids
+    assert third.message.plan == CallPlan(
+        (ParentPlan("a", 0, 3, 0), ParentPlan("b", 0, 9, 3)), 12, 4 + 12, True
+    )
+    assert not third.message.is_resident
+    assert is_exact([first, second, third], [0, 3, 12], 18)
+    assert exact_chain(_whole(a, b), None, store) == [first, second]
+    # What an exact call made continues the chain of copies.
+    d = _encoded(store, "d", 2, [first, second])
+    assert exact_chain(_whole(a, b, d), None, store)[2] == Link(d, 0, 2)
+    assert len(store.copies) == 2
+
+
+def test_parts_become_copies_of_just_their_tokens(store: MessageStore) -> None:
+    messages = _chain_of_three(store)
+    a, b = messages["a"], messages["b"]
+    beginning, part = exact_chain([Link(a, 0, 4), Link(b, 3, 8)], None, store)
+    assert beginning == Link(a, 0, 4)
+    assert part == Link(part.message, 0, 5)
+    assert part.message.token_ids == (b.token_ids or [])[3:8]
+
+
+def test_a_copy_goes_with_any_message_that_it_needs(store: MessageStore) -> None:
+    a, b, c = (_encoded(store, name, 4, []) for name in "abc")
+    chain = exact_chain(_whole(a, b, c), None, store)
+    copies = [link.message for link in chain[1:]]
+    assert store.copies_of([a]) == store.copies_of([b]) == set(copies)
+    assert store.stats("s")["num_copies"] == 2 and store.stats("s")["num_messages"] == 5
+    other = exact_chain(_whole(b, c), None, store)[1].message
+    store.free(a)
+    assert all(copy.freed for copy in copies) and not other.freed
+    assert list(store.copies.values()) == [other]
+    store.free(b)
+    assert other.freed and store.stats("s")["num_messages"] == 1
+    # A call that named b before it was freed still gets its copy, for itself alone.
+    late = exact_chain(_whole(c, b), None, store)[1].message
+    assert late.freed and not store.copies
+
+
+@given(st.lists(st.integers(1, 9), max_size=5), st.integers(0, 50), st.integers(0, 5), st.data())
+def test_positions_of_text_are_those_of_omitted_offsets_and_their_shifts(
+    lengths: list[int], shift: int, error: int, data: Any
+) -> None:
+    offsets, end = resolve_offsets(lengths, None, None)
+    check_text_offsets(lengths, None, None)
+    check_text_offsets(lengths, [a + shift for a in offsets], end + shift)
+    placed = [a + shift for a in offsets] + [end + shift]
+    if lengths and error:
+        placed[data.draw(st.integers(0, len(lengths)))] += error
+        with pytest.raises(OffsetError, match="exact mode"):
+            check_text_offsets(lengths, placed[:-1], placed[-1])

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sampling options a call may have: those that make one message of known tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_choreo.errors import UnsupportedOptionError
+
+
+def checked_sampling_params(kind: str, given: Any, model_config: Any) -> Any:
+    """The sampling parameters of a call: the caller's, or the model's defaults.
+
+    Args:
+        kind: "prefill", which has none, or "decode".
+        given: `vllm.SamplingParams`, or None.
+        model_config: vLLM's.
+
+    Raises:
+        UnsupportedOptionError: an option that does not make one message per call.
+    """
+    if kind == "prefill":
+        if given is not None:
+            raise UnsupportedOptionError(
+                "prefill samples nothing: leave sampling_params out, or call decode",
+                parameter="sampling_params",
+                value=given,
+            )
+        return None
+    from vllm import SamplingParams
+
+    if given is None:
+        return SamplingParams(**model_config.get_diff_sampling_param())
+    if not isinstance(given, SamplingParams):
+        raise UnsupportedOptionError(
+            "sampling_params must be vllm.SamplingParams; beam search does not make one "
+            "message per call",
+            parameter="sampling_params",
+            value=given,
+        )
+    _check_options(given)
+    return given
+
+
+def _check_options(sampling_params: Any) -> None:
+    """Refuse the options that do not make one message of known tokens."""
+    no_logprobs = "parents are not computed again and have no logprobs: use llm.generate on text"
+    refused = {
+        "n": (sampling_params.n != 1, "each call makes one message: list the call n times"),
+        "prompt_logprobs": (
+            sampling_params.prompt_logprobs is not None,
+            no_logprobs,
+        ),
+        "prompt_logprob_token_ids": (
+            sampling_params.prompt_logprob_token_ids is not None,
+            no_logprobs,
+        ),
+        "extra_args": (
+            "choreo" in (sampling_params.extra_args or {}),
+            "name the parents in the call, not in extra_args['choreo']",
+        ),
+    }
+    for parameter, (is_refused, advice) in refused.items():
+        if is_refused:
+            raise UnsupportedOptionError(
+                advice, parameter=parameter, value=getattr(sampling_params, parameter)
+            )
