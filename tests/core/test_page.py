@@ -69,7 +69,7 @@ def browser(page: Path, anchor: str = "", *options: str) -> tuple[Reader, str]:
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     command += ["--virtual-time-budget=3000", "--window-size=1360,2000", *options, "--dump-dom"]
     shown = subprocess.run(
-        [*command, page.as_uri() + anchor], capture_output=True, text=True, timeout=60
+        [*command, page.as_uri() + anchor], capture_output=True, text=True, timeout=120
     )
     assert shown.returncode == 0, shown.stderr[-2000:]
     assert "CONSOLE" not in shown.stderr, shown.stderr
@@ -194,6 +194,71 @@ def test_the_address_chooses_problem_run_and_message(page: Path) -> None:
     assert [a["data-run"] for a in reader.classes("button", "chosen")] == ["1"]
     second, _ = browser(page, "#1.0")
     assert len(second.classes("g", "node")) == 8
+
+
+def with_script(page: Path, script: str) -> Path:
+    """A copy of the page on which somebody does something."""
+    path = page.with_name("used.html")
+    path.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+    return path
+
+
+ACTIONS = """
+  const seen = {};
+  const note = (what) => {
+    const chosen = [...document.querySelectorAll(".node.chosen")];
+    seen[what] = chosen.map((one) => one.dataset.step).join();
+    document.documentElement.dataset.seen = JSON.stringify(seen);
+  };
+  const node = document.querySelectorAll(".node")[6];
+  const on = (element, type, key) =>
+    element.dispatchEvent(new KeyboardEvent(type, {key, bubbles: true}));
+  on(node, "pointerenter"); note("point");
+  on(node, "pointerleave"); note("leave");
+  on(node, "pointerenter"); on(node, "click"); on(node, "pointerleave"); note("click");
+  on(node, "pointerenter"); on(node, "click"); on(node, "pointerleave"); note("click again");
+  on(node, "click"); on(document.body, "keydown", "Escape"); note("Escape");
+  on(node, "keydown", "ArrowRight"); note("arrow");
+  document.activeElement.blur();
+  document.querySelector('.row[data-run="1"]').click(); note("other mode");
+"""
+
+
+@needs_chromium
+def test_pointing_clicking_and_keys(page: Path) -> None:
+    reader, _ = browser(with_script(page, ACTIONS))
+    (_, root) = reader.found[0]
+    assert json.loads(root["data-seen"] or "") == {
+        "point": "6",
+        "leave": "",
+        "click": "6",
+        "click again": "",
+        "Escape": "",
+        "arrow": "8",  # on to the first reader
+        "other mode": "5",  # the first call of that mode that took time
+    }
+
+
+PLAY_TWO_SECONDS = """
+  let frame;
+  requestAnimationFrame = (given) => { frame = given; };
+  document.getElementById("play").click();
+  frame(performance.now() + 2000);
+"""
+
+
+@needs_chromium
+def test_play_lights_the_messages_up_as_they_come_to_be(page: Path) -> None:
+    reader, _ = browser(with_script(page, PLAY_TWO_SECONDS))
+    times = [step["metrics"] for step in debate()["steps"]]
+    ends = [t["submitted"] + t["latency"] for t in times]
+    begun = [i for i, t in enumerate(times) if t["submitted"] <= 2]
+    done = [str(i) for i in begun if ends[i] <= 2]
+    running = [str(i) for i in begun if ends[i] > 2]
+    assert len(done) == 8 and len(running) == 3
+    assert [a["data-step"] for a in reader.classes("g", "done")] == done
+    assert [a["data-step"] for a in reader.classes("g", "running")] == running
+    assert len(reader.classes("i", "cursor")) == 2
 
 
 @needs_chromium
