@@ -63,7 +63,7 @@ def main() -> int:
     steps: list[dict[str, Any]] = []
     for number in range(1, args.passes + 1):
         rows += _pass(llm, number, args)
-        steps += _step_times(llm, number)
+        steps += step_times(llm, number)
     parts = _where_it_goes(llm, args)
     record = {**machine(), "command": command_line("bench_ttft")}
     write_csv("ttft", rows, **record)
@@ -95,24 +95,26 @@ def _forced(llm: Any, num_tokens: int) -> Any:
 
 def _check_chain(llm: Any) -> None:
     """Law 1 on this engine: every message encoded with its predecessors equals the whole text."""
+    if chain_tokens(llm, "choreo") != chain_tokens(llm, "baseline"):
+        raise SystemExit("choreography and baseline differ where they must not: nothing timed")
+
+
+def chain_tokens(llm: Any, mode: str) -> list[tuple[int, ...]]:
+    """Two greedy answers, each after the whole history: the same in every mode that is right."""
     from vllm import SamplingParams
 
     from vllm_choreo import Choreography
     from vllm_choreo.workflows.chat import assistant, system, user
 
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-    answers = {}
-    for mode in MODES:
-        empty_caches(llm)
-        with Choreography(llm, mode=mode) as c:
-            role = c.prefill(system(ROLES[0]))
-            task = c.prefill(user(QUESTION), parents=[role])
-            history = [role, task]
-            for _ in range(2):
-                history.append(c.decode(assistant(), parents=list(history), sampling_params=greedy))
-            answers[mode] = [message.token_ids for message in history]
-    if answers["choreo"] != answers["baseline"]:
-        raise SystemExit("choreography and baseline differ where they must not: nothing timed")
+    empty_caches(llm)
+    with Choreography(llm, mode=mode) as c:
+        role = c.prefill(system(ROLES[0]))
+        task = c.prefill(user(QUESTION), parents=[role])
+        history = [role, task]
+        for _ in range(2):
+            history.append(c.decode(assistant(), parents=list(history), sampling_params=greedy))
+        return [message.token_ids for message in history]
 
 
 def _debate(llm: Any, mode: str, args: argparse.Namespace, num_tokens: int) -> list[Any]:
@@ -125,8 +127,8 @@ def _debate(llm: Any, mode: str, args: argparse.Namespace, num_tokens: int) -> l
         log = parallel_debate(
             c,
             QUESTION,
-            ROLES[: args.agents],
-            args.rounds,
+            agents=ROLES[: args.agents],
+            rounds=args.rounds,
             sampling_params=_forced(llm, num_tokens),
         )
     return log.decodes()
@@ -188,7 +190,9 @@ def _ratios(rows: Sequence[Mapping[str, Any]]) -> dict[Any, float]:
     }
 
 
-def _step_times(llm: Any, number: int, repeats: int = 5) -> list[dict[str, Any]]:
+def step_times(
+    llm: Any, number: int, repeats: int = 5, mode: str = "choreo"
+) -> list[dict[str, Any]]:
     """Seconds to first token of one call with a header of so many tokens, and nothing to reuse."""
     from vllm import SamplingParams
 
@@ -199,7 +203,7 @@ def _step_times(llm: Any, number: int, repeats: int = 5) -> list[dict[str, Any]]
     for tokens in HEADERS:
         for repeat in range(repeats):
             empty_caches(llm)
-            with Choreography(llm) as c:
+            with Choreography(llm, mode=mode) as c:
                 # Seeds of the text: no header is the beginning of another one.
                 header = [1000 + repeat, *range(2000, 1999 + tokens)]
                 message = c.decode(header, sampling_params=one)

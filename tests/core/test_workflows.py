@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from tests.core.notes import Notes, message, reads
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.workflows.branch_solve_merge import branch_solve_merge, covered
+from vllm_choreo.workflows.branch_solve_merge import branch_solve_merge
 from vllm_choreo.workflows.direct import direct
 from vllm_choreo.workflows.iterative_debate import is_settled, iterative_debate
 from vllm_choreo.workflows.multi_qa import multi_qa
@@ -229,26 +229,6 @@ def test_an_unknown_variant_is_refused_before_any_call(workflow: Any) -> None:
     with pytest.raises(ChoreoError, match=r"variant must be .*\(variant=text\)"):
         workflow(notes, ["a", "b"], variant="text")
     assert notes.count == 0
-
-
-@pytest.mark.parametrize(
-    ("concept", "story", "is_covered"),
-    [
-        ("dog", "The dogs ran.", True),
-        ("carry", "She carried it", True),
-        ("stop", "stopping there", True),
-        ("bake", "Baking is fun", True),
-        ("box", "two boxes", True),
-        ("Cat", "a CAT!", True),
-        ("car", "on the carpet", False),
-        ("run", "a prune", False),
-        ("tree", "", False),
-    ],
-)
-def test_a_concept_is_covered_by_its_regular_forms(
-    concept: str, story: str, is_covered: bool
-) -> None:
-    assert covered([concept], story) == ([concept] if is_covered else [])
 
 
 # -- prisoner's dilemma ----------------------------------------------------------------------------

@@ -9,7 +9,6 @@ the second one after the first.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ def branch_solve_merge(
     """Write one story; see `vllm_choreo.workflows`. The answer is the merged story.
 
     Args:
-        concepts: at least two words; see `covered`.
+        concepts: at least two words; `data.grading.coverage` tells how many the story uses.
         variant: "baseline", "serial" or "parallel": see `variants`.
 
     Raises:
@@ -77,24 +76,3 @@ def _as_text(c: Any, log: Transcript, first: Any, second: Any) -> list[Any]:
     one = log.add("as text", "story 1", c.prefill(first.token_ids))
     two = log.add("as text", "story 2", c.prefill(second.token_ids, parents=[one]))
     return [one, two]
-
-
-def covered(concepts: Sequence[str], story: str) -> list[str]:
-    """The concepts that a story uses.
-
-    A concept is used where a word of the story is one of its regular forms: "carry" covers
-    "carried", "stop" covers "stopping", and "car" does not cover "carpet".
-    """
-    words = set(re.findall(r"[a-z]+", story.lower()))
-    return [concept for concept in concepts if _forms(concept.lower()) & words]
-
-
-def _forms(word: str) -> set[str]:
-    """A word with the regular endings of English; some of these forms do not exist."""
-    stems = {word, word + word[-1]}
-    if word.endswith("e"):
-        stems.add(word[:-1])
-    forms = {word} | {stem + end for stem in stems for end in ("s", "es", "ed", "ing", "er")}
-    if word.endswith("y"):
-        forms |= {word[:-1] + end for end in ("ies", "ied", "ier")}
-    return forms

@@ -48,11 +48,11 @@ def iterative_debate(
     inputs = {"question": question, "rounds": rounds}
     inputs |= {"sampling_params": sampling_params, "verdict_params": verdict_params}
     log = Transcript("iterative_debate", c.mode, inputs, on_step)
-    task = log.add("task", "question", c.prefill(user(question)))
-    roles = c.prefill([{"tokens": system(text)} for text in ROLES.values()])
-    affirmative, negative, moderator = log.add_all("task", list(ROLES), roles)
-    judge = log.add("task", "judge", c.prefill(user(JUDGE), parents=[moderator, task]))
-    conclude = log.add("task", "conclude", c.prefill(user(CONCLUDE), parents=[moderator, task]))
+    texts = [user(question), *map(system, ROLES.values())]
+    messages = c.prefill([{"tokens": text} for text in texts])
+    task, affirmative, negative, moderator = log.add_all("task", ["question", *ROLES], messages)
+    requests = [{"tokens": user(t), "parents": [moderator, task]} for t in (JUDGE, CONCLUDE)]
+    judge, conclude = log.add_all("task", ["judge", "conclude"], c.prefill(requests))
 
     turns: list[Any] = []
     for number in range(1, rounds + 1):

@@ -45,8 +45,8 @@ def tree_of_thoughts(
     log = Transcript("tree_of_thoughts", c.mode, inputs, on_step)
 
     task = log.add("task", "question", c.prefill(user(question)))
-    ballot = log.add("task", "ballot", c.prefill(user(BALLOT), parents=[task]))
-    finish = log.add("task", "finish", c.prefill(user(FINISH), parents=[task]))
+    requests = [{"tokens": user(text), "parents": [task]} for text in (BALLOT, FINISH)]
+    ballot, finish = log.add_all("task", ["ballot", "finish"], c.prefill(requests))
     roles = _roles(c, log, voters)
 
     thoughts = _think(c, log, task, candidates, sampling_params)

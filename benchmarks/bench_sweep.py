@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree of thoughts over the numbers of candidates and voters: end to end against prefix caching.
+
+    python -m benchmarks.bench_sweep [--sizes 2 4 8 16] [--reps 1] [--candidate-tokens 48]
+    python -m benchmarks.bench_sweep --full
+
+(a) identical voters, whose prompts are one text; (b) voters who read a role of their own first. As
+in Figure 5 of *Prompt Choreography*. Answers are given, of the same lengths in every cell, and
+replayed on both sides in turn: see `sides`, `script`. `--full`: candidates of 400 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import (
+    command_line,
+    machine,
+    machine_line,
+    median,
+    read_csv,
+    set_environment,
+    table,
+    write_csv,
+)
+from benchmarks.pictures import INK, panels, save_picture
+from benchmarks.sides import SIDES, Side, check_chain, replay_in_turn
+from benchmarks.stats import bootstrap_interval
+from vllm_choreo.workflows.transcript import Transcript
+
+SIZES = (2, 4, 8, 16)
+# Ratio of the best cell, at least.
+BARS = {"identical voters": 2.2, "voters with roles": 4.0}
+STAGES = ("task", "candidates", "votes", "answer")
+KV_CACHE_GIB = 8  # so that 16 voters' own copies of 16 candidates fit
+MAX_MODEL_LEN = 8192
+QUESTION = (
+    "A rectangular garden is twice as long as it is wide. A path of 1.5 metres runs around it on "
+    "the outside, and the path alone covers 117 square metres. The owner wants to plant one rose "
+    "for every 4 square metres of the garden. How many roses does she need, and how long must the "
+    "fence be that encloses garden and path together?"
+)
+ROLE = "You are judge number {} of {}. You judge solutions by whether {}."
+CRITERIA = (
+    "every step follows from the one before",
+    "the numbers are right",
+    "the question is answered in full",
+    "the reasoning is easy to follow",
+)
+
+
+def main() -> int:
+    args = _arguments()
+    set_environment(KV_CACHE_GIB)
+    with contextlib.ExitStack() as stack:
+        names = ["choreo", args.stock]
+        sides = [stack.enter_context(Side(name, KV_CACHE_GIB, MAX_MODEL_LEN)) for name in names]
+        check_chain(sides)
+        print("chain of messages = plain text on both sides: same greedy tokens", flush=True)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        rows: list[dict[str, Any]] = []
+        cells = list(itertools.product(BARS, args.sizes, args.sizes))
+        for turn, (kind, candidates, voters) in enumerate(cells):
+            path = folder / f"{turn}.json"
+            _write_script(sides[0], path, kind, candidates, voters, args)
+            if turn == 0:
+                replay_in_turn(sides, path, 0)  # what is done once only shall not be timed
+            for rep in range(args.reps):
+                runs = replay_in_turn(sides, path, turn + rep)
+                rows.append(_row(kind, candidates, voters, rep, runs, args))
+                print(rows[-1], flush=True)
+    record = {**machine(), "command": command_line("bench_sweep")}
+    write_csv("sweep", rows, **record)
+    print(section())
+    return int(not bars_reached(rows))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="as the paper; over an hour")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--reps", type=int, default=1)
+    parser.add_argument("--candidate-tokens", type=int, default=48)
+    parser.add_argument("--vote-tokens", type=int, default=12)
+    parser.add_argument("--final-tokens", type=int, default=12)
+    stock = [side for side in SIDES if side != "choreo"]
+    parser.add_argument("--stock", choices=stock, default=stock[0], help="block size of the rival")
+    args = parser.parse_args()
+    if args.full:
+        args.reps = 3
+        args.candidate_tokens, args.vote_tokens, args.final_tokens = 400, 100, 100
+    return args
+
+
+def _write_script(
+    side: Side, path: Path, kind: str, candidates: int, voters: int, args: argparse.Namespace
+) -> None:
+    """The transcript of a cell."""
+    roles = [ROLE.format(i + 1, voters, CRITERIA[i % len(CRITERIA)]) for i in range(voters)]
+    inputs = {
+        "question": QUESTION,
+        "candidates": candidates,
+        "voters": roles if kind == "voters with roles" else voters,
+    }
+    # By a word of the headers of the three kinds of answers.
+    lengths = {
+        "Candidate": args.candidate_tokens,
+        "best": args.vote_tokens,
+        "Final": args.final_tokens,
+    }
+    side.ask("script", workflow="tree_of_thoughts", inputs=inputs, lengths=lengths, path=str(path))
+
+
+def _row(
+    kind: str,
+    candidates: int,
+    voters: int,
+    rep: int,
+    runs: Mapping[str, Transcript],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    choreo, stock = runs["choreo"], runs[args.stock]
+    row = {"kind": kind, "candidates": candidates, "voters": voters, "rep": rep}
+    for name, run in (("stock", stock), ("choreo", choreo)):
+        row[f"{name}_s"] = round(run.seconds, 4)
+        for stage in STAGES:
+            row[f"{name}_{stage}_s"] = round(_stage_seconds(run, stage), 4)
+        row[f"{name}_vote_ttft_s"] = round(
+            median(s.message.metrics.ttft for s in run.steps if s.stage == "votes"), 4
+        )
+    return {
+        **row,
+        "question_tokens": choreo.steps[0].message.num_tokens,
+        "candidate_tokens": args.candidate_tokens,
+        "vote_tokens": args.vote_tokens,
+        "final_tokens": args.final_tokens,
+        "stock_side": args.stock,
+    }
+
+
+def _stage_seconds(run: Transcript, stage: str) -> float:
+    """From the submission of a stage's calls to the end of the last one.
+
+    The task is ready when the candidates are submitted.
+    """
+    if stage == "task":
+        return min(s.message.metrics.submitted for s in run.steps if s.stage == "candidates")
+    return max(s.message.metrics.latency for s in run.steps if s.stage == stage)
+
+
+# -- the page ------------------------------------------------------------------------------------
+
+
+def section() -> str:
+    """This benchmark's part of RESULTS.md and its picture, from its CSV file."""
+    rows = read_csv("sweep")
+    if not rows:
+        return ""
+    first = rows[0]
+    picture = _draw({kind: _medians(rows, kind) for kind in BARS})
+    parts = [
+        "## Tree of thoughts, by candidates and voters",
+        f"End to end, stock vLLM with prefix caching ({first['stock_side'].partition(', ')[2]} "
+        "block size, in a process without the plugin) / choreographed: above 1, choreography is "
+        f"faster. Question {first['question_tokens']} tokens, candidates "
+        f"{first['candidate_tokens']}, votes {first['vote_tokens']}, final answer "
+        f"{first['final_tokens']}; the same given tokens on both sides, in turn. Medians of "
+        f"{len({row['rep'] for row in rows})} runs; in brackets, for more than one run, their 95% "
+        "bootstrap interval.",
+        f"![ratios](results/{picture.name})",
+    ]
+    for kind, bar in BARS.items():
+        best = max(_medians(rows, kind).values())
+        verdict = "reached" if best >= bar else "MISSED"
+        parts += [
+            f"**{kind.capitalize()}.** Best cell {best:.2f}; bar {bar}: {verdict}.",
+            _grid(rows, kind),
+        ]
+    return "\n\n".join([*parts, _below_one(rows), machine_line(rows)])
+
+
+def _draw(maps: Mapping[str, Mapping[tuple[int, int], float]]) -> Path:
+    """A heat map per kind of voters; blue is faster than the rival, red slower."""
+    from matplotlib.colors import TwoSlopeNorm
+
+    figure, all_axes = panels([f"{kind}: ratio end to end" for kind in maps])
+    highest = max(value for cells in maps.values() for value in cells.values())
+    norm = TwoSlopeNorm(vmin=0.5, vcenter=1.0, vmax=max(1.5, highest))
+    for axes, cells in zip(all_axes, maps.values(), strict=True):
+        rows, columns = (sorted({cell[i] for cell in cells}) for i in range(2))
+        values = [[cells[row, column] for column in columns] for row in rows]
+        axes.imshow(values, norm=norm, cmap="RdBu", origin="lower", aspect="auto")
+        axes.grid(False)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_xlabel("voters", color=INK)
+        axes.set_ylabel("candidates", color=INK)
+        for y, line in enumerate(values):
+            for x, value in enumerate(line):
+                shade = "white" if value > 1 + 0.6 * (highest - 1) else INK
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=shade)
+    return save_picture(figure, "sweep")
+
+
+def bars_reached(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the best cell of either kind is good enough."""
+    return all(max(_medians(rows, kind).values()) >= bar for kind, bar in BARS.items())
+
+
+def _ratios(rows: Sequence[Mapping[str, Any]], kind: str) -> dict[tuple[int, int], list[float]]:
+    """Stock / choreographed of every run, by (candidates, voters)."""
+    cells: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        if row["kind"] == kind:
+            cell = (int(row["candidates"]), int(row["voters"]))
+            cells.setdefault(cell, []).append(float(row["stock_s"]) / float(row["choreo_s"]))
+    return cells
+
+
+def _medians(rows: Sequence[Mapping[str, Any]], kind: str) -> dict[tuple[int, int], float]:
+    return {cell: median(values) for cell, values in _ratios(rows, kind).items()}
+
+
+def _grid(rows: Sequence[Mapping[str, Any]], kind: str) -> str:
+    ratios = _ratios(rows, kind)
+    columns = sorted({voters for _, voters in ratios})
+    lines = [
+        (count, *(_cell(ratios[count, voters]) for voters in columns))
+        for count in sorted({candidates for candidates, _ in ratios})
+    ]
+    return table(("candidates", *(f"{voters} voters" for voters in columns)), lines)
+
+
+def _cell(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    low, high = bootstrap_interval(values)
+    return f"{median(values):.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _below_one(rows: Sequence[Mapping[str, str]]) -> str:
+    """Where choreography is slower, and in which stage it loses the time."""
+    slow = [
+        (kind, cell) for kind in BARS for cell, ratio in _medians(rows, kind).items() if ratio < 1
+    ]
+    if not slow:
+        return "No cell is below 1."
+    lost = {stage: sum(_lost(rows, kind, cell, stage) for kind, cell in slow) for stage in STAGES}
+    shares = ", ".join(f"{stage} {1e3 * seconds:+.0f} ms" for stage, seconds in lost.items())
+    return (
+        f"Below 1 are {len(slow)} cells: "
+        + ", ".join(f"{b} candidates x {v} voters ({kind})" for kind, (b, v) in slow)
+        + f". In them, choreographed stages took longer by, in sum: {shares}. The task is the "
+        "prefill of question, ballot and roles, which as text costs nothing until a call reads "
+        "them; votes are where choreography saves, and few short candidates leave little to save."
+    )
+
+
+def _lost(rows: Sequence[Mapping[str, str]], kind: str, cell: tuple[int, int], stage: str) -> float:
+    """Median seconds by which a stage took longer choreographed."""
+    return median(
+        float(row[f"choreo_{stage}_s"]) - float(row[f"stock_{stage}_s"])
+        for row in rows
+        if row["kind"] == kind and (int(row["candidates"]), int(row["voters"])) == cell
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
