@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_model(commands)
     _add_demo(commands)
+    _add_run(commands)
     _add_doctor(commands)
     _add_inspect(commands)
     return parser
@@ -105,6 +106,15 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--limit", type=_positive, metavar="N", help="run N tasks only (default: all)"
     )
+
+
+def _add_run(commands: _Commands[argparse.ArgumentParser]) -> None:
+    from vllm_choreo.run.options import add_arguments
+
+    text = "run a workflow on problems; write transcripts and a page that shows them"
+    parser = commands.add_parser("run", help=text, description=text)
+    parser.set_defaults(module="vllm_choreo.run.command")
+    add_arguments(parser)
 
 
 def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:

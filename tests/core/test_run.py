@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-choreo run` up to the engine: arguments, tasks, files, the table, and Ctrl-C."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.core.notes import Notes
+from tests.core.transcripts import debate
+from vllm_choreo import cli
+from vllm_choreo.data import Problem
+from vllm_choreo.run import command
+from vllm_choreo.run.command import modes_of, run_tasks
+from vllm_choreo.run.options import OPTIONS, WORKFLOWS
+from vllm_choreo.run.report import Result, question_of, save_transcript, table
+from vllm_choreo.run.tasks import Task, tasks_of
+from vllm_choreo.workflows.replay import Replay
+from vllm_choreo.workflows.transcript import Transcript
+
+
+def parsed(*arguments: str) -> Namespace:
+    return cli._parser().parse_args(["run", *arguments])
+
+
+def program(workflow: str) -> Callable[..., Transcript]:
+    """A workflow's function."""
+    function: Callable[..., Transcript] = getattr(
+        importlib.import_module(f"vllm_choreo.workflows.{workflow}"), workflow
+    )
+    return function
+
+
+def lines(path: Path, *rows: Any) -> str:
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    )
+    return str(path)
+
+
+# -- arguments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_options_are_arguments_of_the_workflow_and_name_its_defaults(workflow: str) -> None:
+    given = inspect.signature(program(workflow)).parameters
+    for name, settings in OPTIONS.get(workflow, {}).items():
+        default = given[name].default
+        shown = " ".join(default) if isinstance(default, tuple) else str(default)
+        assert settings["help"].endswith(f"(default: {shown})")
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_every_workflow_runs_on_problems_of_its_own(workflow: str) -> None:
+    tasks = tasks_of(parsed(workflow, "--limit", "2", "--seed", "7"))
+    assert len(tasks) == 2 and tasks[0].inputs != tasks[1].inputs
+    for task in tasks:
+        transcript = program(workflow)(Notes(), **task.inputs)
+        assert transcript.decodes() and transcript.answers
+        assert question_of(task, transcript)
+        assert len(task.expected()) == len(task.problems)
+        assert task.is_right(transcript.answers) in ((False,) if task.problems else (None,))
+    assert [task.inputs for task in tasks_of(parsed(workflow, "--limit", "2", "--seed", "7"))] == [
+        task.inputs for task in tasks
+    ]
+
+
+def test_options_reach_the_workflow() -> None:
+    given = ("--candidates", "2", "--voters", "3", "--max-tokens", "9", "--temperature", "0")
+    (task,) = tasks_of(parsed("tree_of_thoughts", "--limit", "1", *given))
+    assert (task.inputs["candidates"], task.inputs["voters"]) == (2, 3)
+    assert task.inputs["sampling_params"].max_tokens == task.inputs["vote_params"].max_tokens == 9
+    (game,) = tasks_of(parsed("prisoners_dilemma", "--strategies", "none", "always defect"))
+    assert game.inputs["strategies"] == ["none", "always defect"]
+    played = program("prisoners_dilemma")(Notes(), **game.inputs)
+    assert "strategies: none, always defect" in question_of(game, played)
+    assert game.expected() == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("no_such_workflow",),
+        ("direct", "--limit", "0"),
+        ("direct", "--limit", "many"),
+        ("direct", "--temperature", "hot"),
+        ("direct", "--seed", "-1"),
+        ("direct", "--rounds", "2"),
+        ("direct", "--mode", "fast"),
+        ("multi_qa", "--variant", "diagonal"),
+        ("prisoners_dilemma", "--data", "file.jsonl"),
+        ("prisoners_dilemma", "--leak", "all"),
+    ],
+)
+def test_what_the_arguments_cannot_be(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", *arguments])
+    assert ended.value.code == 2
+    assert "Traceback" not in (error := capsys.readouterr().err)
+    assert arguments[-1] in error.splitlines()[-1]
+
+
+GOOD = {"question": "Who?", "answers": ["Anna"]}
+
+
+@pytest.mark.parametrize(
+    ("workflow", "rows", "said"),
+    [
+        ("direct", None, "No such file"),
+        ("direct", [GOOD, "no JSON\n"], "line 2"),
+        ("direct", [{"question": "Who?"}], "line 1"),
+        ("direct", [], "no rows"),
+        ("multi_qa", [GOOD, GOOD, GOOD], "one is left over"),
+        ("branch_solve_merge", [GOOD], "concepts"),
+    ],
+)
+def test_files_that_do_not_suit(
+    workflow: str,
+    rows: list[Any] | None,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "start_engine", None)  # nothing may get so far
+    data = tmp_path / "data.jsonl"
+    if rows is not None:
+        lines(data, *rows)
+    assert cli.main(["run", workflow, "--data", str(data), "--out", str(tmp_path / "out")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vllm-choreo: ") and said in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines(tmp_path / "file")
+    assert cli.main(["run", "direct", "--out", str(tmp_path / "file" / "out")]) == 1
+    assert "cannot make the folder" in capsys.readouterr().err
+
+
+# -- problems ------------------------------------------------------------------------------------
+
+
+def test_documents_stand_before_the_question(tmp_path: Path) -> None:
+    row = {
+        **GOOD,
+        "ctxs": [{"title": "Bicycles", "text": "Anna owns one."}, {"text": "Bob: none."}],
+    }
+    (task,) = tasks_of(parsed("direct", "--data", lines(tmp_path / "nq.jsonl", row)))
+    assert task.inputs["question"] == "Bicycles\nAnna owns one.\n\nBob: none.\n\nWho?"
+    assert task.source == "nq.jsonl"
+
+
+def test_a_limit_counts_runs(tmp_path: Path) -> None:
+    data = lines(tmp_path / "data.jsonl", *[{**GOOD, "question": f"Who {i}?"} for i in range(6)])
+    assert len(tasks_of(parsed("direct", "--data", data))) == 6
+    tasks = tasks_of(parsed("multi_qa", "--data", data, "--limit", "2"))
+    assert [task.inputs["questions"] for task in tasks] == [
+        ["Who 0?", "Who 1?"],
+        ["Who 2?", "Who 3?"],
+    ]
+
+
+def number(answer: str) -> Problem:
+    return Problem(f"n/{answer}", "How many?", (answer,), "number")
+
+
+def test_most_answers_must_be_right_on_every_problem() -> None:
+    one = Task("n", "n", {}, (number("4"),))
+    assert one.is_right(["4", "#### 4", "5"]) is True
+    assert one.is_right(["4", "5"]) is False
+    anna = Problem("a", "Who?", ("Anna", "Ann"), "trivia")
+    both = Task("n", "n", {}, (anna, Problem("b", "Where?", ("Rome",), "trivia")))
+    assert both.is_right(["Anna lives in Rome."]) is True
+    assert both.is_right(["Anna"]) is False
+    assert both.expected() == ["Anna / Ann", "Rome"]
+
+
+# -- replay --------------------------------------------------------------------------------------
+
+
+def test_a_saved_transcript_is_a_task_again(tmp_path: Path) -> None:
+    (task,) = tasks_of(parsed("tree_of_thoughts", "--limit", "1", "--voters", "2"))
+    transcript = program("tree_of_thoughts")(Notes(), **task.inputs)
+    path = tmp_path / "transcript.json"
+    save_transcript(Result(task, transcript, False), path)
+    assert [file.name for file in tmp_path.iterdir()] == ["transcript.json"]
+    (again,) = tasks_of(parsed("tree_of_thoughts", "--replay", str(path)))
+    assert (again.id, again.source, again.problems) == (task.id, task.source, task.problems)
+    assert again.inputs == {**task.inputs, "candidates": 8}  # the default that was taken
+    assert again.recorded is not None
+    with Replay(Notes(mode="baseline"), again.recorded) as replay:
+        repeated = program("tree_of_thoughts")(replay, **again.inputs)
+    assert (repeated.mode, repeated.answers) == ("baseline", transcript.answers)
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "said"),
+    [
+        (json.dumps(debate()), ("direct",), "parallel_debate, not of direct"),
+        (json.dumps(debate()), ("parallel_debate", "--rounds", "2"), "leave out --rounds"),
+        (json.dumps(debate()), ("parallel_debate", "--max-tokens", "2"), "leave out --max-tokens"),
+        (json.dumps({**debate(), "format": 99}), ("parallel_debate",), "format 1"),
+        ("[1, 2]", ("direct",), "no transcript"),
+        ('{"format": 1}', ("direct",), "no transcript"),
+        ("", ("direct",), "no transcript"),
+    ],
+)
+def test_transcripts_that_cannot_be_replayed(
+    content: str,
+    arguments: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(content)
+    assert cli.main(["run", *arguments, "--replay", str(path), "--out", str(tmp_path / "out")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+# -- what is left behind -------------------------------------------------------------------------
+
+
+def result(mode: str, correct: bool | None, source: str = "sums") -> Result:
+    transcript = Transcript.from_json(debate(mode, rounds=1))
+    return Result(Task("n", source, {}, ()), transcript, correct)
+
+
+def test_the_table_sums_up_each_set_of_problems_and_mode() -> None:
+    results = [result("choreo", True), result("choreo", False), result("baseline", True)]
+    results.append(result("choreo", None, "games"))
+    head, _, *rows = table(results).splitlines()
+    assert re.split(r"\s{2,}", head) == [
+        *("problems", "mode", "right", "calls", "reused", "encoded", "TTFT", "seconds")
+    ]
+    one = debate(rounds=1)["steps"]
+    reused = sum(step["usage"]["reused_tokens"] for step in one)
+    encoded = sum(step["usage"]["encoded_tokens"] for step in one)
+    seconds = debate(rounds=1)["seconds"]
+    assert re.split(r"\s{2,}", rows[0]) == [
+        *("sums", "choreo", "1 of 2", "16", f"{2 * reused:,}", f"{2 * encoded:,}"),
+        *("50 ms", f"{2 * seconds:.1f}"),
+    ]
+    assert [re.split(r"\s{2,}", row)[:3] for row in rows[1:]] == [
+        ["sums", "baseline", "1 of 1"],
+        ["games", "choreo", "- of 1"],
+    ]
+
+
+def test_ctrl_c_leaves_what_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = tasks_of(parsed("parallel_debate", "--limit", "3"))
+    runs = iter(
+        [Transcript.from_json(debate(mode)) for mode in ("choreo", "baseline", "choreo")] + [None]
+    )
+
+    def run(*_: Any) -> Transcript:
+        transcript = next(runs)
+        if transcript is None:
+            raise KeyboardInterrupt
+        return transcript
+
+    monkeypatch.setattr(command, "warm_up", lambda llm, modes: None)
+    monkeypatch.setattr(command, "_run", run)
+    llm = SimpleNamespace(model_config=SimpleNamespace(model="small"))
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(llm, tasks, "parallel_debate", modes_of("both"), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("transcript-001-choreo.json", "transcript-001-baseline.json"),
+        *("transcript-002-choreo.json", "index.html"),
+    }
+    for path in tmp_path.glob("*.json"):
+        assert len(Transcript.load(path).steps) == 14
+    page = (tmp_path / "index.html").read_text()
+    assert all(task.problems[0].question in page for task in tasks[:2])
+    assert tasks[2].problems[0].question not in page

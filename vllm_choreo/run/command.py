@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-choreo run`: runs the tasks one after the other and saves each as soon as it is done."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.run.engine import start_engine, warm_up
+from vllm_choreo.run.report import Result, facts_of, save_page, save_transcript, table
+from vllm_choreo.run.tasks import Task, tasks_of
+from vllm_choreo.workflows.transcript import Transcript
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run a workflow, print a table, write transcripts and a page.
+
+    Args:
+        args: see `vllm_choreo.run.options`.
+
+    Returns:
+        The exit status: 0, or 1 if a task failed.
+
+    Raises:
+        ChoreoError: the arguments do not make sense, or the engine does not start.
+    """
+    tasks = tasks_of(args)
+    _make_folder(args.out)
+    llm = start_engine(args.model, args.max_model_len, forces_tokens=bool(args.replay))
+    return run_tasks(llm, tasks, args.workflow, modes_of(args.mode), args.out)
+
+
+def modes_of(mode: str) -> tuple[str, ...]:
+    """The modes that a run takes, in turn."""
+    return ("choreo", "baseline") if mode == "both" else (mode,)
+
+
+def run_tasks(
+    llm: Any, tasks: Sequence[Task], workflow: str, modes: Sequence[str], out: Path
+) -> int:
+    """Run every task in every mode on an engine.
+
+    Args:
+        llm: see `start_engine`.
+        tasks: at least one.
+        workflow: the name of its function.
+        modes: of `Choreography`.
+        out: an existing folder for the transcripts and `index.html`.
+
+    Returns:
+        The exit status: 0, or 1 if a task failed.
+    """
+    warm_up(llm, modes)
+    results: list[Result] = []
+    errors: list[str] = []
+    try:
+        _run_all(llm, tasks, workflow, modes, out, results, errors)
+    finally:
+        # After Ctrl-C too: what is complete is shown.
+        if results:
+            facts = facts_of(llm.model_config.model, modes, tasks[0])
+            save_page(workflow, results, facts, out / "index.html")
+            print(table(results))
+            print(f"\nOpen {out / 'index.html'}")
+        for error in errors:
+            print(f"vllm-choreo: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _run_all(
+    llm: Any,
+    tasks: Sequence[Task],
+    workflow: str,
+    modes: Sequence[str],
+    out: Path,
+    results: list[Result],
+    errors: list[str],
+) -> None:
+    """Append to `results` and `errors`."""
+    from tqdm import tqdm
+
+    with tqdm(unit="call", leave=False) as bar:
+        for number, task in enumerate(tasks, start=1):
+            for mode in modes:
+                bar.set_description(f"{workflow} {number}/{len(tasks)}, {mode}")
+                try:
+                    transcript = _run(llm, task, workflow, mode, lambda step: bar.update())
+                except ChoreoError as error:
+                    errors.append(f"{task.id}, {mode}: {error}")
+                    continue
+                results.append(Result(task, transcript, task.is_right(transcript.answers)))
+                save_transcript(results[-1], out / _file_name(number, len(tasks), mode, modes))
+                # The runs to come will make about as many calls as those before.
+                bar.total = round(bar.n / len(results) * len(tasks) * len(modes))
+
+
+def _run(
+    llm: Any, task: Task, workflow: str, mode: str, on_step: Callable[[Any], None]
+) -> Transcript:
+    from vllm_choreo.choreography import Choreography
+    from vllm_choreo.workflows.replay import Replay
+
+    program = getattr(importlib.import_module(f"vllm_choreo.workflows.{workflow}"), workflow)
+    # Within a run the baseline has all the caching that vLLM offers; from earlier runs nothing.
+    llm.reset_prefix_cache()
+    with Choreography(llm, mode=mode) as c:
+        if task.recorded is None:
+            transcript: Transcript = program(c, **task.inputs, on_step=on_step)
+            return transcript
+        with Replay(c, task.recorded) as replay:
+            transcript = program(replay, **task.inputs, on_step=on_step)
+        return transcript
+
+
+def _file_name(number: int, num_tasks: int, mode: str, modes: Sequence[str]) -> str:
+    """`transcript.json`, with the number if there are several tasks, and the mode likewise."""
+    parts = ["transcript"]
+    parts += [f"{number:03}"] if num_tasks > 1 else []
+    parts += [mode] if len(modes) > 1 else []
+    return "-".join(parts) + ".json"
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ChoreoError(f"cannot make the folder {path}: {error.strerror}") from error
