@@ -84,7 +84,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true", help="as the paper; over an hour")
+    parser.add_argument("--full", action="store_true", help="lengths as in the paper; an hour")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--reps", type=int, default=1)
     parser.add_argument("--candidate-tokens", type=int, default=48)
@@ -92,11 +92,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--final-tokens", type=int, default=12)
     stock = [side for side in SIDES if side != "choreo"]
     parser.add_argument("--stock", choices=stock, default=stock[0], help="block size of the rival")
-    args = parser.parse_args()
-    if args.full:
-        args.reps = 3
-        args.candidate_tokens, args.vote_tokens, args.final_tokens = 400, 100, 100
-    return args
+    if "--full" in sys.argv:
+        parser.set_defaults(reps=2, candidate_tokens=400, vote_tokens=100, final_tokens=100)
+    return parser.parse_args()
 
 
 def _write_script(
@@ -172,8 +170,8 @@ def section() -> str:
         f"faster. Question {first['question_tokens']} tokens, candidates "
         f"{first['candidate_tokens']}, votes {first['vote_tokens']}, final answer "
         f"{first['final_tokens']}; the same given tokens on both sides, in turn. Medians of "
-        f"{len({row['rep'] for row in rows})} runs; in brackets, for more than one run, their 95% "
-        "bootstrap interval.",
+        f"{len({row['rep'] for row in rows})} run(s) of each side; in brackets, for more than one, "
+        "their 95% bootstrap interval.",
         f"![ratios](results/{picture.name})",
     ]
     for kind, bar in BARS.items():
@@ -204,7 +202,7 @@ def _draw(maps: Mapping[str, Mapping[tuple[int, int], float]]) -> Path:
         axes.set_ylabel("candidates", color=INK)
         for y, line in enumerate(values):
             for x, value in enumerate(line):
-                shade = "white" if value > 1 + 0.6 * (highest - 1) else INK
+                shade = INK if 0.2 < norm(value) < 0.8 else "white"
                 axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=shade)
     return save_picture(figure, "sweep")
 

@@ -17,6 +17,8 @@ class Notes:
         batches: how many calls each decode made.
         sampling: sampling parameters by message id.
         places: (offsets, new_offset) by message id.
+
+    The clock ticks once per call or list of calls: this is when its messages were submitted.
     """
 
     def __init__(self, *replies: str, mode: str = "choreo") -> None:
@@ -26,11 +28,13 @@ class Notes:
         self.sampling: dict[str, Any] = {}
         self.places: dict[str, Any] = {}
         self.count = 0
+        self.clock = 0
 
     def prefill(self, tokens: Any, **arguments: Any) -> Any:
         many = isinstance(tokens, list)
         items = tokens if many else [{"tokens": tokens, **arguments}]
         messages = [self._message(item["tokens"], item, "") for item in items]
+        self.clock += 1
         return messages if many else messages[0]
 
     def decode(self, header: Any, sampling_params: Any = None, **arguments: Any) -> Any:
@@ -43,6 +47,7 @@ class Notes:
             message = self._message(item["header"], item, self._reply(params))
             self.sampling[message.id] = params
             messages.append(message)
+        self.clock += 1
         return messages if many else messages[0]
 
     def _reply(self, params: Any) -> str:
@@ -67,7 +72,7 @@ class Notes:
             logprobs=None,
             finish_reason="stop" if reply else None,
             usage=Usage(True, 0, 0, len(text + reply)),
-            metrics=Metrics(0.0, None, 0.0, 0.0),
+            metrics=Metrics(float(self.clock), None, 0.0, 0.0),
         )
         self.places[message.id] = (item.get("offsets"), item.get("new_offset"))
         return message
