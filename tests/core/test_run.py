@@ -212,6 +212,7 @@ def test_a_saved_transcript_is_a_task_again(tmp_path: Path) -> None:
         (json.dumps(debate()), ("parallel_debate", "--rounds", "2"), "leave out --rounds"),
         (json.dumps(debate()), ("parallel_debate", "--max-tokens", "2"), "leave out --max-tokens"),
         (json.dumps({**debate(), "format": 99}), ("parallel_debate",), "format 1"),
+        (json.dumps({**debate(), "task": {}}), ("parallel_debate",), "no transcript"),
         ("[1, 2]", ("direct",), "no transcript"),
         ('{"format": 1}', ("direct",), "no transcript"),
         ("", ("direct",), "no transcript"),

@@ -84,7 +84,7 @@ def _run_all(
     """Append to `results` and `errors`."""
     from tqdm import tqdm
 
-    with tqdm(unit="call", leave=False) as bar:
+    with tqdm(unit=" call", leave=False) as bar:
         for number, task in enumerate(tasks, start=1):
             for mode in modes:
                 bar.set_description(f"{workflow} {number}/{len(tasks)}, {mode}")

@@ -67,14 +67,15 @@ def facts_of(model: str, modes: Sequence[str], task: Task) -> dict[str, str]:
     """What the page says about the run as a whole."""
     import vllm
 
+    facts = {"model": Path(model).name, "mode": " and ".join(modes), "vLLM": vllm.__version__}
+    if task.recorded is not None:
+        return {**facts, "tokens": "replayed"}
     sampling = task.inputs["sampling_params"]
     return {
-        "model": Path(model).name,
-        "mode": " and ".join(modes),
+        **facts,
         "temperature": f"{sampling.temperature:g}",
         "seed": str(sampling.seed),
-        "tokens": "replayed" if task.recorded else f"at most {sampling.max_tokens} per answer",
-        "vLLM": vllm.__version__,
+        "tokens": f"at most {sampling.max_tokens} per answer",
     }
 
 

@@ -206,14 +206,20 @@ def _replayed(args: argparse.Namespace) -> list[Task]:
 def _recorded(workflow: str, path: Path) -> Task:
     try:
         data = json.loads(path.read_text("utf-8"))
-        transcript = Transcript.from_json(data)
+        task = _task(data, path)
     except OSError as error:
         raise _unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ChoreoError(f"{path} is no transcript of `vllm-choreo run` ({reason})") from error
-    if transcript.workflow != workflow:
-        raise ChoreoError(f"{path} is a transcript of {transcript.workflow}, not of {workflow}")
+    if data["workflow"] != workflow:
+        raise ChoreoError(f"{path} is a transcript of {data['workflow']}, not of {workflow}")
+    return task
+
+
+def _task(data: dict[str, Any], path: Path) -> Task:
+    """The task that a transcript is of; without problems if it was saved by another program."""
+    transcript = Transcript.from_json(data)
     about = data.get("task", {"id": path.stem, "source": path.name, "problems": []})
     return Task(
         id=about["id"],
