@@ -14,6 +14,7 @@ from vllm import SamplingParams
 
 from tests.engine.models import VOCAB_SIZE, make_tiny_model
 from vllm_choreo import Choreography
+from vllm_choreo.errors import OffsetError
 from vllm_choreo.message import Message
 from vllm_choreo.workflows.branch_solve_merge import branch_solve_merge
 from vllm_choreo.workflows.direct import direct
@@ -25,7 +26,8 @@ from vllm_choreo.workflows.replay import Replay
 from vllm_choreo.workflows.transcript import Transcript
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
 
-MODES = ("choreo", "baseline")
+MODES = ("choreo", "exact", "baseline")
+LIKE_TEXT = ("exact", "baseline")
 ROLES = ["Be brief.", "Be exact."]
 QUESTIONS = ["Who came first?", "What is seven times eight?"]
 CONCEPTS = ["dog", "tree", "run"]
@@ -122,8 +124,16 @@ def logprobs(log: Transcript) -> list[float]:
     return [logprob for step in log.decodes() for logprob in logprobs_of(step.message)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", WORKFLOWS)
+def modes_of(name: str) -> tuple[str, ...]:
+    """In exact mode all is text, and no two texts lie in one place."""
+    return tuple(
+        mode for mode in MODES if (mode, name.rpartition(", ")[2]) != ("exact", "parallel")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [(name, mode) for name in WORKFLOWS for mode in modes_of(name)]
+)
 def test_a_workflow_runs_and_its_record_is_replayed(
     llm: Any, name: str, mode: str, tmp_path: Path
 ) -> None:
@@ -131,17 +141,17 @@ def test_a_workflow_runs_and_its_record_is_replayed(
     log = run(llm, mode, workflow)
     assert log.workflow == name.partition(",")[0] and log.mode == mode
     assert log.answers and log.decodes()
-    if mode == "baseline":
+    if mode in LIKE_TEXT:
         assert all(step.message.usage.exact for step in log.steps)
 
     log.save(tmp_path / "run.json")
     loaded = Transcript.load(tmp_path / "run.json")
-    for other in MODES:
+    for other in modes_of(name):
         again = run(llm, other, workflow, loaded)
         assert again.mode == other
         assert tokens(again) == tokens(log)
         assert again.answers == log.answers
-        if other == mode:
+        if other == mode or {mode, other} == set(LIKE_TEXT):
             assert logprobs(again) == pytest.approx(logprobs(log), abs=LOGPROB_TOLERANCE)
 
 
@@ -166,6 +176,12 @@ def test_the_variant_baseline_is_plain_text_and_the_others_are_not(
     assert log.steps[-1].message.usage.exact is is_exact
     same = logprobs(log) == pytest.approx(logprobs(text), abs=LOGPROB_TOLERANCE)
     assert same is is_exact
+
+
+@pytest.mark.parametrize("name", ["multi_qa, parallel", "branch_solve_merge, parallel"])
+def test_messages_in_one_place_are_no_text(llm: Any, name: str) -> None:
+    with pytest.raises(OffsetError, match="in exact mode"):
+        run(llm, "exact", WORKFLOWS[name])
 
 
 def test_parallel_questions_are_read_at_one_place(llm: Any) -> None:
