@@ -14,14 +14,12 @@ the engine refuses whatever reaches it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from vllm_choreo.errors import DeniedMessageError
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Trace:
-    """The history of one message.
+    """The history of one message; immutable. No dataclass: `asdict` would unfold it into a tree.
 
     Attributes:
         id: of the message.
@@ -29,9 +27,17 @@ class Trace:
         origin: for a copy (the same tokens, encoded anew), that of the message copied, as text.
     """
 
-    id: str
-    parents: tuple[Trace, ...] = ()
-    origin: Trace | None = None
+    __slots__ = ("id", "origin", "parents")
+
+    def __init__(
+        self, message_id: str, parents: tuple[Trace, ...] = (), origin: Trace | None = None
+    ) -> None:
+        self.id = message_id
+        self.parents = parents
+        self.origin = origin
+
+    def __repr__(self) -> str:
+        return f"Trace({self.id!r}, {len(self.parents)} parents)"
 
     def as_text(self) -> Trace:
         """The history of the tokens alone: what they were encoded with is left behind."""
@@ -56,7 +62,7 @@ class Trace:
         steps = self._walk()
         for index, (trace, _) in enumerate(steps):
             if index and trace.id in denied:
-                raise _refusal(_path(steps, index))
+                raise _refusal(_path(steps, index), denied)
 
     def _walk(self) -> list[tuple[Trace, int]]:
         """Every node of the history, nearest first, and the index of the node that led to it."""
@@ -85,22 +91,24 @@ def trace_of(
     return Trace(message_id, read, origin.as_text() if origin else None)
 
 
-def _path(steps: Sequence[tuple[Trace, int]], index: int) -> list[str]:
-    """The ids from a node of the history to the parent by which it came, both included."""
+def _path(steps: Sequence[tuple[Trace, int]], index: int) -> list[Trace]:
+    """From a node of the history to the parent by which it came, both included."""
     path = []
     while index:
         trace, index = steps[index]
-        path.append(trace.id)
+        path.append(trace)
     return path
 
 
-def _refusal(path: Sequence[str]) -> DeniedMessageError:
-    names = " ← ".join(message_id.rpartition("/")[2] for message_id in path)
-    if len(path) == 1:
-        reason = f"{names} is denied to this call: leave it out"
-    else:
-        reason = (
-            f"the call would read traces of a message that is denied to it: {names}; let it read "
-            "a copy encoded without them (reencode), or leave the last one out"
-        )
-    return DeniedMessageError(reason, parameter="parents", value=list(path))
+def _refusal(path: Sequence[Trace], denied: Collection[str]) -> DeniedMessageError:
+    names = " ← ".join(trace.id.rpartition("/")[2] for trace in path)
+    advice = (
+        "leave it out"
+        if path[-1].as_text().carries(denied)
+        else "name a copy that was encoded without them (reencode), or call with mode='exact'"
+    )
+    return DeniedMessageError(
+        f"the call would read traces of a message that is denied to it: {names}; {advice}",
+        parameter="parents",
+        value=[trace.id for trace in path],
+    )

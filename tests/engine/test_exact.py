@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from vllm_choreo import Choreography
 from vllm_choreo.message import Message
+from vllm_choreo.params import ChoreoParams
 
 NUM_PROGRAMS = 12
 MAX_TOKENS = 6
@@ -151,3 +152,147 @@ def test_a_call_that_is_called_exact_is(llm: Any, c: Any, seed: int) -> None:
         assert answer.usage.exact or call["mode"] == "choreo"
     texts = [_text(program.calls[i]) for i in exact]
     assert_equals_requests(llm, texts, [program.answers[i] for i in exact])
+
+
+# -- what exact mode costs -----------------------------------------------------------------------
+
+
+def test_each_copy_is_encoded_once(llm: Any) -> None:
+    rng = random.Random(1)
+    with Choreography(llm) as c:
+        a, b, d = (c.prefill(_tokens(rng, n)) for n in (40, 33, 50))
+        header = _tokens(rng, 5)
+        call = {"header": header, "parents": [a, b, d], "mode": "exact"}
+        first = c.decode([call], sampling_params=_greedy())[0]
+        assert first.usage.encoded_tokens == 33 + 50 + 5 + MAX_TOKENS
+        assert first.usage.reused_tokens == 40
+        # In parallel and later, after the same beginning, nothing is encoded but the new tokens.
+        again = c.decode([call, {**call, "parents": [a, b]}, call], sampling_params=_greedy())
+        for message in again:
+            assert message.usage.encoded_tokens == 5 + MAX_TOKENS
+            assert message.usage.repositioned_tokens == 0
+        assert first.generated_token_ids == again[0].generated_token_ids
+        # What was generated in exact mode continues the chain.
+        chain = c.decode("t7", parents=[a, b, d, first], mode="exact", sampling_params=_greedy())
+        assert chain.usage.encoded_tokens == 1 + MAX_TOKENS
+        stats = c.stats()
+        assert (stats["num_copies"], stats["num_messages"]) == (2, 3 + 5 + 2)
+        # In another order everything but the first is encoded again.
+        other = c.decode(header, parents=[b, a], mode="exact", sampling_params=_greedy())
+        assert (other.usage.reused_tokens, other.usage.encoded_tokens) == (33, 40 + 5 + MAX_TOKENS)
+        # Copies go with their messages.
+        c.free(a)
+        assert c.stats()["num_copies"] == 0
+
+
+def test_parallel_calls_that_need_the_same_copy_encode_it_once(c: Choreography) -> None:
+    rng = random.Random(2)
+    a, b = c.prefill(_tokens(rng, 40)), c.prefill(_tokens(rng, 40))
+    calls = [{"header": _tokens(rng, 3), "parents": [a, b]} for _ in range(4)]
+    answers = c.decode(calls, sampling_params=_greedy())
+    total = sum(answer.usage.encoded_tokens for answer in answers)
+    assert total == 40 + 4 * (3 + MAX_TOKENS)
+    assert c.stats()["num_copies"] == 1
+
+
+def test_copies_of_equal_texts_share_their_blocks(c: Choreography) -> None:
+    rng = random.Random(3)
+    tokens = _tokens(rng, 70)
+    a, b, same = c.prefill([{"tokens": t} for t in (_tokens(rng, 9), tokens, tokens)])
+    c.decode("t7", parents=[a, b], sampling_params=_greedy(2))
+    answer = c.decode("t7", parents=[a, same], sampling_params=_greedy(2))
+    assert answer.usage.encoded_tokens == 70 - 64 + 1 + 2  # but for the last block
+
+
+def test_a_stop_string_ends_an_exact_call(llm: Any, c: Choreography) -> None:
+    rng = random.Random(4)
+    a, b = c.prefill(_tokens(rng, 40)), c.prefill(_tokens(rng, 30))
+    call = {"header": [9, 8], "parents": [a, b]}
+    free_run = c.decode([call], sampling_params=_greedy())[0]
+    c.free(a)
+    a = c.prefill(a.token_ids)
+    stop = _greedy(stop=[f"t{free_run.generated_token_ids[2]}"])
+    stopped = c.decode([9, 8], parents=[a, b], sampling_params=stop)
+    assert stopped.usage.exact and stopped.finish_reason == "stop"
+    assert stopped.generated_token_ids == free_run.generated_token_ids[: len(stopped.logprobs)]
+    # The copy of b was encoded for the draft.
+    assert stopped.usage.encoded_tokens == 30 + stopped.num_tokens
+    assert_equals_requests(llm, [_text(call)], [stopped])
+
+
+def test_positions_are_those_of_a_text_anywhere(llm: Any, c: Choreography) -> None:
+    rng = random.Random(5)
+    a, b = c.prefill(_tokens(rng, 40)), c.prefill(_tokens(rng, 30))
+    call = {"header": [9, 8], "parents": [a, b]}
+    here, there = (
+        c.decode([9, 8], parents=[a, b], sampling_params=_greedy(), **at)
+        for at in ({}, {"offsets": [100, 140], "new_offset": 170})
+    )
+    assert there.position == 170 and there.usage.exact
+    assert there.usage.repositioned_tokens == 70
+    assert_equals_requests(llm, [_text(call)] * 2, [here, there])
+    # Where only the engine knows the length of a parent.
+    draft = ChoreoParams(save_as="draft", session=c.session).apply(_greedy(3))
+    reader = ChoreoParams(
+        parents=("draft",), offsets=(0,), new_offset=9, exact=True, session=c.session
+    ).apply(_greedy(3))
+    inputs = [{"prompt_token_ids": [7, 7]}] * 2
+    outputs = llm.generate(inputs, [draft, reader], use_tqdm=False)
+    report = outputs[1].kv_transfer_params["choreo_error"]
+    assert report["type"] == "OffsetError" and "exact mode" in report["message"]
+
+
+def test_parents_that_are_still_generated(llm: Any, c: Choreography) -> None:
+    """The engine chains exact calls itself: copies of what is not known yet are made when it is."""
+    rng = random.Random(6)
+    names = ("one", "two", "three", "four")
+    parents: tuple[tuple[str, ...], ...] = ((), (), ("one", "two"), ("two", "one", "three"))
+    headers = [_tokens(rng, n) for n in (30, 9, 14, 3)]
+    params = [
+        ChoreoParams(parents=named, save_as=name, session=c.session, exact=True).apply(_greedy())
+        for name, named in zip(names, parents, strict=True)
+    ]
+    inputs = [{"prompt_token_ids": header} for header in headers]
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    said = {
+        name: [*header, *output.outputs[0].token_ids]
+        for name, header, output in zip(names, headers, outputs, strict=True)
+    }
+    for output, header, named in zip(outputs, headers, parents, strict=True):
+        assert output.kv_transfer_params["choreo"]["exact"]
+        text = [*(token for name in named for token in said[name]), *header]
+        (plain,) = llm.generate({"prompt_token_ids": text}, _greedy(), use_tqdm=False)
+        assert plain.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reposition", ["query", "in_place"])
+def test_in_a_pool_that_is_too_small(
+    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path], reposition: str
+) -> None:
+    """Copies are evicted and encoded again as all messages are, and every block comes back."""
+    llm = engine_slot(
+        tiny_model_path("llama"),
+        num_gpu_blocks_override=24,
+        max_model_len=512,
+        additional_config={"choreo": {"reposition": reposition}},
+    )
+    rng = random.Random(7)
+    with Choreography(llm, mode="exact") as c:
+        free = c.stats()["num_free_blocks"]
+        docs = [c.prefill(_tokens(rng, rng.randrange(30, 70))) for _ in range(6)]
+        calls = [
+            {"header": _tokens(rng, 3), "parents": rng.sample(docs, rng.randrange(1, 5))}
+            for _ in range(30)
+        ]
+        answers = c.decode(calls, sampling_params=_greedy(3))
+        assert c.stats()["num_evictions"] > 10
+        assert all(answer.usage.exact for answer in answers)
+        c.evict(*docs)
+        answers += c.decode(calls[:4], sampling_params=_greedy(3))
+        texts = [_text(call) for call in (*calls, *calls[:4])]
+    with Choreography(llm) as c:
+        assert c.stats()["num_free_blocks"] == free
+    assert_equals_requests(llm, texts, answers)
