@@ -20,9 +20,12 @@ class ChoreoConfig:
             "query": keys stay as stored, the query is rotated; any number of calls read one copy
             at any positions. "in_place": its keys are rotated where they lie if no other live
             call reads them, else in a copy.
+        shared_reading: whether calls of one batch that attend to the same message read its keys
+            and values once for all of them, or each for itself.
     """
 
     reposition: str = "query"
+    shared_reading: bool = True
 
     def __post_init__(self) -> None:
         if self.reposition not in REPOSITION_POLICIES:
@@ -30,6 +33,12 @@ class ChoreoConfig:
                 f"choose one of {REPOSITION_POLICIES}",
                 parameter="additional_config.choreo.reposition",
                 value=self.reposition,
+            )
+        if not isinstance(self.shared_reading, bool):
+            raise ChoreoError(
+                "choose true or false",
+                parameter="additional_config.choreo.shared_reading",
+                value=self.shared_reading,
             )
 
     @classmethod

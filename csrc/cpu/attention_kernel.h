@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// span_attention for one tile: an online softmax over all spans that the tile's queries see.
+// span_attention for one tile: an online softmax over the pieces that its members read.
 #pragma once
 
 #include "chunk.h"
@@ -14,29 +14,31 @@ constexpr float kLog2e = 1.44269504f;
 
 // Buffers of a tile; `rows` below is rounded up to whole groups of kMaxRows.
 struct TileState {
-  int rows;         // rows in use
-  int num_groups;   // groups of kMaxRows
-  int group_heads;  // query heads per KV head
-  float* base;      // packed queries, not rotated further
-  float* rotated;   // packed queries, rotated by `rotated_delta`
-  float* out;       // [rows, head_size], unnormalized
-  float* row_max;   // [rows]
-  float* row_sum;   // [rows, kWidth], one partial sum per lane
-  float* scores;    // [kMaxRows, kChunkColumns]
-  float* widened;   // a chunk of keys and values in float32, see widen_chunk
-  int rotated_delta;
+  int rows;                // rows in use
+  int num_groups;          // groups of kMaxRows
+  int group_heads;         // query heads per KV head
+  float* base;             // packed queries, not rotated further
+  float* rotated;          // packed queries, each member's rotated by its `rotated_delta`
+  int32_t* rotated_delta;  // [rows], an entry per member
+  float* out;              // [rows, head_size], unnormalized
+  float* row_max;          // [rows]
+  float* row_sum;          // [rows, kWidth], one partial sum per lane
+  float* distance;         // [rows], ALiBi: position of the piece's token 0 less that of the row
+  float* scores;           // [kMaxRows, kChunkColumns]
+  float* widened;          // a chunk of keys and values in float32, see widen_chunk
+  bool is_rotated;         // `rotated` holds something
 };
 
 static int64_t scratch_floats(int rows, int head_size) {
   const int64_t padded = round_up_rows(rows);
-  return padded * (3 * head_size + kWidth + 1) + kMaxRows * kChunkColumns +
+  return padded * (3 * head_size + kWidth + 3) + kMaxRows * kChunkColumns +
          widened_floats(head_size);
 }
 
 static TileState make_state(const AttentionArgs& a, const Tile& tile, float* scratch) {
   TileState s;
   s.group_heads = a.num_heads / a.cache.num_kv_heads;
-  s.rows = tile.num_queries * s.group_heads;
+  s.rows = tile.num_rows;
   const int padded = round_up_rows(s.rows);
   s.num_groups = padded / kMaxRows;
   const int64_t matrix = static_cast<int64_t>(padded) * a.cache.head_size;
@@ -47,19 +49,22 @@ static TileState make_state(const AttentionArgs& a, const Tile& tile, float* scr
   s.out = s.rotated + matrix;
   s.row_sum = s.out + matrix;
   s.row_max = s.row_sum + static_cast<int64_t>(padded) * kWidth;
-  s.rotated_delta = 0;
+  s.distance = s.row_max + padded;
+  s.rotated_delta = reinterpret_cast<int32_t*>(s.distance + padded);
+  s.is_rotated = false;
   for (int64_t i = 0; i < matrix; ++i) s.out[i] = 0.0f;
   for (int i = 0; i < padded * kWidth; ++i) s.row_sum[i] = 0.0f;
   for (int i = 0; i < padded; ++i) s.row_max[i] = kNoMaximum;
   return s;
 }
 
-// How the rows of a tile see one span. Row r belongs to the tile's query r / group_heads.
-struct SpanView {
+// A piece as the rows of a tile see it. Each member reads it in a span of its own.
+struct PieceView {
+  const int32_t* span;   // [num_members], in the order of the group's columns
+  const int32_t* begin;  // [num_members], the piece's token 0 in that span
   const float* query;    // packed
   bool causal;           // own span
   int64_t last_visible;  // own span: last token that the tile's query 0 sees
-  int64_t seen_offset;   // ALiBi: position of token 0 less position of the tile's query 0
 };
 
 template <typename T>
@@ -67,36 +72,35 @@ struct GroupWork {
   const AttentionArgs& a;
   const Tile& tile;
   const TileState& state;
-  const SpanView& span;
+  const PieceView& piece;
   const Chunk<T>& chunk;
-  const Chunk<T>& next_chunk;  // without pieces at the end of the span
+  const Chunk<T>& next_chunk;  // without strips at the end of the piece
   int key_stride;              // from one dim of a key to the next
   ScoreRule rule;
   int first_row;
 };
 
-// Scores of one row in all pieces of a group, finished; returns the row's new maximum.
+// Scores of one row in all strips of a chunk, finished; returns the row's new maximum.
 template <typename T>
-static CHOREO_INLINE float finish_row(const GroupWork<T>& w, const Piece<T>* pieces, int num_pieces,
+static CHOREO_INLINE float finish_row(const GroupWork<T>& w, const Strip<T>* strips, int num_strips,
                                       int row, float* scores) {
-  const int query = row / w.state.group_heads;
   float slope = 0.0f;
   if (w.rule.has_alibi) {
     const int head = w.tile.kv_head * w.state.group_heads + row % w.state.group_heads;
     slope = w.a.alibi_slopes[head] * kLog2e;
   }
   Vec maximum = broadcast(w.state.row_max[row]);
-  for (int i = 0; i < num_pieces; ++i) {
-    const Piece<T>& p = pieces[i];
+  for (int i = 0; i < num_strips; ++i) {
+    const Strip<T>& p = strips[i];
     int64_t visible = p.num_tokens;
-    if (w.span.causal) {
-      const int64_t limit = w.span.last_visible + query - p.first_token + 1;
+    if (w.piece.causal) {
+      const int64_t limit = w.piece.last_visible + row / w.state.group_heads - p.first_token + 1;
       if (visible > limit) visible = limit > 0 ? limit : 0;
     }
-    const int64_t distance = w.span.seen_offset + p.first_token - p.lead - query;
-    maximum =
-        finish_scores(scores + p.column, p.num_columns, p.lead, p.lead + static_cast<int>(visible),
-                      w.rule, slope, static_cast<float>(distance), maximum);
+    const float distance =
+        w.rule.has_alibi ? w.state.distance[row] + static_cast<float>(p.first_token - p.lead) : 0;
+    maximum = finish_scores(scores + p.column, p.num_columns, p.lead,
+                            p.lead + static_cast<int>(visible), w.rule, slope, distance, maximum);
   }
   return reduce_max(maximum);
 }
@@ -110,35 +114,35 @@ template <int R, typename T>
 static void attend_group(const GroupWork<T>& w) {
   const TileState& s = w.state;
   const int head_size = w.a.cache.head_size;
-  Piece<T> pieces[kMaxPieces];
-  ValueRun<T> runs[kMaxPieces];
-  int num_pieces = 0;
+  Strip<T> strips[kMaxStrips];
+  ValueRun<T> runs[kMaxStrips];
+  int num_strips = 0;
   const int64_t last =
-      w.span.last_visible + (w.first_row + R - 1) / s.group_heads;  // of the last row
-  for (int i = 0; i < w.chunk.num_pieces; ++i) {
-    Piece<T> p = w.chunk.pieces[i];
-    if (w.span.causal) {
+      w.piece.last_visible + (w.first_row + R - 1) / s.group_heads;  // of the last row
+  for (int i = 0; i < w.chunk.num_strips; ++i) {
+    Strip<T> p = w.chunk.strips[i];
+    if (w.piece.causal) {
       if (p.first_token > last) break;
       if (p.num_tokens > last + 1 - p.first_token) {
         p.num_tokens = static_cast<int>(last + 1 - p.first_token);
         p.num_columns = round_up(p.lead + p.num_tokens);
       }
     }
-    const T* ahead = i < w.next_chunk.num_pieces ? w.next_chunk.pieces[i].keys : p.values;
-    runs[num_pieces] = {p.values, ahead, p.column + p.lead, p.num_tokens};
-    pieces[num_pieces++] = p;
+    const T* ahead = i < w.next_chunk.num_strips ? w.next_chunk.strips[i].keys : p.values;
+    runs[num_strips] = {p.values, ahead, p.column + p.lead, p.num_tokens};
+    strips[num_strips++] = p;
   }
-  if (num_pieces == 0) return;
-  const float* query = w.span.query + static_cast<int64_t>(w.first_row) * head_size;
-  for (int i = 0; i < num_pieces; ++i) {
-    score_columns<R>(query, pieces[i].keys, head_size, w.key_stride, pieces[i].num_columns,
-                     s.scores + pieces[i].column, kChunkColumns);
+  if (num_strips == 0) return;
+  const float* query = w.piece.query + static_cast<int64_t>(w.first_row) * head_size;
+  for (int i = 0; i < num_strips; ++i) {
+    score_columns<R>(query, strips[i].keys, head_size, w.key_stride, strips[i].num_columns,
+                     s.scores + strips[i].column, kChunkColumns);
   }
-  const int num_columns = pieces[num_pieces - 1].column + pieces[num_pieces - 1].num_columns;
+  const int num_columns = strips[num_strips - 1].column + strips[num_strips - 1].num_columns;
   float alpha[round_up_lanes(R)] = {};  // old maximum - new maximum, then 2 to its power
   for (int r = 0; r < R; ++r) {
     const int row = w.first_row + r;
-    const float maximum = finish_row(w, pieces, num_pieces, row, s.scores + r * kChunkColumns);
+    const float maximum = finish_row(w, strips, num_strips, row, s.scores + r * kChunkColumns);
     alpha[r] = s.row_max[row] - maximum;
     s.row_max[row] = maximum;
   }
@@ -149,7 +153,7 @@ static void attend_group(const GroupWork<T>& w) {
     store(s.row_sum + row * kWidth,
           exponentiate(s.scores + r * kChunkColumns, num_columns, s.row_max[row], sum));
   }
-  value_rows<R>(s.scores, kChunkColumns, alpha, runs, num_pieces, head_size,
+  value_rows<R>(s.scores, kChunkColumns, alpha, runs, num_strips, head_size,
                 s.out + static_cast<int64_t>(w.first_row) * head_size);
 }
 
@@ -171,130 +175,195 @@ static void attend_groups(GroupWork<T> work) {
   }
 }
 
-// Tokens [begin, end) of one span.
-template <typename T>
-static void attend_span(const AttentionArgs& a, const Tile& tile, TileState& s, int span,
-                        int64_t begin, int64_t end) {
-  const int own = a.span_start_loc[tile.req + 1] - 1;
-  const int q_len = a.query_start_loc[tile.req + 1] - a.query_start_loc[tile.req];
-  const int delta = a.position_delta[span];
-  const int64_t own_token = a.num_tokens[own] - q_len + tile.query_begin;
-  SpanView view;
-  view.query = s.base;
-  view.causal = span == own;
-  view.last_visible = own_token;
-  view.seen_offset =
-      static_cast<int64_t>(a.stored_position[span]) - delta - (a.stored_position[own] + own_token);
-  if (delta != 0 && a.cos_sin != nullptr) {
-    if (s.rotated_delta != delta) {
-      rotate_queries(s.base, s.num_groups, a.cache.head_size,
-                     a.cos_sin + static_cast<int64_t>(span) * a.rotary_dim, a.rotary_dim, a.is_neox,
-                     s.rotated);
-      s.rotated_delta = delta;
-    }
-    view.query = s.rotated;
+// Rotates the queries of each member for its span of the piece; returns the packed queries.
+static const float* rotate_members(const AttentionArgs& a, const Tile& tile, TileState& s,
+                                   const PieceView& piece) {
+  bool is_turned = false;
+  for (int m = 0; m < tile.num_members; ++m) {
+    is_turned |= a.position_delta[piece.span[tile.members[m].column]] != 0;
   }
+  if (!is_turned || a.cos_sin == nullptr) return s.base;
+  for (int m = 0; m < tile.num_members; ++m) {
+    const Member& member = tile.members[m];
+    const int span = piece.span[member.column];
+    const int delta = a.position_delta[span];
+    if (s.is_rotated && s.rotated_delta[m] == delta) continue;
+    rotate_rows(s.base, member.first_row, member.num_queries * s.group_heads, a.cache.head_size,
+                a.cos_sin + static_cast<int64_t>(span) * a.rotary_dim,
+                delta == 0 ? 0 : a.rotary_dim, a.is_neox, s.rotated);
+    s.rotated_delta[m] = delta;
+  }
+  s.is_rotated = true;
+  return s.rotated;
+}
+
+// Index among the own tokens of the member's first query, which is the last token that it sees.
+static int64_t own_token(const AttentionArgs& a, const Member& member) {
+  const int q_len = a.query_start_loc[member.req + 1] - a.query_start_loc[member.req];
+  return a.num_tokens[a.span_start_loc[member.req + 1] - 1] - q_len + member.query_begin;
+}
+
+// Fills `distance`, for ALiBi.
+static void measure_distances(const AttentionArgs& a, const Tile& tile, TileState& s,
+                              const PieceView& piece) {
+  for (int m = 0; m < tile.num_members; ++m) {
+    const Member& member = tile.members[m];
+    const int span = piece.span[member.column];
+    const int own = a.span_start_loc[member.req + 1] - 1;
+    const int64_t seen = static_cast<int64_t>(a.stored_position[span]) - a.position_delta[span] +
+                         piece.begin[member.column];
+    const int64_t first = a.stored_position[own] + own_token(a, member);
+    for (int i = 0; i < member.num_queries * s.group_heads; ++i) {
+      s.distance[member.first_row + i] = static_cast<float>(seen - first - i / s.group_heads);
+    }
+  }
+}
+
+// Tokens [begin, end) of one piece.
+template <typename T>
+static void attend_piece(const AttentionArgs& a, const Tile& tile, TileState& s, PieceView piece,
+                         int64_t begin, int64_t end) {
+  const Member& first = tile.members[0];  // all members read the same slots
+  const PieceRange range = {
+      first.req, a.first_slot[piece.span[first.column]] + int64_t{piece.begin[first.column]}, begin,
+      end};
   const ScoreRule rule = {a.softcap * kLog2e, a.alibi_slopes != nullptr};
+  piece.query = rotate_members(a, tile, s, piece);
+  piece.last_visible = own_token(a, first);
+  if (rule.has_alibi) measure_distances(a, tile, s, piece);
   const int head_size = a.cache.head_size;
   const int block_size = a.cache.block_size;
   Chunk<T> chunk;
   Chunk<T> next_chunk;
-  build_chunk(a, tile, span, begin, end, chunk);
-  for (; chunk.num_pieces > 0; chunk = next_chunk) {
-    build_chunk(a, tile, span, chunk.end_token, end, next_chunk);
+  build_chunk(a, tile.kv_head, range, begin, chunk);
+  for (; chunk.num_strips > 0; chunk = next_chunk) {
+    build_chunk(a, tile.kv_head, range, chunk.end_token, next_chunk);
     if constexpr (sizeof(T) < sizeof(float)) {
       if (s.num_groups >= kWidenGroups) {
         Chunk<float> wide;
         widen_chunk(chunk, head_size, block_size, s.widened, wide);
-        attend_groups(GroupWork<float>{a, tile, s, view, wide, wide, kChunkColumns, rule, 0});
+        attend_groups(GroupWork<float>{a, tile, s, piece, wide, wide, kChunkColumns, rule, 0});
         continue;
       }
     }
-    attend_groups(GroupWork<T>{a, tile, s, view, chunk, next_chunk, block_size, rule, 0});
+    attend_groups(GroupWork<T>{a, tile, s, piece, chunk, next_chunk, block_size, rule, 0});
   }
 }
 
-// out [head_size] * factor -> the output of one row.
+// All pieces of the tile's group, as far as its tokens go.
 template <typename T>
-static void write_row(const AttentionArgs& a, const Tile& tile, int row, const float* out,
-                      float factor) {
+static void attend_pieces(const AttentionArgs& a, const Tile& tile, TileState& s) {
+  const Reads& reads = a.reads;
+  const int width = reads.member_start_loc[tile.group + 1] - reads.member_start_loc[tile.group];
+  int64_t read = reads.read_start_loc[tile.group];
+  int64_t start = 0;  // of the piece, in the group's pieces laid end to end
+  const auto attend = [&](const PieceView& piece, int64_t num_tokens) {
+    const int64_t begin = tile.kv_begin > start ? tile.kv_begin - start : 0;
+    const int64_t end = tile.kv_end - start < num_tokens ? tile.kv_end - start : num_tokens;
+    if (begin < end) attend_piece<T>(a, tile, s, piece, begin, end);
+    start += num_tokens;
+  };
+  for (int p = reads.piece_start_loc[tile.group]; p < reads.piece_start_loc[tile.group + 1]; ++p) {
+    attend({reads.read_span + read, reads.read_begin + read, nullptr, false, 0},
+           reads.piece_tokens[p]);
+    read += width;
+  }
+  if (tile.group >= a.num_reqs) return;
+  const int32_t own = a.span_start_loc[tile.group + 1] - 1;
+  const int32_t begin = 0;
+  attend({&own, &begin, nullptr, true, 0}, a.num_tokens[own]);
+}
+
+// out [head_size] * factor -> the output of one row of a member, counted from its first.
+template <typename T>
+static void write_row(const AttentionArgs& a, const Member& member, int kv_head, int row,
+                      const float* out, float factor) {
   const int group_heads = a.num_heads / a.cache.num_kv_heads;
-  const int64_t token = a.query_start_loc[tile.req] + tile.query_begin + row / group_heads;
-  const int head = tile.kv_head * group_heads + row % group_heads;
+  const int64_t token = a.query_start_loc[member.req] + member.query_begin + row / group_heads;
+  const int head = kv_head * group_heads + row % group_heads;
   T* target =
       static_cast<T*>(a.output) + token * a.output_token_stride + head * a.output_head_stride;
   for (int d = 0; d < a.cache.head_size; d += kWidth) store(target + d, load(out + d) * factor);
 }
 
 template <typename T>
-static void attend_tile_as(const AttentionArgs& a, const Tile& tile, float* scratch,
-                           const Partial* partial) {
-  TileState s = make_state(a, tile, scratch);
-  const float factor = a.softcap != 0.0f ? a.scale / a.softcap : a.scale * kLog2e;
-  pack_queries<T>(a, tile, factor, s.base);
-  int64_t start = 0;  // of the span, in the request's spans laid end to end
-  for (int span = a.span_start_loc[tile.req]; span < a.span_start_loc[tile.req + 1]; ++span) {
-    const int64_t size = a.num_tokens[span];
-    const int64_t begin = tile.kv_begin > start ? tile.kv_begin - start : 0;
-    const int64_t end = tile.kv_end - start < size ? tile.kv_end - start : size;
-    if (begin < end) attend_span<T>(a, tile, s, span, begin, end);
-    start += size;
-  }
-  for (int row = 0; row < s.rows; ++row) {
-    const float* out = s.out + static_cast<int64_t>(row) * a.cache.head_size;
+static void write_member(const AttentionArgs& a, const Tile& tile, const TileState& s,
+                         const Member& member, float* partial) {
+  const int rows = member.num_queries * s.group_heads;
+  const int head_size = a.cache.head_size;
+  for (int i = 0; i < rows; ++i) {
+    const int row = member.first_row + i;
+    const float* out = s.out + static_cast<int64_t>(row) * head_size;
     const float sum = reduce_sum(load(s.row_sum + row * kWidth));
     if (partial == nullptr) {
-      write_row<T>(a, tile, row, out, 1.0f / sum);
+      write_row<T>(a, member, tile.kv_head, i, out, 1.0f / sum);
       continue;
     }
-    float* target = partial->out + static_cast<int64_t>(row) * a.cache.head_size;
-    for (int d = 0; d < a.cache.head_size; d += kWidth) store(target + d, load(out + d));
-    partial->row_max[row] = s.row_max[row];
-    partial->row_sum[row] = sum;
+    float* target = partial + static_cast<int64_t>(i) * head_size;
+    for (int d = 0; d < head_size; d += kWidth) store(target + d, load(out + d));
+    float* maxima = partial + static_cast<int64_t>(rows) * head_size;
+    maxima[i] = s.row_max[row];
+    maxima[rows + i] = sum;
   }
 }
 
 template <typename T>
-static void merge_partials_as(const AttentionArgs& a, const Tile& tile, const Partial* partials,
-                              int num_partials) {
-  const int rows = tile.num_queries * (a.num_heads / a.cache.num_kv_heads);
+static void attend_tile_as(const AttentionArgs& a, const Tile& tile, float* scratch,
+                           float* const* partials) {
+  TileState s = make_state(a, tile, scratch);
+  const float factor = a.softcap != 0.0f ? a.scale / a.softcap : a.scale * kLog2e;
+  for (int m = 0; m < tile.num_members; ++m) {
+    pack_queries<T>(a, tile.kv_head, tile.members[m], factor, s.base);
+  }
+  attend_pieces<T>(a, tile, s);
+  for (int m = 0; m < tile.num_members; ++m) {
+    write_member<T>(a, tile, s, tile.members[m], partials[m]);
+  }
+}
+
+template <typename T>
+static void merge_partials_as(const AttentionArgs& a, const Member& member, int kv_head,
+                              float* partials, int64_t stride, int num_partials) {
+  const int rows = member.num_queries * (a.num_heads / a.cache.num_kv_heads);
   const int head_size = a.cache.head_size;
+  const float* maxima = partials + static_cast<int64_t>(rows) * head_size;
+  const float* sums = maxima + rows;
   for (int row = 0; row < rows; ++row) {
     float maximum = kNoMaximum;
     for (int i = 0; i < num_partials; ++i) {
-      if (partials[i].row_max[row] > maximum) maximum = partials[i].row_max[row];
+      if (maxima[i * stride + row] > maximum) maximum = maxima[i * stride + row];
     }
     // Partial 0 becomes the sum. A partial without visible keys has sum 0 and weight 0 or 1.
-    float* total = partials[0].out + static_cast<int64_t>(row) * head_size;
+    float* total = partials + static_cast<int64_t>(row) * head_size;
     float sum = 0.0f;
     for (int i = 0; i < num_partials; ++i) {
-      const float weight = __builtin_exp2f(partials[i].row_max[row] - maximum);
-      const float* out = partials[i].out + static_cast<int64_t>(row) * head_size;
-      sum += weight * partials[i].row_sum[row];
+      const float weight = __builtin_exp2f(maxima[i * stride + row] - maximum);
+      const float* out = total + i * stride;
+      sum += weight * sums[i * stride + row];
       for (int d = 0; d < head_size; d += kWidth) {
         const Vec before = i == 0 ? Vec{} : load(total + d);
         store(total + d, before + load(out + d) * weight);
       }
     }
-    write_row<T>(a, tile, row, total, 1.0f / sum);
+    write_row<T>(a, member, kv_head, row, total, 1.0f / sum);
   }
 }
 
 static void attend_tile(const AttentionArgs& a, const Tile& tile, float* scratch,
-                        const Partial* partial) {
+                        float* const* partials) {
   if (a.cache.dtype == DType::kFloat32) {
-    attend_tile_as<float>(a, tile, scratch, partial);
+    attend_tile_as<float>(a, tile, scratch, partials);
   } else {
-    attend_tile_as<BFloat16>(a, tile, scratch, partial);
+    attend_tile_as<BFloat16>(a, tile, scratch, partials);
   }
 }
 
-static void merge_partials(const AttentionArgs& a, const Tile& tile, const Partial* partials,
-                           int num_partials) {
+static void merge_partials(const AttentionArgs& a, const Member& member, int kv_head,
+                           float* partials, int64_t stride, int num_partials) {
   if (a.cache.dtype == DType::kFloat32) {
-    merge_partials_as<float>(a, tile, partials, num_partials);
+    merge_partials_as<float>(a, member, kv_head, partials, stride, num_partials);
   } else {
-    merge_partials_as<BFloat16>(a, tile, partials, num_partials);
+    merge_partials_as<BFloat16>(a, member, kv_head, partials, stride, num_partials);
   }
 }
 

@@ -70,13 +70,55 @@ void check_starts(const int32_t* starts, int num_reqs, int min_step, const char*
   }
 }
 
+using Ints = const std::optional<Tensor>&;
+
+// The groups of SharedReads; none if not given. What they name is checked by the launcher.
+choreo::Reads make_reads(int num_reqs, Ints member_start_loc, Ints member_req, Ints piece_start_loc,
+                         Ints piece_tokens, Ints read_start_loc, Ints read_span, Ints read_begin) {
+  if (!member_start_loc) return {};
+  TORCH_CHECK_VALUE(
+      member_req && piece_start_loc && piece_tokens && read_start_loc && read_span && read_begin,
+      "the arrays of reads come together");
+  const int64_t num_groups = member_start_loc->numel() - 1;
+  TORCH_CHECK_VALUE(num_groups >= num_reqs, "reads has ", num_groups, " groups for ", num_reqs,
+                    " requests");
+  check_ints(*member_start_loc, "member_start_loc", num_groups + 1);
+  check_ints(*piece_start_loc, "piece_start_loc", num_groups + 1);
+  check_ints(*read_start_loc, "read_start_loc", num_groups + 1);
+  const int32_t* members = member_start_loc->const_data_ptr<int32_t>();
+  const int32_t* pieces = piece_start_loc->const_data_ptr<int32_t>();
+  const int32_t* reads = read_start_loc->const_data_ptr<int32_t>();
+  check_starts(members, static_cast<int>(num_groups), 1, "member_start_loc");
+  check_starts(pieces, static_cast<int>(num_groups), 0, "piece_start_loc");
+  check_starts(reads, static_cast<int>(num_groups), 0, "read_start_loc");
+  for (int64_t g = 0; g < num_groups; ++g) {
+    TORCH_CHECK_VALUE(
+        reads[g + 1] - reads[g] == (members[g + 1] - members[g]) * (pieces[g + 1] - pieces[g]),
+        "read_start_loc must grow by pieces * members at group ", g);
+  }
+  check_ints(*member_req, "member_req", members[num_groups]);
+  check_ints(*piece_tokens, "piece_tokens", pieces[num_groups]);
+  check_ints(*read_span, "read_span", reads[num_groups]);
+  check_ints(*read_begin, "read_begin", reads[num_groups]);
+  return {static_cast<int>(num_groups),
+          members,
+          member_req->const_data_ptr<int32_t>(),
+          pieces,
+          piece_tokens->const_data_ptr<int32_t>(),
+          reads,
+          read_span->const_data_ptr<int32_t>(),
+          read_begin->const_data_ptr<int32_t>()};
+}
+
 void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output,
                     const Tensor& query_start_loc, const Tensor& block_table,
                     const Tensor& span_start_loc, const Tensor& first_slot,
                     const Tensor& num_tokens, const Tensor& stored_position,
                     const Tensor& position_delta, double scale,
                     const std::optional<Tensor>& cos_sin, bool is_neox, double softcap,
-                    const std::optional<Tensor>& alibi_slopes) {
+                    const std::optional<Tensor>& alibi_slopes, Ints member_start_loc,
+                    Ints member_req, Ints piece_start_loc, Ints piece_tokens, Ints read_start_loc,
+                    Ints read_span, Ints read_begin) {
   const int num_reqs = static_cast<int>(query_start_loc.numel()) - 1;
   const int64_t num_spans = first_slot.numel();
   TORCH_CHECK_VALUE(num_reqs >= 0, "query_start_loc is empty");
@@ -130,6 +172,8 @@ void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output,
       num_tokens.const_data_ptr<int32_t>(),
       stored_position.const_data_ptr<int32_t>(),
       position_delta.const_data_ptr<int32_t>(),
+      make_reads(num_reqs, member_start_loc, member_req, piece_start_loc, piece_tokens,
+                 read_start_loc, read_span, read_begin),
       cos_sin ? cos_sin->const_data_ptr<float>() : nullptr,
       cos_sin ? static_cast<int>(cos_sin->size(1)) : 0,
       is_neox,
@@ -168,7 +212,9 @@ TORCH_LIBRARY(vllm_choreo, m) {
       "span_attention(Tensor query, Tensor kv_cache, Tensor(a!) output, Tensor query_start_loc, "
       "Tensor block_table, Tensor span_start_loc, Tensor first_slot, Tensor num_tokens, "
       "Tensor stored_position, Tensor position_delta, float scale, Tensor? cos_sin, "
-      "bool is_neox, float softcap, Tensor? alibi_slopes) -> ()");
+      "bool is_neox, float softcap, Tensor? alibi_slopes, Tensor? member_start_loc, "
+      "Tensor? member_req, Tensor? piece_start_loc, Tensor? piece_tokens, "
+      "Tensor? read_start_loc, Tensor? read_span, Tensor? read_begin) -> ()");
   m.def(
       "reposition_keys(Tensor(a!) kv_cache, Tensor src_blocks, Tensor dst_blocks, "
       "Tensor cos_sin, bool is_neox) -> ()");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cuts a span into chunks of slots that are scored, exponentiated and summed together.
+// Cuts a piece of a span into chunks of slots that are scored, exponentiated and summed together.
 #pragma once
 
 #include "kernels.h"
@@ -11,65 +11,73 @@ namespace choreo::CHOREO_ISA {
 // the output, fewer keep the keys and values in the L1 cache. Decode, 9 / 3 heads of size 64, 4096
 // tokens in the L3 cache, Zen 5: 64 columns 99 us, 128 columns 118 us.
 constexpr int kChunkColumns = 64;
-constexpr int kMaxPieces = kChunkColumns / kColumnStep;
+constexpr int kMaxStrips = kChunkColumns / kColumnStep;
 
 // A run of slots inside one block. Its first column is aligned to kColumnStep; the first `lead`
 // columns and those after the last token are padding, to be masked.
 template <typename T>
-struct Piece {
+struct Strip {
   const T* keys;    // [head_size, block_size], at the aligned first slot
   const T* values;  // [num_tokens, head_size], at the first token
   int column;       // in the matrix of scores
   int num_columns;
   int lead;
   int num_tokens;
-  int64_t first_token;  // index in the span
+  int64_t first_token;  // index in the piece
 };
 
 template <typename T>
 struct Chunk {
-  Piece<T> pieces[kMaxPieces];
-  int num_pieces;
-  int64_t end_token;  // index in the span after the last token of the chunk
+  Strip<T> strips[kMaxStrips];
+  int num_strips;
+  int64_t end_token;  // index in the piece after the last token of the chunk
 };
 
 static CHOREO_INLINE int round_up(int x) {
   return (x + kColumnStep - 1) / kColumnStep * kColumnStep;
 }
 
-// The cache of one KV head in the block that holds `slot` of the tile's request.
+// Tokens [begin, end) of a piece, in the virtual sequence of request `req`.
+struct PieceRange {
+  int req;
+  int64_t first_slot;  // of the piece's token 0
+  int64_t begin;
+  int64_t end;
+};
+
+// The cache of one KV head in the block that holds `slot` of a request.
 template <typename T>
-static CHOREO_INLINE const T* block_head(const AttentionArgs& a, const Tile& tile, int64_t slot) {
-  const int32_t* blocks = a.block_table + tile.req * a.block_table_stride;
+static CHOREO_INLINE const T* block_head(const AttentionArgs& a, int kv_head, int req,
+                                         int64_t slot) {
+  const int32_t* blocks = a.block_table + req * a.block_table_stride;
   return static_cast<const T*>(a.cache.data) +
-         blocks[slot / a.cache.block_size] * a.cache.block_stride +
-         tile.kv_head * a.cache.head_stride;
+         blocks[slot / a.cache.block_size] * a.cache.block_stride + kv_head * a.cache.head_stride;
 }
 
-// Fills `chunk` with the span's tokens from `token` on, at most to `end`.
+// Fills `chunk` with the tokens from `token` on, at most to the end of the range.
 template <typename T>
-static void build_chunk(const AttentionArgs& a, const Tile& tile, int span, int64_t token,
-                        int64_t end, Chunk<T>& chunk) {
+static void build_chunk(const AttentionArgs& a, int kv_head, const PieceRange& range, int64_t token,
+                        Chunk<T>& chunk) {
   const CacheView& cache = a.cache;
   int column = 0;
-  chunk.num_pieces = 0;
-  while (token < end && column < kChunkColumns) {
-    const int64_t slot = a.first_slot[span] + token;
+  chunk.num_strips = 0;
+  while (token < range.end && column < kChunkColumns) {
+    const int64_t slot = range.first_slot + token;
     const int offset = static_cast<int>(slot % cache.block_size);
     const int lead = offset % kColumnStep;
     int64_t num_tokens = cache.block_size - offset;
-    if (num_tokens > end - token) num_tokens = end - token;
+    if (num_tokens > range.end - token) num_tokens = range.end - token;
     if (num_tokens > kChunkColumns - column - lead) num_tokens = kChunkColumns - column - lead;
-    const T* head = block_head<T>(a, tile, slot);
-    Piece<T>& piece = chunk.pieces[chunk.num_pieces++];
-    piece.keys = head + (offset - lead);
-    piece.values = head + static_cast<int64_t>(cache.head_size) * (cache.block_size + offset);
-    piece.column = column;
-    piece.num_tokens = static_cast<int>(num_tokens);
-    piece.lead = lead;
-    piece.num_columns = round_up(lead + piece.num_tokens);
-    piece.first_token = token;
-    column += piece.num_columns;
+    const T* head = block_head<T>(a, kv_head, range.req, slot);
+    Strip<T>& strip = chunk.strips[chunk.num_strips++];
+    strip.keys = head + (offset - lead);
+    strip.values = head + static_cast<int64_t>(cache.head_size) * (cache.block_size + offset);
+    strip.column = column;
+    strip.num_tokens = static_cast<int>(num_tokens);
+    strip.lead = lead;
+    strip.num_columns = round_up(lead + strip.num_tokens);
+    strip.first_token = token;
+    column += strip.num_columns;
     token += num_tokens;
   }
   chunk.end_token = token;
@@ -85,8 +93,8 @@ static CHOREO_INLINE int64_t widened_floats(int head_size) {
 static void widen_chunk(const Chunk<BFloat16>& chunk, int head_size, int block_size, float* buffer,
                         Chunk<float>& wide) {
   float* all_values = buffer + static_cast<int64_t>(head_size) * kChunkColumns;
-  for (int i = 0; i < chunk.num_pieces; ++i) {
-    const Piece<BFloat16>& p = chunk.pieces[i];
+  for (int i = 0; i < chunk.num_strips; ++i) {
+    const Strip<BFloat16>& p = chunk.strips[i];
     float* keys = buffer + p.column;
     float* values = all_values + static_cast<int64_t>(p.column + p.lead) * head_size;
     for (int d = 0; d < head_size; ++d) {
@@ -97,9 +105,9 @@ static void widen_chunk(const Chunk<BFloat16>& chunk, int head_size, int block_s
     for (int k = 0; k < p.num_tokens * head_size; k += kWidth) {
       store(values + k, load(p.values + k));
     }
-    wide.pieces[i] = {keys, values, p.column, p.num_columns, p.lead, p.num_tokens, p.first_token};
+    wide.strips[i] = {keys, values, p.column, p.num_columns, p.lead, p.num_tokens, p.first_token};
   }
-  wide.num_pieces = chunk.num_pieces;
+  wide.num_strips = chunk.num_strips;
 }
 
 }  // namespace choreo::CHOREO_ISA

@@ -21,6 +21,19 @@ struct CacheView {
   DType dtype;     // also of queries and outputs
 };
 
+// Which tokens are read together; arrays as in vllm_choreo/ops/sharing.py (SharedReads). Group r
+// below num_reqs is request r alone and ends with its own span, which is not listed.
+struct Reads {
+  int num_groups;
+  const int32_t* member_start_loc;  // [num_groups + 1]
+  const int32_t* member_req;        // [num_members]
+  const int32_t* piece_start_loc;   // [num_groups + 1]
+  const int32_t* piece_tokens;      // [num_pieces]
+  const int32_t* read_start_loc;    // [num_groups + 1]
+  const int32_t* read_span;         // [num_reads], per group [pieces, members]
+  const int32_t* read_begin;        // [num_reads]
+};
+
 // One call of span_attention; arrays as in vllm_choreo/ops/spans.py (SpanBatch).
 struct AttentionArgs {
   CacheView cache;
@@ -41,7 +54,8 @@ struct AttentionArgs {
   const int32_t* num_tokens;       // [num_spans]
   const int32_t* stored_position;  // [num_spans]
   const int32_t* position_delta;   // [num_spans]
-  const float* cos_sin;            // [num_spans, rotary_dim] or null
+  Reads reads;
+  const float* cos_sin;  // [num_spans, rotary_dim] or null
   int rotary_dim;
   bool is_neox;
   float scale;
@@ -49,24 +63,34 @@ struct AttentionArgs {
   const float* alibi_slopes;  // [num_heads] or null
 };
 
-// One unit of work: consecutive queries of one request, all query heads of one KV head, and the
-// tokens [kv_begin, kv_end) of the request's spans laid end to end.
-struct Tile {
+// Consecutive queries of one request, with all query heads of one KV head: rows of a tile,
+// row = first_row + query * heads per KV head + head.
+struct Member {
   int req;
-  int kv_head;
+  int column;       // of the reads of its group
   int query_begin;  // within the request
   int num_queries;
+  int first_row;
+};
+
+// One unit of work: some queries of the members of a group, for one KV head, and the tokens
+// [kv_begin, kv_end) of the group's pieces laid end to end. The own span, which comes last in a
+// group of one request, is causal: such tiles have one member.
+struct Tile {
+  int group;
+  int kv_head;
+  const Member* members;
+  int num_members;
+  int num_rows;
   int64_t kv_begin;
   int64_t kv_end;
 };
 
-// What a tile leaves when others share its queries: float32, lse base 2.
-// out [rows, head_size] unnormalized, row_max [rows], row_sum [rows]; row = query * group + head.
-struct Partial {
-  float* out;
-  float* row_max;
-  float* row_sum;
-};
+// What a tile leaves of a member when other tiles share its queries, in float32:
+// out [rows, head_size] unnormalized, then maxima [rows] and sums [rows] of the softmax, base 2.
+constexpr int64_t partial_floats(int64_t rows, int head_size) {
+  return rows * (head_size + 2);
+}
 
 struct RepositionArgs {
   CacheView cache;
@@ -81,12 +105,14 @@ struct RepositionArgs {
 // One instruction set's kernels.
 struct Kernels {
   const char* name;
-  // Floats of scratch that attend_tile needs for `rows` (queries * heads per KV head).
+  // Floats of scratch that attend_tile needs for a tile of `rows`.
   int64_t (*scratch_floats)(int rows, int head_size);
-  // Writes the outputs of the tile, or its partial result if `partial` is not null.
-  void (*attend_tile)(const AttentionArgs&, const Tile&, float* scratch, const Partial* partial);
-  // Merges the partial results of tiles that share their queries, and writes the outputs.
-  void (*merge_partials)(const AttentionArgs&, const Tile&, const Partial*, int num_partials);
+  // Writes the outputs of each member of the tile, or its partial result where there is one.
+  void (*attend_tile)(const AttentionArgs&, const Tile&, float* scratch, float* const* partials);
+  // Merges the partial results of a member, `stride` floats apart, into the first, and writes
+  // the outputs.
+  void (*merge_partials)(const AttentionArgs&, const Member&, int kv_head, float* partials,
+                         int64_t stride, int num_partials);
   // Rotates the keys of one KV head of one block; copies its values if source and target differ.
   void (*reposition_block)(const RepositionArgs&, int move, int kv_head);
 };

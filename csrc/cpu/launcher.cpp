@@ -8,26 +8,14 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "isa.h"
+#include "plan.h"
+#include "reads.h"
 
 namespace choreo {
 namespace {
-
-// Rows (queries * heads per KV head) of a tile: more reuse keys and values better, but packed
-// queries and outputs must stay in the L2 cache. 256 queries over 4096 tokens, 32 / 8 heads of
-// size 128, Zen 5, one thread: 96 rows 77 GFLOP/s, 192 rows 108, 384 rows 136.
-constexpr int kMaxTileRows = 384;
-constexpr int kMaxTileFloats = kMaxTileRows * 128;
-// Short prefills are cut into smaller tiles, down to this, for all threads to have work.
-constexpr int kMinTileRows = 96;
-// Tiles per thread to aim for, so that uneven ones balance out.
-constexpr int kTilesPerThread = 4;
-// Fewer tokens than this are not worth a partial result and its merge.
-constexpr int64_t kMinSplitTokens = 256;
 
 // A growing, 64-byte aligned buffer. Kept per calling thread, since fresh pages cost more than a
 // small attention call.
@@ -51,128 +39,23 @@ class Workspace {
   int64_t capacity_ = 0;
 };
 
-int64_t round_to_line(int64_t floats) {
-  return (floats + 15) / 16 * 16;
-}
-
-// Queries that share one tile, and how many tiles share its tokens.
-struct Group {
-  Tile tile;  // all tokens that the last query sees
-  int num_splits;
-  int first_partial;
-};
-
-struct Plan {
-  std::vector<Group> groups;
-  std::vector<int> group_of_item;
-  int num_partials = 0;
-  int max_rows = 0;
-};
-
-int64_t tile_cost(const Tile& tile, int group_heads) {
-  // Reading keys and values costs about as much as computing four rows.
-  return (tile.kv_end - tile.kv_begin) * (tile.num_queries * group_heads + 4);
-}
-
-// Queries per tile, the same for all requests of a call.
-int choose_tile_queries(const AttentionArgs& a) {
-  const int group_heads = a.num_heads / a.cache.num_kv_heads;
-  const int64_t all_rows = static_cast<int64_t>(a.query_start_loc[a.num_reqs]) * a.num_heads;
-  const int64_t balanced = all_rows / (at::get_num_threads() * kTilesPerThread);
-  const int64_t most = std::min(kMaxTileRows, kMaxTileFloats / a.cache.head_size);
-  const int64_t rows = std::min(std::max<int64_t>(balanced, kMinTileRows), most);
-  return std::max(1, static_cast<int>(rows) / group_heads);
-}
-
-void add_request_groups(const AttentionArgs& a, int req, int tile_queries,
-                        std::vector<Group>& groups) {
-  const int q_len = a.query_start_loc[req + 1] - a.query_start_loc[req];
-  int64_t kv_len = 0;
-  for (int j = a.span_start_loc[req]; j < a.span_start_loc[req + 1]; ++j) kv_len += a.num_tokens[j];
-  // Last queries first: they see most, and the longest work should not start last.
-  const int num_tiles = (q_len + tile_queries - 1) / tile_queries;
-  for (int t = num_tiles - 1; t >= 0; --t) {
-    const int begin = t * tile_queries;
-    const int num_queries = std::min(tile_queries, q_len - begin);
-    const int64_t visible = kv_len - (q_len - begin - num_queries);
-    for (int head = 0; head < a.cache.num_kv_heads; ++head) {
-      groups.push_back({{req, head, begin, num_queries, 0, visible}, 1, 0});
-    }
-  }
-}
-
-Plan make_plan(const AttentionArgs& a) {
-  Plan plan;
-  const int tile_queries = choose_tile_queries(a);
-  for (int req = 0; req < a.num_reqs; ++req) {
-    add_request_groups(a, req, tile_queries, plan.groups);
-  }
-  const int group_heads = a.num_heads / a.cache.num_kv_heads;
-  int64_t total = 0;
-  for (const Group& g : plan.groups) total += tile_cost(g.tile, group_heads);
-  const int num_threads = at::get_num_threads();
-  const int64_t target = num_threads == 1 ? total : total / (num_threads * kTilesPerThread);
-  for (size_t i = 0; i < plan.groups.size(); ++i) {
-    Group& g = plan.groups[i];
-    const int64_t wanted = tile_cost(g.tile, group_heads) / std::max<int64_t>(target, 1);
-    const int64_t possible = g.tile.kv_end / kMinSplitTokens;
-    g.num_splits = static_cast<int>(std::max<int64_t>(1, std::min(wanted, possible)));
-    g.first_partial = plan.num_partials;
-    if (g.num_splits > 1) plan.num_partials += g.num_splits;
-    plan.group_of_item.insert(plan.group_of_item.end(), g.num_splits, static_cast<int>(i));
-    plan.max_rows = std::max(plan.max_rows, g.tile.num_queries * group_heads);
-  }
-  return plan;
-}
-
-// Split `index` of a group: whole blocks, as equal as they get.
-Tile split_tile(const Group& g, int index, int block_size) {
-  Tile tile = g.tile;
-  const int64_t blocks = (g.tile.kv_end + block_size - 1) / block_size;
-  tile.kv_begin = blocks * index / g.num_splits * block_size;
-  tile.kv_end = std::min(g.tile.kv_end, blocks * (index + 1) / g.num_splits * block_size);
-  return tile;
-}
-
-void check_block(int32_t block, const CacheView& cache) {
-  if (block < 0 || block >= cache.num_blocks) {
-    throw std::out_of_range("block id " + std::to_string(block) + " lies outside the cache of " +
-                            std::to_string(cache.num_blocks) + " blocks");
-  }
-}
-
-void check_blocks(const AttentionArgs& a) {
-  for (int req = 0; req < a.num_reqs; ++req) {
-    const int32_t* row = a.block_table + req * a.block_table_stride;
-    for (int j = a.span_start_loc[req]; j < a.span_start_loc[req + 1]; ++j) {
-      const int64_t first = a.first_slot[j];
-      const int64_t last = (first + a.num_tokens[j] - 1) / a.cache.block_size;
-      if (first < 0 || last >= a.max_blocks) {
-        throw std::out_of_range("span " + std::to_string(j) + " reaches beyond its block table");
-      }
-      for (int64_t b = first / a.cache.block_size; b <= last; ++b) check_block(row[b], a.cache);
-    }
-  }
-}
-
 // Everything that the threads of one call share.
 class Run {
  public:
   Run(const AttentionArgs& args, const Kernels& kernels)
-      : args_(args), kernels_(kernels), plan_(make_plan(args)), open_splits_(plan_.groups.size()) {
-    const int head_size = args.cache.head_size;
-    scratch_floats_ = round_to_line(kernels.scratch_floats(plan_.max_rows, head_size));
-    partial_floats_ = round_to_line(static_cast<int64_t>(plan_.max_rows) * (head_size + 2));
-    num_threads_ = std::min<int64_t>(at::get_num_threads(), plan_.group_of_item.size());
+      : args_(args),
+        kernels_(kernels),
+        plan_(make_plan(args)),
+        num_heads_(args.cache.num_kv_heads),
+        open_(plan_.query_blocks.size() * num_heads_) {
+    scratch_floats_ = round_to_line(kernels.scratch_floats(plan_.max_rows, args.cache.head_size));
+    num_threads_ = std::min<int64_t>(at::get_num_threads(), plan_.tile_of_item.size());
     static thread_local Workspace workspace;
-    scratch_ =
-        workspace.reserve(num_threads_ * scratch_floats_ + plan_.num_partials * partial_floats_);
-    float* partials = scratch_ + num_threads_ * scratch_floats_;
-    for (int i = 0; i < plan_.num_partials; ++i, partials += partial_floats_) {
-      float* row_max = partials + static_cast<int64_t>(plan_.max_rows) * head_size;
-      partials_.push_back({partials, row_max, row_max + plan_.max_rows});
+    scratch_ = workspace.reserve(num_threads_ * scratch_floats_ + plan_.num_partial_floats);
+    partials_ = scratch_ + num_threads_ * scratch_floats_;
+    for (size_t i = 0; i < open_.size(); ++i) {
+      open_[i] = plan_.query_blocks[i / num_heads_].num_partials;
     }
-    for (size_t i = 0; i < plan_.groups.size(); ++i) open_splits_[i] = plan_.groups[i].num_splits;
   }
 
   void execute() {
@@ -185,47 +68,66 @@ class Run {
 
  private:
   void work(float* scratch) {
-    const int num_items = static_cast<int>(plan_.group_of_item.size());
+    std::vector<float*> targets(plan_.max_members);
+    const int num_items = static_cast<int>(plan_.tile_of_item.size());
     for (int item = next_item_++; item < num_items; item = next_item_++) {
-      const int index = plan_.group_of_item[item];
-      const Group& group = plan_.groups[index];
-      if (group.num_splits == 1) {
-        kernels_.attend_tile(args_, group.tile, scratch, nullptr);
-        continue;
+      const GroupTile& t = plan_.tiles[plan_.tile_of_item[item]];
+      const int head = (item - t.first_item) / t.num_splits;
+      const int split = (item - t.first_item) % t.num_splits;
+      Tile tile = split_tile(t, split, args_.cache.block_size);
+      tile.kv_head = head;
+      for (int m = 0; m < tile.num_members; ++m) {
+        const Entry& entry = plan_.entries[t.first_entry + m];
+        targets[m] = partial(entry.query_block, head, entry.first_partial + split);
       }
-      const int split = item - first_item(item, index);
-      const Tile tile = split_tile(group, split, args_.cache.block_size);
-      const Partial* partials = partials_.data() + group.first_partial;
-      kernels_.attend_tile(args_, tile, scratch, partials + split);
-      // Whoever finishes last merges; the counter orders the partial results before the merge.
-      if (open_splits_[index].fetch_sub(1) == 1) {
-        kernels_.merge_partials(args_, group.tile, partials, group.num_splits);
+      kernels_.attend_tile(args_, tile, scratch, targets.data());
+      for (int m = 0; m < tile.num_members; ++m) {
+        finish(plan_.entries[t.first_entry + m].query_block, head);
       }
     }
   }
 
-  int first_item(int item, int index) const {
-    while (item > 0 && plan_.group_of_item[item - 1] == index) --item;
-    return item;
+  // Where a partial result goes; null if it is the only one, and so the output.
+  float* partial(int query_block, int head, int index) const {
+    const QueryBlock& block = plan_.query_blocks[query_block];
+    if (block.num_partials == 1) return nullptr;
+    return partials_ + block.offset +
+           partial_stride(args_, block.member) * (head * block.num_partials + index);
+  }
+
+  // Whoever finishes last merges; the counter orders the partial results before the merge.
+  void finish(int query_block, int head) {
+    const QueryBlock& block = plan_.query_blocks[query_block];
+    if (block.num_partials == 1) return;
+    if (open_[query_block * num_heads_ + head].fetch_sub(1) != 1) return;
+    kernels_.merge_partials(args_, block.member, head, partial(query_block, head, 0),
+                            partial_stride(args_, block.member), block.num_partials);
   }
 
   const AttentionArgs& args_;
   const Kernels& kernels_;
   Plan plan_;
-  std::vector<std::atomic<int>> open_splits_;
-  std::vector<Partial> partials_;
+  int num_heads_;
+  std::vector<std::atomic<int>> open_;  // [query blocks, KV heads], partial results to come
   std::atomic<int> next_item_{0};
   int64_t num_threads_ = 0;
   int64_t scratch_floats_ = 0;
-  int64_t partial_floats_ = 0;
   float* scratch_ = nullptr;
+  float* partials_ = nullptr;
 };
 
 }  // namespace
 
-void run_span_attention(const AttentionArgs& args) {
+void run_span_attention(AttentionArgs args) {
   check_blocks(args);
   if (args.num_reqs == 0 || args.query_start_loc[args.num_reqs] == 0) return;
+  if (args.reads.num_groups > 0) {
+    check_reads(args);
+    Run(args, active_kernels()).execute();
+    return;
+  }
+  const ReadsAlone alone(args);
+  args.reads = alone.view(args.num_reqs);
   Run(args, active_kernels()).execute();
 }
 

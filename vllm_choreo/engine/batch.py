@@ -7,10 +7,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import is_not
 
 import torch
 
-from vllm_choreo.ops import Rotation, SpanBatch
+from vllm_choreo.ops import Rotation, SharedReads, SpanBatch, plan_shared_reads
 from vllm_choreo.plan import RequestSpans
 
 _ORDINARY = RequestSpans((), (), (), (), 0)
@@ -23,28 +24,39 @@ class ChoreoBatch:
     Attributes:
         spans: of all requests of the batch, ordinary ones included.
         cos_sin: per rotation that the model has, float32 `[num_spans, rotary_dim]`.
+        reads: what several of the requests attend to; None if nothing is, or if it is read by
+            each of them alone.
     """
 
     spans: SpanBatch
     cos_sin: Mapping[Rotation, torch.Tensor]
+    reads: SharedReads | None
 
 
 class BatchPlanner:
     """Keeps the spans of running requests and lays them out for a batch.
 
     Between two steps of the same requests only the own spans grow, so the rest is kept: laying
-    out and rotating costs nothing in a decode step.
+    out, grouping and rotating cost nothing in a decode step.
+
+    Attributes:
+        shared_reading: read what several requests attend to once for all of them. May be set
+            between two steps.
     """
 
-    def __init__(self, block_size: int, rotations: Sequence[Rotation]) -> None:
+    def __init__(
+        self, block_size: int, rotations: Sequence[Rotation], shared_reading: bool = True
+    ) -> None:
         self.block_size = block_size
         self.rotations = rotations
+        self.shared_reading = shared_reading
         self._requests: dict[str, RequestSpans] = {}
         self._laid_out: list[RequestSpans] = []
         self._columns: dict[str, torch.Tensor] = {}
         self._own: torch.Tensor = torch.empty(0, dtype=torch.int64)
         self._bases: torch.Tensor = torch.empty(0, dtype=torch.int32)
         self._cos_sin: dict[Rotation, torch.Tensor] = {}
+        self._reads: SharedReads | None = None
 
     def update(self, started: Mapping[str, RequestSpans], finished: Sequence[str]) -> None:
         """Take in what the scheduler sent with a step."""
@@ -70,7 +82,9 @@ class BatchPlanner:
         requests = [self._requests.get(request_id, _ORDINARY) for request_id in request_ids]
         if not any(request.first_slot for request in requests):
             return None
-        is_new = requests != self._laid_out
+        # By identity: the spans of a request that starts again are a new object, and may lie in
+        # other blocks.
+        is_new = len(requests) != len(self._laid_out) or any(map(is_not, requests, self._laid_out))
         if is_new:
             self._lay_out(requests)
         num_tokens = self._columns["num_tokens"].clone()
@@ -87,7 +101,8 @@ class BatchPlanner:
         )
         if is_new:  # later steps only let the own spans grow, as vLLM lets its sequences
             spans.validate()
-        return ChoreoBatch(spans, self._cos_sin)
+            self._reads = plan_shared_reads(spans)
+        return ChoreoBatch(spans, self._cos_sin, self._reads if self.shared_reading else None)
 
     def _lay_out(self, requests: list[RequestSpans]) -> None:
         """Flatten the spans; each request's own span comes last and is not rotated."""

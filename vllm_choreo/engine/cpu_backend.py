@@ -61,5 +61,6 @@ class ChoreoCPUImpl(CPUAttentionBackendImpl):
             is_neox=rotation is None or rotation.is_neox,
             softcap=self.logits_soft_cap,
             alibi_slopes=self.alibi_slopes,
+            reads=batch.reads,
         )
         return output

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.batch import BatchPlanner
 from vllm_choreo.engine.cpu_backend import ChoreoCPUImpl
 from vllm_choreo.engine.probe import LayerPositions, probe_positions
@@ -47,7 +48,10 @@ class ChoreoCPUModelRunner(CPUModelRunner):
         for found in self.layer_positions:
             layers[found.layer].impl.rotation = found.rotation
         rotations = {p.rotation: None for p in self.layer_positions if p.rotation is not None}
-        self.planner = BatchPlanner(self.cache_config.block_size, list(rotations))
+        config = ChoreoConfig.from_vllm(self.vllm_config)
+        self.planner = BatchPlanner(
+            self.cache_config.block_size, list(rotations), config.shared_reading
+        )
         default_impl()  # says now, not in the first request, if it is the slow one
 
     def _check_layout(self, layer: Any) -> None:

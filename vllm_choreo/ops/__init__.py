@@ -3,14 +3,17 @@
 
 from vllm_choreo.ops.dispatch import default_impl, reposition_keys, span_attention
 from vllm_choreo.ops.layout import UnsupportedLayoutError, detect_layout
+from vllm_choreo.ops.sharing import SharedReads, plan_shared_reads
 from vllm_choreo.ops.spans import Rotation, SpanBatch
 
 __all__ = [
     "Rotation",
+    "SharedReads",
     "SpanBatch",
     "UnsupportedLayoutError",
     "default_impl",
     "detect_layout",
+    "plan_shared_reads",
     "reposition_keys",
     "span_attention",
 ]

@@ -8,6 +8,7 @@ import importlib
 
 import torch
 
+from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.spans import SpanBatch
 
 
@@ -38,6 +39,7 @@ def span_attention(
     output: torch.Tensor,
     batch: SpanBatch,
     *,
+    reads: SharedReads | None,
     scale: float,
     cos_sin: torch.Tensor | None,
     is_neox: bool,
@@ -61,6 +63,13 @@ def span_attention(
         is_neox,
         softcap,
         alibi_slopes,
+        reads and reads.member_start_loc,
+        reads and reads.member_req,
+        reads and reads.piece_start_loc,
+        reads and reads.piece_tokens,
+        reads and reads.read_start_loc,
+        reads and reads.read_span,
+        reads and reads.read_begin,
     )
 
 

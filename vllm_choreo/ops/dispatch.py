@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from vllm_choreo.ops import cpu, reference
+from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.spans import SpanBatch
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ def span_attention(
     is_neox: bool = True,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    reads: SharedReads | None = None,
     impl: Impl | None = None,
 ) -> None:
     """Attention of every query over all spans of its request, one softmax over them jointly.
@@ -78,6 +80,8 @@ def span_attention(
         is_neox: how the rotary embedding pairs dims.
         softcap: cap of the scores, 0 for none.
         alibi_slopes: float32 ``[num_heads]``, or None.
+        reads: ``plan_shared_reads`` of the batch: what several requests attend to is read once,
+            with the same result; None: each request reads for itself.
         impl: None takes ``default_impl()``.
 
     Raises:
@@ -104,6 +108,7 @@ def span_attention(
         is_neox=is_neox,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        reads=reads,
     )
 
 

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from vllm_choreo.ops.layout import key_view, read_kv, value_view
+from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.spans import SpanBatch
 
 
@@ -38,6 +42,7 @@ def span_attention(
     output: torch.Tensor,
     batch: SpanBatch,
     *,
+    reads: SharedReads | None,
     scale: float,
     cos_sin: torch.Tensor | None,
     is_neox: bool,
@@ -45,64 +50,106 @@ def span_attention(
     alibi_slopes: torch.Tensor | None,
 ) -> None:
     """See ``vllm_choreo.ops.span_attention``; one request after the other, in float32."""
-    query_start = batch.query_start_loc.tolist()
+    queries = _Queries(query, kv_cache, batch, scale, cos_sin, is_neox, softcap, alibi_slopes)
+    if reads is not None:
+        _shared(queries, reads, output)
+        return
     for r in range(batch.num_reqs):
-        rows = slice(query_start[r], query_start[r + 1])
-        if rows.start == rows.stop:
-            continue
-        scores, values = _request_scores(
-            query[rows].float(), kv_cache, batch, r, scale, cos_sin, is_neox, softcap, alibi_slopes
-        )
-        probs = torch.softmax(scores, dim=-1)
-        result = torch.einsum("gqhk,khd->qhgd", probs, values)
-        output[rows] = result.reshape(output[rows].shape).to(output.dtype)
+        first, end = batch.span_start_loc[r : r + 2].tolist()
+        sizes = batch.num_tokens.tolist()
+        scored = [queries.read(r, j, 0, sizes[j], j == end - 1) for j in range(first, end)]
+        queries.store(r, [queries.attend(r, scored)], output)
 
 
-def _request_scores(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    batch: SpanBatch,
-    r: int,
-    scale: float,
-    cos_sin: torch.Tensor | None,
-    is_neox: bool,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores ``[group, q_len, num_kv_heads, kv_len]`` and values ``[kv_len, num_kv_heads, d]``."""
-    q_len, num_heads, head_size = query.shape
-    num_kv_heads = kv_cache.shape[1]
-    begin, end = batch.span_start_loc[r : r + 2].tolist()
-    own_tokens = int(batch.num_tokens[end - 1])
-    own_index = own_tokens - q_len + torch.arange(q_len, device=query.device)
-    position = int(batch.stored_position[end - 1]) + own_index
-    all_scores, all_values = [], []
-    for j in range(begin, end):
-        keys, values = read_kv(kv_cache, _span_slots(batch, r, j))
+def _shared(queries: _Queries, reads: SharedReads, output: torch.Tensor) -> None:
+    """Each group reads its pieces once; then every request merges what its groups found."""
+    batch = queries.batch
+    partials: list[list[Partial]] = [[] for _ in range(batch.num_reqs)]
+    for g, group in enumerate(reads.groups()):
+        is_single = g < batch.num_reqs
+        for column, r in enumerate(group.members):
+            scored = [queries.read(r, *p.reads[column], p.num_tokens) for p in group.pieces]
+            if is_single:
+                own = int(batch.span_start_loc[r + 1]) - 1
+                scored.append(queries.read(r, own, 0, int(batch.num_tokens[own]), True))
+            partials[r].append(queries.attend(r, scored))
+    for r in range(batch.num_reqs):
+        queries.store(r, partials[r], output)
+
+
+# Output [q_len, num_heads, head_size] of a softmax over some of the keys, and the natural
+# log-sum-exp [q_len, num_heads] of their scores.
+Partial = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Queries:
+    """The arguments of one call, and attention of one request's queries over pieces of spans."""
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    batch: SpanBatch
+    scale: float
+    cos_sin: torch.Tensor | None
+    is_neox: bool
+    softcap: float
+    alibi_slopes: torch.Tensor | None
+
+    def rows(self, r: int) -> slice:
+        start, stop = self.batch.query_start_loc[r : r + 2].tolist()
+        return slice(start, stop)
+
+    def read(
+        self, r: int, j: int, begin: int, num_tokens: int, is_own: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores ``[group, q_len, num_kv_heads, n]`` and values ``[n, num_kv_heads, d]``."""
+        batch = self.batch
+        keys, values = read_kv(self.kv_cache, _slots(batch, r, j, begin, num_tokens))
+        q = self.query[self.rows(r)].float()
+        q_len, num_heads, head_size = q.shape
+        num_kv_heads = keys.shape[1]
+        own = int(batch.span_start_loc[r + 1]) - 1
+        own_index = int(batch.num_tokens[own]) - q_len + torch.arange(q_len, device=q.device)
         delta = int(batch.position_delta[j])
-        turn = cos_sin is not None and delta != 0
-        q = rotate(query, cos_sin[j], is_neox) if turn else query  # type: ignore[index]
+        if self.cos_sin is not None and delta != 0:
+            q = rotate(q, self.cos_sin[j], self.is_neox)
         q = q.view(q_len, num_kv_heads, num_heads // num_kv_heads, head_size)
-        scores = scale * torch.einsum("qhgd,khd->gqhk", q, keys.float())
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        index = torch.arange(keys.shape[0], device=query.device)
-        if alibi_slopes is not None:
+        scores = self.scale * torch.einsum("qhgd,khd->gqhk", q, keys.float())
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        index = begin + torch.arange(num_tokens, device=q.device)
+        if self.alibi_slopes is not None:
+            position = int(batch.stored_position[own]) + own_index
             seen = int(batch.stored_position[j]) + index - delta
-            slopes = alibi_slopes.view(num_kv_heads, -1).t()[:, None, :, None]
+            slopes = self.alibi_slopes.view(num_kv_heads, -1).t()[:, None, :, None]
             scores = scores + slopes * (seen[None, :] - position[:, None])[None, :, None, :]
-        if j == end - 1:
+        if is_own:
             hidden = index[None, :] > own_index[:, None]
             scores = scores.masked_fill(hidden[None, :, None, :], float("-inf"))
-        all_scores.append(scores)
-        all_values.append(values.float())
-    return torch.cat(all_scores, dim=-1), torch.cat(all_values)
+        return scores, values.float()
+
+    def attend(self, r: int, scored: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Partial:
+        """One softmax over everything that was read."""
+        rows = self.query[self.rows(r)]
+        if not scored:
+            return torch.zeros_like(rows).float(), rows.new_full(rows.shape[:2], -torch.inf).float()
+        scores = torch.cat([s for s, _ in scored], dim=-1)
+        values = torch.cat([v for _, v in scored])
+        result = torch.einsum("gqhk,khd->qhgd", torch.softmax(scores, dim=-1), values)
+        lse = torch.logsumexp(scores, dim=-1).permute(1, 2, 0)
+        return result.reshape(rows.shape), lse.reshape(rows.shape[:2])
+
+    def store(self, r: int, partials: Sequence[Partial], output: torch.Tensor) -> None:
+        """Merge by log-sum-exp, and write the outputs of a request."""
+        weights = torch.softmax(torch.stack([lse for _, lse in partials]), dim=0)
+        merged = (weights[..., None] * torch.stack([result for result, _ in partials])).sum(0)
+        output[self.rows(r)] = merged.to(output.dtype)
 
 
-def _span_slots(batch: SpanBatch, r: int, j: int) -> torch.Tensor:
-    """Cache slots (block * block_size + offset) of span ``j`` of request ``r``, int64."""
-    first, size = int(batch.first_slot[j]), int(batch.num_tokens[j])
-    virtual = torch.arange(first, first + size, device=batch.block_table.device)
+def _slots(batch: SpanBatch, r: int, j: int, begin: int, num_tokens: int) -> torch.Tensor:
+    """Cache slots (block * block_size + offset) of tokens of span ``j`` of request ``r``, int64."""
+    first = int(batch.first_slot[j]) + begin
+    virtual = torch.arange(first, first + num_tokens, device=batch.block_table.device)
     blocks = batch.block_table[r].long()[virtual // batch.block_size]
     return blocks * batch.block_size + virtual % batch.block_size
 

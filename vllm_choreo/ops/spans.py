@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 
-def _ints(tensor: torch.Tensor) -> list[int]:
+def ints(tensor: torch.Tensor) -> list[int]:
     """The entries of a one-dimensional integer tensor."""
     values: list[int] = tensor.tolist()
     return values
@@ -70,9 +70,9 @@ class SpanBatch:
         Columns are the tokens of span 0, then of span 1 and so on; a block that two spans read
         has a column for each.
         """
-        query_start = _ints(self.query_start_loc)
-        span_start = _ints(self.span_start_loc)
-        sizes = _ints(self.num_tokens)
+        query_start = ints(self.query_start_loc)
+        span_start = ints(self.span_start_loc)
+        sizes = ints(self.num_tokens)
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + size)
@@ -96,8 +96,8 @@ class SpanBatch:
             ValueError: the batch cannot be run; the message names the request and the field.
         """
         self._validate_shapes()
-        query_start = _ints(self.query_start_loc)
-        span_start = _ints(self.span_start_loc)
+        query_start = ints(self.query_start_loc)
+        span_start = ints(self.span_start_loc)
         _check_cumulative("query_start_loc", query_start, min_step=0)
         _check_cumulative("span_start_loc", span_start, min_step=1)
         if span_start[-1] != self.num_spans:
@@ -105,8 +105,8 @@ class SpanBatch:
                 f"span_start_loc ends at {span_start[-1]} but there are {self.num_spans} spans; "
                 "its last entry must be the number of spans"
             )
-        first_slot, num_tokens = _ints(self.first_slot), _ints(self.num_tokens)
-        delta = _ints(self.position_delta)
+        first_slot, num_tokens = ints(self.first_slot), ints(self.num_tokens)
+        delta = ints(self.position_delta)
         for r in range(self.num_reqs):
             for j in range(span_start[r], span_start[r + 1]):
                 self._validate_span(r, j, first_slot[j], num_tokens[j], num_blocks)

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which tokens are read together, and the checks that nothing is read out of bounds.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+
+namespace choreo {
+
+// Throws std::out_of_range if the block id lies outside the cache.
+void check_block(int32_t block, const CacheView& cache);
+
+// The same for all blocks that the spans use.
+void check_blocks(const AttentionArgs& args);
+
+// Throws std::out_of_range if the reads name what is no parent span of a member, and
+// std::invalid_argument if the members of a group do not read the same slots.
+void check_reads(const AttentionArgs& args);
+
+// The reads of a batch in which every request reads for itself.
+class ReadsAlone {
+ public:
+  explicit ReadsAlone(const AttentionArgs& a) {
+    for (int req = 0; req <= a.num_reqs; ++req) {
+      member_start_loc_.push_back(req);
+      piece_start_loc_.push_back(a.span_start_loc[req] - req);  // own spans are left out
+    }
+    for (int req = 0; req < a.num_reqs; ++req) {
+      for (int j = a.span_start_loc[req]; j + 1 < a.span_start_loc[req + 1]; ++j) {
+        piece_tokens_.push_back(a.num_tokens[j]);
+        read_span_.push_back(j);
+      }
+    }
+    read_begin_.resize(read_span_.size());
+  }
+
+  Reads view(int num_reqs) const {
+    return {num_reqs,
+            member_start_loc_.data(),
+            member_start_loc_.data(),
+            piece_start_loc_.data(),
+            piece_tokens_.data(),
+            piece_start_loc_.data(),
+            read_span_.data(),
+            read_begin_.data()};
+  }
+
+ private:
+  std::vector<int32_t> member_start_loc_;
+  std::vector<int32_t> piece_start_loc_;
+  std::vector<int32_t> piece_tokens_;
+  std::vector<int32_t> read_span_;
+  std::vector<int32_t> read_begin_;
+};
+
+}  // namespace choreo

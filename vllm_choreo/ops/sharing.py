@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens are read together: requests of a batch that attend to the same blocks.
+
+Decoding is bound by reading keys and values. Where several requests attend to the same message,
+also at different positions, its keys and values are read once for all of them: each reader's
+queries are rotated for its own span, and the partial results are merged by their log-sum-exp
+(Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018). vLLM's cascade attention
+and FlashInfer's do so for a common prefix.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_choreo.ops.spans import SpanBatch, ints
+
+# Fewer tokens than this in common are read by each request alone: a partial result and its merge
+# cost about as much as reading a few tokens.
+MIN_SHARED_TOKENS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class SharedReads:
+    """Groups of requests (members) and the pieces of spans that they read together.
+
+    Group ``r`` below ``num_reqs`` is request ``r`` alone: the pieces that nobody else reads, and
+    after them, not listed here because it grows, its own span. All other groups have two members
+    or more; a request that reads the same tokens at two positions is a member twice. Every token
+    of every parent span lies in exactly one piece per span. All tensors are int32::
+
+        group g   members   member_req[member_start_loc[g] : member_start_loc[g + 1]]
+                  pieces    piece_tokens[piece_start_loc[g] : piece_start_loc[g + 1]]
+                  reads     [pieces, members] from read_start_loc[g] on: the piece begins at token
+                            read_begin of span read_span, which is a span of the member
+
+    Attributes:
+        member_start_loc, piece_start_loc, read_start_loc: ``[num_groups + 1]``.
+        member_req: ``[num_members]``, the request.
+        piece_tokens: ``[num_pieces]``, at least 1.
+        read_span, read_begin: ``[num_reads]``.
+    """
+
+    member_start_loc: torch.Tensor
+    member_req: torch.Tensor
+    piece_start_loc: torch.Tensor
+    piece_tokens: torch.Tensor
+    read_start_loc: torch.Tensor
+    read_span: torch.Tensor
+    read_begin: torch.Tensor
+
+    @property
+    def num_groups(self) -> int:
+        """Groups, those of single requests included."""
+        return self.member_start_loc.numel() - 1
+
+    def groups(self) -> list[Group]:
+        """The same as lists, for reading and for the reference implementation."""
+        members, pieces, reads = (
+            ints(t) for t in (self.member_start_loc, self.piece_start_loc, self.read_start_loc)
+        )
+        requests, tokens = ints(self.member_req), ints(self.piece_tokens)
+        begins = list(zip(ints(self.read_span), ints(self.read_begin), strict=True))
+        found = []
+        for g in range(self.num_groups):
+            of_group = tuple(requests[members[g] : members[g + 1]])
+            width = len(of_group)
+            listed = [
+                Piece(num_tokens, tuple(begins[reads[g] + i * width : reads[g] + (i + 1) * width]))
+                for i, num_tokens in enumerate(tokens[pieces[g] : pieces[g + 1]])
+            ]
+            found.append(Group(of_group, listed))
+        return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that the members of a group read: ``(span, first token in it)`` per member."""
+
+    num_tokens: int
+    reads: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """See ``SharedReads``."""
+
+    members: tuple[int, ...]
+    pieces: list[Piece]
+
+
+def plan_shared_reads(batch: SpanBatch) -> SharedReads | None:
+    """Find what the requests of a batch read in common, from the block table alone.
+
+    Valid for as long as the block table's parents and the parents' spans stay the same; own spans
+    may grow.
+
+    Returns:
+        The groups; None if no two spans have enough tokens in common.
+    """
+    spans = _parent_spans(batch)
+    pieces = _pieces(batch, spans)
+    alone: list[list[Piece]] = [[] for _ in range(batch.num_reqs)]
+    shared: dict[tuple[int, ...], list[Piece]] = {}
+    for piece in pieces:
+        readers = tuple(spans[span] for span, _ in piece.reads)
+        if len(readers) > 1:
+            shared.setdefault(readers, []).append(piece)
+        else:
+            alone[readers[0]].append(piece)
+    for readers in [r for r in shared if sum(p.num_tokens for p in shared[r]) < MIN_SHARED_TOKENS]:
+        for piece in shared.pop(readers):
+            for request, read in zip(readers, piece.reads, strict=True):
+                alone[request].append(Piece(piece.num_tokens, (read,)))
+    if not shared:
+        return None
+    singles = [Group((r,), pieces) for r, pieces in enumerate(alone)]
+    return _flatten([*singles, *(Group(*item) for item in shared.items())])
+
+
+def _parent_spans(batch: SpanBatch) -> dict[int, int]:
+    """Every span but the own ones, and its request."""
+    bounds = itertools.pairwise(ints(batch.span_start_loc))
+    return {j: r for r, (begin, end) in enumerate(bounds) for j in range(begin, end - 1)}
+
+
+# Slots of a block that a span reads: (block id, first, last + 1).
+_Cut = tuple[int, int, int]
+
+
+def _pieces(batch: SpanBatch, spans: dict[int, int]) -> Iterator[Piece]:
+    """The spans cut where their readers change."""
+    readers: dict[tuple[_Cut, ...], list[int]] = {}
+    cuts_of: dict[tuple[int, int, bytes], tuple[_Cut, ...]] = {}
+    table = batch.block_table.numpy()
+    size = batch.block_size
+    first_slot, num_tokens = ints(batch.first_slot), ints(batch.num_tokens)
+    for j, r in spans.items():
+        first, last = first_slot[j], first_slot[j] + num_tokens[j]
+        blocks = table[r, first // size : -(-last // size)]
+        key = (first % size, num_tokens[j], blocks.tobytes())
+        cuts = cuts_of.get(key)
+        if cuts is None:
+            cuts = cuts_of[key] = _cuts(blocks.tolist(), first % size, num_tokens[j], size)
+        readers.setdefault(cuts, []).append(j)
+    yield from _runs(readers)
+
+
+def _cuts(blocks: Sequence[int], first: int, num_tokens: int, size: int) -> tuple[_Cut, ...]:
+    """What a span that begins at slot `first` of its first block reads of each block."""
+    last = first + num_tokens
+    return tuple(
+        (block, max(first - k * size, 0), min(last - k * size, size))
+        for k, block in enumerate(blocks)
+    )
+
+
+def _runs(readers: dict[tuple[_Cut, ...], list[int]]) -> Iterator[Piece]:
+    """Whole spans, and runs of blocks of those that overlap others in part (sub-spans).
+
+    A block that two spans cut differently is read by each alone.
+    """
+    spans_of: dict[_Cut, tuple[int, ...]] = {}
+    for cuts, found in readers.items():
+        for cut in cuts:
+            spans_of[cut] = (*spans_of.get(cut, ()), *found)
+    runs: dict[tuple[_Cut, ...], list[tuple[int, int]]] = {}
+    for cuts, found in readers.items():
+        begin = 0
+        for _, run in itertools.groupby(cuts, key=spans_of.__getitem__):
+            run_cuts = tuple(run)
+            runs.setdefault(run_cuts, []).extend((j, begin) for j in found)
+            begin += sum(stop - start for _, start, stop in run_cuts)
+    for run_cuts, reads in runs.items():
+        num_tokens = sum(stop - start for _, start, stop in run_cuts)
+        yield Piece(num_tokens, tuple(sorted(reads)))
+
+
+def _flatten(groups: Sequence[Group]) -> SharedReads:
+    def starts(counts: Iterator[int]) -> torch.Tensor:
+        return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+
+    pieces = [piece for group in groups for piece in group.pieces]
+    reads = [read for piece in pieces for read in piece.reads]
+    columns = torch.tensor(reads, dtype=torch.int32).reshape(-1, 2).T.contiguous()
+    return SharedReads(
+        member_start_loc=starts(len(group.members) for group in groups),
+        member_req=torch.tensor([r for g in groups for r in g.members], dtype=torch.int32),
+        piece_start_loc=starts(len(group.pieces) for group in groups),
+        piece_tokens=torch.tensor([piece.num_tokens for piece in pieces], dtype=torch.int32),
+        read_start_loc=starts(len(g.pieces) * len(g.members) for g in groups),
+        read_span=columns[0],
+        read_begin=columns[1],
+    )
