@@ -20,7 +20,7 @@ from vllm_choreo.workflows.transcript import Step, Transcript
 ROLES = {
     "affirmative": "You are a debater on the affirmative side. Answer the question and defend your "
     "answer. Reply to what the other side says, step by step.",
-    "negative": "You are a debater on the negative side. You doubt the affirmative side's answer:"
+    "negative": "You are a debater on the negative side. You doubt the affirmative side's answer: "
     "say what is wrong with it and give your own, step by step.",
     "moderator": "You are the moderator of a debate between two sides who answer a question. You "
     "judge what they say by whether it is right.",

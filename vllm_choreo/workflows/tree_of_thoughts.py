@@ -90,7 +90,7 @@ def _vote(c: Any, log: Transcript, readings: Sequence[Any], sampling_params: Any
         {
             "header": assistant("The best is candidate number"),
             "parents": parents,
-            "sampling_params": seeded(sampling_params, number),
+            "sampling_params": seeded(sampling_params, len(log.steps) + number),
         }
         for number, parents in enumerate(readings, start=1)
     ]
