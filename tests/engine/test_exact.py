@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -263,6 +264,17 @@ def test_parents_that_are_still_generated(llm: Any, c: Choreography) -> None:
         text = [*(token for name in named for token in said[name]), *header]
         (plain,) = llm.generate({"prompt_token_ids": text}, _greedy(), use_tqdm=False)
         assert plain.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_the_page_on_exactness_runs(
+    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "exactness.md").read_text(encoding="utf-8")
+    scope = {"llm": engine_slot(tiny_model_path("llama"))}
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 6
+    for block in blocks:
+        exec(compile(block, "exactness.md", "exec"), scope)
 
 
 # -- memory --------------------------------------------------------------------------------------
