@@ -219,11 +219,12 @@ def test_an_alias_counts_as_whole_words_alone() -> None:
     assert not contains_any("sunset on the boulevard", ["Sunset Boulevard"])
     assert not contains_any("anything", ["", "  ", "?"])
     assert contains_any("a + b", ["+"])
+    assert contains_any("Vitamin A, of course", ["A"]) and not contains_any("Vitamin B", ["A"])
 
 
 @given(st.text(max_size=30), st.text(max_size=30), st.text(max_size=30))
 def test_an_answer_is_found_in_any_text_around_it(before: str, answer: str, after: str) -> None:
-    if normalized(answer) not in ("", "a", "an", "the"):
+    if answer.strip():
         assert contains_any(f"{before} ! {answer} ? {after}", ["other words", answer])
     assert normalized(normalized(answer)) == normalized(answer)
 

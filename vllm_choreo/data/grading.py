@@ -83,14 +83,20 @@ def final_answer(text: str) -> str | None:
 def contains_any(text: str, answers: Sequence[str]) -> bool:
     """Whether an answer stands in `text` as whole words; case, articles, accents do not count.
 
-    An answer without letters and digits must stand there as it is.
+    Articles count in an answer that has no other words. One without letters and digits must stand
+    there as it is.
     """
+    return any(_contains(text, answer.strip()) for answer in answers if answer.strip())
+
+
+def _contains(text: str, answer: str) -> bool:
+    wanted = _words(answer)
+    if not wanted:
+        return answer in text
     words = f" {normalized(text)} "
-    return any(
-        f" {wanted} " in words if (wanted := normalized(answer)) else answer.strip() in text
-        for answer in answers
-        if answer.strip()
-    )
+    if _ARTICLES.issuperset(wanted):
+        words = f" {' '.join(_words(text))} "
+    return f" {normalized(answer)} " in words
 
 
 def normalized(text: str) -> str:
@@ -98,11 +104,16 @@ def normalized(text: str) -> str:
 
     A text of articles alone keeps them; one without letters and digits is empty.
     """
+    words = _words(text)
+    return " ".join([word for word in words if word not in _ARTICLES] or words)
+
+
+def _words(text: str) -> list[str]:
+    """Lower-case words without punctuation and accents."""
     # NFKD takes "é" apart; case folding then makes "ss" of "ß", and may leave new compounds.
     folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
     kept = (char if char.isalnum() else " " for char in folded if not unicodedata.combining(char))
-    words = "".join(kept).split()
-    return " ".join([word for word in words if word not in _ARTICLES] or words)
+    return "".join(kept).split()
 
 
 def coverage(text: str, concepts: Sequence[str]) -> float:
