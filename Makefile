@@ -62,6 +62,6 @@ bench: $(PACKAGE)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis ./*.egg-info
+	rm -rf build dist demo-out run-out .mypy_cache .pytest_cache .ruff_cache .hypothesis ./*.egg-info
 	find $(wildcard vllm_choreo tests benchmarks examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f vllm_choreo/*.so $(PACKAGE)

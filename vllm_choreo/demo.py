@@ -15,12 +15,12 @@ import os
 import platform
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_choreo.run.engine import start_engine, warm_up
 from vllm_choreo.workflows.parallel_debate import parallel_debate
 from vllm_choreo.workflows.transcript import Step, Transcript
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
         The exit status, 0.
     """
     began = time.perf_counter()
-    llm = _start_engine(args.model)
+    llm = start_engine(args.model, max_model_len=4096, forces_tokens=False)
     tasks = TASKS[: args.limit]
     runs = _run_all(llm, tasks)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -116,39 +116,11 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _start_engine(model: str | None) -> Any:
-    """One engine in this process, for both modes; quiet, but errors are shown."""
-    from vllm_choreo.embedded import embedded_model
-
-    folder = model or str(embedded_model())
-    print("Starting vLLM …", flush=True)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    import vllm_choreo
-
-    vllm_choreo.register()
-    from vllm import LLM
-
-    return LLM(
-        folder,
-        dtype="float32",
-        max_model_len=4096,
-        max_num_seqs=16,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        use_tqdm_on_load=False,
-        seed=0,
-    )
-
-
 def _run_all(llm: Any, tasks: Sequence[Task]) -> list[dict[str, Transcript]]:
     """Each task in both modes, the modes taking turns at being the first."""
     from tqdm import tqdm
 
-    _warm_up(llm)
+    warm_up(llm, MODES)
     runs: list[dict[str, Transcript]] = []
     with tqdm(total=sum(map(_num_calls, tasks)) * len(MODES), unit="call", leave=False) as bar:
         for i, task in enumerate(tasks):
@@ -160,18 +132,6 @@ def _run_all(llm: Any, tasks: Sequence[Task]) -> list[dict[str, Transcript]]:
             _check_comparable(run)
             runs.append(run)
     return runs
-
-
-def _warm_up(llm: Any) -> None:
-    """One short call in each mode: what is done once only shall not be timed."""
-    from vllm import SamplingParams
-
-    from vllm_choreo.choreography import Choreography
-
-    for mode in MODES:
-        with Choreography(llm, mode=mode) as c:
-            doc = c.prefill(_LIGHTHOUSE)
-            c.decode("Hello", parents=[doc], sampling_params=SamplingParams(max_tokens=4))
 
 
 def _num_calls(task: Task) -> int:
