@@ -12,7 +12,6 @@ replayed on both sides in turn: see `sides`, `script`. `--full`: candidates of 4
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import sys
 import tempfile
@@ -32,13 +31,14 @@ from benchmarks.common import (
     write_csv,
 )
 from benchmarks.pictures import INK, panels, save_picture
-from benchmarks.sides import SIDES, Side, check_chain, replay_in_turn
+from benchmarks.sides import SIDES, Side, open_sides, replay_in_turn
 from benchmarks.stats import bootstrap_interval
 from vllm_choreo.workflows.transcript import Transcript
 
 SIZES = (2, 4, 8, 16)
 # Ratio of the best cell, at least.
 BARS = {"identical voters": 2.2, "voters with roles": 4.0}
+SHOWN = ("kind", "candidates", "voters", "rep", "stock_s", "choreo_s")
 STAGES = ("task", "candidates", "votes", "answer")
 KV_CACHE_GIB = 8  # so that 16 voters' own copies of 16 candidates fit
 MAX_MODEL_LEN = 8192
@@ -60,28 +60,33 @@ CRITERIA = (
 def main() -> int:
     args = _arguments()
     set_environment(KV_CACHE_GIB)
-    with contextlib.ExitStack() as stack:
-        names = ["choreo", args.stock]
-        sides = [stack.enter_context(Side(name, KV_CACHE_GIB, MAX_MODEL_LEN)) for name in names]
-        check_chain(sides)
-        print("chain of messages = plain text on both sides: same greedy tokens", flush=True)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = CostModel(sides[1].ask("steps", repeats=3))
-        rows: list[dict[str, Any]] = []
-        cells = list(itertools.product(args.kinds, args.sizes, args.sizes))
-        for turn, (kind, candidates, voters) in enumerate(cells):
-            path = folder / f"{turn}.json"
-            _write_script(sides[0], path, kind, candidates, voters, args)
-            if turn == 0:
-                replay_in_turn(sides, path, 0)  # what is done once only shall not be timed
-            for rep in range(args.reps):
-                runs = replay_in_turn(sides, path, turn + rep)
-                rows.append(_row(kind, candidates, voters, rep, runs, args, model))
-                print(rows[-1], flush=True)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "script.json"
+        for rep in range(args.reps):
+            with open_sides(["choreo", args.stock], KV_CACHE_GIB, MAX_MODEL_LEN) as sides:
+                rows += _rep(sides, path, rep, args)
     record = {**machine(), "command": command_line("bench_sweep")}
     write_csv("sweep", rows, **record)
     print(section())
     return int(not bars_reached(rows))
+
+
+def _rep(
+    sides: Sequence[Side], path: Path, rep: int, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Every cell once."""
+    model = CostModel(sides[1].ask("steps", repeats=3))
+    _write_script(sides[0], path, args.kinds[0], 2, 2, args)
+    replay_in_turn(sides, path, rep)  # what is done once only shall not be timed
+    rows = []
+    cells = itertools.product(args.kinds, args.sizes, args.sizes)
+    for turn, (kind, candidates, voters) in enumerate(cells, start=rep):
+        _write_script(sides[0], path, kind, candidates, voters, args)
+        runs = replay_in_turn(sides, path, turn)
+        rows.append(_row(kind, candidates, voters, rep, runs, args, model))
+        print({name: rows[-1][name] for name in SHOWN}, flush=True)
+    return rows
 
 
 def _arguments() -> argparse.Namespace:

@@ -13,7 +13,6 @@ count there alone, for what a call saves grows with what it need not encode agai
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from benchmarks.common import (
     table,
     write_csv,
 )
-from benchmarks.sides import SIDES, WORKFLOWS, Side, check_chain, replay_in_turn
+from benchmarks.sides import SIDES, WORKFLOWS, Side, open_sides, replay_in_turn
 from benchmarks.stats import bootstrap_interval
 from vllm_choreo.workflows.transcript import Step, Transcript
 
@@ -51,21 +50,18 @@ ADVICE = "\n\nReason step by step, and put the final answer in \\boxed{}."
 def main() -> int:
     args = _arguments()
     set_environment(KV_CACHE_GIB)
-    names = ["choreo", *args.stock]
-    with contextlib.ExitStack() as stack:
-        sides = [stack.enter_context(Side(name, KV_CACHE_GIB, MAX_MODEL_LEN)) for name in names]
-        check_chain(sides)
-        print("chain of messages = plain text on all sides: same greedy tokens", flush=True)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        tasks = _record(sides[1], folder, args)
-        _warm_up(sides, tasks)
-        steps = [
-            {"side": side.name, "block_size": side.ask("block_size"), **row}
-            for side in sides
-            for row in side.ask("steps", repeats=3)
-        ]
-        model = CostModel(steps)
-        runs = [row for n in range(1, args.passes + 1) for row in _pass(sides, tasks, n, model)]
+    tasks: list[tuple[str, Path]] = []
+    runs: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(1, args.passes + 1):
+            with open_sides(["choreo", *args.stock], KV_CACHE_GIB, MAX_MODEL_LEN) as sides:
+                tasks = tasks or _record(sides[1], Path(folder), args)
+                for side in sides:  # what is done once only shall not be timed
+                    side.replay(tasks[0][1])
+                found = _steps(sides, number)
+                steps += found
+                runs += _pass(sides, tasks, number, CostModel(found))
     record = {**machine(), "command": command_line("bench_workflows")}
     write_csv("workflows", runs, **record)
     write_csv("workflows_steps", steps, **record)
@@ -109,10 +105,13 @@ def _record(side: Side, folder: Path, args: argparse.Namespace) -> list[tuple[st
     return tasks
 
 
-def _warm_up(sides: Sequence[Side], tasks: Sequence[tuple[str, Path]]) -> None:
-    """One replay that is not counted: what is done once only shall not be timed."""
-    for side in sides:
-        side.replay(tasks[0][1])
+def _steps(sides: Sequence[Side], number: int) -> list[dict[str, Any]]:
+    """What a step takes on each side, by its tokens."""
+    return [
+        {"side": side.name, "block_size": side.ask("block_size"), **row, "pass": number}
+        for side in sides
+        for row in side.ask("steps", repeats=3)
+    ]
 
 
 def _pass(

@@ -13,9 +13,10 @@ with one. Workflows are replayed from transcripts, so every side reads and write
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,20 @@ class Side:
     def __exit__(self, *exc: object) -> None:
         self._child.kill()
         self._child.wait()
+
+
+@contextlib.contextmanager
+def open_sides(names: Sequence[str], kv_cache_gib: int, max_model_len: int) -> Iterator[list[Side]]:
+    """New processes for these sides, all of which are right: see `Side`, `check_chain`.
+
+    How fast a process runs depends a little on where its memory came to lie: a benchmark that
+    takes new ones for each pass sees that in its spread.
+    """
+    with contextlib.ExitStack() as stack:
+        sides = [stack.enter_context(Side(name, kv_cache_gib, max_model_len)) for name in names]
+        check_chain(sides)
+        print("chain of messages = plain text on all sides: same greedy tokens", flush=True)
+        yield sides
 
 
 def check_chain(sides: Sequence[Side]) -> None:
