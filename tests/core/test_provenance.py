@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from vllm_choreo.errors import (
     UnknownMessageError,
     error_from_report,
 )
+from vllm_choreo.params import ChoreoParams
 from vllm_choreo.provenance import Trace, trace_of
 from vllm_choreo.store import MessageStore
 
@@ -246,6 +248,17 @@ def test_a_call_shares_no_blocks_of_what_is_denied_to_it(book: CallBook) -> None
     assert _num_shared(book, "guess", deny=["secret"]) == 0
     assert _num_shared(book, "again", deny=["secret"]) == 8, "with the guess"
     assert _num_shared(book, "free") == 8
+
+
+def test_the_wire_form_carries_what_is_denied() -> None:
+    params = ChoreoParams(exact=True, deny=("s/a", "s/b"), copy_of="s/c")
+    wire = params.to_extra_args()["choreo"]
+    assert (wire["exact"], wire["deny"], wire["copy_of"]) == (True, ["s/a", "s/b"], "s/c")
+    assert ChoreoParams.from_extra_args(json.loads(json.dumps(wire))) == params
+    for bad in ({"exact": 1}, {"deny": "s/a"}, {"deny": [None]}, {"deny": [""]}, {"copy_of": 3}):
+        with pytest.raises(ChoreoError) as caught:
+            ChoreoParams.from_extra_args(bad)
+        assert caught.value.parameter in bad
 
 
 def test_the_error_survives_the_way_to_the_client() -> None:

@@ -181,7 +181,10 @@ def test_each_copy_is_encoded_once(llm: Any) -> None:
         # In another order everything but the first is encoded again.
         other = c.decode(header, parents=[b, a], mode="exact", sampling_params=_greedy())
         assert (other.usage.reused_tokens, other.usage.encoded_tokens) == (33, 40 + 5 + MAX_TOKENS)
-        # Copies go with their messages.
+        # Copies go with their messages, and so do the blocks of both.
+        c.evict(b)
+        held = [m["is_copy"] for m in c.stats()["messages"] if m["id"] == b.id and m["blocks"]]
+        assert held == []
         c.free(a)
         assert c.stats()["num_copies"] == 0
 

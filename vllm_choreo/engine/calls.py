@@ -179,12 +179,11 @@ class CallBook:
         offsets, new_offset = resolve_offsets(lengths, params.offsets, params.new_offset)
         if params.exact:
             check_text_offsets(lengths, offsets, new_offset)
+        # What an exact call reads begins with the first token of a message: of a copy, if need be.
+        starts = [0 if params.exact else link.start for link in links]
         parents = tuple(
-            # An exact chain has no part of a message but its beginning.
-            ParentPlan(link.message.id, 0, link.num_tokens, offset)
-            if params.exact
-            else ParentPlan(link.message.id, link.start, link.stop, offset)
-            for link, offset in zip(links, offsets, strict=True)
+            ParentPlan(link.message.id, start, start + link.num_tokens, offset)
+            for link, start, offset in zip(links, starts, offsets, strict=True)
         )
         base = self.block_size * sum(
             num_span_blocks(parent.start, parent.stop, self.block_size) for parent in parents
