@@ -14,14 +14,32 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from benchmarks import bench_memory, bench_ordinary, bench_ttft
+from benchmarks import (
+    bench_memory,
+    bench_mixed,
+    bench_ordinary,
+    bench_policies,
+    bench_quality,
+    bench_scaling,
+    bench_shared_reading,
+    bench_sweep,
+    bench_ttft,
+    bench_workflows,
+)
 from benchmarks.common import RESULTS, RESULTS_PAGE, read_csv, table
 
 _ATTENTION = ("benchmarks.bench_span_attention", "--rounds", "7", "--csv")
 # Each in a process of its own: engines leave global state behind.
 COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "ttft": (("benchmarks.bench_ttft", "--reps", "2"),),
-    "ordinary": (("benchmarks.bench_ordinary", "--turns", "5"),),
+    "workflows": (("benchmarks.bench_workflows", "--questions", "1"),),
+    "sweep": (("benchmarks.bench_sweep", "--sizes", "2", "8"),),
+    "scaling": (("benchmarks.bench_scaling", "--tokens", "500", "2000", "4000"),),
+    "policies": (("benchmarks.bench_policies",),),
+    "mixed": (("benchmarks.bench_mixed",),),
+    "quality": (("benchmarks.bench_quality", "--limit", "24", "--questions", "4"),),
+    "shared": (("benchmarks.bench_shared_reading", "--rounds", "5"),),
+    "ttft": (("benchmarks.bench_ttft", "--reps", "1"),),
+    "ordinary": (("benchmarks.bench_ordinary", "--turns", "3"),),
     "memory": (("benchmarks.bench_memory",),),
     "attention": tuple((*_ATTENTION, f"benchmarks/results/span_attention_{n}.csv") for n in (1, 2)),
 }
@@ -66,9 +84,16 @@ def _run(name: str) -> bool:
 def write_page() -> None:
     """RESULTS.md, from whatever CSV files are there."""
     sections = [
+        bench_workflows.section(),
+        bench_sweep.section(),
         bench_ttft.section(),
-        bench_ordinary.section(),
+        bench_scaling.section(),
+        bench_shared_reading.section(),
+        bench_policies.section(),
         bench_memory.section(),
+        bench_ordinary.section(),
+        bench_mixed.section(),
+        bench_quality.section(),
         _attention_section(),
     ]
     RESULTS_PAGE.write_text("\n\n".join([INTRODUCTION, *filter(None, sections)]) + "\n")

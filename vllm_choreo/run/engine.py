@@ -10,6 +10,8 @@ from typing import Any
 
 from vllm_choreo.errors import ChoreoError
 
+MAX_NUM_SEQS = 16
+
 
 def start_engine(model: str | None, max_model_len: int, forces_tokens: bool) -> Any:
     """Start a `vllm.LLM`.
@@ -42,7 +44,10 @@ def start_engine(model: str | None, max_model_len: int, forces_tokens: bool) -> 
             folder,
             dtype="float32",
             max_model_len=max_model_len,
-            max_num_seqs=16,
+            max_num_seqs=MAX_NUM_SEQS,
+            # Prompts are never cut into chunks: vLLM 0.32 on CPU ends the engine when a request
+            # with a seed is (torch's CPU generator has no offset).
+            max_num_batched_tokens=MAX_NUM_SEQS * max_model_len,
             enforce_eager=True,
             enable_prefix_caching=True,
             disable_log_stats=False,  # or the engine does not say how long calls wait
