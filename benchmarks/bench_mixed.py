@@ -83,11 +83,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--long", action="store_true", help="more requests and repeats")
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--turns", type=int, help="of each side, per pass")
-    parser.add_argument("--requests", type=int, default=40, help="ordinary ones, per turn")
+    parser.add_argument("--requests", type=int, default=32, help="ordinary ones, per turn")
     parser.add_argument("--repeats", type=int, help="of each batch for the kernels, per pass")
     args = parser.parse_args()
     args.turns = args.turns or (8 if args.long else 1)
-    args.repeats = args.repeats or (15 if args.long else 3)
+    args.repeats = args.repeats or (15 if args.long else 2)
     return args
 
 
@@ -227,7 +227,8 @@ class _Bench:
         draw = slot.random
         params = forced(self.llm, draw.randint(*ANSWER_TOKENS))
         size = draw.randint(*PROMPT_TOKENS) if slot.is_ordinary else HEADER_TOKENS
-        prompt = [draw.randrange(1000, 40000) for _ in range(size)]
+        # The same lengths on both sides, but never a prompt that vLLM has cached.
+        prompt = [self.new_token(), *range(3000, 2999 + size)]
         turn = draw.randrange(NUM_MESSAGES)
         slot.num_prompt, slot.first = size, None
         slot.submitted = time.perf_counter()

@@ -34,6 +34,7 @@ from benchmarks.common import (
     write_csv,
 )
 from benchmarks.steps import StepWatch, multiply_rate, read_bandwidth
+from benchmarks.stock_prefix import StockPrefix
 
 MESSAGE_TOKENS = 500
 DECODE_CONTEXT = 4000
@@ -58,19 +59,21 @@ def main() -> int:
     # Each message is padded to whole blocks; role, header and answer come on top.
     room = longest // MESSAGE_TOKENS * (-MESSAGE_TOKENS % BLOCK_SIZE) + 512
     # The model's weights are of no matter here, so it may read further than it was trained to.
-    llm = start_engine(
-        max_model_len=longest + room,
-        max_num_seqs=2 * max(READERS),
-        max_num_batched_tokens=CHUNK_TOKENS,
-        hf_overrides={"max_position_embeddings": longest + room},
-    )
-    bench = _Bench(llm, longest)
+    options: dict[str, Any] = {
+        "max_model_len": longest + room,
+        "max_num_seqs": 2 * max(READERS),
+        "max_num_batched_tokens": CHUNK_TOKENS,
+        "hf_overrides": {"max_position_embeddings": longest + room},
+    }
+    stock = StockPrefix(**options) if args.long else None
+    bench = _Bench(start_engine(**options), stock, longest)
     bench.check_outputs()
-    print("grouped = ungrouped = prefix: same log-probabilities", flush=True)
     first, decode = [], []
     for number in range(1, args.passes + 1):
         first += _first_tokens(bench, number, args)
         decode += _decodes(bench, number, args)
+    if stock:
+        stock.close()
     record = {**machine(), "command": command_line("bench_scaling")}
     write_csv("scaling_first_token", first, **record)
     write_csv("scaling_decode", decode, **record)
@@ -86,7 +89,7 @@ def section() -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--long", action="store_true", help="up to 16,000 tokens, 2,000 per reader")
+    parser.add_argument("--long", action="store_true", help="more of all, and stock vLLM")
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--repeats", type=int, help="of what takes no long prefill; per pass")
     parser.add_argument("--tokens", type=int, nargs="+", help="shared, with one reader")
@@ -101,10 +104,11 @@ def _arguments() -> argparse.Namespace:
 class _Bench:
     """The engine with the shared messages, encoded once; texts of their own for all readers."""
 
-    def __init__(self, llm: Any, num_tokens: int) -> None:
+    def __init__(self, llm: Any, stock: StockPrefix | None, num_tokens: int) -> None:
         from vllm_choreo import Choreography
 
         self.llm = llm
+        self.stock = stock
         self.choreo, self.text = Choreography(llm), Choreography(llm, mode="baseline")
         self._texts = itertools.count()
         self.messages: list[Any] = []
@@ -131,21 +135,28 @@ class _Bench:
         """Where all sides mean the same, the model must say the same."""
         headers = [self.own_tokens(HEADER_TOKENS) for _ in range(num_readers)]
         found = {}
-        for side in ("grouped", "ungrouped", "prefix"):
+        for side in ("prefix", "grouped", "ungrouped"):
             self._switch(side)
             c = self.text if side == "prefix" else self.choreo
             calls = [{"header": h, "parents": self.shared(side, DECODE_CONTEXT)} for h in headers]
-            params = forced(self.llm, DECODE_TOKENS, logprobs=5)
+            params = forced(self.llm, DECODE_TOKENS, logprobs=1)
             answers = c.decode(calls, sampling_params=params)
             c.free(*answers)
             found[side] = [_logprobs(answer, only_token(self.llm)) for answer in answers]
-        for side in ("grouped", "ungrouped"):
-            pairs = zip(itertools.chain(*found[side]), itertools.chain(*found["prefix"]),
-                        strict=True)  # fmt: skip
+        if self.stock:
+            found["stock"] = self.stock.logprobs(self.prefix(), headers, DECODE_TOKENS)
+        wanted = found.pop("prefix")
+        for side, logprobs in found.items():
+            pairs = zip(itertools.chain(*logprobs), itertools.chain(*wanted), strict=True)
             worst = max(abs(ours - theirs) for ours, theirs in pairs)
             print(f"{side}: log-probabilities within {worst:.1e} of the prefix's", flush=True)
             if worst > TOLERANCE:
-                raise SystemExit(f"{side} reading differs from text by {worst}: nothing timed")
+                raise SystemExit(f"{side} differs from the prefix by {worst}: nothing timed")
+
+    def prefix(self) -> list[int]:
+        """The messages that are read while decoding, as text."""
+        shared = self.shared("prefix", DECODE_CONTEXT)
+        return [token for message in shared for token in message.token_ids]
 
     def _switch(self, side: str) -> None:
         set_shared_reading(self.llm, side != "ungrouped")
@@ -188,8 +199,12 @@ class _Bench:
             "blocks": self._blocks(watch, side, len(shared)),
         }
 
-    def decode(self, side: str, num_readers: int) -> tuple[list[float], int]:
-        """Seconds of each decode step of the readers, and the blocks in use at the most."""
+    def decode(self, side: str, num_readers: int) -> list[float]:
+        """Seconds of each decode step of the readers."""
+        if side == "stock":
+            assert self.stock is not None
+            headers = [self.own_tokens(HEADER_TOKENS) for _ in range(num_readers)]
+            return self.stock.step_seconds(self.prefix(), headers, DECODE_TOKENS)
         self._switch(side)
         c = self.text if side == "prefix" else self.choreo
         shared = [] if side == "no context" else self.shared(side, DECODE_CONTEXT)
@@ -204,7 +219,7 @@ class _Bench:
         texts = {answer.generated_token_ids for answer in answers}
         if texts != {(only_token(self.llm),) * DECODE_TOKENS}:
             raise SystemExit(f"{side}: other tokens than were forced")
-        return watch.decode_seconds(num_readers), self._blocks(watch, side, len(shared))
+        return watch.decode_seconds(num_readers)
 
     def _blocks(self, watch: StepWatch, side: str, num_read: int) -> int:
         """Blocks that the readers use: messages that lie there unread do not count."""
@@ -284,8 +299,9 @@ def _decodes(bench: _Bench, number: int, args: argparse.Namespace) -> list[dict[
         def measure(side: str, num_readers: int = num_readers) -> Any:
             return bench.decode(side, num_readers)
 
+        sides = (*DECODE_SIDES, "stock") if bench.stock else DECODE_SIDES
         repeats = max(1, args.repeats // 3)
-        for repeat, side, (steps, blocks) in _in_turn(DECODE_SIDES, number, repeats, measure):
+        for repeat, side, steps in _in_turn(sides, number, repeats, measure):
             rows += [
                 {
                     "pass": number,
@@ -293,7 +309,6 @@ def _decodes(bench: _Bench, number: int, args: argparse.Namespace) -> list[dict[
                     "side": side,
                     "readers": num_readers,
                     "step_s": round(seconds, 6),
-                    "blocks": blocks,
                 }
                 for seconds in steps
             ]
