@@ -49,6 +49,15 @@ def name_ticks(axes: Any, x: Sequence[int]) -> None:
     axes.minorticks_off()
 
 
+def logarithmic(axes: Any) -> None:
+    """A logarithmic axis upwards, in plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
 def save_picture(figure: Any, name: str) -> Path:
     """Write `results/<name>.png`."""
     RESULTS.mkdir(exist_ok=True)

@@ -15,6 +15,7 @@ from benchmarks.pictures import (
     PALE,
     RED,
     draw_line,
+    logarithmic,
     name_ticks,
     panels,
     save_picture,
@@ -179,7 +180,7 @@ def _draw_first_token(rows: Rows) -> None:
         for side in _sides(rows):
             values = [_times(rows, side, *point) for point in points]
             draw_line(axes, x, values, NAMES[side], COLOURS[side])
-        axes.set_yscale("log")
+        logarithmic(axes)
         axes.set_ylabel("ms to first token", fontsize=9)
         name_ticks(axes, x)
     left.set_xlabel("shared tokens", fontsize=9)
@@ -345,7 +346,7 @@ def _draw_decode(first: Rows, decode: Rows, speeds: Mapping[str, float]) -> None
         megabytes = [[_blocks(first, side, p) * speeds["block_bytes"] / 1e6] for p in points]
         draw_line(right, [readers for _, readers in points], megabytes, NAMES[side], COLOURS[side])
     right.set_ylabel("MB in use", fontsize=9)
-    right.set_yscale("log")
+    logarithmic(right)
     for axes in (left, right):
         name_ticks(axes, x)
         axes.set_xlabel("readers", fontsize=9)
