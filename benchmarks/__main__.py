@@ -61,8 +61,9 @@ INTRODUCTION = """\
 # Benchmarks
 
 Written by `make bench` (`python -m benchmarks`) from the CSV files in `results/`; do not edit.
-Model: SmolLM2-135M-Instruct, float32, engine in process. Outputs are compared before anything is
-timed, the sides of a comparison take turns, and every comparison is made twice (passes).
+Model: SmolLM2-135M-Instruct, float32. Outputs are compared before anything is timed, the sides of
+a comparison take turns, and a comparison of times is made twice (passes), unless its section names
+the number of runs.
 Under each table: the command that made its numbers, the date and the machine."""
 
 

@@ -19,6 +19,7 @@ from benchmarks.common import (
     BLOCK_SIZE,
     command_line,
     empty_caches,
+    kv_block_bytes,
     machine,
     machine_line,
     read_csv,
@@ -160,14 +161,8 @@ def _measure(llm: Any, mode: str, args: argparse.Namespace) -> dict[str, Any]:
         "copies": watch.peak["distinct_blocks"] // message_blocks,
         "last_first_token_s": round(max(answer.metrics.ttft for answer in answers), 3),
         "seconds": round(seconds, 2),
-        "block_bytes": _block_bytes(llm),
+        "block_bytes": kv_block_bytes(llm),
     }
-
-
-def _block_bytes(llm: Any) -> int:
-    """Bytes of one KV block in all layers."""
-    groups = scheduler_of(llm).kv_cache_config.kv_cache_groups
-    return sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
 
 
 # -- the page ----------------------------------------------------------------------------------

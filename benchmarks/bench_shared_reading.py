@@ -14,7 +14,6 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +179,10 @@ def _row(shape: tuple[int, ...], rounds: int) -> dict[str, Any]:
     }
 
 
+def _ratio(row: dict[str, str]) -> str:
+    return f"{row['ratio']} [{row['ratio_q1']}, {row['ratio_q3']}]"
+
+
 def section() -> str:
     """The part of RESULTS.md."""
     rows = read_csv("shared_reading")
@@ -187,9 +190,6 @@ def section() -> str:
         return ""
     plans = read_csv("shared_reading_planning")
     num_reqs, num_spans, tokens = PLANNED
-    cell: Callable[[dict[str, str]], str] = lambda row: (  # noqa: E731
-        f"{row['ratio']} [{row['ratio_q1']}, {row['ratio_q3']}]"
-    )
     keys = list(dict.fromkeys((row["heads"], row["readers"]) for row in rows))
     lines = []
     for heads, readers in keys:
@@ -197,7 +197,7 @@ def section() -> str:
         first = found[0]
         lines.append(
             (f"{heads}, {readers} readers", first["alone_ms"], first["together_ms"],
-             first["gflops"], first["gb_s"], *map(cell, found))
+             first["gflops"], first["gb_s"], *map(_ratio, found))
         )  # fmt: skip
     passes = [f"ratio, pass {row['pass']}" for row in plans]
     kept = ", ".join(f"{float(row['kept']):.3f}" for row in plans)

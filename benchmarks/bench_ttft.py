@@ -19,6 +19,7 @@ from benchmarks import breakdown
 from benchmarks.common import (
     command_line,
     empty_caches,
+    forced,
     machine,
     machine_line,
     median,
@@ -83,16 +84,6 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _forced(llm: Any, num_tokens: int) -> Any:
-    """Only one token is allowed, so the answers of both modes are the same by construction."""
-    from vllm import SamplingParams
-
-    token = llm.get_tokenizer().encode(" and", add_special_tokens=False)[0]
-    return SamplingParams(
-        temperature=0.0, max_tokens=num_tokens, ignore_eos=True, allowed_token_ids=[token]
-    )
-
-
 def _check_chain(llm: Any) -> None:
     """Law 1 on this engine: every message encoded with its predecessors equals the whole text."""
     if chain_tokens(llm, "choreo") != chain_tokens(llm, "baseline"):
@@ -129,7 +120,7 @@ def _debate(llm: Any, mode: str, args: argparse.Namespace, num_tokens: int) -> l
             QUESTION,
             agents=ROLES[: args.agents],
             rounds=args.rounds,
-            sampling_params=_forced(llm, num_tokens),
+            sampling_params=forced(llm, num_tokens),
         )
     return log.decodes()
 

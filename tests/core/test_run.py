@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,21 +21,13 @@ from vllm_choreo.run import command
 from vllm_choreo.run.command import modes_of, run_tasks
 from vllm_choreo.run.options import OPTIONS, WORKFLOWS
 from vllm_choreo.run.report import Result, question_of, save_transcript, table
-from vllm_choreo.run.tasks import Task, tasks_of
+from vllm_choreo.run.tasks import Task, program_of, tasks_of
 from vllm_choreo.workflows.replay import Replay
 from vllm_choreo.workflows.transcript import Transcript
 
 
 def parsed(*arguments: str) -> Namespace:
     return cli._parser().parse_args(["run", *arguments])
-
-
-def program(workflow: str) -> Callable[..., Transcript]:
-    """A workflow's function."""
-    function: Callable[..., Transcript] = getattr(
-        importlib.import_module(f"vllm_choreo.workflows.{workflow}"), workflow
-    )
-    return function
 
 
 def lines(path: Path, *rows: Any) -> str:
@@ -52,7 +42,7 @@ def lines(path: Path, *rows: Any) -> str:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
 def test_options_are_arguments_of_the_workflow_and_name_its_defaults(workflow: str) -> None:
-    given = inspect.signature(program(workflow)).parameters
+    given = inspect.signature(program_of(workflow)).parameters
     for name, settings in OPTIONS.get(workflow, {}).items():
         default = given[name].default
         shown = " ".join(default) if isinstance(default, tuple) else str(default)
@@ -64,7 +54,7 @@ def test_every_workflow_runs_on_problems_of_its_own(workflow: str) -> None:
     tasks = tasks_of(parsed(workflow, "--limit", "2", "--seed", "7"))
     assert len(tasks) == 2 and tasks[0].inputs != tasks[1].inputs
     for task in tasks:
-        transcript = program(workflow)(Notes(), **task.inputs)
+        transcript = program_of(workflow)(Notes(), **task.inputs)
         assert transcript.decodes() and transcript.answers
         assert question_of(task, transcript)
         assert len(task.expected()) == len(task.problems)
@@ -81,7 +71,7 @@ def test_options_reach_the_workflow() -> None:
     assert task.inputs["sampling_params"].max_tokens == task.inputs["vote_params"].max_tokens == 9
     (game,) = tasks_of(parsed("prisoners_dilemma", "--strategies", "none", "always defect"))
     assert game.inputs["strategies"] == ["none", "always defect"]
-    played = program("prisoners_dilemma")(Notes(), **game.inputs)
+    played = program_of("prisoners_dilemma")(Notes(), **game.inputs)
     assert "strategies: none, always defect" in question_of(game, played)
     assert game.expected() == []
 
@@ -192,7 +182,7 @@ def test_most_answers_must_be_right_on_every_problem() -> None:
 
 def test_a_saved_transcript_is_a_task_again(tmp_path: Path) -> None:
     (task,) = tasks_of(parsed("tree_of_thoughts", "--limit", "1", "--voters", "2"))
-    transcript = program("tree_of_thoughts")(Notes(), **task.inputs)
+    transcript = program_of("tree_of_thoughts")(Notes(), **task.inputs)
     path = tmp_path / "transcript.json"
     save_transcript(Result(task, transcript, False), path)
     assert [file.name for file in tmp_path.iterdir()] == ["transcript.json"]
@@ -201,7 +191,7 @@ def test_a_saved_transcript_is_a_task_again(tmp_path: Path) -> None:
     assert again.inputs == {**task.inputs, "candidates": 8}  # the default that was taken
     assert again.recorded is not None
     with Replay(Notes(mode="baseline"), again.recorded) as replay:
-        repeated = program("tree_of_thoughts")(replay, **again.inputs)
+        repeated = program_of("tree_of_thoughts")(replay, **again.inputs)
     assert (repeated.mode, repeated.answers) == ("baseline", transcript.answers)
 
 
@@ -213,6 +203,7 @@ def test_a_saved_transcript_is_a_task_again(tmp_path: Path) -> None:
         (json.dumps(debate()), ("parallel_debate", "--max-tokens", "2"), "leave out --max-tokens"),
         (json.dumps({**debate(), "format": 99}), ("parallel_debate",), "format 1"),
         (json.dumps({**debate(), "task": {}}), ("parallel_debate",), "no transcript"),
+        (json.dumps({**debate(), "inputs": {"query": "?"}}), ("parallel_debate",), "other inputs"),
         ("[1, 2]", ("direct",), "no transcript"),
         ('{"format": 1}', ("direct",), "no transcript"),
         ("", ("direct",), "no transcript"),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.run.engine import start_engine, warm_up
 from vllm_choreo.run.report import Result, facts_of, save_page, save_transcript, table
-from vllm_choreo.run.tasks import Task, tasks_of
+from vllm_choreo.run.tasks import Task, program_of, tasks_of
 from vllm_choreo.workflows.transcript import Transcript
 
 
@@ -105,16 +104,14 @@ def _run(
     from vllm_choreo.choreography import Choreography
     from vllm_choreo.workflows.replay import Replay
 
-    program = getattr(importlib.import_module(f"vllm_choreo.workflows.{workflow}"), workflow)
+    program = program_of(workflow)
     # Within a run the baseline has all the caching that vLLM offers; from earlier runs nothing.
     llm.reset_prefix_cache()
     with Choreography(llm, mode=mode) as c:
         if task.recorded is None:
-            transcript: Transcript = program(c, **task.inputs, on_step=on_step)
-            return transcript
+            return program(c, **task.inputs, on_step=on_step)
         with Replay(c, task.recorded) as replay:
-            transcript = program(replay, **task.inputs, on_step=on_step)
-        return transcript
+            return program(replay, **task.inputs, on_step=on_step)
 
 
 def _file_name(number: int, num_tasks: int, mode: str, modes: Sequence[str]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -214,7 +216,18 @@ def _recorded(workflow: str, path: Path) -> Task:
         raise ChoreoError(f"{path} is no transcript of `vllm-choreo run` ({reason})") from error
     if data["workflow"] != workflow:
         raise ChoreoError(f"{path} is a transcript of {data['workflow']}, not of {workflow}")
+    try:
+        inspect.signature(program_of(workflow)).bind(None, **task.inputs)
+    except TypeError as error:
+        raise ChoreoError(f"{path} has other inputs than {workflow} takes ({error})") from error
     return task
+
+
+def program_of(workflow: str) -> Callable[..., Transcript]:
+    """The function of a workflow, by its name."""
+    module = importlib.import_module(f"vllm_choreo.workflows.{workflow}")
+    program: Callable[..., Transcript] = getattr(module, workflow)
+    return program
 
 
 def _task(data: dict[str, Any], path: Path) -> Task:
