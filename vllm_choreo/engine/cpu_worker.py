@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -12,7 +13,16 @@ from vllm_choreo.engine.model_runner import ChoreoCPUModelRunner
 
 
 class ChoreoCPUWorker(CPUWorker):
-    """Exchanges the class of the runner, and has it prepared once model and cache are there."""
+    """Names our attention backend before the model is loaded, exchanges the class of the runner,
+    and has it prepared once model and cache are there.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Here and not when the plugin is loaded: what else runs with it is as without it.
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN, "vllm_choreo.engine.cpu_backend.ChoreoCPUBackend"
+        )
+        super().__init__(*args, **kwargs)
 
     def init_device(self) -> None:
         super().init_device()

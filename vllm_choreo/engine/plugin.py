@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How choreography enters vLLM: one hook into the configuration, one attention backend.
+"""How choreography enters vLLM: hooks into its command line and into its configuration.
 
 Every vLLM name that is not public is reached from this package `engine`; this module checks that
 the installed vLLM is the version for which they were read.
@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 from vllm_choreo.config import ChoreoConfig
+from vllm_choreo.engine import command_line
 from vllm_choreo.errors import UnsupportedOptionError, UnsupportedVersionError
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ CPU_BLOCK_SIZE = 32
 CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 _ENGINE = "vllm_choreo.engine"
+_LOGGER = "vllm.choreo"  # vLLM prints the lines of loggers that are named after it
 _installed = False
 
 
@@ -35,12 +37,11 @@ def install() -> None:
         return
     check_version()
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from vllm_choreo.engine import utility
 
+    _hook_command_line(type(current_platform))
     if current_platform.is_cpu():
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{_ENGINE}.cpu_backend.ChoreoCPUBackend")
         _hook_configuration(type(current_platform))
         utility.install()
     else:
@@ -69,11 +70,29 @@ def check_version() -> None:
         )
 
 
+def _hook_command_line(platform: Any) -> None:
+    """Give every parser of vLLM's command line the option `--plugin`."""
+    pre_register_and_update = platform.pre_register_and_update
+
+    def with_option(cls: Any, parser: Any = None) -> None:
+        pre_register_and_update(parser)
+        if parser is not None:
+            command_line.add_option(parser)
+
+    platform.pre_register_and_update = classmethod(with_option)
+
+
 def _hook_configuration(platform: Any) -> None:
-    """Let every engine configuration pass through `configure`, after vLLM's own platform."""
+    """Let every engine configuration pass through ours, around that of vLLM's own platform."""
+    from vllm.logger import init_logger
+
     check_and_update = platform.check_and_update_config
+    log = init_logger(_LOGGER)
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        if not command_line.is_active():
+            log.info_once("vllm-choreo is installed and not active: --plugin choreo turns it on.")
+            return check_and_update(vllm_config)
         configure_before(vllm_config)
         check_and_update(vllm_config)
         configure_after(vllm_config)

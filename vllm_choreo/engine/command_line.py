@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve MODEL --plugin choreo`: plugins by name, an option that vLLM's command line lacks.
+
+vLLM takes names from the environment variable `VLLM_PLUGINS` alone, and reads it in every process
+of an engine. The option puts its names there, before any engine is configured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from importlib.metadata import entry_points
+from typing import Any
+
+PLUGIN = "choreo"
+
+_VARIABLE = "VLLM_PLUGINS"
+# Set where a command line of vLLM is parsed, and inherited by the processes of its engines.
+_ONLY_IF_NAMED = "CHOREO_ONLY_IF_NAMED"
+_GENERAL = "vllm.general_plugins"
+_ENDPOINTS = "vllm.endpoint_plugins"
+# What vLLM loads from while the variable is not set; from `_ENDPOINTS` it loads named plugins only.
+_BY_DEFAULT = (
+    _GENERAL,
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+# Among these, and yet without effect unless named: it downloads what a request asks for.
+_NEVER_IMPLIED = ("lora_hf_hub_resolver",)
+
+
+def is_active() -> bool:
+    """Whether engines that are configured in this process, or in its parent, choreograph.
+
+    In a program that makes its engine itself (`LLM(...)`) an installed plugin is active. On vLLM's
+    command line it is active if `--plugin` or the variable names it.
+    """
+    return PLUGIN in _named() or _ONLY_IF_NAMED not in os.environ
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--plugin NAME`, which may be given again."""
+    os.environ[_ONLY_IF_NAMED] = "1"
+    parser.add_argument(
+        "--plugin",
+        metavar="NAME",
+        action=_NamePlugin,
+        help="Load the plugin NAME, with its HTTP routes if it has any; may be given again. Adds "
+        f"to {_VARIABLE}. Installed plugins: {', '.join(_installed())}.",
+    )
+
+
+class _NamePlugin(argparse.Action):
+    """Puts a name into the variable, beside those that vLLM would have loaded without it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values not in _installed():
+            parser.error(
+                f"argument {option_string}: no plugin {values!r} is installed; "
+                f"installed are {', '.join(_installed())}"
+            )
+        if _VARIABLE not in os.environ:
+            os.environ[_VARIABLE] = ",".join(_implied(parser, values))
+        elif values not in _named():
+            os.environ[_VARIABLE] = ",".join((*_named(), values))
+            # General plugins have been loaded before: those that were named then.
+            for plugin in entry_points(group=_GENERAL, name=values):
+                plugin.load()()
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), values])
+
+
+def _implied(parser: argparse.ArgumentParser, chosen: str) -> list[str]:
+    """The names that the variable needs so that nothing is loaded or lost but for `chosen`."""
+    by_default = {p.name for group in _BY_DEFAULT for p in entry_points(group=group)}
+    by_default -= {*_NEVER_IMPLIED, chosen}
+    exposed = sorted(by_default & {p.name for p in entry_points(group=_ENDPOINTS)})
+    if exposed:
+        parser.error(
+            f"argument --plugin: {', '.join(exposed)} would be named too, and would add HTTP "
+            f"routes; set {_VARIABLE} to the plugins that you want"
+        )
+    return [*sorted(by_default), chosen]
+
+
+def _named() -> list[str]:
+    return [name for name in os.environ.get(_VARIABLE, "").split(",") if name]
+
+
+def _installed() -> list[str]:
+    groups = (*_BY_DEFAULT, _ENDPOINTS)
+    return sorted({plugin.name for group in groups for plugin in entry_points(group=group)})
