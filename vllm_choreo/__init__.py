@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Choreography": "vllm_choreo.choreography",
     "AsyncChoreography": "vllm_choreo.async_choreography",
+    "ChoreoClient": "vllm_choreo.client",
+    "AsyncChoreoClient": "vllm_choreo.client",
     "Message": "vllm_choreo.message",
     "ChoreoParams": "vllm_choreo.params",
     "ChoreoError": "vllm_choreo.errors",

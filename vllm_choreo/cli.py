@@ -15,7 +15,9 @@ _ENGINE = "install vllm==0.32.0 (GPU), or the CPU build with `make setup` in the
 _INSTALL = {
     "torch": _ENGINE,
     "vllm": _ENGINE,
+    "httpx": "run `pip install httpx`",
     "matplotlib": "run `pip install matplotlib`",
+    "tqdm": "run `pip install tqdm`",
 }
 
 

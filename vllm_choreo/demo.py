@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.run.engine import start_engine, warm_up
+from vllm_choreo.run.engine import LocalEngine, start_engine, warm_up
 from vllm_choreo.workflows.parallel_debate import parallel_debate
 from vllm_choreo.workflows.transcript import Step, Transcript
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
@@ -120,7 +120,7 @@ def _run_all(llm: Any, tasks: Sequence[Task]) -> list[dict[str, Transcript]]:
     """Each task in both modes, the modes taking turns at being the first."""
     from tqdm import tqdm
 
-    warm_up(llm, MODES)
+    warm_up(LocalEngine(llm), MODES)
     runs: list[dict[str, Transcript]] = []
     with tqdm(total=sum(map(_num_calls, tasks)) * len(MODES), unit="call", leave=False) as bar:
         for i, task in enumerate(tasks):

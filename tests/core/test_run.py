@@ -264,11 +264,11 @@ def test_ctrl_c_leaves_what_is_complete(tmp_path: Path, monkeypatch: pytest.Monk
             raise KeyboardInterrupt
         return transcript
 
-    monkeypatch.setattr(command, "warm_up", lambda llm, modes: None)
+    monkeypatch.setattr(command, "warm_up", lambda engine, modes: None)
     monkeypatch.setattr(command, "_run", run)
-    llm = SimpleNamespace(model_config=SimpleNamespace(model="small"))
+    engine: Any = SimpleNamespace(facts=lambda modes: {"model": "small"})
     with pytest.raises(KeyboardInterrupt):
-        run_tasks(llm, tasks, "parallel_debate", modes_of("both"), tmp_path)
+        run_tasks(engine, tasks, "parallel_debate", modes_of("both"), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         *("transcript-001-choreo.json", "transcript-001-baseline.json"),
         *("transcript-002-choreo.json", "index.html"),

@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.run.engine import start_engine, warm_up
+from vllm_choreo.run.engine import (
+    DEFAULT_MAX_MODEL_LEN,
+    Engine,
+    LocalEngine,
+    Server,
+    start_engine,
+    warm_up,
+)
 from vllm_choreo.run.report import Result, facts_of, save_page, save_transcript, table
 from vllm_choreo.run.tasks import Task, program_of, tasks_of
 from vllm_choreo.workflows.transcript import Transcript
@@ -28,10 +36,32 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         ChoreoError: the arguments do not make sense, or the engine does not start.
     """
+    _check_server(args)
     tasks = tasks_of(args)
     _make_folder(args.out)
-    llm = start_engine(args.model, args.max_model_len, forces_tokens=bool(args.replay))
-    return run_tasks(llm, tasks, args.workflow, modes_of(args.mode), args.out)
+    return run_tasks(_engine(args), tasks, args.workflow, modes_of(args.mode), args.out)
+
+
+def _check_server(args: argparse.Namespace) -> None:
+    """Refuse what does not go together."""
+    if args.server is None:
+        if args.api_key is not None:
+            raise ChoreoError("--api-key is for a server: give --server, too")
+        return
+    if args.replay:
+        raise ChoreoError(
+            "a replay forces tokens, which needs an engine of its own: leave out --server"
+        )
+    for name in ("model", "max_model_len"):
+        if getattr(args, name) is not None:
+            raise ChoreoError(f"a server has its own: leave out --{name.replace('_', '-')}")
+
+
+def _engine(args: argparse.Namespace) -> Engine:
+    if args.server is not None:
+        return Server(args.server, args.api_key or os.environ.get("VLLM_API_KEY"))
+    max_model_len = args.max_model_len or DEFAULT_MAX_MODEL_LEN
+    return LocalEngine(start_engine(args.model, max_model_len, forces_tokens=bool(args.replay)))
 
 
 def modes_of(mode: str) -> tuple[str, ...]:
@@ -40,12 +70,12 @@ def modes_of(mode: str) -> tuple[str, ...]:
 
 
 def run_tasks(
-    llm: Any, tasks: Sequence[Task], workflow: str, modes: Sequence[str], out: Path
+    engine: Engine, tasks: Sequence[Task], workflow: str, modes: Sequence[str], out: Path
 ) -> int:
     """Run every task in every mode on an engine.
 
     Args:
-        llm: see `start_engine`.
+        engine: in this process, or a server.
         tasks: at least one.
         workflow: the name of its function.
         modes: of `Choreography`.
@@ -54,15 +84,15 @@ def run_tasks(
     Returns:
         The exit status: 0, or 1 if a task failed.
     """
-    warm_up(llm, modes)
+    warm_up(engine, modes)
+    facts = facts_of(engine.facts(modes), modes, tasks[0])
     results: list[Result] = []
     errors: list[str] = []
     try:
-        _run_all(llm, tasks, workflow, modes, out, results, errors)
+        _run_all(engine, tasks, workflow, modes, out, results, errors)
     finally:
         # After Ctrl-C too: what is complete is shown.
         if results:
-            facts = facts_of(llm.model_config.model, modes, tasks[0])
             save_page(workflow, results, facts, out / "index.html")
             print(table(results))
             print(f"\nOpen {out / 'index.html'}")
@@ -72,7 +102,7 @@ def run_tasks(
 
 
 def _run_all(
-    llm: Any,
+    engine: Engine,
     tasks: Sequence[Task],
     workflow: str,
     modes: Sequence[str],
@@ -88,7 +118,7 @@ def _run_all(
             for mode in modes:
                 bar.set_description(f"{workflow} {number}/{len(tasks)}, {mode}")
                 try:
-                    transcript = _run(llm, task, workflow, mode, lambda step: bar.update())
+                    transcript = _run(engine, task, workflow, mode, lambda step: bar.update())
                 except ChoreoError as error:
                     errors.append(f"{task.id}, {mode}: {error}")
                     continue
@@ -99,15 +129,12 @@ def _run_all(
 
 
 def _run(
-    llm: Any, task: Task, workflow: str, mode: str, on_step: Callable[[Any], None]
+    engine: Engine, task: Task, workflow: str, mode: str, on_step: Callable[[Any], None]
 ) -> Transcript:
-    from vllm_choreo.choreography import Choreography
     from vllm_choreo.workflows.replay import Replay
 
     program = program_of(workflow)
-    # Within a run the baseline has all the caching that vLLM offers; from earlier runs nothing.
-    llm.reset_prefix_cache()
-    with Choreography(llm, mode=mode) as c:
+    with engine.open(mode) as c:
         if task.recorded is None:
             return program(c, **task.inputs, on_step=on_step)
         with Replay(c, task.recorded) as replay:

@@ -1,16 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of `vllm-choreo run`: in this process, quiet, with the times that the page shows."""
+"""What `vllm-choreo run` runs on: an engine in this process, or a server.
+
+The engine is quiet and tells the times that the page shows. A server is taken as it is.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 from vllm_choreo.errors import ChoreoError
 
+DEFAULT_MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 16
+
+
+class Engine(Protocol):
+    """What a workflow is run on."""
+
+    def open(self, mode: str) -> Any:
+        """A `Choreography`, or what has its methods; nothing that it reads is cached before."""
+
+    def sampling(self, **fields: Any) -> Any:
+        """Sampling parameters as `open(mode).decode` takes them."""
+
+    def facts(self, modes: Sequence[str]) -> dict[str, str]:
+        """What the page says about it."""
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    """An engine in this process.
+
+    Attributes:
+        llm: see `start_engine`.
+    """
+
+    llm: Any
+
+    def open(self, mode: str) -> Any:
+        from vllm_choreo.choreography import Choreography
+
+        # Within a run the baseline has all the caching that vLLM offers; from earlier runs nothing.
+        self.llm.reset_prefix_cache()
+        return Choreography(self.llm, mode=mode)
+
+    @staticmethod
+    def sampling(**fields: Any) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(**fields)
+
+    def facts(self, modes: Sequence[str]) -> dict[str, str]:
+        import vllm
+
+        return {"model": Path(self.llm.model_config.model).name, "vLLM": vllm.__version__}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server, which others may use at the same time. Needs neither vllm nor torch here.
+
+    Attributes:
+        base_url, api_key: as of `ChoreoClient`.
+    """
+
+    base_url: str
+    api_key: str | None = field(default=None, repr=False)
+
+    def open(self, mode: str) -> Any:
+        from vllm_choreo.client import ChoreoClient
+
+        return ChoreoClient(self.base_url, self.api_key, mode)
+
+    @staticmethod
+    def sampling(**fields: Any) -> Any:
+        return fields
+
+    def facts(self, modes: Sequence[str]) -> dict[str, str]:
+        with self.open(modes[0]) as c:
+            facts = {"model": str(c.stats()["model"]), "server": self.base_url}
+        if "baseline" in modes:
+            # It is the server's, and other clients' requests are in it: nobody may empty it.
+            facts["prefix cache"] = "not emptied between runs"
+        return facts
 
 
 def start_engine(model: str | None, max_model_len: int, forces_tokens: bool) -> Any:
@@ -60,13 +137,9 @@ def start_engine(model: str | None, max_model_len: int, forces_tokens: bool) -> 
         raise ChoreoError(f"vLLM does not start with {folder}: {reason}") from error
 
 
-def warm_up(llm: Any, modes: Sequence[str]) -> None:
+def warm_up(engine: Engine, modes: Sequence[str]) -> None:
     """One short call in each mode: what is done once only shall not be timed."""
-    from vllm import SamplingParams
-
-    from vllm_choreo.choreography import Choreography
-
     for mode in modes:
-        with Choreography(llm, mode=mode) as c:
+        with engine.open(mode) as c:
             doc = c.prefill("A document of a few words.")
-            c.decode("Hello", parents=[doc], sampling_params=SamplingParams(max_tokens=4))
+            c.decode("Hello", parents=[doc], sampling_params=engine.sampling(max_tokens=4))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.choreography import MODES
+from vllm_choreo.run.engine import DEFAULT_MAX_MODEL_LEN
 from vllm_choreo.workflows.prisoners_dilemma import LEAKS, STRATEGIES
 from vllm_choreo.workflows.variants import VARIANTS
 
@@ -78,6 +79,12 @@ def _common() -> argparse.ArgumentParser:
     add = common.add_argument
     add("--model", metavar="MODEL", help="model folder or name (default: the small test model)")
     add(
+        "--server",
+        metavar="URL",
+        help="run on a server of `vllm serve MODEL --plugin choreo` (default: on an own engine)",
+    )
+    add("--api-key", metavar="KEY", help="of the server (default: VLLM_API_KEY)")
+    add(
         "--mode",
         choices=(*MODES, "both"),
         default="choreo",
@@ -103,9 +110,8 @@ def _common() -> argparse.ArgumentParser:
     add(
         "--max-model-len",
         type=positive,
-        default=4096,
         metavar="N",
-        help="the engine's context, in tokens (default: %(default)s)",
+        help=f"the engine's context, in tokens (default: {DEFAULT_MAX_MODEL_LEN})",
     )
     add(
         "--out",

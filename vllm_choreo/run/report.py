@@ -63,19 +63,20 @@ def question_of(task: Task, transcript: Transcript) -> str:
     return "\n".join(f"{name}: {value}" for name, value in settings.items())
 
 
-def facts_of(model: str, modes: Sequence[str], task: Task) -> dict[str, str]:
-    """What the page says about the run as a whole."""
-    import vllm
-
-    facts = {"model": Path(model).name, "mode": " and ".join(modes), "vLLM": vllm.__version__}
+def facts_of(engine: Mapping[str, str], modes: Sequence[str], task: Task) -> dict[str, str]:
+    """What the page says about the run as a whole; `engine` is what the engine's facts say."""
+    facts = {**engine, "mode": " and ".join(modes)}
     if task.recorded is not None:
         return {**facts, "tokens": "replayed"}
-    sampling = task.inputs["sampling_params"]
+    given = task.inputs["sampling_params"]
+    sampling = given if isinstance(given, Mapping) else {
+        name: getattr(given, name) for name in ("temperature", "seed", "max_tokens")
+    }  # fmt: skip
     return {
         **facts,
-        "temperature": f"{sampling.temperature:g}",
-        "seed": str(sampling.seed),
-        "tokens": f"at most {sampling.max_tokens} per answer",
+        "temperature": f"{sampling['temperature']:g}",
+        "seed": str(sampling["seed"]),
+        "tokens": f"at most {sampling['max_tokens']} per answer",
     }
 
 

@@ -25,6 +25,7 @@ from vllm_choreo.data import (
 )
 from vllm_choreo.data.grading import is_correct
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.run.engine import LocalEngine, Server
 from vllm_choreo.run.options import OPTIONS
 from vllm_choreo.workflows.transcript import Transcript
 
@@ -168,8 +169,7 @@ def _inputs(workflow: str, group: Sequence[Problem]) -> dict[str, Any]:
 
 def _sampling(args: argparse.Namespace, number: int = 0) -> dict[str, Any]:
     """The sampling parameters, by argument of the workflow; `number` is that of the game."""
-    from vllm import SamplingParams
-
+    params = Server.sampling if args.server else LocalEngine.sampling
     max_tokens = args.max_tokens or DEFAULT_MAX_TOKENS
     temperature = args.temperature
     if temperature is None:
@@ -178,9 +178,9 @@ def _sampling(args: argparse.Namespace, number: int = 0) -> dict[str, Any]:
         "temperature": temperature,
         "seed": (args.seed or 0) + number,
     }
-    sampling = {"sampling_params": SamplingParams(max_tokens=max_tokens, **settings)}
+    sampling = {"sampling_params": params(max_tokens=max_tokens, **settings)}
     if args.workflow in _SHORT:
-        short = SamplingParams(max_tokens=min(max_tokens, SHORT_TOKENS), **settings)
+        short = params(max_tokens=min(max_tokens, SHORT_TOKENS), **settings)
         sampling[_SHORT[args.workflow]] = short
     return sampling
 
@@ -246,9 +246,7 @@ def _task(data: dict[str, Any], path: Path) -> Task:
 def _argument(name: str, value: Any) -> Any:
     if not name.endswith("_params") or value is None:
         return value
-    from vllm import SamplingParams
-
-    return SamplingParams(**value)
+    return LocalEngine.sampling(**value)
 
 
 def _problem(fields: dict[str, Any]) -> Problem:

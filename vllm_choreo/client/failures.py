@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong between client and server, as errors that name the server and the way out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+
+from vllm_choreo.client.endpoint import Endpoint
+from vllm_choreo.errors import ChoreoError, FreedMessageError, error_from_report
+
+_START = "`vllm serve MODEL --plugin choreo`"
+_MAX_CHARS = 200  # of an answer that is quoted
+
+
+class ServerError(ChoreoError):
+    """No answer, or none that a server of vllm-choreo gives.
+
+    Attributes:
+        may_have_run: the request may have reached the engine. It was not repeated.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        parameter: str = "base_url",
+        value: Any = None,
+        may_have_run: bool = False,
+    ) -> None:
+        super().__init__(message, parameter=parameter, value=value)
+        self.may_have_run = may_have_run
+
+
+def no_answer(endpoint: Endpoint, error: httpx.HTTPError) -> ServerError:
+    """The error for a request that was not answered."""
+    base_url = endpoint.base_url
+    reason = str(error) or type(error).__name__
+    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)):
+        return ServerError(
+            f"no server can be reached ({reason}): start one with {_START}, or correct the address",
+            value=base_url,
+        )
+    if isinstance(error, httpx.TimeoutException):
+        return ServerError(
+            f"no answer within {endpoint.timeout:g} s, so the request was given up: raise timeout, "
+            "or ask for fewer tokens",
+            value=base_url,
+            may_have_run=True,
+        )
+    return ServerError(
+        f"the connection broke before the answer was complete ({reason}); the request may have "
+        "run and was not repeated: look at the server's log, then call again",
+        value=base_url,
+        may_have_run=True,
+    )
+
+
+def cut_off(endpoint: Endpoint) -> ServerError:
+    """The error for a stream that ended before its message."""
+    return no_answer(endpoint, httpx.RemoteProtocolError("the stream ended early"))
+
+
+def closed(session: str) -> FreedMessageError:
+    """The error for a call on a client that was closed."""
+    return FreedMessageError(
+        "the session is closed and its messages are freed; open another client",
+        parameter="session",
+        value=session,
+    )
+
+
+def content_of(endpoint: Endpoint, status: int, body: bytes) -> Any:
+    """The JSON of an answer.
+
+    Raises:
+        ChoreoError: the server's refusal, by its class.
+        ServerError: the answer is none of a server of vllm-choreo.
+    """
+    try:
+        content = json.loads(body)
+    except ValueError:
+        content = None
+    if 200 <= status < 300 and isinstance(content, dict):
+        return content
+    error = content.get("error") if isinstance(content, dict) else None
+    if isinstance(error, dict):
+        refusal = error_of(error)
+        # vLLM itself refuses requests under types that are not ours.
+        if type(refusal).__name__ == error.get("type") or status in (400, 413, 422):
+            raise refusal
+    raise ServerError(_advice(status, body), value=endpoint.base_url, may_have_run=status >= 500)
+
+
+def error_of(error: dict[str, Any]) -> ChoreoError:
+    """The error of an error object: `message`, `type`, `param` and `value`."""
+    param, value = error.get("param"), error.get("value")
+    report = {"parameter": param, "value": value, "type": error.get("type")}
+    report = {key: entry for key, entry in report.items() if entry is not None}
+    return error_from_report({"message": error.get("message", "refused"), **report})
+
+
+def _advice(status: int, body: bytes) -> str:
+    """What to do about an answer that is not understood."""
+    if status in (401, 403):
+        return "the server does not accept the API key: pass the one it was started with as api_key"
+    if status == 404:
+        return f"the server does not choreograph: start it with {_START}, or correct the address"
+    text = " ".join(body[: 4 * _MAX_CHARS].decode("utf-8", "replace").split())[:_MAX_CHARS]
+    if status == 503:
+        return f"the server is not ready ({text}): wait, or restart it"
+    if status < 400:
+        return f"this is no server of vllm-choreo (status {status}: {text}): correct the address"
+    return f"the server failed (status {status}: {text}): look at its log, then call again"

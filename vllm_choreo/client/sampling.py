@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling parameters as JSON, without importing vllm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from vllm_choreo.errors import UnsupportedOptionError
+
+# Of `vllm.SamplingParams`, what follows from other fields or is the engine's own affair.
+_NOT_SENT = frozenset(("output_kind", "output_text_buffer_length", "skip_clone"))
+
+
+def sampling_fields(given: Any) -> dict[str, Any] | None:
+    """Sampling parameters as JSON carries them: the fields that are not vLLM's defaults.
+
+    Args:
+        given: `vllm.SamplingParams`, a dict of their fields, or None.
+
+    Raises:
+        UnsupportedOptionError: neither, or a field that JSON cannot carry.
+    """
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        fields = dict(given)
+    elif hasattr(given, "__struct_fields__") and hasattr(given, "max_tokens"):
+        fields = _changed_fields(given)
+    else:
+        raise UnsupportedOptionError(
+            "sampling_params must be vllm.SamplingParams or a dict of their fields; beam search "
+            "does not make one message per call",
+            parameter="sampling_params",
+            value=given,
+        )
+    for name, value in fields.items():
+        _check_json(str(name), value)
+    return fields
+
+
+def _changed_fields(params: Any) -> dict[str, Any]:
+    defaults = type(params)()
+    changed = {}
+    for name in params.__struct_fields__:
+        value, default = getattr(params, name), getattr(defaults, name)
+        is_default = type(value) is type(default) and value == default
+        if not is_default and not name.startswith("_") and name not in _NOT_SENT:
+            changed[name] = _plain(value)
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    """A field's value; those that are objects as what was set in them."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    fields = asdict(value).items()
+    return {name: entry for name, entry in fields if entry is not None and not name.startswith("_")}
+
+
+def _check_json(name: str, value: Any) -> None:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedOptionError(
+            f"this sampling option cannot be sent to a server ({error}): leave it out",
+            parameter=name,
+            value=value,
+        ) from error
