@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
@@ -27,7 +28,7 @@ def sampling_fields(given: Any) -> dict[str, Any] | None:
         return None
     if isinstance(given, Mapping):
         fields = dict(given)
-    elif hasattr(given, "__struct_fields__") and hasattr(given, "max_tokens"):
+    elif _is_sampling_params(given):
         fields = _changed_fields(given)
     else:
         raise UnsupportedOptionError(
@@ -39,6 +40,12 @@ def sampling_fields(given: Any) -> dict[str, Any] | None:
     for name, value in fields.items():
         _check_json(str(name), value)
     return fields
+
+
+def _is_sampling_params(given: Any) -> bool:
+    # Whoever has such an object has imported the module that defines it.
+    module = sys.modules.get("vllm.sampling_params")
+    return module is not None and isinstance(given, module.SamplingParams)
 
 
 def _changed_fields(params: Any) -> dict[str, Any]:

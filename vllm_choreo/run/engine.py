@@ -23,7 +23,7 @@ class Engine(Protocol):
     """What a workflow is run on."""
 
     def open(self, mode: str) -> Any:
-        """A `Choreography`, or what has its methods; nothing that it reads is cached before."""
+        """A session: a `Choreography`, or what has its methods."""
 
     def sampling(self, **fields: Any) -> Any:
         """Sampling parameters as `open(mode).decode` takes them."""
