@@ -99,6 +99,7 @@ def start_server(
 
 def _defaults(settings: Mapping[str, Any] | None, keys: Sequence[str]) -> dict[str, Any]:
     options: dict[str, Any] = {
+        "plugin": "choreo",
         "host": "127.0.0.1",
         "served_model_name": MODEL_NAME,
         "dtype": "float32",
@@ -126,7 +127,7 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
 def _environment(changes: Mapping[str, str]) -> dict[str, str]:
     environment = {key: os.environ[key] for key in os.environ if key not in _NOT_FOR_SERVERS}
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    return {**environment, "VLLM_PLUGINS": "choreo", **changes}
+    return {**environment, **changes}
 
 
 def _free_port() -> int:

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a request's body: bounded, strict JSON, and errors in our own terms.
+
+Python's own JSON parser takes what JSON does not have (NaN, lone surrogates, nesting up to the
+recursion limit); that of pydantic refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vllm_choreo.errors import ChoreoError, LimitError, OffsetError, SpanError
+from vllm_choreo.server.errors import BODY_LIMIT, as_choreo_error
+
+# What follows a body that is too long is read and dropped, so that its sender comes to read the
+# answer; but not for ever.
+_DROPPED_BODIES = 16
+
+
+class BoundedRequest(Request):
+    """A request whose body is not longer than the server's limit, and JSON."""
+
+    async def body(self) -> bytes:
+        """
+        Raises:
+            LimitError: the body is too long, whether or not its sender said so before.
+        """
+        if not hasattr(self, "_body"):
+            limit = self.app.state.choreo.config.max_request_bytes
+            chunks: list[bytes] = []
+            num_bytes = 0
+            async for chunk in self.stream():
+                num_bytes += len(chunk)
+                if num_bytes <= limit:
+                    chunks.append(chunk)
+                else:
+                    chunks.clear()
+                if num_bytes > _DROPPED_BODIES * limit:
+                    break
+            if num_bytes > limit:
+                raise LimitError(
+                    f"a request has up to {limit} bytes: send it in parts, or raise the server's "
+                    f"setting choreo.server.{BODY_LIMIT}",
+                    parameter=BODY_LIMIT,
+                )
+            self._body = b"".join(chunks)
+        return self._body
+
+    async def json(self) -> Any:
+        """
+        Raises:
+            LimitError: as for `body`.
+            ChoreoError: it is not JSON.
+        """
+        if not hasattr(self, "_json"):
+            content = await self.body()
+            content_type = self.headers.get("Content-Type", "")
+            if content_type.partition(";")[0].strip().lower() != "application/json":
+                raise ChoreoError(
+                    "send JSON, under the header Content-Type: application/json",
+                    parameter="Content-Type",
+                    value=content_type,
+                )
+            try:
+                self._json = from_json(content, allow_inf_nan=False)
+            except ValueError as error:
+                raise ChoreoError(f"the body is not JSON: {error}", parameter="body") from None
+        return self._json
+
+
+class ChoreoRoute(APIRoute):
+    """A route with bounded bodies, whose errors are `ChoreoError`s."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            request = BoundedRequest(request.scope, request.receive)
+            try:
+                if self.body_field is not None and await request.body():
+                    # Parsed before FastAPI asks for it, which would hide why it cannot be.
+                    await request.json()
+                response: Response = await handle(request)
+                return response
+            except RequestValidationError as error:
+                raise _refusal(error.errors()[0]) from None
+            except Exception as error:
+                ours = as_choreo_error(error)
+                if ours is None:
+                    raise
+                raise ours from error
+
+        return checked
+
+
+# Where a wrong value has an error class of its own, by the field that it stands in.
+_CLASSES: dict[str, type[ChoreoError]] = {
+    "offsets": OffsetError,
+    "new_offset": OffsetError,
+    "start": SpanError,
+    "stop": SpanError,
+}
+_MESSAGES = {
+    "missing": "this field is needed",
+    "extra_forbidden": "unknown field",
+    "model_type": "an object is needed",
+    "model_attributes_type": "an object is needed",
+}
+
+
+def _refusal(error: Mapping[str, Any]) -> ChoreoError:
+    """The first thing that pydantic found wrong."""
+    parts = _path(error["loc"])
+    field = next((part for part in reversed(parts) if not part.isdigit()), "")
+    message = _MESSAGES.get(error["type"], error["msg"])
+    return _CLASSES.get(field, ChoreoError)(
+        message[:1].lower() + message[1:],
+        parameter=".".join(parts) or "body",
+        # Of a missing field, pydantic gives the whole object around it.
+        value=None if error["type"] == "missing" else _outline(error.get("input")),
+    )
+
+
+def _path(location: Sequence[Any]) -> list[str]:
+    """`calls 2 parents 0 start` of pydantic's location.
+
+    That has the part of the request in front, and tags of unions (<tag>) between.
+    """
+    return [str(part) for part in location[1:] if not str(part).startswith(("<", "["))]
+
+
+def _outline(value: Any) -> Any:
+    """`value`, or what it is if it is large: an error is not to repeat a megabyte."""
+    if isinstance(value, (list, dict)):
+        return f"{type(value).__name__} of {len(value)}"
+    return value

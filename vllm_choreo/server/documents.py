@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients get, as pydantic models, for /openapi.json: `answers.py` writes the same forms."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+# -- sessions ------------------------------------------------------------------------------------
+
+
+class SessionUsage(_Answer):
+    """What a session holds, and how much it may hold."""
+
+    messages: int
+    tokens: int
+    resident_tokens: int = Field(
+        description="Those whose keys and values are cached now; others are encoded again when "
+        "they are read."
+    )
+    pinned_messages: int
+    max_messages: int
+    max_tokens: int
+
+
+class SessionAnswer(_Answer):
+    """A session."""
+
+    id: str = Field(examples=["8f14e45fceea167a5a36dedd4bea2543"])
+    object: Literal["choreo.session"]
+    created: int = Field(description="Seconds since 1970.")
+    mode: Literal["choreo", "exact", "baseline"]
+    ttl_seconds: float
+    expires_at: int = Field(description="When it is closed if nobody uses it; seconds since 1970.")
+    max_model_len: int = Field(description="Tokens that a call reads and writes, at most.")
+    model: str
+    usage: SessionUsage
+
+
+class ClosedAnswer(_Answer):
+    """A session that was closed."""
+
+    id: str
+    object: Literal["choreo.session.deleted"]
+    deleted: Literal[True]
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+class ParentAnswer(_Answer):
+    """A parent, and which of its tokens were read; null: from the first, to the end."""
+
+    id: str
+    start: int | None
+    stop: int | None
+
+
+class CachedTokens(_Answer):
+    """As in OpenAI's API."""
+
+    cached_tokens: int
+
+
+class Usage(_Answer):
+    """Tokens that a call read and wrote, and where they came from."""
+
+    prompt_tokens: int = Field(description="Of the parents, and of the header.")
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    exact: bool = Field(
+        description="The result is that of an ordinary request on the concatenated text."
+    )
+    reused_tokens: int = Field(description="Read from the cache.")
+    repositioned_tokens: int = Field(
+        description="Those of them that were seen at another position than they were encoded at."
+    )
+    encoded_tokens: int = Field(description="Computed for this call, generated ones included.")
+
+
+class Times(_Answer):
+    """Of a call, in seconds from its submission."""
+
+    waiting: float | None = Field(description="Until it was first scheduled; null: not known.")
+    ttft: float = Field(description="To the first token; of a prefill, until it was encoded.")
+    latency: float = Field(description="To the end.")
+
+
+class LogprobAnswer(_Answer):
+    """Of a token at one position."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+class ShortMessageAnswer(_Answer):
+    """A message in the list of a session's messages."""
+
+    id: str = Field(description="`session/name`.")
+    object: Literal["choreo.message"]
+    created: int = Field(description="Seconds since 1970.")
+    session: str
+    type: Literal["prefill", "decode"]
+    num_tokens: int
+    position: int = Field(description="Of its first token when it was encoded.")
+    parents: list[ParentAnswer]
+    finish_reason: str | None
+
+
+class MessageAnswer(ShortMessageAnswer):
+    """A message."""
+
+    text: str = Field(description="What was sent, then what was generated.")
+    token_ids: list[int]
+    generated_text: str
+    generated_token_ids: list[int]
+    logprobs: list[dict[str, LogprobAnswer]] | None = Field(
+        description="Of each generated token: from token ids to their logprobs; null: not asked."
+    )
+    usage: Usage
+    metrics: Times
+    provenance: list[str] = Field(
+        description="Ids of the messages that it carries traces of, itself left out."
+    )
+
+
+class MessageListAnswer(_Answer):
+    """The messages of a session."""
+
+    object: Literal["list"]
+    data: list[ShortMessageAnswer]
+
+
+class FreedAnswer(_Answer):
+    """A message that was freed."""
+
+    id: str
+    object: Literal["choreo.message.deleted"]
+    deleted: Literal[True]
+
+
+class EvictedAnswer(_Answer):
+    """A message that is no longer cached, and is encoded again when it is read."""
+
+    id: str
+    object: Literal["choreo.message"]
+    evicted: Literal[True]
+
+
+class PinAnswer(_Answer):
+    """A message that is evicted last until its pin expires, or that is not pinned."""
+
+    id: str
+    object: Literal["choreo.message"]
+    pinned: bool
+    ttl_seconds: float | None
+
+
+# -- errors and lists ----------------------------------------------------------------------------
+
+
+class ErrorContent(_Answer):
+    """What is wrong, and what to do instead."""
+
+    message: str
+    type: str = Field(examples=["UnknownMessageError"])
+    param: str | None = Field(examples=["parents"])
+    value: str | None = Field(description="What was given, as short text.")
+    code: int = Field(description="The HTTP status.")
+
+
+class ErrorAnswer(_Answer):
+    """A request that was refused, or failed, as a whole."""
+
+    error: ErrorContent
+
+
+class UnauthorizedAnswer(_Answer):
+    """vLLM's answer where no API key, or a wrong one, was sent."""
+
+    error: Literal["Unauthorized"]
+
+
+class FailedCallAnswer(_Answer):
+    """A call of a list that failed; the others are not affected, unless they read its message."""
+
+    object: Literal["error"]
+    error: ErrorContent
+
+
+class ResultsAnswer(_Answer):
+    """What each call of a list came to, in its order; the usage of all of them."""
+
+    object: Literal["list"]
+    data: list[MessageAnswer | FailedCallAnswer]
+    usage: Usage
+
+
+class ChunkAnswer(_Answer):
+    """An event of a stream: what a call generated since the last one."""
+
+    object: Literal["choreo.message.chunk"]
+    index: int = Field(description="Of the call in the list.")
+    id: str
+    text: str
+    token_ids: list[int]
+
+
+class MessageEvent(MessageAnswer):
+    """An event of a stream: a call's message."""
+
+    index: int
+
+
+class FailedCallEvent(FailedCallAnswer):
+    """An event of a stream: a call that failed."""
+
+    index: int
+
+
+# -- for the routes ------------------------------------------------------------------------------
+
+_DESCRIPTIONS = {
+    400: "A value that is refused; `param` names it.",
+    401: "No API key, or a wrong one.",
+    404: "No such session of yours, or no such message in it.",
+    409: "A message of this name exists, or existed.",
+    413: "The body is longer than `max_request_bytes`.",
+    429: "A limit is reached; `param` names the setting.",
+    503: "The engine has ended, and its messages with it.",
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The error answers of a route, besides those that every route has."""
+    return {
+        status: {
+            "model": UnauthorizedAnswer if status == 401 else ErrorAnswer,
+            "description": _DESCRIPTIONS[status],
+        }
+        for status in statuses
+    }
+
+
+RESULTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": MessageAnswer | ResultsAnswer,
+        "description": (
+            "The message of one call, or the results of a list of calls. With `stream`: events "
+            "`data: {...}` as they come, and `data: [DONE]` at the end. An event is a piece of a "
+            "message (`choreo.message.chunk`), or the message or the error that a call came to; "
+            "`index` is that of the call."
+        ),
+        "content": {
+            "text/event-stream": {
+                "schema": {"type": "string"},
+                "examples": {
+                    "piece": {
+                        "value": (
+                            'data: {"object":"choreo.message.chunk","index":0,'
+                            '"id":"8f14e45fceea167a5a36dedd4bea2543/answer","text":" red",'
+                            '"token_ids":[2654]}\n\n'
+                        )
+                    }
+                },
+            }
+        },
+    }
+}

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors as answers: which status a `ChoreoError` has, and its body.
+
+{"error": {"message": what is wrong and what to do, "type": the class, "param": which argument,
+           "value": what was given, as short text, "code": the HTTP status}}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+from vllm.exceptions import VLLMClientError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_choreo.errors import (
+    ChoreoError,
+    EngineRestartedError,
+    LimitError,
+    NameTakenError,
+    UnknownSessionError,
+)
+
+_STATUS: dict[type[ChoreoError], int] = {
+    UnknownSessionError: 404,
+    NameTakenError: 409,
+    LimitError: 429,
+    EngineRestartedError: 503,
+}
+# The one limit that no later request can meet unchanged.
+BODY_LIMIT = "max_request_bytes"
+# The parameter of a message that is missing where the path of the request should lead.
+PATH_NAME = "name"
+
+
+def status_of(error: ChoreoError) -> int:
+    """The HTTP status of an error; 400 for what the caller can mend."""
+    if isinstance(error, LimitError) and error.parameter == BODY_LIMIT:
+        return 413
+    if error.parameter == PATH_NAME:
+        return 404
+    return _STATUS.get(type(error), 400)
+
+
+def error_json(error: ChoreoError, status: int | None = None) -> dict[str, Any]:
+    """The value of `error` in an answer; `status` where it is not that of the class."""
+    report = error.to_report()
+    return {
+        "message": error.message,
+        "type": report["type"],
+        "param": error.parameter or None,
+        "value": None if error.value is None else report["value"],
+        "code": status_of(error) if status is None else status,
+    }
+
+
+def error_response(error: ChoreoError, status: int | None = None) -> JSONResponse:
+    """The answer to a request that failed as a whole."""
+    content = error_json(error, status)
+    return JSONResponse({"error": content}, status_code=content["code"])
+
+
+def as_choreo_error(error: Exception) -> ChoreoError | None:
+    """`error` in our terms, if it is one of ours, of vLLM's checks, or the end of the engine.
+
+    None: an error of the server itself, which vLLM answers with 500.
+    """
+    if isinstance(error, ChoreoError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return EngineRestartedError(
+            "the engine has ended, and its messages with it; open a new session when the server is "
+            "back, and make them again",
+            parameter="session",
+        )
+    if isinstance(error, VLLMClientError):
+        return ChoreoError(
+            str(error.args[0] if error.args else error),
+            parameter=getattr(error, "parameter", None) or "sampling_params",
+            value=getattr(error, "value", None),
+        )
+    # vLLM's input processor refuses some options with plain errors of Python.
+    if isinstance(error, (ValueError, TypeError, OverflowError)):
+        return ChoreoError(str(error), parameter="sampling_params")
+    return None

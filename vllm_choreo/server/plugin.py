@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ChoreoEndpoints`: how vLLM's API server gets our routes."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vllm_choreo.config import ChoreoConfig
+from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
+from vllm_choreo.server.calls import CallReader
+from vllm_choreo.server.errors import error_response
+from vllm_choreo.server.routes import router
+from vllm_choreo.server.sessions import Sessions
+
+
+class ChoreoEndpoints:
+    """Entry point of `vllm.endpoint_plugins`; vLLM makes one for each API server.
+
+    After `init_state`, `app.state.choreo` is the `Sessions` of the server and `choreo_reader` its
+    `CallReader`.
+    """
+
+    name = "choreo"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.include_router(router)
+        app.add_exception_handler(ChoreoError, _answer_error)
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        """
+        Raises:
+            UnsupportedOptionError: several API servers or engines; a session lives in one.
+        """
+        _check_one_process(engine_client, args)
+        config = ChoreoConfig.from_vllm(engine_client.vllm_config).server
+        state.choreo = Sessions(engine_client, config, state.openai_serving_models.model_name())
+        state.choreo_reader = CallReader(state.online_renderer, config.max_calls_per_request)
+        state.choreo.start_expiry()
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Of every request that is refused as a whole, at whichever route."""
+    assert isinstance(error, ChoreoError)
+    request.app.state.choreo.refused(error)
+    return error_response(error)
+
+
+def _check_one_process(engine_client: Any, args: Namespace) -> None:
+    counts = {
+        "--api-server-count": getattr(args, "api_server_count", None),
+        "--data-parallel-size": engine_client.vllm_config.parallel_config.data_parallel_size,
+    }
+    for option, count in counts.items():
+        if count is not None and count > 1:
+            raise UnsupportedOptionError(
+                "a session and its messages live in one API server and one engine: start several "
+                "servers, and send each session to one of them",
+                parameter=option,
+                value=count,
+            )

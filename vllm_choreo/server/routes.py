@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP API, under /v1/choreo. Every route of a session ends with 404 if it is not the tenant's.
+
+Bodies and answers are described in `schemas.py` and `documents.py`, errors in `errors.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Request, Security
+from fastapi.security import HTTPBearer
+from starlette.responses import JSONResponse, Response
+
+from vllm_choreo.errors import ChoreoError, FreedMessageError, LimitError, UnknownMessageError
+from vllm_choreo.message import Message
+from vllm_choreo.server import documents
+from vllm_choreo.server.answers import (
+    list_json,
+    message_json,
+    results_json,
+    short_message_json,
+)
+from vllm_choreo.server.body import ChoreoRoute
+from vllm_choreo.server.errors import PATH_NAME, error_response
+from vllm_choreo.server.running import Run, unless_gone
+from vllm_choreo.server.schemas import CallsBody, MessagesBody, PinBody, SessionBody
+from vllm_choreo.server.sessions import OpenSession, Sessions
+from vllm_choreo.server.streaming import EventStream
+from vllm_choreo.server.tenants import tenant_of
+
+_CLIENT_GONE = 499  # nobody reads it; it is seen in vLLM's metrics of requests
+
+_key = HTTPBearer(auto_error=False, description="An API key of the server, if it has any.")
+router = APIRouter(
+    prefix="/v1/choreo",
+    tags=["choreography"],
+    route_class=ChoreoRoute,
+    dependencies=[Security(_key)],
+    responses=documents.errors(400, 401, 503),
+)
+
+
+def _sessions(request: Request) -> Sessions:
+    sessions: Sessions = request.app.state.choreo
+    return sessions
+
+
+def _session(
+    request: Request, session: Annotated[str, Path(description="The id of a session.")]
+) -> OpenSession:
+    return _sessions(request).session(tenant_of(request), session)
+
+
+OwnSession = Annotated[OpenSession, Depends(_session)]
+Name = Annotated[str, Path(description="The name of a message: the part of its id after `/`.")]
+
+
+# -- sessions ------------------------------------------------------------------------------------
+
+
+@router.post(
+    "/sessions",
+    summary="Open a session",
+    response_model=documents.SessionAnswer,
+    responses=documents.errors(413, 429),
+)
+async def open_session(request: Request, body: SessionBody | None = None) -> Response:
+    """Open a session: messages live in it until they are freed or it is closed."""
+    sessions, body = _sessions(request), body or SessionBody()
+    opened = sessions.open(tenant_of(request), body.mode, body.ttl_seconds)
+    return JSONResponse(await sessions.describe(opened))
+
+
+@router.get(
+    "/sessions/{session}",
+    summary="Read a session",
+    response_model=documents.SessionAnswer,
+    responses=documents.errors(404),
+)
+async def read_session(request: Request, session: OwnSession) -> Response:
+    """What a session holds, and when it expires."""
+    with session.used():
+        return JSONResponse(await _sessions(request).describe(session))
+
+
+@router.delete(
+    "/sessions/{session}",
+    summary="Close a session",
+    response_model=documents.ClosedAnswer,
+    responses=documents.errors(404),
+)
+async def close_session(request: Request, session: OwnSession) -> Response:
+    """End the calls that are running, and free all messages."""
+    await _sessions(request).close(session)
+    return JSONResponse({"id": session.id, "object": "choreo.session.deleted", "deleted": True})
+
+
+# -- calls ---------------------------------------------------------------------------------------
+
+
+@router.post(
+    "/sessions/{session}/messages",
+    summary="Make messages",
+    responses=documents.RESULTS | documents.errors(404, 409, 413, 429),
+)
+async def make_messages(request: Request, session: OwnSession, body: MessagesBody) -> Response:
+    """Run one call, or a list of calls.
+
+    The calls of a list run at once, each as soon as the messages that it reads are complete; later
+    ones may name earlier ones as parents, by their `save_as`. If one of them is illegal, none is
+    run. A client that goes away ends its calls.
+    """
+    sessions, is_list = _sessions(request), isinstance(body, CallsBody)
+    calls = await request.app.state.choreo_reader.read(body.calls if is_list else [body])
+    run = await Run.start(sessions, session, calls)
+    if body.stream:
+        return EventStream(run)
+    results = await unless_gone(request, run)
+    if results is None:
+        return Response(status_code=_CLIENT_GONE)
+    if is_list:
+        return JSONResponse(results_json(results))
+    (result,) = results
+    if isinstance(result, ChoreoError):
+        return error_response(result)
+    return JSONResponse(message_json(result))
+
+
+@router.get(
+    "/sessions/{session}/messages",
+    summary="List messages",
+    response_model=documents.MessageListAnswer,
+    responses=documents.errors(404),
+)
+async def list_messages(session: OwnSession) -> Response:
+    """All messages that are complete and not freed."""
+    with session.used() as choreography:
+        return JSONResponse(list_json(map(short_message_json, choreography.messages())))
+
+
+# -- one message ---------------------------------------------------------------------------------
+
+
+def _message(session: OwnSession, name: Name) -> Message:
+    """The message of a path.
+
+    Raises:
+        UnknownMessageError, FreedMessageError: there is none; they are answered with 404.
+        ChoreoError: it is still being generated, or its call failed.
+    """
+    with session.used() as choreography:
+        try:
+            return choreography.message(f"{session.id}/{name}")
+        except (UnknownMessageError, FreedMessageError) as error:
+            error.parameter, error.value = PATH_NAME, name
+            raise
+
+
+@router.get(
+    "/sessions/{session}/messages/{name}",
+    summary="Read a message",
+    response_model=documents.MessageAnswer,
+    responses=documents.errors(404),
+)
+async def read_message(session: OwnSession, name: Name) -> Response:
+    """A message with its text, as it was answered when it was made."""
+    return JSONResponse(message_json(_message(session, name)))
+
+
+@router.delete(
+    "/sessions/{session}/messages/{name}",
+    summary="Free a message",
+    response_model=documents.FreedAnswer,
+    responses=documents.errors(404),
+)
+async def free_message(session: OwnSession, name: Name) -> Response:
+    """Free a message. Messages that have read it stay as they are."""
+    message = _message(session, name)
+    with session.used() as choreography:
+        await choreography.free(message)
+    return JSONResponse({"id": message.id, "object": "choreo.message.deleted", "deleted": True})
+
+
+@router.post(
+    "/sessions/{session}/messages/{name}/evict",
+    summary="Evict a message",
+    response_model=documents.EvictedAnswer,
+    responses=documents.errors(404),
+)
+async def evict_message(session: OwnSession, name: Name) -> Response:
+    """Drop a message's keys and values; a call that reads it encodes them again."""
+    message = _message(session, name)
+    with session.used() as choreography:
+        await choreography.evict(message)
+    return JSONResponse({"id": message.id, "object": "choreo.message", "evicted": True})
+
+
+@router.post(
+    "/sessions/{session}/messages/{name}/pin",
+    summary="Pin a message",
+    response_model=documents.PinAnswer,
+    responses=documents.errors(404, 413, 429),
+)
+async def pin_message(
+    request: Request, session: OwnSession, name: Name, body: PinBody | None = None
+) -> Response:
+    """Evict a message after all others, for some time. Pinning it again sets the time anew."""
+    limit = _sessions(request).config.max_pin_seconds
+    seconds = limit if body is None or body.ttl_seconds is None else body.ttl_seconds
+    if seconds > limit:
+        raise LimitError(
+            f"a message may be pinned for {limit:g} s at a time; pin it again later",
+            parameter="max_pin_seconds",
+            value=seconds,
+        )
+    message = _message(session, name)
+    with session.used() as choreography:
+        await choreography.pin(message, ttl=seconds)
+    return JSONResponse(_pin_json(message, seconds))
+
+
+@router.delete(
+    "/sessions/{session}/messages/{name}/pin",
+    summary="Unpin a message",
+    response_model=documents.PinAnswer,
+    responses=documents.errors(404),
+)
+async def unpin_message(session: OwnSession, name: Name) -> Response:
+    """Take a pin back; that of a message that is not pinned, too."""
+    message = _message(session, name)
+    with session.used() as choreography:
+        await choreography.unpin(message)
+    return JSONResponse(_pin_json(message, None))
+
+
+def _pin_json(message: Message, seconds: float | None) -> dict[str, Any]:
+    return {
+        "id": message.id,
+        "object": "choreo.message",
+        "pinned": seconds is not None,
+        "ttl_seconds": seconds,
+    }

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients send, as pydantic models: checked strictly, and described in /openapi.json.
+
+They check types and sizes; what a call means is checked by the session (`vllm_choreo.session`).
+Tags of unions stand in angle brackets, by which `body.py` leaves them out of error messages.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+# Of one request, in all of its calls together: planning them takes a second.
+MAX_PARENTS = 100_000
+# Beyond these, numbers do not fit into the engine's messages, and have no meaning.
+_MAX_INT = 2**31 - 1
+_MAX_SEED = 2**63 - 1
+_MAX_ID_CHARS = 256
+
+Position = Annotated[int, Field(ge=0, le=_MAX_INT)]
+Count = Annotated[int, Field(ge=0, le=_MAX_INT)]
+TokenId = Annotated[int, Field(ge=0, le=_MAX_INT)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MessageId = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=_MAX_ID_CHARS,
+        description="The id of a message, or its name (the part after `session/`).",
+    ),
+]
+
+
+class _Body(BaseModel):
+    """Unknown fields and values of another type are refused, not ignored or converted."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+# -- sessions and pins ---------------------------------------------------------------------------
+
+
+class SessionBody(_Body):
+    """A session to open."""
+
+    mode: Literal["choreo", "exact", "baseline"] = Field(
+        "choreo",
+        description=(
+            "`choreo`: messages are read as they were encoded. `exact`: every result is that of an "
+            "ordinary request on the concatenated text. `baseline`: ordinary requests, for "
+            "comparison."
+        ),
+    )
+    ttl_seconds: Seconds | None = Field(
+        None,
+        description=(
+            "The session is closed when nobody used it for as long; by default the server's "
+            "setting `session_ttl_seconds`, which is also the most."
+        ),
+        examples=[600],
+    )
+
+
+class PinBody(_Body):
+    """How long to pin a message."""
+
+    ttl_seconds: Seconds | None = Field(
+        None,
+        description="By default the server's setting `max_pin_seconds`, which is also the most.",
+        examples=[60],
+    )
+
+
+# -- calls ---------------------------------------------------------------------------------------
+
+
+class ParentBody(_Body):
+    """Some of a message's tokens."""
+
+    id: MessageId
+    start: Count | None = Field(None, description="The first token; by default 0.")
+    stop: Count | None = Field(None, description="One after the last token; by default the end.")
+
+
+class ChatMessage(_Body):
+    """One turn of a chat."""
+
+    role: str = Field(max_length=64, examples=["user"])
+    content: str
+
+
+def _kind(value: Any) -> str | None:
+    """The tag of a value that is text, a list, or an object."""
+    if isinstance(value, str):
+        return "<text>"
+    if isinstance(value, list):
+        return "<list>"
+    return "<object>" if isinstance(value, (dict, BaseModel)) else None
+
+
+def _one_of(message: str) -> Discriminator:
+    return Discriminator(_kind, custom_error_type="wrong_type", custom_error_message=message)
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TokenId], Tag("<list>")],
+    _one_of("send text or a list of token ids"),
+]
+Parent = Annotated[
+    Annotated[MessageId, Tag("<text>")] | Annotated[ParentBody, Tag("<object>")],
+    _one_of('a parent is an id, or {"id": ..., "start": ..., "stop": ...}'),
+]
+Strings = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[str], Field(max_length=64), Tag("<list>")],
+    _one_of("send a string or a list of strings"),
+]
+
+
+class SamplingBody(_Body):
+    """How to generate: fields of vLLM's `SamplingParams`, with its defaults."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT)] | None = Field(
+        None, description="By default 16.", examples=[64]
+    )
+    min_tokens: Count | None = None
+    temperature: Number | None = Field(None, description="By default 1; 0 is greedy.", examples=[0])
+    top_p: Number | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MAX_INT)] | None = None
+    min_p: Number | None = None
+    seed: Annotated[int, Field(ge=-_MAX_SEED, le=_MAX_SEED)] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    stop: Strings | None = Field(None, examples=[["\n"]])
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    bad_words: Annotated[list[str], Field(max_length=1024)] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Number] | None = Field(
+        None, description="From token ids to what is added to their logits."
+    )
+    logprobs: Annotated[int, Field(ge=-1, le=_MAX_INT)] | None = Field(
+        None, description="How many of the likeliest tokens are answered for each position."
+    )
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None,
+        description="Fields of vLLM's `StructuredOutputsParams`.",
+        examples=[{"choice": ["yes", "no"]}],
+    )
+    repetition_detection: dict[str, Any] | None = Field(
+        None, description="Fields of vLLM's `RepetitionDetectionParams`."
+    )
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=_MAX_INT)] | None = None
+    extra_args: dict[str, Any] | None = Field(
+        None, description="For plugins of the server, such as custom logits processors."
+    )
+    n: Annotated[int, Field(ge=1, le=_MAX_INT)] | None = Field(
+        None, description="1: each call makes one message."
+    )
+    prompt_logprobs: Annotated[int, Field(ge=-1, le=_MAX_INT)] | None = Field(
+        None, description="Refused: parents are not computed again, and have no logprobs."
+    )
+
+
+class CallBody(_Body):
+    """One call. It needs exactly one of `content`, `messages` and `copy_of`."""
+
+    type: Literal["prefill", "decode"] = Field(
+        "decode",
+        description=(
+            "`prefill` encodes a message; `decode` encodes one and generates after it, and the "
+            "message is both."
+        ),
+    )
+    content: Content | None = Field(
+        None,
+        description="Text, tokenised without special tokens added, or token ids.",
+        examples=["Anna owns a red bicycle.\n"],
+    )
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)] | None = Field(
+        None,
+        description=(
+            "Turns of a chat, rendered with the model's chat template; a decode generates the next "
+            "turn."
+        ),
+    )
+    copy_of: Parent | None = Field(
+        None, description="A message whose tokens are encoded anew, with these parents (prefill)."
+    )
+    parents: Annotated[list[Parent], Field(max_length=MAX_PARENTS)] = Field(
+        default=[],
+        description=(
+            "The messages that the new one reads, in any order. In a list of calls they may be "
+            "named by the `save_as` of calls that stand before."
+        ),
+    )
+    offsets: Annotated[list[Position], Field(max_length=MAX_PARENTS)] | None = Field(
+        None,
+        description=(
+            "The position at which each parent is seen; by default one after the other from 0."
+        ),
+    )
+    new_offset: Position | None = Field(
+        None, description="The position of the first new token; by default after the last parent."
+    )
+    save_as: str | None = Field(
+        None,
+        description="A name for the message: its id is `session/name`. By default a number.",
+        json_schema_extra={"pattern": r"^(?!\d+$)[A-Za-z0-9_.:-]{1,128}$"},
+        examples=["facts"],
+    )
+    mode: Literal["choreo", "exact"] | None = Field(
+        None, description="By default that of the session."
+    )
+    deny: Annotated[list[MessageId], Field(max_length=MAX_PARENTS)] | None = Field(
+        None, description="Messages of which the call may read no trace."
+    )
+    sampling_params: SamplingBody | None = Field(
+        None, description="Of a decode; by default those that the model recommends."
+    )
+
+
+class OneCallBody(CallBody):
+    """One call, answered with its message."""
+
+    stream: bool = Field(False, description="Answer with server-sent events.")
+
+
+class CallsBody(_Body):
+    """Calls that run at once, each as soon as the messages that it reads are complete."""
+
+    calls: Annotated[list[CallBody], Field(min_length=1)]
+    stream: bool = Field(False, description="Answer with server-sent events.")
+
+
+def _has_calls(value: Any) -> str:
+    has_calls = "calls" in value if isinstance(value, dict) else isinstance(value, CallsBody)
+    return "<calls>" if has_calls else "<call>"
+
+
+MessagesBody = Annotated[
+    Annotated[OneCallBody, Tag("<call>")] | Annotated[CallsBody, Tag("<calls>")],
+    Discriminator(_has_calls),
+]

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The open sessions of all tenants: opened within limits, found by their tenant alone, closed when
+nobody used them for their time to live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm.logger import init_logger
+
+from vllm_choreo.async_choreography import AsyncChoreography
+from vllm_choreo.config import ServerConfig
+from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
+from vllm_choreo.message import Message
+from vllm_choreo.server.answers import usage_json
+
+logger = init_logger("vllm.choreo.server")
+
+_SWEEP_SECONDS = 1.0
+
+
+class Observer(Protocol):
+    """Is told what happens, to count it."""
+
+    def opened(self) -> None:
+        """A session was opened."""
+
+    def closed(self) -> None:
+        """A session was closed, or its time ran out."""
+
+    def finished(self, kind: str, message: Message) -> None:
+        """A call made a message; `kind` is "prefill" or "decode"."""
+
+    def failed(self, error: ChoreoError) -> None:
+        """A call, or a request as a whole, was refused or failed."""
+
+
+@dataclass(eq=False)
+class OpenSession:
+    """A session that is open, and who may use it.
+
+    Attributes:
+        choreography: runs its calls; `choreography.session` is its id.
+        tenant: whose it is.
+        created: in seconds since 1970.
+        ttl_seconds: how long it stays open unused.
+        num_users: requests that use it now; it does not expire while there is one.
+    """
+
+    choreography: AsyncChoreography
+    tenant: str
+    ttl_seconds: float
+    created: float = field(default_factory=time.time)
+    num_users: int = 0
+    _last_used: float = field(default_factory=time.monotonic)
+
+    @property
+    def id(self) -> str:
+        return self.choreography.session
+
+    @property
+    def expires_in(self) -> float:
+        """Seconds until it expires if nobody uses it; negative if it has."""
+        since = 0.0 if self.num_users else time.monotonic() - self._last_used
+        return self.ttl_seconds - since
+
+    @contextmanager
+    def used(self) -> Iterator[AsyncChoreography]:
+        """Keeps the session from expiring; its time to live begins anew at the end."""
+        self.num_users += 1
+        try:
+            yield self.choreography
+        finally:
+            self.num_users -= 1
+            self._last_used = time.monotonic()
+
+
+class Sessions:
+    """Every open session.
+
+    Args:
+        async_llm: vLLM's AsyncLLM.
+        config: the limits.
+        model: the name under which the model is served.
+
+    Attributes:
+        observers: are told what happens; append to it.
+    """
+
+    def __init__(self, async_llm: Any, config: ServerConfig, model: str) -> None:
+        self.config = config
+        self.model = model
+        self.max_model_len: int = async_llm.model_config.max_model_len
+        self.observers: list[Observer] = []
+        self._llm = async_llm
+        self._sessions: dict[tuple[str, str], OpenSession] = {}
+        self._defaults: dict[str, str] = {}  # tenant -> id
+        self._background: set[asyncio.Task[Any]] = set()
+
+    # -- opening and finding -----------------------------------------------------------------
+
+    def open(
+        self, tenant: str, mode: str = "choreo", ttl_seconds: float | None = None
+    ) -> OpenSession:
+        """Open a session.
+
+        Raises:
+            LimitError: too many are open, or the time to live is too long.
+            ChoreoError: no such mode.
+        """
+        config = self.config
+        own = sum(1 for owner, _ in self._sessions if owner == tenant)
+        _check_limit("max_sessions_per_tenant", own + 1, config.max_sessions_per_tenant)
+        _check_limit("max_sessions", len(self._sessions) + 1, config.max_sessions)
+        ttl = config.session_ttl_seconds if ttl_seconds is None else ttl_seconds
+        _check_limit("session_ttl_seconds", ttl, config.session_ttl_seconds)
+        choreography = AsyncChoreography(self._llm, mode, tenant=tenant, limits=config)
+        session = OpenSession(choreography, tenant, ttl)
+        self._sessions[tenant, session.id] = session
+        for observer in self.observers:
+            observer.opened()
+        return session
+
+    def session(self, tenant: str, session_id: str) -> OpenSession:
+        """The open session of this id.
+
+        Raises:
+            UnknownSessionError: there is none that belongs to `tenant`; the error is the same
+                whatever the id, so that it tells nothing about sessions of others.
+        """
+        session = self._sessions.get((tenant, session_id))
+        if session is None or session.expires_in <= 0:
+            raise unknown_session()
+        return session
+
+    def default_session(self, tenant: str) -> OpenSession:
+        """The session of requests that name none; opened when it is first used, or used again
+        after it was closed.
+
+        Raises:
+            LimitError: too many sessions are open.
+        """
+        try:
+            return self.session(tenant, self._defaults.get(tenant, ""))
+        except UnknownSessionError:
+            session = self.open(tenant)
+            self._defaults[tenant] = session.id
+            return session
+
+    def is_open(self, session: OpenSession) -> bool:
+        """Whether it has not been closed."""
+        return (session.tenant, session.id) in self._sessions
+
+    async def describe(self, session: OpenSession) -> dict[str, Any]:
+        """The session object."""
+        choreography = session.choreography
+        stats = await choreography.stats()
+        num_tokens = [message.num_tokens for message in choreography.messages()]
+        return {
+            "id": session.id,
+            "object": "choreo.session",
+            "created": int(session.created),
+            "mode": choreography.mode,
+            "ttl_seconds": session.ttl_seconds,
+            "expires_at": int(time.time() + session.ttl_seconds),
+            "max_model_len": self.max_model_len,
+            "model": self.model,
+            "usage": {
+                "messages": len(num_tokens),
+                "tokens": sum(num_tokens),
+                # In baseline mode the engine knows no messages.
+                "resident_tokens": stats.get("num_resident_tokens", 0),
+                "pinned_messages": stats.get("num_pinned", 0),
+                "max_messages": self.config.max_messages_per_session,
+                "max_tokens": self.config.max_tokens_per_session,
+            },
+        }
+
+    # -- closing -----------------------------------------------------------------------------
+
+    async def close(self, session: OpenSession) -> None:
+        """Close a session: end its calls, free its messages. Closing twice does nothing."""
+        if self._sessions.pop((session.tenant, session.id), None) is None:
+            return
+        if self._defaults.get(session.tenant) == session.id:
+            del self._defaults[session.tenant]
+        for observer in self.observers:
+            observer.closed()
+        await session.choreography.close()
+
+    def start_expiry(self) -> None:
+        """Close expired sessions from now on, in the running event loop."""
+        self.in_background(self._expire())
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            for session in list(self._sessions.values()):
+                if session.expires_in <= 0:
+                    logger.info("%s", _line(event="choreo.session.expired", session=session.id))
+                    # A task of its own: an engine that is slow to answer does not stop the sweep.
+                    self.in_background(self.close(session))
+
+    def in_background(self, work: Any) -> None:
+        """Run a coroutine to its end whatever becomes of the request that asks for it."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background_ended)
+
+    def _background_ended(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("in the background: %r", error)
+
+    # -- what happened -----------------------------------------------------------------------
+
+    def ended(self, session: OpenSession, kind: str, result: Message | ChoreoError) -> None:
+        """Log and count how a call ended; `kind` is "prefill" or "decode". Logs no text."""
+        line: dict[str, Any] = {"event": "choreo.call", "session": session.id, "type": kind}
+        if isinstance(result, ChoreoError):
+            line |= {"error": type(result).__name__, "param": result.parameter or None}
+            self.refused(result)
+        else:
+            line |= {"message": result.id, **_numbers(result)}
+            for observer in self.observers:
+                observer.finished(kind, result)
+        logger.info("%s", _line(**line))
+
+    def refused(self, error: ChoreoError) -> None:
+        """Count a request that failed as a whole."""
+        for observer in self.observers:
+            observer.failed(error)
+
+
+def unknown_session() -> UnknownSessionError:
+    """The one answer for every id that is not a session of the tenant's own."""
+    return UnknownSessionError(
+        "no such session: it was never opened, was closed, or was not used for its time to live; "
+        "open one with POST /v1/choreo/sessions",
+        parameter="session",
+    )
+
+
+def _check_limit(setting: str, value: float, limit: float) -> None:
+    if value > limit:
+        raise LimitError(
+            f"the limit is {limit:g}; close sessions or ask for less, or raise the server's "
+            f"setting choreo.server.{setting}",
+            parameter=setting,
+            value=value,
+        )
+
+
+def _numbers(message: Message) -> dict[str, Any]:
+    metrics = message.metrics
+    times = {"waiting": metrics.waiting, "ttft": metrics.ttft, "latency": metrics.latency}
+    rounded = {name: None if s is None else round(s, 4) for name, s in times.items()}
+    return {
+        "num_tokens": message.num_tokens,
+        "num_parents": len(message.parents),
+        "finish_reason": message.finish_reason,
+        "usage": usage_json(message),
+        "metrics": rounded,
+    }
+
+
+def _line(**values: Any) -> str:
+    """One line of JSON; newlines inside are escaped by it."""
+    return json.dumps(values, separators=(",", ":"))

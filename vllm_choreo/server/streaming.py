@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers as server-sent events: pieces as they are generated, each call's message at its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from vllm_choreo.message import Piece
+from vllm_choreo.server.answers import result_json
+from vllm_choreo.server.running import Run
+
+
+class EventStream(StreamingResponse):
+    """The events of `run`, and its end: also if the client goes away before the first of them."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(self._events(), headers={"Cache-Control": "no-store"})
+        self._run = run
+        self._is_complete = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._run.leave(is_answered=self._is_complete)
+
+    async def _events(self) -> AsyncIterator[str]:
+        async for index, event in self._run.events():
+            if isinstance(event, Piece):
+                yield _line(
+                    {
+                        "object": "choreo.message.chunk",
+                        "index": index,
+                        "id": self._run.pending[index].id,
+                        "text": event.text,
+                        "token_ids": list(event.token_ids),
+                    }
+                )
+            else:
+                yield _line({**result_json(event), "index": index})
+        # Before the last line goes out: a client may close the connection when it has read it.
+        self._is_complete = True
+        yield "data: [DONE]\n\n"
+
+
+def _line(event: dict[str, Any]) -> str:
+    text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"data: {text}\n\n"
