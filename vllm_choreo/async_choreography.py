@@ -6,9 +6,8 @@ Calls may overlap, and a call may name a parent that is still being generated:
     draft = await c.submit(header="Draft:", parents=[task])
     review = await c.decode("Review:", parents=[task, draft])   # starts when the draft is complete
 
-The engine starts such a call itself, without a round trip through the client. Only where it cannot
-(baseline mode, whose prompts are text, and parents with stop strings, whose message is made by the
-client) does the client wait for the parent before it submits.
+The engine starts such a call itself, without a round trip through the client. Only in baseline
+mode, whose prompts are text, does the client wait for the parent before it submits.
 """
 
 from __future__ import annotations
@@ -16,85 +15,50 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any
 
 from vllm_choreo import baseline
 from vllm_choreo.choreography import (
+    DEFAULT_PIN_SECONDS,
+    Report,
     baseline_result,
     check_mode,
+    check_ttl,
+    checked_answer,
     choreo_result,
     client_stats,
+    end_arguments,
+    end_report,
+    ends_here,
     engine_params,
     engine_prompt,
-    is_draft_complete,
     raise_first_error,
-    settled_result,
 )
 from vllm_choreo.errors import ChoreoError, ParentFailedError
-from vllm_choreo.message import Call, Message, Outcome, Piece, metrics_of
+from vllm_choreo.message import Call, Message, Outcome, Piece, metrics_of, report_of
+from vllm_choreo.pending import Pending, ended
 from vllm_choreo.session import Session
 
 
-class Pending:
-    """A submitted call. `await` it for its `Message`; name it as a parent before that.
+class AsyncChoreography:
+    """A tenant's session on an AsyncLLM. Arguments and rules are those of `Choreography`.
 
-    Attributes:
-        id: the id that its message will have.
+    Args:
+        tenant: to whom the session belongs; identical messages of one tenant are encoded once.
+        limits: has `max_messages_per_session` and `max_tokens_per_session`; None: no limits.
     """
 
-    def __init__(self, call: Call) -> None:
-        self.id = call.id
-        self._call = call
-        # The engine's outputs, if it knows the call by its id: then others can wait for it there.
-        self._queue: Any = None
-        self._latest: Outcome | None = None
-        self._changed = asyncio.Event()
-        self._task: asyncio.Task[Message | ChoreoError] | None = None
-
-    def __await__(self) -> Generator[Any, None, Message]:
-        return self._message().__await__()
-
-    async def _message(self) -> Message:
-        result = await self._result()
-        if isinstance(result, ChoreoError):
-            raise result
-        return result
-
-    async def _result(self) -> Message | ChoreoError:
-        assert self._task is not None
-        try:
-            # Shielded: that one of several readers gives up does not stop the call for the others.
-            return await asyncio.shield(self._task)
-        except asyncio.CancelledError:
-            if self._task.cancelled():
-                return _ended()
-            raise
-
-    def _update(self, outcome: Outcome) -> None:
-        self._latest = outcome
-        self._changed.set()
-
-    async def _outcomes(self) -> AsyncIterator[Outcome]:
-        """What was generated so far, each time that there is more."""
-        assert self._task is not None
-        self._task.add_done_callback(lambda _: self._changed.set())
-        while not self._task.done():
-            await self._changed.wait()
-            self._changed.clear()
-            if self._latest is not None:
-                yield self._latest
-
-
-class AsyncChoreography:
-    """A tenant's session on an AsyncLLM. Arguments and rules are those of `Choreography`."""
-
-    def __init__(self, async_llm: Any, mode: str = "choreo") -> None:
+    def __init__(
+        self, async_llm: Any, mode: str = "choreo", *, tenant: str = "", limits: Any = None
+    ) -> None:
         check_mode(mode)
         self.mode = mode
         self._llm = async_llm
-        self._session = Session(async_llm.get_tokenizer(), async_llm.model_config, mode)
+        tokenizer, model_config = async_llm.get_tokenizer(), async_llm.model_config
+        self._session = Session(tokenizer, model_config, mode, tenant, limits)
+        self._entries = self._session.entries
         self._denied: tuple[str, ...] = ()
         self._pending: dict[str, Pending] = {}
 
@@ -125,7 +89,7 @@ class AsyncChoreography:
     def deny(self, *messages: Any) -> AsyncChoreography:
         """See `Choreography.deny`; a pending call can be denied, too."""
         view = copy.copy(self)
-        view._denied = (*self._denied, *self._session.denied(messages))
+        view._denied = (*self._denied, *self._entries.denied(messages))
         return view
 
     async def submit(self, *, header: Any = None, tokens: Any = None, **arguments: Any) -> Pending:
@@ -145,6 +109,18 @@ class AsyncChoreography:
         (pending,) = await self._submit([call])
         return pending
 
+    async def submit_all(self, calls: Sequence[Any]) -> list[Pending]:
+        """Start calls of both kinds, of which later ones may name earlier ones, and return at once.
+
+        Args:
+            calls: dicts like those of a parallel list, each with one of the keys `header` (a
+                decode), `tokens` and `copy_of` (a prefill).
+
+        Raises:
+            ChoreoError: one of them is illegal; nothing was submitted.
+        """
+        return await self._submit(self._session.plan_each(calls, self._denied))
+
     async def stream_decode(self, header: Any, **arguments: Any) -> AsyncIterator[Piece]:
         """Generate and yield `Piece`s; the last one carries the message.
 
@@ -153,32 +129,95 @@ class AsyncChoreography:
         _check_arguments(arguments, _DECODE_ARGUMENTS)
         (call,), _ = self._plan_one("decode", header, arguments)
         (pending,) = await self._submit([call])
-        num_chars = num_tokens = 0
         try:
-            async for outcome in pending._outcomes():
-                completion = outcome.output.outputs[0]
-                text, token_ids = completion.text[num_chars:], completion.token_ids[num_tokens:]
-                if text or token_ids:
-                    num_chars, num_tokens = len(completion.text), len(completion.token_ids)
-                    yield Piece(text, tuple(token_ids))
-            message = await pending
-            yield Piece(
-                message.generated_text[num_chars:],
-                message.generated_token_ids[num_tokens:],
-                message,
-            )
+            async for piece in pending.pieces():
+                yield piece
         finally:
-            await self._cancel([pending])
+            await self.cancel([pending])
+
+    def begin(self, header: Any, **arguments: Any) -> Pending:
+        """Reserve a decode whose request the caller hands to the engine himself.
+
+        The request's parameters must pass through `pending.call.params.apply`, and its last output
+        has to be given to `conclude`. Meanwhile the handle can be named as a parent.
+
+        Raises:
+            ChoreoError: the call is illegal, or the session is in baseline mode.
+        """
+        if self.mode == "baseline":
+            raise ChoreoError(
+                "a session in baseline mode has no choreographed requests; open another one",
+                parameter="mode",
+                value=self.mode,
+            )
+        (call,), _ = self._plan_one("decode", header, arguments)
+        pending = Pending(call)
+        pending._future = asyncio.get_running_loop().create_future()
+        self._pending[pending.id] = pending
+        return pending
+
+    async def conclude(self, pending: Pending, outcome: Outcome | None) -> Message:
+        """Make the message of a request that was run by the caller of `begin`.
+
+        Args:
+            outcome: its last output, with all text and tokens; None: it was ended, and nothing of
+                it is kept.
+
+        Raises:
+            ChoreoError: the engine refused or ended the call.
+        """
+        call = pending.call
+        result: Message | ChoreoError = ended()
+        try:
+            if outcome is not None:
+                result = choreo_result(call, outcome, await self._report(call, outcome))
+            elif call.params.open_end:
+                await self._utility("end", *end_arguments(call, None))
+        finally:
+            self._forget([pending], result)
+            assert pending._future is not None
+            if not pending._future.done():
+                pending._future.set_result(result)
+        return await pending
+
+    async def cancel(self, pending: Sequence[Pending]) -> None:
+        """End calls that are running; nothing of them is kept."""
+        futures = [call._future for call in pending if call._future and not call._future.done()]
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+        # Calls whose task had not begun to run could not tidy up after themselves.
+        unread = [handle for handle in pending if handle.id in self._pending]
+        for handle in unread:
+            if handle._queue is not None:
+                await self._abort(handle.call, handle._queue)
+        self._forget(unread, ended())
 
     async def free(self, *messages: Any) -> None:
         """See `Choreography.free`."""
-        ids = self._session.live_ids(messages)
+        ids = self._ids(messages)
         await self._utility("free", self._session.id, ids)
-        self._session.freed(ids)
+        self._entries.freed(ids)
 
     async def evict(self, *messages: Any) -> None:
         """See `Choreography.evict`."""
-        await self._utility("evict", self._session.id, self._session.live_ids(messages))
+        await self._utility("evict", self._session.id, self._ids(messages))
+
+    async def pin(self, *messages: Any, ttl: float = DEFAULT_PIN_SECONDS) -> None:
+        """See `Choreography.pin`."""
+        await self._utility("pin", self._session.id, self._ids(messages), check_ttl(ttl))
+
+    async def unpin(self, *messages: Any) -> None:
+        """See `Choreography.unpin`."""
+        await self._utility("unpin", self._session.id, self._ids(messages))
+
+    def message(self, named: Any) -> Message:
+        """See `Choreography.message`."""
+        return self._entries.complete("message", named)
+
+    def messages(self) -> list[Message]:
+        """All complete messages that are not freed, in the order in which they were named."""
+        return list(self._entries.messages().values())
 
     async def stats(self) -> dict[str, Any]:
         """See `Choreography.stats`."""
@@ -189,8 +228,8 @@ class AsyncChoreography:
 
     async def close(self) -> None:
         """End the calls that are running and free all messages. Closing twice does nothing."""
-        if self._session.close():
-            await self._cancel(list(self._pending.values()))
+        if self._entries.close():
+            await self.cancel(list(self._pending.values()))
             await self._utility("close", self._session.id)
 
     async def __aenter__(self) -> AsyncChoreography:
@@ -210,9 +249,9 @@ class AsyncChoreography:
         calls, many = self._session.plan(kind, tokens, arguments, self._denied)
         pending = await self._submit(calls)
         try:
-            results = await asyncio.gather(*(call._result() for call in pending))
+            results = await asyncio.gather(*(call.result() for call in pending))
         finally:
-            await self._cancel(pending)
+            await self.cancel(pending)
         raise_first_error(results)
         return results if many else results[0]
 
@@ -226,80 +265,68 @@ class AsyncChoreography:
     async def _submit(self, calls: Sequence[Call]) -> list[Pending]:
         """Hand calls over to the engine, in their order: a parent always comes before its child."""
         pending = [Pending(call) for call in calls]
-        waits = {call.id: self._parents_to_wait_for(call) for call in calls}
         self._pending.update({handle.id: handle for handle in pending})
-        for handle, call in zip(pending, calls, strict=True):
-            start = time.perf_counter()
-            if self.mode != "baseline" and not waits[call.id] and not call.has_stop_strings:
+        for handle in pending:
+            start, parents = time.perf_counter(), self._pending_parents(handle.call)
+            if self.mode != "baseline":
                 try:
-                    handle._queue = await self._add(call, call.token_ids)
+                    handle._queue = await self._add(handle.call, handle.call.token_ids)
                 except BaseException:
-                    await self._cancel(pending)
+                    await self.cancel(pending)
                     raise
-            handle._task = asyncio.create_task(self._complete(handle, waits[call.id], start))
+            handle._future = asyncio.create_task(self._life(handle, parents, start))
         return pending
 
-    def _parents_to_wait_for(self, call: Call) -> list[Pending]:
-        parents = {span.id: self._pending.get(span.id) for span in call.params.parents}
-        return [
-            parent for parent in parents.values() if parent is not None and parent._queue is None
-        ]
-
-    async def _complete(
+    async def _life(
         self, handle: Pending, parents: Sequence[Pending], start: float
     ) -> Message | ChoreoError:
-        """The life of one call, from its parents to its message."""
-        result: Message | ChoreoError = _ended()
+        """The life of one call, up to its message."""
+        result: Message | ChoreoError = ended()
         try:
-            for parent in parents:
-                if isinstance(await parent._result(), ChoreoError):
-                    raise ParentFailedError(
-                        "the call that makes this parent failed; call it again",
-                        parameter="parents",
-                        value=parent.id,
-                    )
-            result = await self._result(handle, start)
+            if self.mode == "baseline":
+                result = await self._baseline_result(handle, parents, start)
+            else:
+                outcome = await self._read(handle, handle._queue, start)
+                report = await self._report(handle.call, outcome)
+                result = choreo_result(handle.call, outcome, report)
         except ChoreoError as error:
             result = error
         finally:
             self._forget([handle], result)
         return result
 
-    async def _result(self, handle: Pending, start: float) -> Message | ChoreoError:
-        call = handle._call
-        if self.mode == "baseline":
-            messages = self._session.messages()
-            if not call.is_decode:
-                return baseline.stored_message(call, messages, start)
-            prompt = baseline.prompt_token_ids(call, messages)
-            return baseline_result(call, await self._outcome(handle, call, prompt, start))
-        if handle._queue is not None:
-            return choreo_result(call, await self._read(handle, handle._queue, start))
-        if not call.has_stop_strings:
-            return choreo_result(call, await self._outcome(handle, call, call.token_ids, start))
-        return await self._settled(handle, call, start)
+    async def _baseline_result(
+        self, handle: Pending, parents: Sequence[Pending], start: float
+    ) -> Message | ChoreoError:
+        """The prompt is the text of the parents, once they are complete."""
+        for parent in parents:
+            if isinstance(await parent.result(), ChoreoError):
+                raise ParentFailedError(
+                    "the call that makes this parent failed; call it again",
+                    parameter="parents",
+                    value=parent.id,
+                )
+        call, messages = handle.call, self._entries.messages()
+        if not call.is_decode:
+            return baseline.stored_message(call, messages, start)
+        handle._queue = await self._add(call, baseline.prompt_token_ids(call, messages))
+        return baseline_result(call, await self._read(handle, handle._queue, start))
 
-    async def _settled(self, handle: Pending, call: Call, start: float) -> Message | ChoreoError:
-        """Generate a draft, then encode the message from it: see `Call.has_stop_strings`."""
-        draft = call.draft()
-        outcome = await self._outcome(handle, draft, call.token_ids, start)
-        if not is_draft_complete(outcome):
-            return choreo_result(draft, outcome)
-        whole = call.settled(outcome.output.outputs[0].token_ids)
-        end = await self._outcome(None, whole, whole.token_ids, start)
-        await self._utility("free", self._session.id, [draft.id])
-        return settled_result(call, outcome, end)
+    def _pending_parents(self, call: Call) -> list[Pending]:
+        parents = {span.id: self._pending.get(span.id) for span in call.params.parents}
+        return [parent for parent in parents.values() if parent is not None]
 
-    async def _outcome(
-        self, handle: Pending | None, call: Call, prompt: Sequence[int], start: float
-    ) -> Outcome:
-        return await self._read(handle, await self._add(call, prompt), start)
+    async def _report(self, call: Call, outcome: Outcome) -> Report:
+        """What the engine says of a finished call."""
+        if not ends_here(call, outcome):
+            return report_of(outcome)
+        return end_report(await self._utility("end", *end_arguments(call, outcome)))
 
     async def _add(self, call: Call, prompt: Sequence[int]) -> Any:
         params = engine_params(call, self.mode)
         return await self._llm.add_request(call.id, engine_prompt(prompt), params)
 
-    async def _read(self, handle: Pending | None, queue: Any, start: float) -> Outcome:
+    async def _read(self, handle: Pending, queue: Any, start: float) -> Outcome:
         """Read a request's outputs to the end; a cancelled reader aborts the request."""
         first: float | None = None
         try:
@@ -310,41 +337,32 @@ class AsyncChoreography:
                 outcome = Outcome(output, metrics_of(output, start, first, now))
                 if output.finished:
                     return outcome
-                if handle is not None:
-                    handle._update(outcome)
+                handle._update(outcome)
         except asyncio.CancelledError:
-            await self._llm.abort(queue.request_id, internal=True)
+            await self._abort(handle.call, queue)
             raise
         finally:
             queue.close()
 
+    async def _abort(self, call: Call, queue: Any) -> None:
+        await self._llm.abort(queue.request_id, internal=True)
+        if call.params.open_end:
+            await self._utility("end", *end_arguments(call, None))
+
     def _forget(self, pending: Sequence[Pending], result: Message | ChoreoError) -> None:
         for handle in pending:
             self._pending.pop(handle.id, None)
-            self._session.finished(handle._call, result)
+            self._entries.finished(handle.call, result)
 
-    async def _cancel(self, pending: Sequence[Pending]) -> None:
-        tasks = [handle._task for handle in pending if handle._task and not handle._task.done()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        # Calls whose task had not begun to run could not tidy up after themselves.
-        unread = [handle for handle in pending if handle.id in self._pending]
-        for handle in unread:
-            if handle._queue is not None:
-                await self._llm.abort(handle._queue.request_id, internal=True)
-        self._forget(unread, _ended())
+    def _ids(self, messages: Sequence[Any]) -> list[str]:
+        return [self._entries.complete("messages", message).id for message in messages]
 
     async def _utility(self, operation: str, *args: Any) -> Any:
         if self.mode == "baseline":
             return None
         from vllm_choreo.engine.utility import call_async
 
-        return await call_async(self._llm, operation, *args)
-
-
-def _ended() -> ChoreoError:
-    return ChoreoError("the call was ended before it was complete")
+        return checked_answer(await call_async(self._llm, operation, *args))
 
 
 _PREFILL_ARGUMENTS = ("parents", "offsets", "new_offset", "save_as", "mode", "deny")

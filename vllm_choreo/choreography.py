@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from vllm_choreo import baseline
-from vllm_choreo.errors import ChoreoError
+from vllm_choreo.errors import ChoreoError, error_from_report
 from vllm_choreo.message import Call, Message, Outcome, message_from, metrics_of, report_of
 from vllm_choreo.session import CALL_MODES, Session
 
 MODES = (*CALL_MODES, "baseline")
+DEFAULT_PIN_SECONDS = 600.0
+
+Report = Mapping[str, Any] | ChoreoError
 
 
 class Choreography:
@@ -33,6 +35,7 @@ class Choreography:
         llm: the `vllm.LLM`, with nothing enqueued.
         mode: "choreo"; "exact": every result is that of an ordinary request on the concatenated
             text; or "baseline": the same program as text over vLLM's prefix caching.
+        tenant: to whom the session belongs; identical messages of one tenant are encoded once.
 
     `tokens` and `header` are text or token ids; text is tokenised without special tokens added.
     A list of dicts (keys `tokens` or `header`, `parents`, `offsets`, `new_offset`,
@@ -44,11 +47,12 @@ class Choreography:
     A parent is a `Message`, an id, a `save_as` name, or `(message, start, stop)`.
     """
 
-    def __init__(self, llm: Any, mode: str = "choreo") -> None:
+    def __init__(self, llm: Any, mode: str = "choreo", *, tenant: str = "") -> None:
         check_mode(mode)
         self.mode = mode
         self._llm = llm
-        self._session = Session(llm.get_tokenizer(), llm.model_config, mode)
+        self._session = Session(llm.get_tokenizer(), llm.model_config, mode, tenant)
+        self._entries = self._session.entries
         self._denied: tuple[str, ...] = ()
 
     @property
@@ -137,21 +141,38 @@ class Choreography:
         one closes the session.
         """
         view = copy.copy(self)
-        view._denied = (*self._denied, *self._session.denied(messages))
+        view._denied = (*self._denied, *self._entries.denied(messages))
         return view
 
     def free(self, *messages: Any) -> None:
         """Free messages; a later call that names one is refused."""
-        ids = self._session.live_ids(messages)
+        ids = self._ids(messages)
         self._utility("free", self._session.id, ids)
-        self._session.freed(ids)
+        self._entries.freed(ids)
 
     def evict(self, *messages: Any) -> None:
         """Drop cached keys and values; a later call encodes the messages again from their recipes.
 
         In baseline mode there is nothing to drop: `llm.reset_prefix_cache()` empties vLLM's cache.
         """
-        self._utility("evict", self._session.id, self._session.live_ids(messages))
+        self._utility("evict", self._session.id, self._ids(messages))
+
+    def pin(self, *messages: Any, ttl: float = DEFAULT_PIN_SECONDS) -> None:
+        """Evict these messages after all others that nobody reads, for `ttl` seconds.
+
+        Raises:
+            LimitError: pinned messages would hold more of the KV cache than
+                `additional_config.choreo.pinned_share`.
+        """
+        self._utility("pin", self._session.id, self._ids(messages), check_ttl(ttl))
+
+    def unpin(self, *messages: Any) -> None:
+        """Take pins back; messages without one are left as they are."""
+        self._utility("unpin", self._session.id, self._ids(messages))
+
+    def message(self, named: Any) -> Message:
+        """A complete message by its id or name."""
+        return self._entries.complete("message", named)
 
     def stats(self) -> dict[str, Any]:
         """The engine's numbers on this session's messages; in baseline mode those of the client."""
@@ -162,7 +183,7 @@ class Choreography:
 
     def close(self) -> None:
         """Free all messages of the session. Closing twice does nothing."""
-        if self._session.close():
+        if self._entries.close():
             self._utility("close", self._session.id)
 
     def __enter__(self) -> Choreography:
@@ -190,10 +211,10 @@ class Choreography:
             results = self._results(calls)
         except BaseException:
             for call in calls:
-                self._session.finished(call, ChoreoError("the call was interrupted"))
+                self._entries.finished(call, ChoreoError("the call was interrupted"))
             raise
         for call, result in zip(calls, results, strict=True):
-            self._session.finished(call, result)
+            self._entries.finished(call, result)
         raise_first_error(results)
         return results if many else results[0]
 
@@ -201,37 +222,25 @@ class Choreography:
         start = time.perf_counter()
         if self.mode == "baseline":
             return self._baseline_results(calls, start)
-        drafts = [call.draft() if call.has_stop_strings else call for call in calls]
-        outcomes = self._generate([(call, call.token_ids) for call in drafts], start)
-        results = [choreo_result(*pair) for pair in zip(drafts, outcomes, strict=True)]
-        return self._settle(calls, results, outcomes, start)
+        outcomes = self._generate([(call, call.token_ids) for call in calls], start)
+        return [
+            choreo_result(call, outcome, self._report(call, outcome))
+            for call, outcome in zip(calls, outcomes, strict=True)
+        ]
+
+    def _report(self, call: Call, outcome: Outcome) -> Report:
+        """What the engine says of a finished call."""
+        if not ends_here(call, outcome):
+            return report_of(outcome)
+        return end_report(self._utility("end", *end_arguments(call, outcome)))
 
     def _baseline_results(self, calls: Sequence[Call], start: float) -> list[Message | ChoreoError]:
-        messages = self._session.messages()
+        messages = self._entries.messages()
         if not calls[0].is_decode:
             return [baseline.stored_message(call, messages, start) for call in calls]
         prompts = [(call, baseline.prompt_token_ids(call, messages)) for call in calls]
         outcomes = self._generate(prompts, start)
         return [baseline_result(*pair) for pair in zip(calls, outcomes, strict=True)]
-
-    def _settle(
-        self,
-        calls: Sequence[Call],
-        results: list[Message | ChoreoError],
-        outcomes: Sequence[Outcome],
-        start: float,
-    ) -> list[Message | ChoreoError]:
-        """Make messages of the drafts: see `Call.has_stop_strings`."""
-        drafts = [i for i, call in enumerate(calls) if call.has_stop_strings]
-        drafts = [i for i in drafts if is_draft_complete(outcomes[i])]
-        if not drafts:
-            return results
-        settled = {i: calls[i].settled(outcomes[i].output.outputs[0].token_ids) for i in drafts}
-        ends = self._generate([(call, call.token_ids) for call in settled.values()], start)
-        for i, end in zip(drafts, ends, strict=True):
-            results[i] = settled_result(calls[i], outcomes[i], end)
-        self._utility("free", self._session.id, [calls[i].draft().id for i in drafts])
-        return results
 
     def _generate(
         self, requests: Sequence[tuple[Call, Sequence[int]]], start: float
@@ -257,15 +266,32 @@ class Choreography:
             raise
         return [outcomes[call.id] for call, _ in requests]
 
+    def _ids(self, messages: Sequence[Any]) -> list[str]:
+        return [self._entries.complete("messages", message).id for message in messages]
+
     def _utility(self, operation: str, *args: Any) -> Any:
         if self.mode == "baseline":
             return None
         from vllm_choreo.engine.utility import call
 
-        return call(self._llm, operation, *args)
+        return checked_answer(call(self._llm, operation, *args))
 
 
 # -- shared with AsyncChoreography ---------------------------------------------------------------
+
+
+def check_ttl(ttl: Any) -> float:
+    """Raises ChoreoError: no number of seconds above 0."""
+    if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl < float("inf"):
+        raise ChoreoError("a number of seconds above 0 is needed", parameter="ttl", value=ttl)
+    return float(ttl)
+
+
+def checked_answer(answer: Any) -> Any:
+    """The answer of an engine operation, or the error that it reports."""
+    if isinstance(answer, Mapping) and "choreo_error" in answer:
+        raise error_from_report(answer["choreo_error"])
+    return answer
 
 
 def check_mode(mode: str) -> None:
@@ -309,10 +335,31 @@ def engine_params(call: Call, mode: str) -> Any:
     return params if mode == "baseline" else call.params.apply(params)
 
 
-def choreo_result(call: Call, outcome: Outcome) -> Message | ChoreoError:
+def choreo_result(call: Call, outcome: Outcome, report: Report) -> Message | ChoreoError:
     """What a choreographed call came to."""
-    report = report_of(outcome)
     return report if isinstance(report, ChoreoError) else message_from(call, outcome, report)
+
+
+def ends_here(call: Call, outcome: Outcome) -> bool:
+    """Whether the engine has to be told where the message ends: see `ChoreoParams.open_end`."""
+    params = outcome.output.kv_transfer_params or {}
+    reason = outcome.output.outputs[0].finish_reason
+    return (
+        call.params.open_end and "choreo_error" not in params and reason not in ("abort", "error")
+    )
+
+
+def end_arguments(call: Call, outcome: Outcome | None) -> tuple[str, str, int]:
+    """Of the operation "end"; without an outcome nothing is kept."""
+    generated = outcome.output.outputs[0].token_ids if outcome else ()
+    return call.params.session, call.id, len(call.token_ids) + len(generated) if outcome else 0
+
+
+def end_report(report: Mapping[str, Any] | None) -> Report:
+    """The answer to "end" as a report."""
+    return (
+        report if report is not None else ChoreoError("the call was ended before it was complete")
+    )
 
 
 def baseline_result(call: Call, outcome: Outcome) -> Message | ChoreoError:
@@ -321,22 +368,6 @@ def baseline_result(call: Call, outcome: Outcome) -> Message | ChoreoError:
     if reason in ("abort", "error"):
         return ChoreoError(f"the engine ended the call: {reason}", parameter="finish_reason")
     return message_from(call, outcome, baseline.report(call, outcome))
-
-
-def is_draft_complete(outcome: Outcome) -> bool:
-    """Whether a draft generated something to make a message of."""
-    params = outcome.output.kv_transfer_params or {}
-    reason = outcome.output.outputs[0].finish_reason
-    return "choreo_error" not in params and reason not in ("abort", "error")
-
-
-def settled_result(call: Call, draft: Outcome, end: Outcome) -> Message | ChoreoError:
-    """The message of a draft: what the draft generated, under the report of its prefill."""
-    report = report_of(end)
-    if isinstance(report, ChoreoError):
-        return report
-    metrics = replace(draft.metrics, latency=end.metrics.latency)
-    return message_from(call, Outcome(draft.output, metrics), report)
 
 
 def raise_first_error(results: Sequence[Message | ChoreoError]) -> None:
@@ -349,5 +380,5 @@ def raise_first_error(results: Sequence[Message | ChoreoError]) -> None:
 
 def client_stats(session: Session) -> dict[str, Any]:
     """What the client itself knows of a session: `messages` and their `tokens`."""
-    messages = session.messages().values()
+    messages = session.entries.messages().values()
     return {"messages": len(messages), "tokens": sum(m.num_tokens for m in messages)}

@@ -7,16 +7,14 @@ A `Call` is one validated call; `Outcome` is what the engine answered; `message_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError, error_from_report
 from vllm_choreo.params import ChoreoParams, ParentSpan
 from vllm_choreo.provenance import Trace
 
-# A draft (see `Call.draft`) needs an id that no caller can choose: names hold no "#".
-_DRAFT_SUFFIX = "#draft"
 _NO_TRACE = Trace("")  # of a message that no session made
 
 
@@ -142,30 +140,6 @@ class Call:
     def is_decode(self) -> bool:
         return self.params.kind == "decode"
 
-    @property
-    def has_stop_strings(self) -> bool:
-        """Whether vLLM's front end may end the call, in which case the engine core aborts it.
-
-        Such a call is generated as a draft; the message is then encoded from what was kept.
-        """
-        return self.is_decode and bool(self.sampling_params.stop)
-
-    def draft(self) -> Call:
-        """The same call under an id that no one can name."""
-        return self.renamed(self.id + _DRAFT_SUFFIX)
-
-    def renamed(self, message_id: str) -> Call:
-        return replace(self, params=replace(self.params, save_as=message_id))
-
-    def settled(self, generated: Sequence[int]) -> Call:
-        """The prefill that makes the message of a draft that generated these tokens."""
-        return replace(
-            self,
-            token_ids=(*self.token_ids, *generated),
-            params=replace(self.params, kind="prefill"),
-            sampling_params=None,
-        )
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -221,7 +195,7 @@ def message_from(
 
     Args:
         call: the call as it was planned.
-        outcome: of the call, or of its draft.
+        outcome: of the call.
         report: `position`, `exact`, `reused_tokens`, `repositioned_tokens`, `encoded_tokens`.
     """
     completion = outcome.output.outputs[0]

@@ -9,6 +9,8 @@ The wire form, drawn once (JSON and msgpack carry it as it is):
      "save_as":    str | None,
      "kind":       "prefill" | "decode",
      "session":    str,
+     "tenant":     str,             left out if empty
+     "open_end":   bool,            left out if false
      "exact":      bool,            left out if false
      "deny":       [id, ...],       left out if empty
      "copy_of":    id}              left out if None
@@ -49,6 +51,9 @@ class ChoreoParams:
         save_as: the id of the message that the call makes, as it is; None: the engine chooses.
         kind: "prefill" (encode, sample nothing) or "decode".
         session: the tenant's session that the message belongs to.
+        tenant: identical messages of one tenant are encoded once; those of others never meet.
+        open_end: the message is complete only once the client has told how many of its tokens it
+            keeps: stop strings are found by the client (operation "end" of the engine).
         exact: the result is that of a request on the concatenated text: parents that were encoded
             otherwise are encoded again for it.
         deny: ids of messages of which the call may read no trace.
@@ -67,6 +72,8 @@ class ChoreoParams:
     save_as: str | None = None
     kind: str = "decode"
     session: str = ""
+    tenant: str = ""
+    open_end: bool = False
     exact: bool = False
     deny: tuple[str, ...] = ()
     copy_of: str | None = None
@@ -86,10 +93,15 @@ class ChoreoParams:
                 parameter="save_as",
                 value=self.save_as,
             )
-        if not isinstance(self.session, str):
-            raise ChoreoError("session must be a string", parameter="session", value=self.session)
-        if not isinstance(self.exact, bool):
-            raise ChoreoError("exact is true or false", parameter="exact", value=self.exact)
+        for name in ("session", "tenant"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise ChoreoError("a string is needed", parameter=name, value=value)
+        for name in ("exact", "open_end"):
+            if not isinstance(getattr(self, name), bool):
+                raise ChoreoError(
+                    "true or false is needed", parameter=name, value=getattr(self, name)
+                )
         object.__setattr__(self, "deny", tuple(_sequence("deny", self.deny)))
         for message_id in self.deny:
             _check_id("deny", message_id)
@@ -121,7 +133,8 @@ class ChoreoParams:
             "kind": self.kind,
             "session": self.session,
         }
-        options = {"exact": self.exact, "deny": list(self.deny), "copy_of": self.copy_of}
+        names = ("tenant", "open_end", "exact", "copy_of")
+        options = {**{name: getattr(self, name) for name in names}, "deny": list(self.deny)}
         return {EXTRA_ARGS_KEY: {**wire, **{key: value for key, value in options.items() if value}}}
 
     @classmethod

@@ -82,10 +82,13 @@ class ChoreoStep:
     Attributes:
         started: spans of the requests that start, or start again, in this step.
         moves: keys to rotate before it; those in place come first.
+        saves, loads: blocks to copy before that to and from host memory, as `(source, target)`.
     """
 
     started: dict[str, RequestSpans]
     moves: tuple[BlockMove, ...] = ()
+    saves: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
 
 
 def resolve_offsets(

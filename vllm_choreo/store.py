@@ -11,14 +11,17 @@ their own, so a block returns to the pool when the last of them lets go.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from vllm_choreo.errors import NameTakenError, UnknownMessageError
+from vllm_choreo.errors import LimitError, NameTakenError, UnknownMessageError
+from vllm_choreo.eviction import choose_victim, over_share
 from vllm_choreo.plan import CallPlan
 from vllm_choreo.provenance import Trace
+from vllm_choreo.recipes import recipe_digest
 
 
 class BlockPool(Protocol):
@@ -29,6 +32,19 @@ class BlockPool(Protocol):
     def free_blocks(self, ordered_blocks: Any) -> None: ...
 
 
+class HostTier(Protocol):
+    """Memory outside the KV cache in which evicted messages are kept."""
+
+    def save(self, message: Message) -> None:
+        """Copy its blocks out, if there is room."""
+
+    def load(self, message: Message, blocks: Sequence[Any]) -> tuple[int, int]:
+        """Copy a saved message into `blocks`; returns its stored position and its tokens."""
+
+    def discard(self, message: Message) -> None:
+        """Forget a message."""
+
+
 @dataclass(eq=False)
 class Message:
     """One message of a session, or a copy of one.
@@ -36,6 +52,7 @@ class Message:
     Attributes:
         id: of a copy, that of the message whose tokens it has; it cannot be named itself.
         trace: what its keys and values carry traces of.
+        tenant: to whom the session belongs.
         adapter: vLLM's LoRA request that encodes it, or None.
         token_ids: header and generated tokens; None while they are being generated.
         parents: the messages behind `plan.parents`, in the same order; they keep a freed parent's
@@ -47,7 +64,10 @@ class Message:
         num_readers: running calls that read it; its blocks must stay.
         num_waiting: calls that wait for it or will read it.
         encoder: id of the request that is making or encoding it; None when nobody is.
-        recipe: what makes its encoding the same as another's; None where none can be.
+        recipe: digest of what its encoding depends on; None until all of that is known.
+        open_report: what its call reported, while the client has not told yet how many of the
+            tokens it keeps; None otherwise.
+        pinned_until: until then it is evicted last; on the clock of the store.
         failure: why it will never be complete.
         freed: its session gave it up: no new call may name it.
         copied: for a copy that exact calls read, the message whose tokens it has.
@@ -57,6 +77,7 @@ class Message:
     id: str
     session: str
     trace: Trace
+    tenant: str = ""
     adapter: Any = None
     token_ids: list[int] | None = None
     parents: tuple[Message, ...] = ()
@@ -68,7 +89,9 @@ class Message:
     num_readers: int = 0
     num_waiting: int = 0
     encoder: str | None = None
-    recipe: Hashable = None
+    recipe: bytes | None = None
+    open_report: dict[str, Any] | None = None
+    pinned_until: float = 0.0
     failure: str | None = None
     freed: bool = False
     copied: Message | None = None
@@ -81,12 +104,12 @@ class Message:
     @property
     def is_known(self) -> bool:
         """Its tokens are final."""
-        return self.token_ids is not None
+        return self.token_ids is not None and self.open_report is None
 
     @property
     def is_resident(self) -> bool:
         """Every token has keys and values, at the latest when the step now planned has run."""
-        return self.token_ids is not None and self.num_encoded == len(self.token_ids)
+        return self.is_known and self.num_encoded == self.num_tokens
 
     @property
     def in_use(self) -> bool:
@@ -96,18 +119,29 @@ class Message:
 class MessageStore:
     """All messages of an engine, and the order in which their blocks may be evicted."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        engine: bytes = b"",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.pool = pool
         self.block_size = block_size
+        self.engine = engine
+        self.clock = clock
+        self.tier: HostTier | None = None
         self.messages: dict[tuple[str, str], Message] = {}
         # Messages that hold blocks, least recently used first.
         self._holding: OrderedDict[Message, None] = OrderedDict()
-        self.by_recipe: dict[Hashable, Message] = {}
+        self.by_recipe: dict[bytes, Message] = {}
         self.copies: dict[Hashable, Message] = {}
-        self.num_evictions = 0
+        self.totals: Counter[str] = Counter()  # of messages and tokens since the engine started
         self.step = 0  # the one being planned
 
-    def create(self, session: str, message_id: str, adapter: Any = None) -> Message:
+    def create(
+        self, session: str, message_id: str, adapter: Any = None, tenant: str = ""
+    ) -> Message:
         """A new message that has no tokens yet.
 
         Raises:
@@ -120,7 +154,7 @@ class MessageStore:
                 parameter="save_as",
                 value=message_id,
             )
-        message = Message(message_id, session, Trace(message_id), adapter)
+        message = Message(message_id, session, Trace(message_id), tenant, adapter)
         self.messages[session, message_id] = message
         return message
 
@@ -142,8 +176,9 @@ class MessageStore:
             return self.copies[key]
         assert message.token_ids is not None
         trace = Trace(message.id, tuple(p.trace for p in parents), message.trace.origin)
-        copy = Message(message.id, message.session, trace, adapter, copied=message, plan=plan)
-        copy.token_ids, copy.parents = message.token_ids[start:stop], parents
+        copy = Message(message.id, message.session, trace, message.tenant, adapter, copied=message)
+        copy.token_ids, copy.parents, copy.plan = message.token_ids[start:stop], parents, plan
+        self.identify(copy)
         copy.num_unreported = copy.num_tokens
         copy.freed = any(source.freed for source in (message, *parents))
         if not copy.freed:
@@ -184,23 +219,64 @@ class MessageStore:
         message.stored_position, message.held_in_step = position, self.step
         self.use(message)
 
+    def identify(self, message: Message) -> None:
+        """Give a message its recipe, once its tokens and its plan are known."""
+        assert message.plan is not None and message.token_ids is not None
+        parents = [parent.recipe for parent in message.parents]
+        assert None not in parents, "parents are known before their children are"
+        message.recipe = recipe_digest(
+            self.engine,
+            message.tenant,
+            message.adapter,
+            message.token_ids,
+            message.plan,
+            [parent for parent in parents if parent],
+        )
+
     def share(self, message: Message, denied: Collection[str] = ()) -> None:
         """Start from the full blocks of a message of the same recipe, if one holds any.
 
         The last block stays private: at least one token must run, for vLLM to run the request.
         Traces of `denied` messages are not shared: what was reused would tell their tokens.
         """
-        assert message.plan is not None
-        recipe = _recipe(message)
-        twin = self.by_recipe.get(recipe)
-        if twin and twin.trace.carries(denied):
+        assert message.plan is not None and message.recipe is not None
+        twin = self.by_recipe.get(message.recipe)
+        if twin and denied and (twin.session != message.session or twin.trace.carries(denied)):
             twin = None
         if twin and twin is not message and twin.stored_position == message.plan.base:
             num_shared = min(twin.num_encoded, message.num_tokens - 1)
             num_shared -= num_shared % self.block_size
             self.hold(message, twin.blocks, num_shared)
-        message.recipe = recipe
-        self.by_recipe[recipe] = message
+        self.by_recipe[message.recipe] = message
+
+    def end(self, message: Message, num_tokens: int) -> dict[str, Any] | None:
+        """Complete a message of which the client keeps the first `num_tokens` tokens.
+
+        Returns:
+            What its call reported, of these tokens; None if it was complete before.
+        """
+        report, message.open_report = message.open_report, None
+        if report is None or message.token_ids is None:
+            return None
+        num_dropped = message.num_tokens - num_tokens
+        del message.token_ids[num_tokens:]
+        if message.num_encoded > num_tokens:
+            message.num_encoded = num_tokens
+            num_blocks = -(-num_tokens // self.block_size)
+            self.pool.free_blocks(reversed(message.blocks[num_blocks:]))
+            del message.blocks[num_blocks:]
+        self.known(message)
+        return {
+            **report,
+            "num_tokens": num_tokens,
+            "encoded_tokens": report["encoded_tokens"] - num_dropped,
+        }
+
+    def known(self, message: Message) -> None:
+        """The tokens of a generated message are final: others may share them from now on."""
+        self.identify(message)
+        assert message.recipe is not None
+        self.by_recipe[message.recipe] = message
 
     def is_settled(self, message: Message) -> bool:
         """Whether all its keys were written before the step that is being planned."""
@@ -213,42 +289,58 @@ class MessageStore:
             self._holding.move_to_end(message)
 
     def evict(self, message: Message) -> None:
-        """Give the blocks back; the recipe stays."""
+        """Give the blocks back; the recipe stays, and a copy in host memory if there is room."""
         if message.blocks:
-            self.num_evictions += 1
+            self.totals["evicted_messages"] += 1
+            self.totals["evicted_tokens"] += message.num_encoded
+            if self.tier and self.is_settled(message):
+                self.tier.save(message)
         self._drop_blocks(message)
 
     def evict_one(self, protected: Sequence[Collection[Message]], waiting_too: bool) -> bool:
-        """Evict a message that no running call reads: an idle one, least recently used first.
-
-        Args:
-            protected: never the messages of the first set; those of the later sets only with
-                `waiting_too`, the last set first.
-            waiting_too: where no message is idle, take one for which a call waits. It will be
-                encoded again; without this, calls that wait could block one another for ever.
-
-        Returns:
-            Whether there was one.
-        """
-        candidates = [m for m in self._holding if not m.num_readers]
-        spared = set().union(*protected)
-        victim = next((m for m in candidates if not m.in_use and m not in spared), None)
-        if victim is None and waiting_too:
-            victim = self._least_protected(candidates, protected)
+        """Evict the message that `choose_victim` chooses; returns whether there was one."""
+        victim = choose_victim(self._holding, protected, waiting_too, self.clock())
         if victim is None:
             return False
         self.evict(victim)
         return True
 
-    def _least_protected(
-        self, candidates: Sequence[Message], protected: Sequence[Collection[Message]]
-    ) -> Message | None:
-        for num_sets in range(len(protected), 0, -1):
-            spared = set().union(*protected[:num_sets])
-            for message in reversed(candidates):
-                if message not in spared:
-                    return message
-        return None if protected or not candidates else candidates[-1]
+    def keep_to_share(self, max_blocks: int) -> None:
+        """Evict idle messages of tenants whose messages hold more than `max_blocks` blocks."""
+        for message in over_share(self._holding, max_blocks, self.clock()):
+            self.evict(message)
+
+    def pin(self, messages: Collection[Message], ttl: float, max_blocks: int) -> None:
+        """Evict `messages` last, for `ttl` seconds.
+
+        Raises:
+            LimitError: with these, pinned messages would take more than `max_blocks` blocks.
+        """
+        num_blocks = sum(
+            -(-message.num_tokens // self.block_size) for message in {*self.pinned(), *messages}
+        )
+        if num_blocks > max_blocks:
+            raise LimitError(
+                f"pinned messages may take {max_blocks} blocks of the KV cache "
+                "(additional_config.choreo.pinned_share); unpin some, or let pins expire",
+                parameter="messages",
+                value=f"{num_blocks} blocks",
+            )
+        for message in messages:
+            message.pinned_until = self.clock() + ttl
+
+    def pinned(self) -> list[Message]:
+        now = self.clock()
+        return [message for message in self.messages.values() if message.pinned_until > now]
+
+    def restore(self, message: Message, blocks: Sequence[Any]) -> None:
+        """Bring a message back from host memory into `blocks`, before the step being planned."""
+        assert self.tier is not None and message.plan is not None
+        position, num_encoded = self.tier.load(message, blocks)
+        self.hold(message, blocks, num_encoded)
+        message.stored_position = position
+        self.totals["restored_messages"] += 1
+        self.totals["restored_tokens"] += num_encoded
 
     def free(self, message: Message) -> None:
         """The session gives the message up: unknown to new calls, gone when the last one ends."""
@@ -268,10 +360,12 @@ class MessageStore:
         """Give back the blocks of a freed or failed message once nobody needs them."""
         if not (message.freed or message.failure):
             return
-        if self.by_recipe.get(message.recipe) is message:
+        if message.recipe and self.by_recipe.get(message.recipe) is message:
             del self.by_recipe[message.recipe]
         if not message.in_use:
             self._drop_blocks(message)
+            if self.tier:
+                self.tier.discard(message)
 
     def holding(self) -> list[Message]:
         """Messages that hold blocks, least recently used first."""
@@ -285,54 +379,3 @@ class MessageStore:
         self.pool.free_blocks(reversed(message.blocks))
         message.blocks, message.num_encoded, message.stored_position = [], 0, 0
         self._holding.pop(message, None)
-
-    def stats(self, session: str | None = None) -> dict[str, Any]:
-        """Messages, blocks and sharing, for `c.stats()` and `vllm-choreo inspect`."""
-        everything = [*self.messages.values(), *self.copies.values()]
-        chosen = [m for m in everything if session in (None, m.session)]
-        blocks = {block.block_id for m in self._holding for block in m.blocks}
-        return {
-            "num_messages": len(chosen),
-            "num_copies": sum(m.copied is not None for m in chosen),
-            "num_resident": sum(m.is_resident for m in chosen),
-            "num_blocks": len({b.block_id for m in chosen for b in m.blocks}),
-            "num_blocks_all_sessions": len(blocks),
-            "num_evictions": self.num_evictions,
-            "block_size": self.block_size,
-            "messages": [self._describe(m) for m in chosen],
-        }
-
-    def _describe(self, message: Message) -> dict[str, Any]:
-        size = self.block_size
-        return {
-            "id": message.id,
-            "is_copy": message.copied is not None,
-            "num_tokens": message.num_tokens,
-            "num_encoded": message.num_encoded,
-            "stored_position": message.stored_position,
-            "parents": [parent.id for parent in message.parents],
-            "num_readers": message.num_readers,
-            "num_waiting": message.num_waiting,
-            "failure": message.failure,
-            "blocks": [
-                {
-                    "block_id": block.block_id,
-                    "ref_cnt": block.ref_cnt,
-                    "num_valid_slots": min(size, message.num_encoded - i * size),
-                    "position": message.stored_position + i * size,
-                }
-                for i, block in enumerate(message.blocks)
-            ],
-        }
-
-
-def _recipe(message: Message) -> Hashable:
-    """Equal for messages of one session whose encodings are the same."""
-    plan = message.plan
-    assert plan is not None and message.token_ids is not None
-    adapter = message.adapter.lora_int_id if message.adapter else 0
-    spans = tuple((span.start, span.stop, span.offset) for span in plan.parents)
-    # Messages count by identity: a name may be given again after it was freed.
-    parents = message.parents
-    tokens = tuple(message.token_ids)
-    return message.session, adapter, tokens, parents, spans, plan.new_offset

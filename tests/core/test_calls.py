@@ -80,6 +80,7 @@ def test_a_call_waits_until_its_parent_is_known_and_resident(book: CallBook) -> 
     assert parent.message.num_waiting == 1
     assert book.resolve(parent)
     parent.message.token_ids = [1, 2, 3, 4, 5]
+    book.store.known(parent.message)
     assert book.resolve(child) and not book.is_ready(child)
 
 

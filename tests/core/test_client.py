@@ -23,6 +23,7 @@ from vllm_choreo.errors import (
     CyclicParentsError,
     EmptyTokensError,
     FreedMessageError,
+    LimitError,
     NameTakenError,
     OffsetError,
     ParentFailedError,
@@ -32,6 +33,8 @@ from vllm_choreo.errors import (
     UnsupportedOptionError,
     UnsupportedVersionError,
 )
+from vllm_choreo.message import Metrics, Outcome
+from vllm_choreo.session import Session
 
 VOCAB_SIZE, MAX_MODEL_LEN = 512, 256
 Two = SamplingParams(max_tokens=2)
@@ -56,6 +59,7 @@ class FakeEngine:
         self.operations: list[tuple[Any, ...]] = []
         self.aborted: list[str] = []
         self.refuse: dict[str, dict[str, str]] = {}
+        self.vanish: set[str] = set()  # headers of requests that the engine ends
         self.running: dict[str, Any] = {}
         self.is_choreo = True
         self.metrics: Any = None  # vLLM's, if it logs statistics
@@ -80,21 +84,26 @@ class FakeEngine:
         num_done += 1
         self.running[request_id] = (prompt, params, num_done)
         error = self.refuse.get(FakeTokenizer().decode(prompt))
+        vanished = FakeTokenizer().decode(prompt) in self.vanish
         token_ids = [] if error else [100 + i for i in range(num_done)]
         # A stop string is found in the second token, by the front end: there is no report.
         stopped = bool(params.stop) and num_done == 2
-        finished = bool(error) or stopped or num_done == params.max_tokens
+        finished = bool(error) or vanished or stopped or num_done == params.max_tokens
         transfer = {"choreo_error": error} if error else None
         if finished:
             del self.running[request_id]
             if not error and not stopped and self.is_choreo and params.extra_args:
                 transfer = {"choreo": self.report(prompt, params, num_done)}
-        reason = ("error" if error else "stop" if stopped else "length") if finished else None
+        reason = (
+            ("error" if error or vanished else "stop" if stopped else "length")
+            if finished
+            else None
+        )
         completion = SimpleNamespace(
             token_ids=token_ids,
             text="".join(chr(token) for token in token_ids),
             logprobs=None,
-            finish_reason=reason,
+            finish_reason=reason if finished else None,
         )
         return SimpleNamespace(
             request_id=request_id,
@@ -121,6 +130,16 @@ class FakeEngine:
         }
 
 
+# Of a message that the client ended after its third token.
+REPORT_OF_END = {
+    "position": 5,
+    "exact": False,
+    "reused_tokens": 3,
+    "repositioned_tokens": 0,
+    "encoded_tokens": 3,
+}
+
+
 def model_config() -> Any:
     return SimpleNamespace(
         max_model_len=MAX_MODEL_LEN,
@@ -141,7 +160,7 @@ def _operations(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def call(llm: Any, *operation: Any) -> Any:
         llm.llm_engine.operations.append(operation)
-        return {"num_messages": 1}
+        return REPORT_OF_END if operation[0] == "end" else {"num_messages": 1}
 
     async def call_async(llm: Any, *operation: Any) -> Any:
         return call(llm, *operation)
@@ -461,7 +480,7 @@ def test_free_evict_stats_and_close_reach_the_engine(llm: Any) -> None:
     ]
 
 
-def test_with_stop_strings_the_message_is_encoded_from_what_was_kept(
+def test_with_stop_strings_the_engine_is_told_where_the_message_ends(
     c: Choreography, llm: Any
 ) -> None:
     doc = c.prefill("doc")
@@ -472,12 +491,11 @@ def test_with_stop_strings_the_message_is_encoded_from_what_was_kept(
             {"header": "b", "sampling_params": Two},
         ]
     )
-    _, draft, _, settled = llm.llm_engine.prompts
-    assert wire_of(draft)["save_as"] == f"{stopped.id}#draft"
-    assert settled[0] == [97, 100, 101]
-    assert wire_of(settled) == {**wire_of(draft), "save_as": stopped.id, "kind": "prefill"}
+    _, with_stop, without = llm.llm_engine.prompts
+    assert wire_of(with_stop)["open_end"] and "open_end" not in wire_of(without)
+    assert llm.llm_engine.operations == [("end", c.session, stopped.id, 3)]
     assert stopped.token_ids == (97, 100, 101) and stopped.finish_reason == "stop"
-    assert llm.llm_engine.operations == [("free", c.session, [f"{stopped.id}#draft"])]
+    assert (stopped.position, stopped.usage.encoded_tokens) == (5, 3)
     assert plain.text == "bde"
 
 
@@ -597,8 +615,7 @@ def test_a_parent_may_still_be_generated() -> None:
     in_session(program)
 
 
-@pytest.mark.parametrize("mode", ["choreo", "baseline"])
-def test_the_client_waits_for_a_parent_where_the_engine_cannot(mode: str) -> None:
+def test_in_baseline_mode_the_client_waits_for_parents() -> None:
     async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
         stop = SamplingParams(max_tokens=9, stop=["e"])
         draft = await c.submit(header="a", sampling_params=stop)
@@ -607,29 +624,78 @@ def test_the_client_waits_for_a_parent_where_the_engine_cannot(mode: str) -> Non
         assert engine.prompts == []
         assert (await last).text == "cde"
         assert (await draft).token_ids == (97, 100, 101)
-        texts = [text_of(prompt) for prompt in engine.prompts]
-        if mode == "choreo":
-            assert texts == ["a", "ade", "b", "c"]
-        else:
-            assert texts == ["a", "adeb", "bdec"]
+        assert [text_of(prompt) for prompt in engine.prompts] == ["a", "adeb", "bdec"]
 
-    in_session(program, mode)
+    in_session(program, "baseline")
 
 
-def test_a_child_of_a_failed_call_fails() -> None:
+def test_in_baseline_mode_a_child_of_a_failed_call_fails() -> None:
     async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
-        engine.refuse["bad"] = REPORT
-        stop = SamplingParams(max_tokens=9, stop=["e"])
-        bad = await c.submit(header="bad", sampling_params=stop)
+        engine.vanish.add("bad")
+        bad = await c.submit(header="bad")
         child = await c.submit(header="b", parents=[bad])
         with pytest.raises(ParentFailedError):
             await child
-        with pytest.raises(TooLongError):
+        with pytest.raises(ChoreoError, match="ended the call"):
             await bad
         with pytest.raises(ParentFailedError):
             await c.decode("c", parents=[child])
 
+    in_session(program, "baseline")
+
+
+def test_calls_of_one_request_may_name_one_another() -> None:
+    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
+        doc = await c.prefill("doc")
+        calls = [
+            {"header": "a", "parents": [doc], "save_as": "draft", "sampling_params": Two},
+            {"tokens": "b", "parents": ["draft"], "save_as": "note"},
+            {"copy_of": doc, "parents": ["note"]},
+        ]
+        for wrong in ({"header": "c", "tokens": "d"}, {"header": "c", "parents": ["nobody"]}):
+            with pytest.raises(ChoreoError):
+                await c.submit_all([*calls, wrong])
+        assert len(engine.prompts) == 1
+        draft, note, copy = [await pending for pending in await c.submit_all(calls)]
+        assert [text_of(prompt) for prompt in engine.prompts[1:]] == ["a", "b", "doc"]
+        assert wire_of(engine.prompts[2])["parents"] == [[draft.id, None, None]]
+        assert wire_of(engine.prompts[3])["copy_of"] == doc.id
+        assert copy.provenance == {doc.id, note.id, draft.id} and note.text == "b"
+
     in_session(program)
+
+
+def test_a_request_of_the_callers_own_makes_a_message() -> None:
+    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
+        pending = c.begin("ab", sampling_params=Two, save_as="mine")
+        child = await c.submit(header="c", parents=["mine"], sampling_params=Two)
+        params = pending.call.params.apply(pending.call.sampling_params)
+        engine.add_request("own", {"prompt_token_ids": list(pending.call.token_ids)}, params)
+        engine.advance("own")
+        output = engine.advance("own")
+        message = await c.conclude(pending, Outcome(output, Metrics(0.0, None, 1.0, 2.0)))
+        assert message.text == "abde" and c.message("mine") is message
+        assert (await child).parents[0].id == message.id
+        ended = c.begin("x", sampling_params=SamplingParams(stop=["e"]))
+        with pytest.raises(ChoreoError, match="ended"):
+            await c.conclude(ended, None)
+        assert engine.operations == [("end", c.session, ended.id, 0)]
+
+    in_session(program)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("messages", 2), ("tokens", 8)])
+def test_a_session_keeps_to_its_limits(llm: Any, name: str, limit: int) -> None:
+    limits = {"max_messages_per_session": 99, "max_tokens_per_session": 99}
+    limits[f"max_{name}_per_session"] = limit
+    session = Session(FakeTokenizer(), model_config(), limits=SimpleNamespace(**limits))
+    (a,), _ = session.plan("prefill", "abc", {})
+    session.entries.finished(a, ChoreoError("failed"))
+    first = session.plan_each([{"tokens": "abcd", "save_as": "a"}, {"tokens": "efgh"}])
+    with pytest.raises(LimitError, match=name):
+        session.plan("prefill", "x", {})
+    session.entries.freed([first[0].id])
+    session.plan("prefill", "x", {})
 
 
 def test_streamed_pieces_make_up_the_message() -> None:

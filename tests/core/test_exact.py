@@ -14,6 +14,7 @@ from vllm_choreo.errors import OffsetError
 from vllm_choreo.exact import Link, check_text_offsets, exact_chain, is_exact
 from vllm_choreo.plan import CallPlan, ParentPlan, num_span_blocks, resolve_offsets
 from vllm_choreo.store import Message, MessageStore
+from vllm_choreo.store_stats import stats
 
 
 @pytest.fixture
@@ -36,6 +37,7 @@ def _encoded(
     base = SIZE * sum(num_span_blocks(s.start, s.stop, SIZE) for s in spans)
     message.parents = tuple(link.message for link in links)
     message.plan = CallPlan(spans, new_offset, base, False)
+    store.identify(message)
     return message
 
 
@@ -135,13 +137,13 @@ def test_a_copy_goes_with_any_message_that_it_needs(store: MessageStore) -> None
     chain = exact_chain(_whole(a, b, c), None, store)
     copies = [link.message for link in chain[1:]]
     assert store.copies_of([a]) == store.copies_of([b]) == set(copies)
-    assert store.stats("s")["num_copies"] == 2 and store.stats("s")["num_messages"] == 5
+    assert stats(store, "s")["num_copies"] == 2 and stats(store, "s")["num_messages"] == 5
     other = exact_chain(_whole(b, c), None, store)[1].message
     store.free(a)
     assert all(copy.freed for copy in copies) and not other.freed
     assert list(store.copies.values()) == [other]
     store.free(b)
-    assert other.freed and store.stats("s")["num_messages"] == 1
+    assert other.freed and stats(store, "s")["num_messages"] == 1
     # A call that named b before it was freed still gets its copy, for itself alone.
     late = exact_chain(_whole(c, b), None, store)[1].message
     assert late.freed and not store.copies

@@ -129,17 +129,33 @@ def test_long_message_in_chunks(
 def test_the_same_recipe_is_encoded_once(llm: Any, tiny_oracle: Callable[[str], Oracle]) -> None:
     oracle, rng = tiny_oracle("llama"), random.Random(6)
     tokens = random_tokens(rng, 100)
-    with Choreography(llm) as c, Choreography(llm) as other:
+    with Choreography(llm) as c, Choreography(llm, tenant="other") as other:
         first, second = c.prefill([{"tokens": tokens}, {"tokens": tokens}])
-        third = other.prefill(tokens)
+        stranger = other.prefill(tokens)
         assert (first.usage.encoded_tokens, second.usage.encoded_tokens) == (100, 4)
-        assert third.usage.encoded_tokens == 100  # of another tenant
+        assert stranger.usage.encoded_tokens == 100
         assert c.stats()["num_blocks"] == 3 + 1 + 1
+        with Choreography(llm) as again, Choreography(llm, tenant="other") as other_again:
+            assert again.prefill(tokens).usage.encoded_tokens == 4
+            assert other_again.prefill(tokens).usage.reused_tokens == 96
         c.free(first)
         answer = c.decode([5], parents=[second], sampling_params=_params(4))
         assert_greedy(answer, oracle, [whole(oracle.encode(tokens), 0)], 100)
         # Elsewhere it is another recipe.
         assert c.prefill(tokens, new_offset=1).usage.encoded_tokens == 100
+
+
+def test_what_was_generated_is_not_encoded_once_more(llm: Any) -> None:
+    """In another session of the tenant, and after the same parents."""
+    rng = random.Random(7)
+    doc_tokens = random_tokens(rng, 40)
+    with Choreography(llm) as c, Choreography(llm) as other:
+        parents = [c.prefill(doc_tokens), other.prefill(doc_tokens)]
+        answer = c.decode(random_tokens(rng, 60), parents=parents[:1], sampling_params=_params(9))
+        same = other.prefill(answer.token_ids, parents=parents[1:])
+        assert same.usage.encoded_tokens == 69 - 64
+        alone = other.prefill(answer.token_ids)
+        assert alone.usage.encoded_tokens == 69
 
 
 def test_what_never_fits_is_refused_and_others_go_on(

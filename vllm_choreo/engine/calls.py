@@ -119,7 +119,8 @@ class CallBook:
         traces = [parent.trace for parent in parents]
         trace = trace_of(name, traces, params.exact, origin.trace if origin else None)
         trace.check(params.deny)
-        message = self.store.create(params.session, name, request.lora_request)
+        adapter = request.lora_request
+        message = self.store.create(params.session, name, adapter, params.tenant)
         message.parents, message.trace, message.encoder = parents, trace, request.request_id
         if params.kind == "prefill":
             message.token_ids = list(request.prompt_token_ids or ())
@@ -164,6 +165,8 @@ class CallBook:
             return False
         if call.message.plan is None:
             call.message.plan = self._plan(call)
+            if call.message.is_known:
+                self.store.identify(call.message)
         call.plan = call.message.plan
         self._write_virtual_sequence(call)
         return True
@@ -340,6 +343,10 @@ class CallBook:
         assert call.plan is not None
         request, base = call.request, call.plan.base
         call.message.token_ids = list(request.all_token_ids[base:])
+        if call.params and call.params.open_end:
+            call.message.open_report = self.report(call)
+        else:
+            self.store.known(call.message)
         if not call.admitted:
             return
         num_encoded = min(request.num_computed_tokens, request.num_tokens - 1) - base
@@ -374,8 +381,9 @@ class CallBook:
         """Tokens of the copies that were encoded for this call; no later call reports them."""
         num_tokens = sum(parent.num_unreported for parent in call.parents)
         params = call.request.sampling_params
-        # With stop strings nobody reads the report: the client encodes the message once more.
-        if call.admitted and params is not None and not params.stop:
+        # With stop strings nobody reads the report, unless the client asks for it ("end").
+        is_read = (call.params and call.params.open_end) or not (params and params.stop)
+        if call.admitted and is_read:
             for parent in call.parents:
                 parent.num_unreported = 0
         return num_tokens

@@ -15,6 +15,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.batch import BatchPlanner
 from vllm_choreo.engine.cpu_backend import ChoreoCPUImpl
+from vllm_choreo.engine.host_blocks import HostBlocks, num_host_blocks
 from vllm_choreo.engine.probe import LayerPositions, probe_positions
 from vllm_choreo.errors import UnsupportedModelError
 from vllm_choreo.ops import Rotation, default_impl, detect_layout, reposition_keys
@@ -29,6 +30,7 @@ class ChoreoCPUModelRunner(CPUModelRunner):
     planner: BatchPlanner
     layers: dict[str, Any]
     layer_positions: Sequence[LayerPositions]
+    host_blocks: HostBlocks | None
     _in_step = False
 
     def prepare_choreography(self) -> None:
@@ -52,7 +54,15 @@ class ChoreoCPUModelRunner(CPUModelRunner):
         self.planner = BatchPlanner(
             self.cache_config.block_size, list(rotations), config.shared_reading
         )
+        self.host_blocks = self._make_host_blocks(config.host_memory_gib)
         default_impl()  # says now, not in the first request, if it is the slow one
+
+    def _make_host_blocks(self, host_memory_gib: float) -> HostBlocks | None:
+        if not host_memory_gib:
+            return None
+        caches = [layer.kv_cache for layer in self.layers.values()]
+        block_bytes = sum(cache[0].numel() * cache.element_size() for cache in caches)
+        return HostBlocks(caches, num_host_blocks(host_memory_gib, block_bytes))
 
     def _check_layout(self, layer: Any) -> None:
         def write(
@@ -71,6 +81,8 @@ class ChoreoCPUModelRunner(CPUModelRunner):
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         step: ChoreoStep = scheduler_output.choreo
         self.planner.update(step.started, list(scheduler_output.finished_req_ids))
+        if self.host_blocks is not None:
+            self.host_blocks.copy(step.saves, step.loads)
         self._move_keys(step.moves)
         self._in_step = True
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -20,6 +20,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.block_manager import ChoreoKVCacheManager
 from vllm_choreo.engine.calls import Call, CallBook
+from vllm_choreo.engine.host_blocks import num_host_blocks
+from vllm_choreo.engine.host_tier import HostTier
+from vllm_choreo.engine.operations import Operations
 from vllm_choreo.engine.reposition import KeyMover
 from vllm_choreo.errors import ChoreoError, PoolFullError, UnsupportedOptionError
 from vllm_choreo.params import EXTRA_ARGS_KEY, ChoreoParams
@@ -39,19 +42,37 @@ class _Choreographed(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         manager = self.kv_cache_manager
-        self.store = MessageStore(manager.block_pool, self.block_size)
+        self.store = MessageStore(manager.block_pool, self.block_size, self._signature())
         self.book = CallBook(self.store, self.max_model_len)
         # vLLM's constructor names its manager class; the subclass only adds methods.
         manager.__class__ = ChoreoKVCacheManager
         assert isinstance(manager, ChoreoKVCacheManager)
         manager.book = self.book
-        in_place = ChoreoConfig.from_vllm(self.vllm_config).reposition == "in_place"
+        self.choreo_config = config = ChoreoConfig.from_vllm(self.vllm_config)
+        in_place = config.reposition == "in_place"
         self.mover = KeyMover(self.book, manager.block_pool) if in_place else None
         manager.mover = self.mover
+        self.tier = self.store.tier = self._host_tier(config.host_memory_gib)
+        self.operations = Operations(self)
         self._errors: dict[str, ChoreoError] = {}  # of requests still to be ended
         # Requests of our own: encodings again. Random, so that no client's id looks like one.
         self._internal_prefix = f"choreo-{uuid.uuid4().hex}-"
         self._num_internal = 0
+
+    def _signature(self) -> bytes:
+        """What the keys and values of all messages depend on, besides the messages."""
+        model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+        rotation = getattr(model.hf_text_config, "rope_parameters", None)
+        parts = (model.model, model.revision, model.dtype, cache.cache_dtype, rotation)
+        return repr(parts).encode()
+
+    def _host_tier(self, host_memory_gib: float) -> HostTier | None:
+        if not host_memory_gib:
+            return None
+        # Per worker: the specification is that of one worker's share of the heads.
+        groups = self.kv_cache_config.kv_cache_groups
+        block_bytes = sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
+        return HostTier(num_host_blocks(host_memory_gib, block_bytes))
 
     # -- arrival ---------------------------------------------------------------------------
 
@@ -85,6 +106,8 @@ class _Choreographed(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.store.step += 1
+        if self.choreo_config.tenant_share < 1:
+            self.store.keep_to_share(self.num_blocks(self.choreo_config.tenant_share))
         self._prepare_waiting_calls()
         output = super().schedule(*args, **kwargs)
         # Travels to the workers with the rest of the step.
@@ -98,10 +121,11 @@ class _Choreographed(Scheduler):
         started += output.scheduled_cached_reqs.resumed_req_ids
         calls = self.book.calls
         spans = {r: self.book.spans(calls[r]) for r in started if r in calls}
-        if self.mover is None:
-            return ChoreoStep(spans)
-        self.mover.withdraw_all()
-        return ChoreoStep(spans, tuple(self.mover.take_moves()))
+        if self.mover is not None:
+            self.mover.withdraw_all()
+        moves = self.mover.take_moves() if self.mover else []
+        saves, loads = self.tier.take_copies() if self.tier else ([], [])
+        return ChoreoStep(spans, tuple(moves), tuple(saves), tuple(loads))
 
     def _prepare_waiting_calls(self) -> None:
         """Resolve calls whose parents are known now; have evicted parents encoded again.
@@ -118,6 +142,8 @@ class _Choreographed(Scheduler):
             if room is None:
                 room = self._room_for_encoding()
             for message in self.book.missing(call):
+                if self._restore(message, call):
+                    continue
                 need = -(-message.num_tokens // self.block_size)
                 if is_oldest or need <= room:
                     room -= need
@@ -136,6 +162,24 @@ class _Choreographed(Scheduler):
             self._errors[call.request.request_id] = error
             return False
 
+    def _restore(self, message: Message, reader: Call) -> bool:
+        """Bring a message back from host memory, if it lies there and there is room for it."""
+        if self.tier is None or message not in self.tier:
+            return False
+        pool = self.kv_cache_manager.block_pool
+        need = self.tier.num_blocks_of(message)
+        while pool.get_num_free_blocks() < need:
+            if not self.store.evict_one(reader.needed(), waiting_too=False):
+                return False
+        blocks = pool.get_new_blocks(need)
+        self.store.restore(message, blocks)
+        pool.free_blocks(blocks)  # the store holds its own references
+        return True
+
+    def num_blocks(self, share: float) -> int:
+        """A part of the KV cache, in blocks."""
+        return int(share * self.kv_cache_manager.block_pool.num_gpu_blocks)
+
     def _room_for_encoding(self) -> int:
         """Blocks that are free, or would be if idle messages were evicted, and not spoken for."""
         idle = sum(len(m.blocks) for m in self.store.holding() if not m.in_use)
@@ -148,6 +192,8 @@ class _Choreographed(Scheduler):
 
     def _encode_again(self, message: Message, serves: Call) -> Call:
         """Queue a request that encodes what `message` lacks, right before the call it serves."""
+        self.store.totals["encoded_again_messages"] += 1
+        self.store.totals["encoded_again_tokens"] += message.num_tokens - message.num_encoded
         request = self._internal_request(message, serves.request)
         call = self.book.open_encode(request, message, serves)
         super().add_request(request)
@@ -188,7 +234,7 @@ class _Choreographed(Scheduler):
         """Nothing runs and nothing could be started: the first ready call is too large."""
         if self.running or self._errors or not self.book.calls:
             return
-        if unsealed := self._unsealed():
+        if unsealed := self.unsealed():
             # They hold blocks and got none: let go; the messages are encoded again when read.
             request_ids = [call.request.request_id for call in unsealed]
             self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
@@ -198,6 +244,11 @@ class _Choreographed(Scheduler):
             if call is not None and self.book.is_ready(call):
                 self._refuse_too_large(call.beneficiary)
                 return
+
+    def unsealed(self) -> list[Call]:
+        """Seals whose step has not been planned yet."""
+        calls = self.book.calls
+        return [calls[r.request_id] for r in self.kv_holding_waiting if self._is_internal(r)]
 
     def _is_internal(self, item: Request | EngineCoreOutput) -> bool:
         return item.request_id.startswith(self._internal_prefix)
@@ -238,7 +289,9 @@ class _Choreographed(Scheduler):
         failure = None if complete or stopped else f"its request ended as {request.status.name}"
         error = self._errors.get(request.request_id)
         self.book.close(call, str(error) if error else failure)
-        if call.is_decode and call.message.num_encoded and not call.message.freed:
+        message = call.message
+        # An open message has no last token yet.
+        if call.is_decode and message.is_known and message.num_encoded and not message.freed:
             self._seal(call, blocks)
         return report
 
@@ -288,58 +341,6 @@ class _Choreographed(Scheduler):
             per_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
             per_client.outputs = [*per_client.outputs, output]
         self._errors.clear()
-
-    # -- called by the client through the engine core --------------------------------------
-
-    def choreo_free(self, session: str, message_ids: Iterable[str]) -> int:
-        """Give messages up; returns how many there were."""
-        messages = [self.store.messages.get((session, m)) for m in message_ids]
-        found = [message for message in messages if message is not None]
-        self._withdraw_encodings({*found, *self.store.copies_of(found)})
-        for message in found:
-            self.store.free(message)
-        return len(found)
-
-    def choreo_close(self, session: str) -> int:
-        """Give up all messages of a session; returns how many there were."""
-        return self.choreo_free(session, [m.id for m in self.store.of_session(session)])
-
-    def choreo_evict(self, session: str, message_ids: Iterable[str]) -> int:
-        """Drop the blocks of messages that no running call reads; the recipes stay."""
-        messages = {self.store.get(session, message_id) for message_id in message_ids}
-        messages.update(copy for copy in self.store.copies.values() if copy.copied in messages)
-        # A seal that waits for its step holds its parents; without it, its message lacks a token
-        # until it is read.
-        sealed = [call.message for call in self._unsealed() if messages & set(call.parents)]
-        self._withdraw_encodings(messages.union(sealed))
-        idle = [m for m in messages if m.is_known and not m.num_readers and m.encoder is None]
-        for message in idle:
-            self.store.evict(message)
-        return len(idle)
-
-    def choreo_stats(self, session: str | None = None) -> dict[str, Any]:
-        """Messages, blocks and sharing; of all sessions if `session` is None."""
-        pool = self.kv_cache_manager.block_pool
-        return {
-            **self.store.stats(session),
-            "num_free_blocks": pool.get_num_free_blocks(),
-            "num_pool_blocks": pool.num_gpu_blocks,
-            "num_calls": len(self.book.calls),
-        }
-
-    def _unsealed(self) -> list[Call]:
-        """Seals whose step has not been planned yet."""
-        calls = self.book.calls
-        return [calls[r.request_id] for r in self.kv_holding_waiting if self._is_internal(r)]
-
-    def _withdraw_encodings(self, messages: set[Message]) -> None:
-        """Do not seal or encode again messages that are given up, unless a call waits for them."""
-        while idle := [
-            call.request.request_id
-            for call in self.book.calls.values()
-            if call.is_internal and call.message in messages and not call.message.num_waiting
-        ]:
-            self.finish_requests(idle, RequestStatus.FINISHED_ABORTED)
 
 
 class ChoreoScheduler(_Choreographed, Scheduler):

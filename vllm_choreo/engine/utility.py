@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
-OPERATIONS = ("free", "close", "evict", "stats")
+OPERATIONS = ("free", "close", "evict", "end", "pin", "unpin", "stats", "totals")
 _METHOD = "choreo"
 
 
@@ -18,7 +18,7 @@ def install() -> None:
 
 def _run(core: EngineCore, operation: str, args: list[Any]) -> Any:
     assert operation in OPERATIONS
-    return getattr(core.scheduler, f"choreo_{operation}")(*args)
+    return getattr(core.scheduler.operations, operation)(*args)
 
 
 def call(llm: Any, operation: str, *args: Any) -> Any:
@@ -27,7 +27,7 @@ def call(llm: Any, operation: str, *args: Any) -> Any:
     Args:
         llm: `vllm.LLM`, in process or with an engine-core process.
         operation: one of `OPERATIONS`.
-        args: of the scheduler's `choreo_<operation>`; plain data.
+        args: of the method of `Operations`; plain data.
     """
     client = llm.llm_engine.engine_core
     core = getattr(client, "engine_core", None)

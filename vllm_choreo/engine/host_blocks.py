@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's share of the host tier: copies of KV cache blocks, and the copying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+BYTES_PER_GIB = 2**30
+
+
+def num_host_blocks(host_memory_gib: float, block_bytes: int) -> int:
+    """Blocks that fit into the host's memory.
+
+    Args:
+        host_memory_gib: per worker, in GiB.
+        block_bytes: of one block in all layers of a worker.
+    """
+    return int(host_memory_gib * BYTES_PER_GIB) // block_bytes
+
+
+class HostBlocks:
+    """Copies of blocks of every layer, in memory of the host.
+
+    Args:
+        kv_caches: one per layer, `[num_blocks, ...]`, any dtype and device.
+        num_blocks: of the host; the memory is taken from the system when it is first written.
+    """
+
+    def __init__(self, kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
+        self.kv_caches = kv_caches
+        self.copies = [
+            torch.empty((num_blocks, *cache.shape[1:]), dtype=cache.dtype) for cache in kv_caches
+        ]
+
+    def copy(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks out, then in.
+
+        Args:
+            saves: (block of the KV cache, block of the host) each.
+            loads: (block of the host, block of the KV cache) each; of several into one block the
+                last one counts.
+        """
+        for cache, copies in zip(self.kv_caches, self.copies, strict=True):
+            for block, host_block in saves:
+                copies[host_block].copy_(cache[block])
+            for host_block, block in loads:
+                cache[block].copy_(copies[host_block])
