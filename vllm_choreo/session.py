@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_choreo.entries import Entries
@@ -29,6 +30,14 @@ _OPTIONS = ("parents", "offsets", "new_offset", "save_as", *_FOR_ALL)
 _CONTENTS = {"tokens": "prefill", "header": "decode", "copy_of": "prefill"}
 # "/" separates session and name, and plain numbers are the ids that we choose.
 _NAME = re.compile(r"(?!\d+$)[A-Za-z0-9_.:-]{1,128}")
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """Text that the caller has tokenised, as the session would: without special tokens added."""
+
+    text: str
+    token_ids: tuple[int, ...]
 
 
 class Session:
@@ -215,7 +224,9 @@ class Session:
     def _tokens(self, kind: str, tokens: Any) -> tuple[tuple[int, ...], str]:
         """The token ids of text or ids, and their text."""
         name = "header" if kind == "decode" else "tokens"
-        if isinstance(tokens, str):
+        if isinstance(tokens, Tokenized):
+            ids, text = tokens.token_ids, tokens.text
+        elif isinstance(tokens, str):
             ids = tuple(self._tokenizer.encode(tokens, add_special_tokens=False))
             text = tokens
         elif isinstance(tokens, Sequence) and not isinstance(tokens, (bytes, bytearray)):

@@ -239,6 +239,12 @@ _DESCRIPTIONS = {
 }
 
 
+# Of every route.
+COMMON: dict[int | str, dict[str, Any]] = {
+    "default": {"model": ErrorAnswer, "description": "Any other error."}
+}
+
+
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The error answers of a route, besides those that every route has."""
     return {

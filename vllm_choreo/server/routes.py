@@ -37,7 +37,7 @@ router = APIRouter(
     tags=["choreography"],
     route_class=ChoreoRoute,
     dependencies=[Security(_key)],
-    responses=documents.errors(400, 401, 503),
+    responses=documents.errors(400, 401, 503) | documents.COMMON,
 )
 
 
