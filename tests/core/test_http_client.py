@@ -121,8 +121,8 @@ def test_a_copy_names_the_message_or_its_part() -> None:
 
 
 def test_what_is_given_for_all_reaches_each_item_that_has_none() -> None:
-    items = [{"header": "a"}, {"tokens": "b", "sampling_params": {"seed": 2}, "mode": "choreo"}]
-    items[0]["deny"] = ["late"]  # type: ignore[assignment]
+    own = {"sampling_params": {"seed": 2}, "mode": "choreo"}
+    items = [{"header": "a", "deny": ["late"]}, {"tokens": "b", **own}]
     shared = {"sampling_params": {"seed": 1}, "mode": "exact", "deny": ["early"]}
     sent, many = calls_of("decode", items, shared, ["always"])
     assert many and sent == [
@@ -243,16 +243,27 @@ def test_sampling_parameters_are_sent_by_what_is_not_the_default() -> None:
 def test_sampling_parameters_survive_the_way() -> None:
     from vllm import SamplingParams
 
-    given = SamplingParams(max_tokens=None, seed=3, top_k=5, stop="x", logit_bias={7: 1.5})
+    given = SamplingParams(max_tokens=7, seed=3, top_k=5, stop="x", logit_bias={7: 1.5})
     fields = json.loads(json.dumps(sampling_fields(given)))
     fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
     assert SamplingParams(**fields) == given
 
 
-def test_options_that_json_cannot_carry_are_named() -> None:
+def test_no_limit_is_one_that_no_context_reaches() -> None:
+    from vllm import SamplingParams
+
+    assert sampling_fields(SamplingParams(max_tokens=None)) == {"max_tokens": 2**31 - 1}
+    assert sampling_fields({"max_tokens": None}) == {"max_tokens": 2**31 - 1}
+
+
+def test_options_that_cannot_be_sent_are_named() -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import BeamSearchParams
 
+    for name, value in (("detokenize", False), ("prompt_logprobs", 1), ("stream_interval", 4)):
+        with pytest.raises(UnsupportedOptionError) as refused:
+            sampling_fields(SamplingParams(**{name: value}))
+        assert refused.value.parameter == name
     with pytest.raises(UnsupportedOptionError) as refused:
         sampling_fields(SamplingParams(extra_args={"mask": object()}))
     assert refused.value.parameter == "extra_args"
@@ -499,7 +510,11 @@ def test_answers_that_are_none_name_the_server_and_the_way_out(
 
 def test_waiting_has_an_end(script: Script) -> None:
     release = threading.Event()
-    script.answers = [lambda handler: release.wait(5.0) and None]
+
+    def wait(handler: BaseHTTPRequestHandler) -> None:
+        release.wait(5.0)
+
+    script.answers = [wait]
     with ChoreoClient(script.url, timeout=0.2) as c:
         with pytest.raises(ServerError, match=r"no answer within 0\.2 s.*raise timeout") as failed:
             c.decode("x")

@@ -31,6 +31,7 @@ from vllm_choreo.client.endpoint import Endpoint
 from vllm_choreo.client.failures import ServerError, closed, content_of, cut_off, no_answer
 from vllm_choreo.errors import ChoreoError, EngineRestartedError, UnknownSessionError
 from vllm_choreo.message import Message, Piece
+from vllm_choreo.pending import ended
 
 
 class Pending:
@@ -276,8 +277,7 @@ class AsyncChoreoClient:
     def _finish(self, pending: Sequence[Pending], task: asyncio.Task[ChoreoError]) -> None:
         """Settle what an answer left open, also that of a reader that never came to run."""
         self._shared.tasks.discard(task)
-        ended = ChoreoError("the call was ended before it was complete")
-        rest = ended if task.cancelled() else task.result()
+        rest = ended() if task.cancelled() else task.result()
         for call in pending:
             call._settle(rest)
 

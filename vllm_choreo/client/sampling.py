@@ -11,8 +11,18 @@ from typing import Any
 
 from vllm_choreo.errors import UnsupportedOptionError
 
-# Of `vllm.SamplingParams`, what follows from other fields or is the engine's own affair.
-_NOT_SENT = frozenset(("output_kind", "output_text_buffer_length", "skip_clone"))
+# The fields of `vllm.SamplingParams` that a server takes.
+SENT = frozenset(
+    "max_tokens min_tokens temperature top_p top_k min_p seed presence_penalty frequency_penalty "
+    "repetition_penalty stop stop_token_ids include_stop_str_in_output ignore_eos bad_words "
+    "allowed_token_ids logit_bias logprobs logprob_token_ids skip_special_tokens "
+    "spaces_between_special_tokens structured_outputs repetition_detection thinking_token_budget "
+    "extra_args n".split()
+)
+# Those that follow from others, or that every engine sets for itself.
+_IGNORED = frozenset(("output_kind", "output_text_buffer_length", "skip_clone"))
+# For "until the context is full", which a server does not have: no context is as long.
+_NO_LIMIT = 2**31 - 1
 
 
 def sampling_fields(given: Any) -> dict[str, Any] | None:
@@ -22,7 +32,7 @@ def sampling_fields(given: Any) -> dict[str, Any] | None:
         given: `vllm.SamplingParams`, a dict of their fields, or None.
 
     Raises:
-        UnsupportedOptionError: neither, or a field that JSON cannot carry.
+        UnsupportedOptionError: neither, or a field that servers do not take or JSON cannot carry.
     """
     if given is None:
         return None
@@ -39,6 +49,8 @@ def sampling_fields(given: Any) -> dict[str, Any] | None:
         )
     for name, value in fields.items():
         _check_json(str(name), value)
+    if "max_tokens" in fields and fields["max_tokens"] is None:
+        fields["max_tokens"] = _NO_LIMIT
     return fields
 
 
@@ -54,8 +66,15 @@ def _changed_fields(params: Any) -> dict[str, Any]:
     for name in params.__struct_fields__:
         value, default = getattr(params, name), getattr(defaults, name)
         is_default = type(value) is type(default) and value == default
-        if not is_default and not name.startswith("_") and name not in _NOT_SENT:
-            changed[name] = _plain(value)
+        if is_default or name.startswith("_") or name in _IGNORED:
+            continue
+        if name not in SENT:
+            raise UnsupportedOptionError(
+                "servers do not take this sampling option: leave it out",
+                parameter=name,
+                value=value,
+            )
+        changed[name] = _plain(value)
     return changed
 
 

@@ -86,7 +86,7 @@ class Server:
             facts = {"model": str(c.stats()["model"]), "server": self.base_url}
         if "baseline" in modes:
             # It is the server's, and other clients' requests are in it: nobody may empty it.
-            facts["prefix cache"] = "not emptied between runs"
+            facts["prefix cache"] = "not emptied between runs: earlier text may be reused"
         return facts
 
 
