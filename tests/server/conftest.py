@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import KEYS, Server, start_server
+from tests.server.serving import KEYS, Server, Session, start_server
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,14 @@ def beta(server: Server) -> Iterator[httpx.Client]:
     """A client of the second tenant."""
     with server.client(KEYS[1]) as client:
         yield client
+
+
+@pytest.fixture
+def session(alpha: httpx.Client) -> Iterator[Session]:
+    """A session of the first tenant."""
+    opened = Session(alpha)
+    yield opened
+    alpha.delete(opened.path)
 
 
 @pytest.hookimpl(wrapper=True)

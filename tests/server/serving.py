@@ -55,6 +55,50 @@ class Server:
         return "\n".join(lines[-num_lines:])
 
 
+class Session:
+    """A session that is open on a server, and what a client does in it.
+
+    Attributes:
+        id, path: of the session; `path` is that of its routes.
+    """
+
+    def __init__(self, client: httpx.Client, **body: Any) -> None:
+        self.client = client
+        answer = client.post("/v1/choreo/sessions", json=body)
+        assert answer.status_code == 200, answer.text
+        self.id: str = answer.json()["id"]
+        self.path = f"/v1/choreo/sessions/{self.id}"
+
+    def post(self, body: Any) -> httpx.Response:
+        """Run a call, or a list of calls."""
+        return self.client.post(f"{self.path}/messages", json=body)
+
+    def call(self, **call: Any) -> dict[str, Any]:
+        """Run a call that is to succeed: its message, or the answer to a list."""
+        answer = self.post(call)
+        assert answer.status_code == 200, answer.text
+        result: dict[str, Any] = answer.json()
+        return result
+
+    def events(self, **body: Any) -> list[dict[str, Any]]:
+        """The events of a stream that is read to its end."""
+        with self.client.stream(
+            "POST", f"{self.path}/messages", json={**body, "stream": True}
+        ) as answer:
+            assert answer.status_code == 200, answer.read()
+            assert answer.headers["Content-Type"].startswith("text/event-stream")
+            lines = [line for line in answer.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    def message(self, name: str) -> httpx.Response:
+        return self.client.get(f"{self.path}/messages/{name}")
+
+    def usage(self) -> dict[str, int]:
+        usage: dict[str, int] = self.client.get(self.path).json()["usage"]
+        return usage
+
+
 @contextmanager
 def start_server(
     model_path: Path,
