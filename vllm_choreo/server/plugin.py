@@ -13,8 +13,10 @@ from starlette.responses import Response
 
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
+from vllm_choreo.server import openai
 from vllm_choreo.server.calls import CallReader
 from vllm_choreo.server.errors import error_response
+from vllm_choreo.server.guard import guarded
 from vllm_choreo.server.routes import router
 from vllm_choreo.server.sessions import Sessions
 
@@ -40,9 +42,11 @@ class ChoreoEndpoints:
         """
         _check_one_process(engine_client, args)
         config = ChoreoConfig.from_vllm(engine_client.vllm_config).server
-        state.choreo = Sessions(engine_client, config, state.openai_serving_models.model_name())
+        llm = guarded(engine_client, state.openai_serving_responses)
+        state.choreo = Sessions(llm, config, state.openai_serving_models.model_name())
         state.choreo_reader = CallReader(state.online_renderer, config.max_calls_per_request)
         state.choreo.start_expiry()
+        openai.init_state(state, llm)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may hand choreographed requests to the engine: our own code, and nobody by other routes.
+
+Most of vLLM's routes pass `vllm_xargs`, or whole sampling parameters, on to the engine as a client
+wrote them. There a client could name the session of another tenant, or name messages and be served
+without them. So all of them are refused, at the one place through which every request goes; and
+before that on the one route that would begin an answer first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_choreo.params import EXTRA_ARGS_KEY
+
+_PREFIX = "choreo_"
+
+
+def guarded(llm: AsyncLLM, responses: OpenAIServingResponses) -> Any:
+    """Let `llm`, and the handler of /v1/responses, refuse choreographed requests from now on.
+
+    Returns:
+        `llm` as it was, for those who may.
+    """
+    # vLLM names both classes; the subclasses only add checks.
+    llm.__class__ = _GuardedLLM
+    responses.__class__ = _GuardedResponses
+    return _Unguarded(llm)
+
+
+def choreo_keys(extra_args: Iterable[str] | None) -> list[str]:
+    """Those names of extra arguments that are meant for us."""
+    return [key for key in extra_args or () if key == EXTRA_ARGS_KEY or key.startswith(_PREFIX)]
+
+
+def _refuse(extra_args: Iterable[str] | None) -> None:
+    """
+    Raises:
+        VLLMValidationError: the request is choreographed.
+    """
+    for key in choreo_keys(extra_args):
+        raise VLLMValidationError(
+            "This route does not choreograph; call /v1/completions, /v1/chat/completions or "
+            "/v1/choreo.",
+            parameter=f"vllm_xargs.{key}",
+        )
+
+
+class _GuardedLLM(AsyncLLM):
+    """vLLM's engine client, which checks what every route hands to it."""
+
+    def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        # At once, and not when the first output is asked for: streams have begun by then.
+        _refuse(sampling_params.extra_args)
+        return super().generate(prompt, sampling_params, *args, **kwargs)
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        _refuse(getattr(params, "extra_args", None))
+        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+
+
+class _GuardedResponses(OpenAIServingResponses):
+    """vLLM's handler of /v1/responses, which asks the engine when its stream has begun."""
+
+    async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
+        _refuse(request.vllm_xargs)
+        return await super().create_responses(request, raw_request)
+
+
+class _Unguarded:
+    """All of an engine client, and its `add_request` without the check."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    async def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        return await AsyncLLM.add_request(self._llm, *args, **kwargs)
