@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,15 @@ def embedded_model_path() -> Path:
     from vllm_choreo.embedded import embedded_model
 
     return embedded_model(progress=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_model_path(name)`: the folder of a tiny random model, written on first use."""
+    from tests.engine.models import make_tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny_models")
+    return cache(lambda name: make_tiny_model(name, folder))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

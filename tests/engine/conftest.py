@@ -17,20 +17,13 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import pytest
 import torch
 
-from tests.engine.models import MAX_MODEL_LEN, make_tiny_model
+from tests.engine.models import MAX_MODEL_LEN
 from tests.engine.oracle import Oracle
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 BLOCK_SIZE = 32
-
-
-@pytest.fixture(scope="session")
-def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`tiny_model_path(name)`: the folder of a tiny model, written on first use."""
-    folder = tmp_path_factory.mktemp("tiny_models")
-    return cache(lambda name: make_tiny_model(name, folder))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's example of a client runs as it stands, but for the address and the key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.server.serving import KEYS, Server
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_example_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    _, example = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    example = example.replace("http://127.0.0.1:8000", server.base_url)
+    exec(compile(example.replace('"secret"', repr(KEYS[0])), "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("What is green?")
