@@ -16,7 +16,7 @@ PACKAGE := $(VENV)/.package-installed
 SOURCES := $(shell find csrc -type f 2>/dev/null)
 CLANG_SOURCES := $(filter %.cpp %.h %.hpp %.cu %.cuh,$(SOURCES))
 
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test lint format bench soak clean
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make lint    ruff, mypy, clang-format: check only"
 	@echo "make format  ruff, clang-format: change the files"
 	@echo "make bench   run the benchmarks   (ARGS=...)"
+	@echo "make soak    load and abuse a server for minutes, then check every token"
 	@echo "make clean   remove builds and caches, keep $(VENV)"
 
 # The stamps are touched last, so that an interrupted run starts the step again.
@@ -60,6 +61,9 @@ format: $(PACKAGE)
 
 bench: $(PACKAGE)
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+soak: $(PACKAGE)
+	@$(BIN)/python -m benchmarks soak
 
 clean:
 	rm -rf build dist demo-out run-out .mypy_cache .pytest_cache .ruff_cache .hypothesis ./*.egg-info

@@ -21,10 +21,12 @@ from benchmarks import (
     bench_policies,
     bench_quality,
     bench_scaling,
+    bench_server,
     bench_shared_reading,
     bench_sweep,
     bench_ttft,
     bench_workflows,
+    soak,
 )
 from benchmarks.common import RESULTS, RESULTS_PAGE, read_csv, table
 
@@ -46,6 +48,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "scaling": (("benchmarks.bench_scaling", "--tokens", "500", "2000", "4000"),),
     "policies": (("benchmarks.bench_policies",),),
     "mixed": (("benchmarks.bench_mixed",),),
+    "server": (("benchmarks.bench_server",),),
+    "soak": (("benchmarks.soak",),),
     "quality": (("benchmarks.bench_quality", "--limit", "16", "--questions", "2"),),
     "shared": (("benchmarks.bench_shared_reading", "--rounds", "5"),),
     "ttft": (("benchmarks.bench_ttft", "--reps", "1"),),
@@ -54,8 +58,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "attention": tuple((*_ATTENTION, f"benchmarks/results/span_attention_{n}.csv") for n in (1, 2)),
 }
 
-# Only if they are named: workflows and scaling show the same in more breadth.
-_DEFAULT = [name for name in COMMANDS if name not in ("ttft", "memory")]
+# Only if they are named: workflows and scaling show the same in more breadth, the soak takes long.
+_DEFAULT = [name for name in COMMANDS if name not in ("ttft", "memory", "soak")]
 
 INTRODUCTION = """\
 # Benchmarks
@@ -107,6 +111,8 @@ def write_page() -> None:
         bench_memory.section(),
         bench_ordinary.section(),
         bench_mixed.section(),
+        bench_server.section(),
+        soak.section(),
         bench_quality.section(),
         _attention_section(),
     ]

@@ -30,7 +30,7 @@ def section() -> str:
             "2,048 tokens and the same new tokens. Below: the ordinary requests alone. Bootstrap "
             f"intervals, 95 %. Bar: p99 at most {P99_BAR} times as long: "
             f"{'reached' if bar_reached(rows) else 'MISSED'}.",
-            _load_table(rows),
+            load_table(rows),
             "![Time to first token of ordinary requests](results/mixed_ttft.png)",
             "What one choreographed call costs the ordinary requests of its batch: all of it runs "
             "through our attention kernel then, and not through vLLM's. The call reads one message "
@@ -100,7 +100,8 @@ def in_words(rows: Rows) -> str:
     return ", ".join(f"{side} p99 {ms:.0f} ms" for side, ms in p99.items())
 
 
-def _load_table(rows: Rows) -> str:
+def load_table(rows: Rows) -> str:
+    """Times to first token of both sides, and their p99 against each other."""
     lines = []
     for number in _passes(rows):
         for side in SIDES:
