@@ -241,7 +241,9 @@ class _Choreographed(Scheduler):
             return
         for request in self.waiting:
             call = self.book.calls.get(request.request_id)
-            if call is not None and self.book.is_ready(call):
+            # One that waits for its grammar has not been tried yet.
+            is_tried = not self._is_blocked_waiting_status(request.status)
+            if call is not None and self.book.is_ready(call) and is_tried:
                 self._refuse_too_large(call.beneficiary)
                 return
 
