@@ -151,6 +151,9 @@ def _defaults(settings: Mapping[str, Any] | None, keys: Sequence[str]) -> dict[s
         "max_model_len": 2048,
         "max_num_seqs": 16,
         "seed": 0,
+        "enable_prompt_tokens_details": True,
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": "hermes",
     }
     if settings is not None:
         options["additional_config"] = json.dumps({"choreo": settings})
