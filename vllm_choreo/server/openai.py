@@ -295,6 +295,7 @@ class _Request:
         except ChoreoError as error:
             is_open = self._sessions.is_open(self._session)
             self._error = error if is_open else unknown_session()
+            self._sessions.ended(self._session, "decode", self._error)
             raise self._error from None
         self._sessions.ended(self._session, "decode", self.message)
 
@@ -332,7 +333,7 @@ class _Request:
         chunk = json.loads(data)
         if "error" in chunk:
             if self._error is not None:
-                self._sessions.ended(self._session, "decode", self._error)
+                self._sessions.refused(self._error)
                 chunk = {"error": error_json(_in_terms_of_the_route(self._error))}
         else:
             usage = chunk.pop("usage", None)
@@ -363,6 +364,7 @@ class _Request:
                     await self._llm.abort(self._queue.request_id, internal=True)
                 with suppress(ChoreoError):  # that it was ended
                     await choreography.conclude(pending, None)
+                self._sessions.abandoned(self._session, "decode")
         finally:
             self._release()
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
-from vllm_choreo.server import openai
+from vllm_choreo.server import metrics, openai
 from vllm_choreo.server.calls import CallReader
 from vllm_choreo.server.errors import error_response
 from vllm_choreo.server.guard import guarded
@@ -46,6 +46,7 @@ class ChoreoEndpoints:
         state.choreo = Sessions(llm, config, state.openai_serving_models.model_name())
         state.choreo_reader = CallReader(state.online_renderer, config.max_calls_per_request)
         state.choreo.start_expiry()
+        metrics.start(state.choreo, engine_client)
         openai.init_state(state, llm)
 
 

@@ -90,8 +90,9 @@ class Run:
         if isinstance(result, ChoreoError) and not self._sessions.is_open(self._session):
             result = unknown_session()  # it was closed meanwhile
         self._results[index] = result
-        kind = "decode" if pending.call.is_decode else "prefill"
-        self._sessions.ended(self._session, kind, result)
+        self._sessions.ended(self._session, pending.call.params.kind, result)
+        if isinstance(result, ChoreoError):
+            self._sessions.refused(result)
         return result
 
     def _own_error(self, error: Exception) -> ChoreoError:
@@ -117,6 +118,9 @@ class Run:
         choreography = self._session.choreography
         try:
             await choreography.cancel(self.pending)
+            for index, pending in enumerate(self.pending):
+                if index not in self._results:
+                    self._sessions.abandoned(self._session, pending.call.params.kind)
             made = [result for result in self._results.values() if isinstance(result, Message)]
             with suppress(ChoreoError):  # somebody else freed one, or closed the session
                 await choreography.free(*made)

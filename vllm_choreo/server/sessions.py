@@ -32,14 +32,17 @@ class Observer(Protocol):
     def opened(self) -> None:
         """A session was opened."""
 
-    def closed(self) -> None:
-        """A session was closed, or its time ran out."""
+    def closed(self, *, expired: bool) -> None:
+        """A session was closed, by request or because nobody used it."""
 
     def finished(self, kind: str, message: Message) -> None:
         """A call made a message; `kind` is "prefill" or "decode"."""
 
-    def failed(self, error: ChoreoError) -> None:
-        """A call, or a request as a whole, was refused or failed."""
+    def failed(self, kind: str, outcome: str) -> None:
+        """A call made none: "error", or "abandoned" by its client."""
+
+    def refused(self, error: ChoreoError) -> None:
+        """A client was answered with an error."""
 
 
 @dataclass(eq=False)
@@ -185,14 +188,14 @@ class Sessions:
 
     # -- closing -----------------------------------------------------------------------------
 
-    async def close(self, session: OpenSession) -> None:
+    async def close(self, session: OpenSession, *, expired: bool = False) -> None:
         """Close a session: end its calls, free its messages. Closing twice does nothing."""
         if self._sessions.pop((session.tenant, session.id), None) is None:
             return
         if self._defaults.get(session.tenant) == session.id:
             del self._defaults[session.tenant]
         for observer in self.observers:
-            observer.closed()
+            observer.closed(expired=expired)
         await session.choreography.close()
 
     def start_expiry(self) -> None:
@@ -206,7 +209,7 @@ class Sessions:
                 if session.expires_in <= 0:
                     logger.info("%s", _line(event="choreo.session.expired", session=session.id))
                     # A task of its own: an engine that is slow to answer does not stop the sweep.
-                    self.in_background(self.close(session))
+                    self.in_background(self.close(session, expired=True))
 
     def in_background(self, work: Any) -> None:
         """Run a coroutine to its end whatever becomes of the request that asks for it."""
@@ -226,17 +229,27 @@ class Sessions:
         line: dict[str, Any] = {"event": "choreo.call", "session": session.id, "type": kind}
         if isinstance(result, ChoreoError):
             line |= {"error": type(result).__name__, "param": result.parameter or None}
-            self.refused(result)
+            self._failed(kind, "error")
         else:
             line |= {"message": result.id, **_numbers(result)}
             for observer in self.observers:
                 observer.finished(kind, result)
         logger.info("%s", _line(**line))
 
-    def refused(self, error: ChoreoError) -> None:
-        """Count a request that failed as a whole."""
+    def abandoned(self, session: OpenSession, kind: str) -> None:
+        """Log and count a call whose client went away before it was over."""
+        line = {"event": "choreo.call", "session": session.id, "type": kind}
+        logger.info("%s", _line(**line, error="abandoned", param=None))
+        self._failed(kind, "abandoned")
+
+    def _failed(self, kind: str, outcome: str) -> None:
         for observer in self.observers:
-            observer.failed(error)
+            observer.failed(kind, outcome)
+
+    def refused(self, error: ChoreoError) -> None:
+        """Count an error with which a client is answered."""
+        for observer in self.observers:
+            observer.refused(error)
 
 
 def unknown_session() -> UnknownSessionError:

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus metrics on vLLM's page /metrics: what calls came to, and what the engine holds.
+
+Calls, sessions and errors are counted as they happen (`CallMetrics`); the engine is asked for its
+numbers every few seconds (`EngineMetrics`). Labels have few values, all of them known at the start:
+none is the id of a session, a tenant or a message. docs/operating.md lists every metric.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.buckets import histogram_buckets
+
+from vllm_choreo import errors
+from vllm_choreo.engine.utility import call_async
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.message import Message
+from vllm_choreo.server.sessions import Sessions
+
+logger = init_logger("vllm.choreo.server")
+
+POLL_SECONDS = 2.0
+
+_Totals = Mapping[str, int]
+
+# How calls end, by their type.
+_OUTCOMES = {
+    "prefill": ("encoded", "error", "abandoned"),
+    "decode": ("stop", "length", "repetition", "error", "abandoned"),
+}
+_ERROR_TYPES = [
+    name
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, ChoreoError)
+]
+_SESSIONS = {
+    "opened": "Sessions that were opened.",
+    "closed": "Sessions that were closed by request.",
+    "expired": "Sessions that were closed because nobody used them.",
+}
+_TOKENS = {
+    "reused": "Tokens that calls read from the cache.",
+    "repositioned": "Reused tokens that were read at another position than they were encoded at.",
+    "encoded": "Tokens that were computed for calls, generated ones included.",
+    "generated": "Tokens that calls generated.",
+}
+# Of each call: what is measured, and upper bounds of buckets or vLLM's name for them.
+_HISTOGRAMS: dict[str, tuple[str, Any]] = {
+    "call_waiting_time_seconds": (
+        "From a call's submission until the engine first scheduled it.",
+        "time_to_first_token",
+    ),
+    "call_time_to_first_token_seconds": (
+        "From a call's submission to its first token; of a prefill, until it was encoded.",
+        "time_to_first_token",
+    ),
+    "call_latency_seconds": ("From a call's submission to its end.", "request_latency"),
+    "call_reused_ratio": (
+        "Part of what a call read that came from the cache. 1 means 100 percent.",
+        [tenths / 10 for tenths in range(11)],
+    ),
+    "call_num_parents": (
+        "Parents that a call listed.",
+        [0, 1, 2, 3, 5, 8, 12, 20, 50, 100, 200, 500, 1000],
+    ),
+}
+
+# Of the engine's totals.
+_GAUGES: dict[str, tuple[str, Callable[[_Totals], float]]] = {
+    "num_messages": (
+        "Messages that are not freed, and copies made for exact calls.",
+        lambda totals: totals["num_messages"],
+    ),
+    "num_tokens": ("Tokens of these messages.", lambda totals: totals["num_tokens"]),
+    "num_resident_messages": (
+        "Messages that are in the KV cache as a whole.",
+        lambda totals: totals["num_resident"],
+    ),
+    "num_resident_tokens": (
+        "Tokens of messages that are in the KV cache.",
+        lambda totals: totals["num_resident_tokens"],
+    ),
+    "num_pinned_messages": (
+        "Messages that are evicted after all others.",
+        lambda totals: totals["num_pinned"],
+    ),
+    "kv_cache_usage_perc": (
+        "Part of the KV cache that holds messages. 1 means 100 percent.",
+        lambda totals: totals["num_blocks"] / totals["num_pool_blocks"],
+    ),
+    "host_memory_usage_perc": (
+        "Part of the host memory for evicted messages that is in use. 1 means 100 percent.",
+        lambda totals: totals["num_host_blocks_used"] / max(1, totals["num_host_blocks"]),
+    ),
+    "num_calls_waiting": (
+        "Calls that wait until their parents are complete, or in the KV cache again.",
+        lambda totals: totals["num_calls_waiting"],
+    ),
+    "num_calls_running": (
+        "Calls that run or may start as soon as there is room, encodings again included.",
+        lambda totals: totals["num_calls"] - totals["num_calls_waiting"],
+    ),
+}
+_COUNTERS = {
+    "evicted_messages": "Messages that made room in the KV cache.",
+    "evicted_tokens": "Tokens of messages that made room in the KV cache.",
+    "encoded_again_messages": "Messages that were encoded again after they had been evicted.",
+    "encoded_again_tokens": "Tokens that were encoded again after they had been evicted.",
+    "restored_messages": "Messages that came back from host memory.",
+    "restored_tokens": "Tokens that came back from host memory.",
+}
+
+
+def start(sessions: Sessions, async_llm: Any) -> None:
+    """Measure from now on, in the running event loop.
+
+    Args:
+        sessions: of the server.
+        async_llm: its engine.
+    """
+    overrides = async_llm.vllm_config.observability_config.custom_histogram_buckets
+    add = partial(_add, REGISTRY, sessions.model)
+    sessions.observers.append(CallMetrics(add, overrides))
+    totals = partial(call_async, async_llm, "totals")
+    sessions.in_background(EngineMetrics(add).poll(totals))
+
+
+class CallMetrics:
+    """What calls and sessions came to: an `Observer` of `Sessions`.
+
+    Args:
+        add: `_add` for a registry and a model.
+        overrides: the operator's own buckets (`--custom-histogram-buckets`), by vLLM's names.
+    """
+
+    def __init__(self, add: Any, overrides: Mapping[str, list[float]] | None = None) -> None:
+        self._num_sessions = add(
+            Gauge, "num_sessions", "Sessions that are open.", multiprocess_mode="livesum"
+        )()
+        self._sessions = {
+            name: add(Counter, f"sessions_{name}", text)() for name, text in _SESSIONS.items()
+        }
+        self._tokens = {
+            name: add(Counter, f"{name}_tokens", text)() for name, text in _TOKENS.items()
+        }
+        self._calls = add(Counter, "calls", "Calls that are over.", ["type", "outcome"])
+        self._errors = add(
+            Counter,
+            "errors",
+            "Errors with which clients were answered.",
+            ["error_type"],
+        )
+        self._histograms = {
+            name: add(Histogram, name, text, ["type"], buckets=_bounds(buckets, overrides))
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._show_all()
+
+    def _show_all(self) -> None:
+        """Make every series, so that its first event is seen as one more than none."""
+        for name in _ERROR_TYPES:
+            self._errors(name)
+        for kind, outcomes in _OUTCOMES.items():
+            for outcome in outcomes:
+                self._calls(kind, outcome)
+            for series in self._histograms.values():
+                series(kind)
+
+    def opened(self) -> None:
+        self._sessions["opened"].inc()
+        self._num_sessions.inc()
+
+    def closed(self, *, expired: bool) -> None:
+        self._sessions["expired" if expired else "closed"].inc()
+        self._num_sessions.dec()
+
+    def finished(self, kind: str, message: Message) -> None:
+        usage, times = message.usage, message.metrics
+        num_generated = len(message.generated_token_ids)
+        num_read = usage.reused_tokens + usage.encoded_tokens - num_generated
+        self._calls(kind, message.finish_reason or "encoded").inc()
+        self._tokens["reused"].inc(usage.reused_tokens)
+        self._tokens["repositioned"].inc(usage.repositioned_tokens)
+        self._tokens["encoded"].inc(usage.encoded_tokens)
+        self._tokens["generated"].inc(num_generated)
+        measured = {
+            "call_waiting_time_seconds": times.waiting,
+            "call_time_to_first_token_seconds": times.ttft,
+            "call_latency_seconds": times.latency,
+            # A prefill in baseline mode reads nothing.
+            "call_reused_ratio": usage.reused_tokens / num_read if num_read else None,
+            "call_num_parents": len(message.parents),
+        }
+        for name, value in measured.items():
+            if value is not None:
+                self._histograms[name](kind).observe(value)
+
+    def failed(self, kind: str, outcome: str) -> None:
+        self._calls(kind, outcome).inc()
+
+    def refused(self, error: ChoreoError) -> None:
+        self._errors(type(error).__name__).inc()
+
+
+class EngineMetrics:
+    """What the engine holds, and what it did on its own.
+
+    Args:
+        add: `_add` for a registry and a model.
+    """
+
+    def __init__(self, add: Any) -> None:
+        self._gauges = {
+            name: add(Gauge, name, text, multiprocess_mode="mostrecent")()
+            for name, (text, _) in _GAUGES.items()
+        }
+        self._counters = {name: add(Counter, name, text)() for name, text in _COUNTERS.items()}
+        self._last: _Totals = {}
+
+    async def poll(self, totals: Callable[[], Awaitable[_Totals]]) -> None:
+        """Ask for the engine's totals again and again, until it has ended.
+
+        While it does not answer, gauges are NaN: better no number than an old one.
+        """
+        is_failing = False
+        while True:
+            try:
+                self._show(await totals())
+                is_failing = False
+            except EngineDeadError:  # vLLM ends the server, and says why
+                return self._hide()
+            except Exception as error:
+                self._hide()
+                if not is_failing:
+                    logger.warning("no metrics of the engine until it answers again: %r", error)
+                is_failing = True
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _show(self, totals: _Totals) -> None:
+        for name, (_, value) in _GAUGES.items():
+            self._gauges[name].set(value(totals))
+        for name, counter in self._counters.items():
+            key = f"{name}_total"  # left out until there is something to count
+            counter.inc(totals.get(key, 0) - self._last.get(key, 0))
+        self._last = totals
+
+    def _hide(self) -> None:
+        for gauge in self._gauges.values():
+            gauge.set(math.nan)
+
+
+def _add(
+    registry: CollectorRegistry,
+    model: str,
+    kind: type[Counter] | type[Gauge] | type[Histogram],
+    name: str,
+    text: str,
+    labels: Sequence[str] = (),
+    **options: Any,
+) -> Callable[..., Any]:
+    """Add a metric to the registry; call it with the values of its labels for one of its series.
+
+    The page may be made of files (PROMETHEUS_MULTIPROC_DIR), for which gauges have a mode.
+    """
+    metric = kind(
+        f"vllm_choreo:{name}", text, ("model_name", *labels), registry=registry, **options
+    )
+    return partial(metric.labels, model)
+
+
+def _bounds(buckets: Any, overrides: Mapping[str, list[float]] | None) -> Sequence[float]:
+    return histogram_buckets(buckets, overrides=overrides) if isinstance(buckets, str) else buckets
