@@ -279,7 +279,7 @@ class _Request:
             else:
                 whole.add(output, aggregate=True)
             if output.finished:
-                metrics = metrics_of(output, self._submitted, first, now)
+                metrics = metrics_of(output, self._submitted, _first_token(output, first), now)
                 await self._conclude(Outcome(whole, metrics))
                 output.kv_transfer_params = None  # our report, not vLLM's
                 yield output
@@ -371,6 +371,12 @@ class _Request:
     def _release(self) -> None:
         with self._session.used():  # its time to live begins anew
             self._session.num_users -= 1
+
+
+def _first_token(output: Any, seen: float) -> float:
+    """When the first token was there. Without a stream, all are seen at once: vLLM tells when."""
+    told = output.metrics.first_token_ts if output.metrics is not None else 0.0
+    return min(seen, told or seen)
 
 
 # -- answering ------------------------------------------------------------------------------------
