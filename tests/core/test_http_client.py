@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -519,6 +520,8 @@ def test_waiting_has_an_end(script: Script) -> None:
         with pytest.raises(ServerError, match=r"no answer within 0\.2 s.*raise timeout") as failed:
             c.decode("x")
         assert failed.value.may_have_run
+        again = pickle.loads(pickle.dumps(failed.value))
+        assert again.may_have_run and str(again) == str(failed.value)
         release.set()
     assert [method for method, _, _ in script.requests] == ["POST", "POST", "DELETE"]
 

@@ -32,7 +32,7 @@ How a client differs, for there is a network between:
 - `deny` learns with the next call that a message does not exist.
 - `metrics.submitted` is on the client's clock; `waiting`, `ttft` and `latency` are the server's,
   without the network.
-- `provenance` is told by the server.
+- `provenance` is told by the server, and so are the numbers of `stats`, which are others.
 - Requests that are under way at once may arrive in any order: to name a parent before it is
   complete, `submit` it, or give both calls names (`save_as`) and send them as one list.
 """

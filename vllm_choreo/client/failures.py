@@ -33,6 +33,9 @@ class ServerError(ChoreoError):
         super().__init__(message, parameter=parameter, value=value)
         self.may_have_run = may_have_run
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return *super().__reduce__(), {"may_have_run": self.may_have_run}
+
 
 def no_answer(endpoint: Endpoint, error: httpx.HTTPError) -> ServerError:
     """The error for a request that was not answered."""
