@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What breaks: clients that vanish, sessions closed under running calls, an engine that is killed.
+
+On a server of a tiny model with a small pool, so that a leaked block or call shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.serving import KEYS, Server, start_server
+from vllm_choreo import ChoreoClient
+from vllm_choreo.errors import (
+    ChoreoError,
+    EngineRestartedError,
+    ParentFailedError,
+    PoolFullError,
+)
+from vllm_choreo.server.metrics import POLL_SECONDS
+
+POOL_BLOCKS = 41
+# Gauges that are 0 when no session is open.
+NOTHING_LEFT = ("num_calls_running", "num_calls_waiting", "num_messages", "kv_cache_usage_perc")
+LONG = {"temperature": 0.0, "max_tokens": 500, "ignore_eos": True}
+SHORT = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_model_path: Callable[[str], Path], tmp_path_factory: Any) -> Iterator[Server]:
+    with _start(tiny_model_path("llama"), tmp_path_factory.mktemp("faults")) as server:
+        yield server
+
+
+def _start(model: Path, folder: Path) -> Any:
+    return start_server(
+        model,
+        folder,
+        num_gpu_blocks_override=POOL_BLOCKS,
+        block_size=32,
+        max_model_len=1024,
+    )
+
+
+def _tokens(num_tokens: int, seed: int = 0) -> list[int]:
+    return [(17 * i + 31 * seed) % 500 + 5 for i in range(num_tokens)]
+
+
+def _numbers(server: Server) -> dict[str, float]:
+    """Our metrics without labels."""
+    with server.client() as client:
+        lines = client.get("/metrics").text.splitlines()
+    ours = [line for line in lines if line.startswith("vllm_choreo:")]
+    return {line.partition("{")[0][12:]: float(line.rpartition(" ")[2]) for line in ours}
+
+
+@contextlib.contextmanager
+def _nothing_left(server: Server) -> Iterator[None]:
+    """After the block no call runs, and no block is held, within seconds."""
+    yield
+    time.sleep(POLL_SECONDS + 0.5)  # gauges are as old as that
+    deadline = time.monotonic() + 20
+    while True:
+        numbers = _numbers(server)
+        if not any(numbers[name] for name in NOTHING_LEFT):
+            return
+        assert time.monotonic() < deadline, numbers
+        time.sleep(0.3)
+
+
+@pytest.fixture
+def c(tiny_server: Server) -> Iterator[ChoreoClient]:
+    with (
+        _nothing_left(tiny_server),
+        ChoreoClient(tiny_server.base_url, api_key=KEYS[0]) as client,
+    ):
+        yield client
+
+
+def test_closing_ends_the_calls_that_run(tiny_server: Server) -> None:
+    with _nothing_left(tiny_server):
+        c = ChoreoClient(tiny_server.base_url, api_key=KEYS[0])
+        doc = c.prefill(_tokens(60))
+        errors: list[Exception] = []
+
+        def decode() -> None:
+            try:
+                c.decode([5], parents=[doc], sampling_params=LONG)
+            except ChoreoError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=decode) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        c.close()
+        for thread in threads:
+            thread.join(20)
+        assert len(errors) == 4
+        with pytest.raises(ChoreoError):
+            c.prefill([5])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_vanishes_takes_its_calls_along(tiny_server: Server, stream: bool) -> None:
+    """Without a word: the connection breaks, with a child waiting for its parent."""
+    calls = [
+        {"content": [5, 6], "save_as": "parent", "sampling_params": LONG},
+        {"content": [7], "save_as": "child", "parents": ["parent"], "sampling_params": LONG},
+    ]
+    with _nothing_left(tiny_server), tiny_server.client() as client:
+        session = client.post("/v1/choreo/sessions", json={}).json()["id"]
+        url = f"/v1/choreo/sessions/{session}/messages"
+        body = {"calls": calls, "stream": stream}
+        with (
+            tiny_server.client(timeout=0.5) as vanishing,
+            contextlib.suppress(httpx.ReadTimeout),
+            vanishing.stream("POST", url, json=body) as response,
+        ):
+            next(response.iter_lines())
+        for name in ("parent", "child"):
+            _until_made(client, url, {"content": [5], "save_as": name, "sampling_params": SHORT})
+        assert client.delete(f"/v1/choreo/sessions/{session}").status_code == 200
+
+
+def _until_made(client: httpx.Client, url: str, call: dict[str, Any]) -> None:
+    """Make a message under a name that is free, or soon will be."""
+    deadline = time.monotonic() + 10
+    while (answer := client.post(url, json=call)).status_code == 409:
+        assert time.monotonic() < deadline, answer.text
+        time.sleep(0.2)
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_failed_parent_fails_its_children_alone(c: ChoreoClient, tiny_server: Server) -> None:
+    # Padded to whole blocks they are too long; that, only the engine knows.
+    docs = c.prefill([{"tokens": _tokens(33, i)} for i in range(20)])
+    calls = [
+        {"content": [5], "parents": [doc.id for doc in docs], "save_as": "large"},
+        {"content": [6], "parents": ["large"]},
+        {"content": [7], "parents": [docs[0].id]},
+    ]
+    with tiny_server.client() as client:
+        url = f"/v1/choreo/sessions/{c.session}/messages"
+        body = {"calls": [{**call, "sampling_params": SHORT} for call in calls]}
+        large, child, other = client.post(url, json=body).json()["data"]
+    assert large["error"]["type"] == "TooLongError"
+    assert child["error"]["type"] == "ParentFailedError"
+    assert other["object"] == "choreo.message" and other["num_tokens"] == 5
+
+
+def test_a_full_pool_makes_calls_wait_and_what_never_fits_is_refused(c: ChoreoClient) -> None:
+    """40 blocks; each call needs 16 of them while it runs, and all complete."""
+    docs = c.prefill([{"tokens": _tokens(500, i)} for i in range(6)])
+    calls = [{"header": [5, i], "parents": [doc]} for i, doc in enumerate(docs)]
+    together = c.decode(calls, sampling_params=SHORT)
+    alone = [c.decode(**call, sampling_params=SHORT) for call in calls]
+    assert [m.token_ids for m in together] == [m.token_ids for m in alone]
+    # Both fit; but to encode one of them again takes its parent, and all three do not fit together.
+    lasts = []
+    for i in range(2):
+        parent = c.prefill(_tokens(620, 10 + i))
+        lasts.append(c.prefill(_tokens(340, 20 + i), parents=[parent]))
+    c.evict(*lasts)
+    with pytest.raises(PoolFullError):
+        c.decode([5], parents=lasts, sampling_params=SHORT)
+    assert c.decode(**calls[0], sampling_params=SHORT).token_ids == alone[0].token_ids
+
+
+def test_an_engine_that_is_killed_gives_errors_and_never_wrong_answers(
+    tiny_server: Server, tiny_model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The last test of this server."""
+    c = ChoreoClient(tiny_server.base_url, api_key=KEYS[0], timeout=30)
+    doc = c.prefill(_tokens(60))
+    before = c.decode([5], parents=[doc], sampling_params=SHORT)
+    results: list[Any] = []
+
+    def decode() -> None:
+        try:
+            results.append(c.decode([6], parents=[doc], sampling_params=LONG))
+        except ChoreoError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    time.sleep(0.3)
+    _kill_engine(tiny_server)
+    thread.join(30)
+    (result,) = results
+    assert isinstance(result, ChoreoError) and not isinstance(result, ParentFailedError)
+    with pytest.raises(ChoreoError) as caught:
+        c.decode([5], parents=[doc], sampling_params=SHORT)
+    assert "server" in str(caught.value) or isinstance(caught.value, EngineRestartedError)
+    # Started again: the old handles are unknown, and what the client kept makes them anew.
+    with _start(tiny_model_path("llama"), tmp_path) as server:
+        with server.client() as http:
+            url = f"/v1/choreo/sessions/{c.session}/messages"
+            assert http.post(url, json={"content": [5]}).status_code == 404
+        with ChoreoClient(server.base_url, api_key=KEYS[0]) as again:
+            with pytest.raises(ChoreoError):
+                again.decode([5], parents=[doc], sampling_params=SHORT)
+            doc = again.prefill(doc.token_ids)
+            after = again.decode([5], parents=[doc], sampling_params=SHORT)
+            assert after.token_ids == before.token_ids
+
+
+def _kill_engine(server: Server) -> None:
+    """SIGKILL to the engine core, a child of the API server."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    for pid in children.read_text().split():
+        name = Path(f"/proc/{pid}/comm").read_text()
+        if "EngineCor" in name or "VLLM::E" in name:
+            os.kill(int(pid), signal.SIGKILL)
+            return
+    raise AssertionError("no engine core among the children of the server")
