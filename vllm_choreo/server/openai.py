@@ -137,6 +137,7 @@ def _check_form(body: Any) -> None:
             getattr(body, "prompt_embeds", None) is not None,
             "a message has tokens: send a prompt",
         ),
+        "n": (body.n not in (None, 1), "each call makes one message: send it n times"),
         "use_beam_search": (body.use_beam_search, "beams do not make one message"),
         "echo": (body.echo, "the answer is what was generated; the message has both"),
         "cache_salt": (
@@ -255,6 +256,8 @@ class _Request:
         params = sampling_params.clone()
         keys = choreo_keys(params.extra_args)
         params.extra_args = {k: v for k, v in params.extra_args.items() if k not in keys} or None
+        if not self._sessions.is_open(self._session):
+            raise unknown_session()  # it was closed while the prompt was rendered
         choreography, self._submitted = self._session.choreography, time.perf_counter()
         self._pending = choreography.begin(
             prompt["prompt_token_ids"], sampling_params=params, **self._arguments

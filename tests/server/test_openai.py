@@ -1,0 +1,556 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choreography on vLLM's own routes, from the unmodified OpenAI client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from tests.server.serving import Server, Session
+
+ROOT = Path(__file__).parents[2]
+ANNA = "Anna owns a red bicycle. Bob owns a blue car.\n"
+SHED = "The shed behind the house is green.\n"
+# Float32 sums in another order.
+TOLERANCE = 5e-4
+
+
+class Caller:
+    """Calls one of the two routes of a session, and reads either form of its answers."""
+
+    def __init__(self, server: Server, session: str | None, key: str | None = None) -> None:
+        key = key or server.keys[0]
+        self.client = OpenAI(base_url=f"{server.base_url}/v1", api_key=key, max_retries=0)
+        self.session = session
+        self.model = server.model
+
+    def body(
+        self, route: str, prompt: Any, keys: dict[str, Any], options: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What the client's method takes; answers have as many tokens as they may."""
+        xargs = {f"choreo_{name}": value for name, value in keys.items()}
+        if self.session is not None:
+            xargs.setdefault("choreo_session", self.session)
+        options = dict(options or {})
+        ignored = options.pop("ignore_eos", True)
+        extra = {"return_token_ids": True, "ignore_eos": ignored, "vllm_xargs": xargs}
+        content = (
+            {"messages": [{"role": "user", "content": prompt}]}
+            if route == "chat"
+            else {"prompt": prompt}
+        )
+        common = {"model": self.model, "temperature": 0, "max_tokens": 6, "extra_body": extra}
+        return {**common, **content, **options}
+
+    def __call__(
+        self, route: str, prompt: Any, *, options: dict[str, Any] | None = None, **keys: Any
+    ) -> dict[str, Any]:
+        """One call: its answer, streams put together."""
+        body = self.body(route, prompt, keys, options)
+        create = (self.client.chat if route == "chat" else self.client).completions.create
+        if not body.get("stream"):
+            return create(**body).model_dump()
+        body["stream_options"] = {"include_usage": True}
+        return joined([chunk.model_dump() for chunk in create(**body)])
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The answer that a stream amounts to."""
+    *parts, last = chunks
+    assert last["choices"] == [] and last["usage"]
+    assert all(not chunk["usage"] for chunk in parts)
+    with_id = [chunk for chunk in parts if "choreo" in chunk]
+    # Of the parts, only the one that ends the choice can know.
+    assert [chunk["choices"][0]["finish_reason"] for chunk in with_id] == ["length"]
+    assert with_id[0]["choreo"] == last["choreo"]
+    choices = [chunk["choices"][0] for chunk in parts]
+    text = "".join(c["text"] if "text" in c else c["delta"]["content"] or "" for c in choices)
+    first = parts[0] if parts[0].get("prompt_token_ids") else choices[0]
+    choice = {
+        "text": text,
+        "token_ids": [token for c in choices for token in c.get("token_ids") or ()],
+        "prompt_token_ids": first["prompt_token_ids"],
+    }
+    return {**last, "choices": [choice]}
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    (choice,) = answer["choices"]
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text
+
+
+def tokens_of(answer: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """The tokens of the prompt and of the answer."""
+    (choice,) = answer["choices"]
+    prompt = choice.get("prompt_token_ids") or answer["prompt_token_ids"]
+    return prompt, choice["token_ids"]
+
+
+@pytest.fixture
+def call(server: Server, session: Session) -> Caller:
+    """Calls in a session of their own."""
+    return Caller(server, session.id)
+
+
+def plain(server: Server, prompt: Any, num_tokens: int = 6, **options: Any) -> dict[str, Any]:
+    """An ordinary completion."""
+    body = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "add_special_tokens": False,
+        **options,
+    }
+    with server.client() as client:
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+# -- what a call gives ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("reader", ["completions", "chat"])
+@pytest.mark.parametrize("maker", ["completions", "chat", "choreo"])
+def test_parents_of_any_route_are_read_as_text(
+    maker: str, reader: str, stream: bool, server: Server, session: Session, call: Caller
+) -> None:
+    """The chain law, on tokens: parents and prompt are one text, and none is encoded again."""
+    options = {"stream": stream}
+    if maker == "choreo":
+        made = session.call(
+            content=ANNA,
+            save_as="p",
+            sampling_params={"max_tokens": 6, "temperature": 0, "ignore_eos": True},
+        )
+        parent = made["token_ids"]
+    else:
+        made = call(maker, ANNA, save_as="p", options=options)
+        parent = [token for tokens in tokens_of(made) for token in tokens]
+        assert session.message("p").json()["token_ids"] == parent
+        assert made["choreo"] == {"id": f"{session.id}/p", "session": session.id, "position": 0}
+    answer = call(reader, "What colour is the car?", parents=["p"], options=options)
+    prompt, generated = tokens_of(answer)
+    assert answer["choreo"]["position"] == len(parent)
+    assert generated == tokens_of(plain(server, [*parent, *prompt]))[1]
+    usage = answer["usage"]
+    details = usage.pop("prompt_tokens_details")
+    assert details["cached_tokens"] == len(parent)
+    expected = {
+        "prompt_tokens": len(parent) + len(prompt),
+        "completion_tokens": 6,
+        "total_tokens": len(parent) + len(prompt) + 6,
+        "exact": True,
+        "reused_tokens": len(parent),
+        "repositioned_tokens": 0,
+        "encoded_tokens": len(prompt) + 6,
+    }
+    assert {key: usage[key] for key in expected} == expected
+    assert not answer.get("kv_transfer_params")
+    stored = session.message(answer["choreo"]["id"].partition("/")[2]).json()
+    assert stored["token_ids"] == [*prompt, *generated]
+    assert stored["generated_text"] == text_of(answer)
+
+
+@pytest.mark.parametrize("route", ["completions", "chat"])
+def test_logprobs_are_those_of_the_text(route: str, server: Server, call: Caller) -> None:
+    made = call("completions", ANNA, save_as="p", options={"stream": False})
+    parent = [token for tokens in tokens_of(made) for token in tokens]
+    wanted = {"logprobs": True, "top_logprobs": 2} if route == "chat" else {"logprobs": 2}
+    answer = call(route, "So", parents=["p"], options=wanted)
+    logprobs = answer["choices"][0]["logprobs"]
+    found = (
+        [entry["logprob"] for entry in logprobs["content"]]
+        if route == "chat"
+        else logprobs["token_logprobs"]
+    )
+    text = plain(server, [*parent, *tokens_of(answer)[0]], logprobs=2)
+    expected = text["choices"][0]["logprobs"]["token_logprobs"]
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_spans_and_offsets(session: Session, call: Caller) -> None:
+    call("completions", ANNA, save_as="p")
+    answer = call(
+        "chat", "Hm", parents=["p[2:5]", f"{session.id}/p[:3]", "p[4:]"], offsets=[7, 0, 20],
+        new_offset=99,
+    )  # fmt: skip
+    num_tokens = session.message("p").json()["num_tokens"]
+    stored = session.message("0").json()
+    spans = [(parent["start"], parent["stop"]) for parent in stored["parents"]]
+    assert spans == [(2, 5), (None, 3), (4, None)]
+    assert stored["position"] == answer["choreo"]["position"] == 99
+    usage = answer["usage"]
+    assert usage["reused_tokens"] == 3 + 3 + num_tokens - 4
+    assert usage["repositioned_tokens"] == usage["reused_tokens"] - 3  # p[:3] is where it was
+    assert not usage["exact"]
+
+
+def test_exact_mode_gives_what_the_text_gives(server: Server, call: Caller) -> None:
+    texts = []
+    for name, text in (("a", ANNA), ("b", SHED)):
+        made = call("completions", text, save_as=name)
+        texts += [token for tokens in tokens_of(made) for token in tokens]
+    free = call("completions", "So", parents=["a", "b"])
+    exact = call("completions", "So", parents=["a", "b"], mode="exact")
+    assert exact["usage"]["exact"] and not free["usage"]["exact"]
+    prompt, generated = tokens_of(exact)
+    assert generated == tokens_of(plain(server, [*texts, *prompt]))[1]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_message_ends_where_a_stop_string_ended_it(
+    stream: bool, server: Server, session: Session, call: Caller
+) -> None:
+    call("completions", ANNA, save_as="p")
+    prompt = "One, two, three, four, five,"
+    options = {"stop": [" eight"], "max_tokens": 40}
+    body = call.body("completions", prompt, {"parents": ["p"], "save_as": "s"}, options)
+    if stream:
+        chunks = list(call.client.completions.create(**body, stream=True))
+        text = "".join(chunk.choices[0].text for chunk in chunks)
+        kept = [token for chunk in chunks for token in chunk.choices[0].token_ids or ()]
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        assert chunks[-1].choreo["id"] == f"{session.id}/s"
+    else:
+        (choice,) = call.client.completions.create(**body).choices
+        text, kept = choice.text, choice.token_ids
+        assert choice.finish_reason == "stop"
+    assert "seven" in text and "eight" not in text
+    stored = session.message("s").json()
+    assert stored["generated_token_ids"] == kept and stored["generated_text"] == text
+    parent = session.message("p").json()["token_ids"]
+    answer = call("completions", " and then", parents=["p", "s"])
+    assert answer["usage"]["exact"]
+    header, generated = tokens_of(answer)
+    whole = [*parent, *stored["token_ids"], *header]
+    assert generated == tokens_of(plain(server, whole))[1]
+
+
+def test_json_schema_with_parents(session: Session, call: Caller) -> None:
+    call("completions", ANNA, save_as="p")
+    schema = {
+        "type": "object",
+        "properties": {"owner": {"enum": ["Anna", "Bob"]}, "wheels": {"type": "integer"}},
+        "required": ["owner", "wheels"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "ride", "schema": schema}}
+    answer = call(
+        "chat", "Who rides?", parents=["p"], save_as="json",
+        options={"response_format": form, "max_tokens": 60, "ignore_eos": False},
+    )  # fmt: skip
+    found = json.loads(text_of(answer))
+    assert found["owner"] in ("Anna", "Bob") and type(found["wheels"]) is int
+    assert answer["usage"]["reused_tokens"] > 0
+    assert session.message("json").json()["generated_text"] == text_of(answer)
+
+
+def test_tool_call_with_parents(session: Session, call: Caller) -> None:
+    call("completions", ANNA, save_as="p")
+    parameters = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}},
+        "required": ["colour"],
+        "additionalProperties": False,
+    }
+    tool = {
+        "type": "function",
+        "function": {"name": "paint", "strict": True, "parameters": parameters},
+    }
+    answer = call(
+        "chat", "Paint it like the car.", parents=["p"], save_as="tool",
+        options={"tools": [tool], "tool_choice": "required", "max_tokens": 60, "ignore_eos": False},
+    )  # fmt: skip
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (made,) = choice["message"]["tool_calls"]
+    assert made["function"]["name"] == "paint"
+    assert json.loads(made["function"]["arguments"])["colour"] in ("red", "blue")
+    assert session.message("tool").json()["generated_token_ids"] == choice["token_ids"]
+
+
+# -- sessions and other calls --------------------------------------------------------------------
+
+
+def test_default_session_belongs_to_the_key(server: Server) -> None:
+    alpha, beta = (Caller(server, None, key) for key in server.keys)
+    made = alpha("completions", ANNA, save_as="mine")
+    try:
+        again = alpha("chat", "Hm", parents=["mine"])
+        assert again["choreo"]["session"] == made["choreo"]["session"]
+        others = beta("completions", "Hm", parents=[])
+        assert others["choreo"]["session"] != made["choreo"]["session"]
+        refusals = []
+        for parent in (made["choreo"]["id"], f"{'0' * 32}/mine"):
+            with pytest.raises(openai.BadRequestError) as refused:
+                beta("completions", "Hm", parents=[parent])
+            refusals.append({**refused.value.body, "value": None})
+        assert refusals[0] == refusals[1], "that it exists shows in nothing"
+        for session in (made["choreo"]["session"], "0" * 32):
+            with pytest.raises(openai.NotFoundError) as unknown:
+                beta("completions", "Hm", session=session)
+            refusals.append(unknown.value.body)
+        assert refusals[2] == refusals[3]
+    finally:
+        for key, answer in zip(server.keys, (made, others), strict=True):
+            with server.client(key) as client:
+                client.delete(f"/v1/choreo/sessions/{answer['choreo']['session']}")
+
+
+def test_child_waits_in_the_engine(server: Server, session: Session, call: Caller) -> None:
+    """A call may name a message that is still being generated, or that waits itself."""
+    client = AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key=server.keys[0], max_retries=0)
+
+    async def read(route: str, options: dict[str, Any] | None = None, **keys: Any) -> list[Any]:
+        create = (client.chat if route == "chat" else client).completions.create
+        body = call.body(route, "Hm", keys, {"stream": True, **(options or {})})
+        return [part async for part in await create(**body)]
+
+    async def entered(name: str) -> None:
+        while (await asyncio.to_thread(session.message, name)).status_code == 404:
+            await asyncio.sleep(0.02)
+
+    async def talk() -> list[list[Any]]:
+        parent = asyncio.create_task(read("completions", {"max_tokens": 60}, save_as="p"))
+        await entered("p")
+        child = asyncio.create_task(read("chat", parents=["p"], save_as="child"))
+        await entered("child")
+        assert not parent.done()
+        grandchild = asyncio.create_task(read("completions", parents=["p", "child"]))
+        return await asyncio.gather(parent, child, grandchild)
+
+    _, _, grandchild = asyncio.run(talk())
+    parent, child = (session.message(name).json() for name in ("p", "child"))
+    assert len(parent["generated_token_ids"]) == 60
+    assert child["usage"]["reused_tokens"] == parent["num_tokens"] and child["usage"]["exact"]
+    position = grandchild[-1].choreo["position"]
+    assert position == parent["num_tokens"] + child["num_tokens"]
+
+
+def test_denied_traces(session: Session, call: Caller) -> None:
+    call("completions", ANNA, save_as="secret")
+    call("chat", "Hm", parents=["secret"], save_as="told")
+    with pytest.raises(openai.BadRequestError) as refused:
+        call("completions", "So", parents=["told"], deny=["secret"])
+    assert refused.value.type == "DeniedMessageError"
+    assert session.usage()["messages"] == 2
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
+    # keys, options -> param, status
+    "unknown key": ({"parent": ["p"]}, {}, "vllm_xargs.choreo_parent", 400),
+    "unknown parent": ({"parents": ["q"]}, {}, "vllm_xargs.choreo_parents", 400),
+    "one parent": ({"parents": "p"}, {}, "vllm_xargs.choreo_parents", 400),
+    "number": ({"parents": [0]}, {}, "vllm_xargs.choreo_parents", 400),
+    "span": ({"parents": ["p[5:2]"]}, {}, "vllm_xargs.choreo_parents", 400),
+    "no span": ({"parents": ["p[a:b]"]}, {}, "vllm_xargs.choreo_parents", 400),
+    "too long": ({"parents": ["p"] * 300}, {}, "vllm_xargs.choreo_parents", 400),
+    "too many": ({"parents": ["p"] * 100_001}, {}, "vllm_xargs.choreo_parents", 429),
+    "float": ({"parents": ["p"], "offsets": [1.0]}, {}, "vllm_xargs.choreo_offsets", 400),
+    "one offset": ({"parents": ["p"], "offsets": [1, 2]}, {}, "vllm_xargs.choreo_offsets", 400),
+    "negative": ({"new_offset": -1}, {}, "vllm_xargs.choreo_new_offset", 400),
+    "true": ({"new_offset": True}, {}, "vllm_xargs.choreo_new_offset", 400),
+    "name": ({"save_as": "a/b"}, {}, "vllm_xargs.choreo_save_as", 400),
+    "taken": ({"save_as": "p"}, {}, "vllm_xargs.choreo_save_as", 409),
+    "itself": ({"save_as": "x", "parents": ["x"]}, {}, "vllm_xargs.choreo_parents", 400),
+    "mode": ({"mode": "baseline"}, {}, "vllm_xargs.choreo_mode", 400),
+    "deny": ({"deny": ["q"]}, {}, "vllm_xargs.choreo_deny", 400),
+    "session": ({"session": "0" * 32}, {}, "vllm_xargs.choreo_session", 404),
+    "sessions": ({"session": ["p"]}, {}, "vllm_xargs.choreo_session", 400),
+    "n": ({}, {"n": 2}, "n", 400),
+    "beams": ({}, {"use_beam_search": True}, "use_beam_search", 400),
+    "echo": ({}, {"echo": True}, "echo", 400),
+    "prompt_logprobs": ({}, {"prompt_logprobs": 1}, "prompt_logprobs", 400),
+    "salt": ({}, {"cache_salt": "pepper"}, "cache_salt", 400),
+}
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+@pytest.mark.parametrize("route", ["completions", "chat"])
+def test_refused_calls_name_the_key(
+    route: str, case: str, server: Server, session: Session, call: Caller
+) -> None:
+    keys, options, param, status = _REFUSED[case]
+    session.call(type="prefill", content=ANNA, save_as="p")
+    body = call.body(route, "Hm", keys, {})
+    body.update(body.pop("extra_body"), **options)
+    path = "/v1/chat/completions" if route == "chat" else "/v1/completions"
+    with server.client() as client:
+        # vLLM itself refuses prompt_logprobs in streams.
+        for stream in (False, case != "prompt_logprobs"):
+            answer = client.post(path, json={**body, "stream": stream})
+            assert answer.status_code == status, answer.text
+            error = answer.json()["error"]
+            assert (error["param"], error["code"]) == (param, status)
+            assert error["message"] and error["type"].endswith("Error")
+    assert session.usage()["messages"] == 1
+
+
+def test_several_prompts_are_refused(call: Caller) -> None:
+    for prompt in (["a", "b"], [[5, 6], [7]]):
+        with pytest.raises(openai.BadRequestError) as refused:
+            call("completions", prompt)
+        assert refused.value.param == "prompt"
+    assert call("completions", ["a"])["usage"]["prompt_tokens"] == 1
+    assert call("completions", [5, 6])["usage"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize("key", ["choreo_parents", "choreo"])
+def test_routes_that_do_not_choreograph_say_so(key: str, server: Server) -> None:
+    value = ["p"] if key == "choreo_parents" else "p"
+    chat = [{"role": "user", "content": "Hm"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": "Hm", "max_output_tokens": 4},
+        "/v1/messages": {"messages": chat, "max_tokens": 4},
+        "/v1/chat/completions/batch": {"messages": [chat], "max_tokens": 4},
+    }
+    with server.client() as client:
+        for path, body in bodies.items():
+            for stream in ({}, {"stream": True}) if "batch" not in path else ({},):
+                ordinary = {"model": server.model, **body, **stream}
+                answer = client.post(path, json={**ordinary, "vllm_xargs": {key: value}})
+                assert answer.status_code == 400, (path, answer.text)
+                assert f"vllm_xargs.{key}" in answer.json()["error"]["message"]
+                assert client.post(path, json=ordinary).status_code == 200
+
+
+def test_closing_a_session_ends_its_calls(server: Server, session: Session, call: Caller) -> None:
+    client = AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key=server.keys[0], max_retries=0)
+    options = {"max_tokens": 1500}
+
+    async def read(started: asyncio.Event, **keys: Any) -> openai.APIError:
+        body = call.body("completions", "Tell", keys, dict(options))
+        with pytest.raises(openai.APIError) as ended:
+            async for _ in await client.completions.create(**body, stream=True):
+                started.set()
+        return ended.value
+
+    async def whole(**keys: Any) -> openai.APIError:
+        body = call.body("chat", "Tell", keys, dict(options))
+        with pytest.raises(openai.NotFoundError) as ended:
+            await client.chat.completions.create(**body)
+        return ended.value
+
+    async def close() -> list[openai.APIError]:
+        started = asyncio.Event()
+        reads = asyncio.create_task(read(started, save_as="p"))
+        await started.wait()
+        others = [asyncio.create_task(whole()), asyncio.create_task(whole(parents=["p"]))]
+        await asyncio.sleep(0.3)
+        await client.delete(f"/choreo/sessions/{session.id}", cast_to=object)
+        return await asyncio.wait_for(asyncio.gather(reads, *others), 20)
+
+    for error in asyncio.run(close()):
+        assert error.type == "UnknownSessionError"
+        assert error.param == "vllm_xargs.choreo_session"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("stop", [[], ["never"]], ids=["", "stop"])
+def test_client_that_goes_away_leaves_nothing(
+    stream: bool, stop: list[str], server: Server, session: Session, call: Caller
+) -> None:
+    session.call(type="prefill", content=ANNA, save_as="p")
+    before = session.usage()
+    body = call.body("completions", "Tell", {"parents": ["p"], "save_as": "gone"}, {})
+    body.update(body.pop("extra_body"), max_tokens=1500, stop=stop)
+    with server.client(timeout=30.0 if stream else 0.7) as client:
+        if stream:
+            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+                for _, line in zip(range(6), answer.iter_lines(), strict=False):
+                    assert "error" not in line
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body)
+    deadline = time.monotonic() + 20
+    while session.usage() != before:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert call("completions", "Hm", save_as="gone")["usage"]["completion_tokens"] > 0
+
+
+# -- ordinary requests ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", ["completions", "chat"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_ordinary_requests_have_none_of_it(route: str, stream: bool, server: Server) -> None:
+    content: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": "Hm"}]} if route == "chat" else {"prompt": "Hm"}
+    )
+    client = Caller(server, None).client
+    create = (client.chat if route == "chat" else client).completions.create
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = create(
+        model=server.model, max_tokens=3, **content, **options,
+        extra_body={"vllm_xargs": {"other": "choreo_parents"}},
+    )  # fmt: skip
+    for part in answer if stream else [answer]:
+        fields = part.model_dump()
+        assert "choreo" not in fields
+        assert not {"exact", "reused_tokens"} & (fields["usage"] or {}).keys()
+
+
+def test_prefix_cache_knows_salts_and_no_choreography(
+    server: Server, session: Session, call: Caller
+) -> None:
+    """Texts that no other test sends; 96 tokens are three blocks."""
+
+    def num_cached(text: str, salt: str | None = None) -> int:
+        salted = {"cache_salt": salt} if salt else {}
+        usage = plain(server, text, 1, **salted)["usage"]
+        cached: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+    text = "Seven salty sailors sold some sugar. " * 14
+    assert num_cached(text, "salt") == 0
+    assert num_cached(text, "salt") >= 96
+    assert num_cached(text, "pepper") == 0
+    assert num_cached(text) == 0
+    assert num_cached(text) >= 96
+
+    # A call does not read the prefix cache, and an ordinary request none of the call's blocks.
+    assert call("completions", text, save_as="p")["usage"]["reused_tokens"] == 0
+    other = "Eight eager eagles eat every egg. " * 14
+    made = call("completions", other, save_as="q")
+    assert made["usage"]["reused_tokens"] == 0
+    assert call("chat", "Hm", parents=["q"])["usage"]["reused_tokens"] > 96
+    assert num_cached(other) == 0
+
+
+# -- the page for users --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def examples(server: Server) -> Iterator[str]:
+    """The examples of docs/openai.md, for this server; what they make is gone afterwards."""
+    page = (ROOT / "docs" / "openai.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    yield code.replace("http://localhost:8000", server.base_url).replace("your-key", server.keys[1])
+    made = Caller(server, None, server.keys[1])("completions", "Hm", parents=[])
+    with server.client(server.keys[1]) as client:
+        client.delete(f"/v1/choreo/sessions/{made['choreo']['session']}")
+
+
+def test_page_runs(examples: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(examples, "docs/openai.md", "exec"), {})
+    assert "green" in capsys.readouterr().out
