@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import importlib.resources
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "model":
             return _model(args)
+        if args.command == "dashboard":
+            return _dashboard()
         return int(importlib.import_module(args.module).main(args) or 0)
     except (EmbeddedModelError, ChoreoError) as error:
         print(f"vllm-choreo: {error}", file=sys.stderr)
@@ -59,6 +62,13 @@ def _model(args: argparse.Namespace) -> int:
     return 0
 
 
+def _dashboard() -> int:
+    """Print the Grafana dashboard of a server, to be imported into Grafana."""
+    file = importlib.resources.files("vllm_choreo.server") / "dashboard.json"
+    sys.stdout.write(file.read_text(encoding="utf-8"))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-choreo", description="Choreographed LLM workflows on vLLM: reuse any message."
@@ -70,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_doctor(commands)
     _add_inspect(commands)
+    text = "print the Grafana dashboard of a server's metrics, as JSON"
+    commands.add_parser("dashboard", help=text, description=text)
     return parser
 
 
