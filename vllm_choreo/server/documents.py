@@ -256,6 +256,10 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
+PAGE: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The page.", "content": {"text/html": {"schema": {"type": "string"}}}}
+}
+
 RESULTS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": MessageAnswer | ResultsAnswer,
