@@ -22,6 +22,8 @@ from vllm_choreo.server.errors import BODY_LIMIT, as_choreo_error
 # What follows a body that is too long is read and dropped, so that its sender comes to read the
 # answer; but not for ever.
 _DROPPED_BODIES = 16
+# Of the name of a field in an error: names that are unknown may be of any length.
+_MAX_PART_CHARS = 64
 
 
 class BoundedRequest(Request):
@@ -133,7 +135,9 @@ def _path(location: Sequence[Any]) -> list[str]:
 
     That has the part of the request in front, and tags of unions (<tag>) between.
     """
-    return [str(part) for part in location[1:] if not str(part).startswith(("<", "["))]
+    return [
+        str(part)[:_MAX_PART_CHARS] for part in location[1:] if str(part)[0:1] not in ("<", "[")
+    ]
 
 
 def _outline(value: Any) -> Any:

@@ -37,12 +37,10 @@ class CallReader:
 
     Args:
         online_renderer: vLLM's, which knows the model's chat template and tokenizer.
-        max_calls: of one request.
     """
 
-    def __init__(self, online_renderer: Any, max_calls: int) -> None:
+    def __init__(self, online_renderer: Any) -> None:
         self._online = online_renderer
-        self._max_calls = max_calls
         self._tokenizer = online_renderer.renderer.get_tokenizer()
         self._max_tokens: int = online_renderer.model_config.max_model_len
         self._max_chars: int = self._max_tokens * self._tokenizer.max_chars_per_token
@@ -51,16 +49,9 @@ class CallReader:
         """The calls of a request, in their order.
 
         Raises:
-            LimitError: too many calls, or too many parents in all of them together.
-            ChoreoError: one of them is none; `parameter` tells which.
+            LimitError: too many parents in all of them together.
+            ChoreoError: one of them is illegal in itself.
         """
-        if len(bodies) > self._max_calls:
-            raise LimitError(
-                f"a request has up to {self._max_calls} calls: send them in parts, or raise the "
-                "server's setting choreo.server.max_calls_per_request",
-                parameter="max_calls_per_request",
-                value=len(bodies),
-            )
         num_parents = sum(len(body.parents) for body in bodies)
         if num_parents > MAX_PARENTS:
             raise LimitError(

@@ -44,7 +44,7 @@ class ChoreoEndpoints:
         config = ChoreoConfig.from_vllm(engine_client.vllm_config).server
         llm = guarded(engine_client, state.openai_serving_responses)
         state.choreo = Sessions(llm, config, state.openai_serving_models.model_name())
-        state.choreo_reader = CallReader(state.online_renderer, config.max_calls_per_request)
+        state.choreo_reader = CallReader(state.online_renderer)
         state.choreo.start_expiry()
         metrics.start(state.choreo, engine_client)
         openai.init_state(state, llm)

@@ -6,11 +6,12 @@ Bodies and answers are described in `schemas.py` and `documents.py`, errors in `
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Request, Security
+from fastapi import APIRouter, Depends, HTTPException, Path, Request, Security
 from fastapi.security import HTTPBearer
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from vllm_choreo.errors import ChoreoError, FreedMessageError, LimitError, UnknownMessageError
 from vllm_choreo.message import Message
@@ -23,6 +24,7 @@ from vllm_choreo.server.answers import (
 )
 from vllm_choreo.server.body import ChoreoRoute
 from vllm_choreo.server.errors import PATH_NAME, error_response
+from vllm_choreo.server.page import session_page
 from vllm_choreo.server.running import Run, unless_gone
 from vllm_choreo.server.schemas import CallsBody, MessagesBody, PinBody, SessionBody
 from vllm_choreo.server.sessions import OpenSession, Sessions
@@ -50,6 +52,24 @@ def _session(
     request: Request, session: Annotated[str, Path(description="The id of a session.")]
 ) -> OpenSession:
     return _sessions(request).session(tenant_of(request), session)
+
+
+async def _few_calls(request: Request) -> None:
+    """Refuse a list of calls that is too long, before time is spent on checking each of them.
+
+    Raises:
+        LimitError: it is.
+    """
+    limit = _sessions(request).config.max_calls_per_request
+    body = await request.json() if await request.body() else None
+    calls = body.get("calls") if isinstance(body, dict) else None
+    if isinstance(calls, list) and len(calls) > limit:
+        raise LimitError(
+            f"a request has up to {limit} calls: send them in parts, or raise the server's setting "
+            "choreo.server.max_calls_per_request",
+            parameter="max_calls_per_request",
+            value=len(calls),
+        )
 
 
 OwnSession = Annotated[OpenSession, Depends(_session)]
@@ -96,12 +116,36 @@ async def close_session(request: Request, session: OwnSession) -> Response:
     return JSONResponse({"id": session.id, "object": "choreo.session.deleted", "deleted": True})
 
 
+@router.get(
+    "/sessions/{session}/page",
+    summary="Show a session",
+    # Not HTMLResponse: errors would be described as HTML, too.
+    response_class=Response,
+    responses=documents.PAGE | documents.errors(404),
+)
+async def show_session(request: Request, session: OwnSession) -> Response:
+    """The messages of a session as a page: who read whom, and what it cost.
+
+    Off unless the server's setting `page` is true.
+    """
+    sessions = _sessions(request)
+    if not sessions.config.page:
+        raise HTTPException(404, "The page is off: it is the server's setting choreo.server.page.")
+    with session.used() as choreography:
+        messages = choreography.messages()
+        content = await asyncio.to_thread(
+            session_page, session.id, choreography.mode, sessions.model, messages
+        )
+    return HTMLResponse(content, headers={"Cache-Control": "no-store"})
+
+
 # -- calls ---------------------------------------------------------------------------------------
 
 
 @router.post(
     "/sessions/{session}/messages",
     summary="Make messages",
+    dependencies=[Depends(_few_calls)],
     responses=documents.RESULTS | documents.errors(404, 409, 413, 429),
 )
 async def make_messages(request: Request, session: OwnSession, body: MessagesBody) -> Response:

@@ -3,13 +3,24 @@
 
 They check types and sizes; what a call means is checked by the session (`vllm_choreo.session`).
 Tags of unions stand in angle brackets, by which `body.py` leaves them out of error messages.
+pydantic reports all errors that there are, which takes seconds if there are a million: so lists end
+at the first one, and objects have a bounded number of fields.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 # Of one request, in all of its calls together: planning them takes a second.
 MAX_PARENTS = 100_000
@@ -17,6 +28,14 @@ MAX_PARENTS = 100_000
 _MAX_INT = 2**31 - 1
 _MAX_SEED = 2**63 - 1
 _MAX_ID_CHARS = 256
+_MAX_FIELDS = 1024
+
+
+def _few_fields(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+        raise PydanticCustomError("too_long", f"an object has up to {_MAX_FIELDS} fields")
+    return value
+
 
 Position = Annotated[int, Field(ge=0, le=_MAX_INT)]
 Count = Annotated[int, Field(ge=0, le=_MAX_INT)]
@@ -37,6 +56,7 @@ class _Body(BaseModel):
     """Unknown fields and values of another type are refused, not ignored or converted."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+    _bounded = model_validator(mode="before")(_few_fields)
 
 
 # -- sessions and pins ---------------------------------------------------------------------------
@@ -91,6 +111,9 @@ class ChatMessage(_Body):
     content: str
 
 
+Turns = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=10_000)]
+
+
 def _kind(value: Any) -> str | None:
     """The tag of a value that is text, a list, or an object."""
     if isinstance(value, str):
@@ -105,7 +128,7 @@ def _one_of(message: str) -> Discriminator:
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TokenId], Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[TokenId], Field(fail_fast=True), Tag("<list>")],
     _one_of("send text or a list of token ids"),
 ]
 Parent = Annotated[
@@ -113,9 +136,11 @@ Parent = Annotated[
     _one_of('a parent is an id, or {"id": ..., "start": ..., "stop": ...}'),
 ]
 Strings = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[str], Field(max_length=64), Tag("<list>")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(fail_fast=True, max_length=64), Tag("<list>")],
     _one_of("send a string or a list of strings"),
 ]
+_Biases = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Number]
 
 
 class SamplingBody(_Body):
@@ -134,18 +159,20 @@ class SamplingBody(_Body):
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     stop: Strings | None = Field(None, examples=[["\n"]])
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    bad_words: Annotated[list[str], Field(max_length=1024)] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Number] | None = Field(
+    bad_words: Annotated[list[str], Field(fail_fast=True, max_length=1024)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    logit_bias: Annotated[_Biases, BeforeValidator(_few_fields)] | None = Field(
         None, description="From token ids to what is added to their logits."
     )
     logprobs: Annotated[int, Field(ge=-1, le=_MAX_INT)] | None = Field(
         None, description="How many of the likeliest tokens are answered for each position."
     )
-    logprob_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = (
+        None
+    )
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = Field(
@@ -183,7 +210,7 @@ class CallBody(_Body):
         description="Text, tokenised without special tokens added, or token ids.",
         examples=["Anna owns a red bicycle.\n"],
     )
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)] | None = Field(
+    messages: Turns | None = Field(
         None,
         description=(
             "Turns of a chat, rendered with the model's chat template; a decode generates the next "
@@ -193,18 +220,20 @@ class CallBody(_Body):
     copy_of: Parent | None = Field(
         None, description="A message whose tokens are encoded anew, with these parents (prefill)."
     )
-    parents: Annotated[list[Parent], Field(max_length=MAX_PARENTS)] = Field(
+    parents: Annotated[list[Parent], Field(fail_fast=True, max_length=MAX_PARENTS)] = Field(
         default=[],
         description=(
             "The messages that the new one reads, in any order. In a list of calls they may be "
             "named by the `save_as` of calls that stand before."
         ),
     )
-    offsets: Annotated[list[Position], Field(max_length=MAX_PARENTS)] | None = Field(
-        None,
-        description=(
-            "The position at which each parent is seen; by default one after the other from 0."
-        ),
+    offsets: Annotated[list[Position], Field(fail_fast=True, max_length=MAX_PARENTS)] | None = (
+        Field(
+            None,
+            description=(
+                "The position at which each parent is seen; by default one after the other from 0."
+            ),
+        )
     )
     new_offset: Position | None = Field(
         None, description="The position of the first new token; by default after the last parent."
@@ -218,7 +247,7 @@ class CallBody(_Body):
     mode: Literal["choreo", "exact"] | None = Field(
         None, description="By default that of the session."
     )
-    deny: Annotated[list[MessageId], Field(max_length=MAX_PARENTS)] | None = Field(
+    deny: Annotated[list[MessageId], Field(fail_fast=True, max_length=MAX_PARENTS)] | None = Field(
         None, description="Messages of which the call may read no trace."
     )
     sampling_params: SamplingBody | None = Field(
@@ -235,7 +264,7 @@ class OneCallBody(CallBody):
 class CallsBody(_Body):
     """Calls that run at once, each as soon as the messages that it reads are complete."""
 
-    calls: Annotated[list[CallBody], Field(min_length=1)]
+    calls: Annotated[list[CallBody], Field(fail_fast=True, min_length=1)]
     stream: bool = Field(False, description="Answer with server-sent events.")
 
 

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A session as one HTML page: its messages, who read whom, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_choreo.message import Message
+from vllm_choreo.page.build import Shown, ShownProblem, page_html
+from vllm_choreo.workflows.transcript import Step, Transcript
+
+# A browser draws as many; of a larger session the latest are shown.
+MAX_MESSAGES = 2_000
+_EMPTY = "<!DOCTYPE html><title>No messages</title><p>The session holds no messages.</p>\n"
+
+
+def session_page(session: str, mode: str, model: str, messages: Sequence[Message]) -> str:
+    """The page.
+
+    Args:
+        session: its id.
+        mode: of the session.
+        model: the name under which it is served.
+        messages: those that are complete, in the order in which they were named.
+
+    Returns:
+        The text of an HTML file that loads nothing from elsewhere.
+    """
+    shown = messages[-MAX_MESSAGES:]
+    if not shown:
+        return _EMPTY
+    levels = _levels(shown)
+    # One band of the graph per level; a message stands to the right of all that it reads.
+    ordered = sorted(shown, key=lambda message: levels[message.id])
+    start = min(message.metrics.submitted for message in shown)
+    read = {parent.id for message in shown for parent in message.parents}
+    transcript = Transcript(
+        workflow="session",
+        mode=mode,
+        steps=[Step(f"level {levels[m.id]}", m.id.partition("/")[2], m) for m in ordered],
+        answers=tuple(m.generated_text for m in ordered if m.generated_text and m.id not in read),
+        seconds=max(m.metrics.submitted + m.metrics.latency for m in shown) - start,
+        start=start,
+    )
+    note = "What was generated and nobody read yet stands beside."
+    if len(shown) < len(messages):
+        note += f" Shown are the latest {len(shown)} of {len(messages)} messages."
+    problem = ShownProblem(session, note, (), [Shown(transcript.to_json())])
+    return page_html("session", [problem], {"id": session, "model": model, "mode": mode})
+
+
+def _levels(messages: Sequence[Message]) -> dict[str, int]:
+    """How many messages stand one after the other before each; parents come before children."""
+    levels: dict[str, int] = {}
+    for message in messages:
+        above = [levels[parent.id] for parent in message.parents if parent.id in levels]
+        levels[message.id] = max(above, default=-1) + 1
+    return levels
