@@ -85,6 +85,8 @@ _ALL: dict[str, dict[str, Any]] = {
     "library": _case(has_parser=False),
     "child of a stock server": _case(has_parser=False, CHOREO_ONLY_IF_NAMED="1"),
     "child of a server": _case(has_parser=False, CHOREO_ONLY_IF_NAMED="1", VLLM_PLUGINS=_NAMES),
+    "another": _case("--plugin", "lora_filesystem_resolver"),
+    "another before": _case("--plugin", "lora_filesystem_resolver", "--plugin", "choreo"),
     "unknown": _case("--plugin", "nobody"),
     "other stays": _case("--plugin", "choreo", path="OTHER"),
     "other added": _case("--plugin", "other", path="OTHER", VLLM_PLUGINS="choreo"),
@@ -147,7 +149,7 @@ def _assert_has(found: dict[str, Any] | None, expected: dict[str, Any], log: str
 
 
 @pytest.mark.parametrize(
-    "name", ["no option", "child of a stock server", "not named", "none named"]
+    "name", ["no option", "another", "child of a stock server", "not named", "none named"]
 )
 def test_engine_is_vllms_own_where_the_plugin_is_not_asked_for(
     name: str, result: Callable[[str], Result]
@@ -166,6 +168,7 @@ def test_engine_is_vllms_own_where_the_plugin_is_not_asked_for(
     [
         ("option", _NAMES),
         ("twice", _NAMES),
+        ("another before", _NAMES),
         ("variable", "choreo"),
         ("library", None),
         ("child of a server", _NAMES),

@@ -26,8 +26,9 @@ _BY_DEFAULT = (
     "vllm.io_processor_plugins",
     "vllm.stat_logger_plugins",
 )
-# Among these, and yet without effect unless named: it downloads what a request asks for.
-_NEVER_IMPLIED = ("lora_hf_hub_resolver",)
+# Among these, and yet without effect on the command line unless named. The other one downloads what
+# a request asks for.
+_NEVER_IMPLIED = (PLUGIN, "lora_hf_hub_resolver")
 
 
 def is_active() -> bool:
@@ -66,18 +67,17 @@ class _NamePlugin(argparse.Action):
                 f"argument {option_string}: no plugin {values!r} is installed; "
                 f"installed are {', '.join(_installed())}"
             )
-        if _VARIABLE not in os.environ:
-            os.environ[_VARIABLE] = ",".join(_implied(parser, values))
-        elif values not in _named():
-            os.environ[_VARIABLE] = ",".join((*_named(), values))
-            # General plugins have been loaded before: those that were named then.
+        named = _named() if _VARIABLE in os.environ else _implied(parser, values)
+        if values not in named:
+            os.environ[_VARIABLE] = ",".join((*named, values))
+            # General plugins have been loaded before, and have seen that they were not named.
             for plugin in entry_points(group=_GENERAL, name=values):
                 plugin.load()()
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), values])
 
 
 def _implied(parser: argparse.ArgumentParser, chosen: str) -> list[str]:
-    """The names that the variable needs so that nothing is loaded or lost but for `chosen`."""
+    """The names beside `chosen` without which plugins would be lost that are loaded now."""
     by_default = {p.name for group in _BY_DEFAULT for p in entry_points(group=group)}
     by_default -= {*_NEVER_IMPLIED, chosen}
     exposed = sorted(by_default & {p.name for p in entry_points(group=_ENDPOINTS)})
@@ -86,7 +86,7 @@ def _implied(parser: argparse.ArgumentParser, chosen: str) -> list[str]:
             f"argument --plugin: {', '.join(exposed)} would be named too, and would add HTTP "
             f"routes; set {_VARIABLE} to the plugins that you want"
         )
-    return [*sorted(by_default), chosen]
+    return sorted(by_default)
 
 
 def _named() -> list[str]:
