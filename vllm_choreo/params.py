@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from vllm_choreo.errors import ChoreoError, OffsetError, SpanError
 
 EXTRA_ARGS_KEY = "choreo"
+FLAT_PREFIX = "choreo_"  # of the keys that OpenAI's clients send, which hold no objects
 KINDS = ("prefill", "decode")
 
 _SamplingParamsT = TypeVar("_SamplingParamsT", bound=Any)

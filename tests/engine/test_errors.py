@@ -203,6 +203,13 @@ def test_a_bad_call_leaves_nothing_that_a_later_one_could_read(
     assert isinstance(_error(later), ParentFailedError)
 
 
+def test_keys_that_the_front_end_did_not_read_are_refused(llm: Any) -> None:
+    params = _greedy(extra_args={"choreo_parents": ["doc"]})
+    (output,) = _generate(llm, [(PLAIN_PROMPT, params)])
+    report = output.kv_transfer_params["choreo_error"]
+    assert report["parameter"] == "choreo_parents" and "--plugin choreo" in report["message"]
+
+
 def test_a_freed_message_is_unknown(neighbours: _Neighbours) -> None:
     _generate(neighbours.llm, [([5, 6], _raw({"save_as": "gone", "kind": "prefill"}))])
     assert utility.call(neighbours.llm, "free", SESSION, ["gone", "never was"]) == 1

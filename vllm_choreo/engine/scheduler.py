@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ from vllm_choreo.engine.host_tier import HostTier
 from vllm_choreo.engine.operations import Operations
 from vllm_choreo.engine.reposition import KeyMover
 from vllm_choreo.errors import ChoreoError, PoolFullError, UnsupportedOptionError
-from vllm_choreo.params import EXTRA_ARGS_KEY, ChoreoParams
+from vllm_choreo.params import EXTRA_ARGS_KEY, FLAT_PREFIX, ChoreoParams
 from vllm_choreo.plan import ChoreoStep
 from vllm_choreo.store import Message, MessageStore
 
@@ -77,13 +77,15 @@ class _Choreographed(Scheduler):
     # -- arrival ---------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        extra_args = request.sampling_params and request.sampling_params.extra_args
-        if extra_args and EXTRA_ARGS_KEY in extra_args:
-            try:
+        extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
+        try:
+            if EXTRA_ARGS_KEY in extra_args:
                 self._check_engine()
                 self.book.open(request, ChoreoParams.from_extra_args(extra_args))
-            except ChoreoError as error:
-                self._errors[request.request_id] = error
+            else:
+                _check_flat_keys(extra_args)
+        except ChoreoError as error:
+            self._errors[request.request_id] = error
         super().add_request(request)
 
     def _check_engine(self) -> None:
@@ -343,6 +345,21 @@ class _Choreographed(Scheduler):
             per_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
             per_client.outputs = [*per_client.outputs, output]
         self._errors.clear()
+
+
+def _check_flat_keys(extra_args: Iterable[str]) -> None:
+    """
+    Raises:
+        UnsupportedOptionError: the front end did not read what is meant for us.
+    """
+    for key in extra_args:
+        if key.startswith(FLAT_PREFIX):
+            raise UnsupportedOptionError(
+                "these keys are for /v1/completions and /v1/chat/completions of a server that was "
+                f'started with --plugin choreo; elsewhere use extra_args["{EXTRA_ARGS_KEY}"]',
+                parameter=key,
+                value="given",
+            )
 
 
 class ChoreoScheduler(_Choreographed, Scheduler):

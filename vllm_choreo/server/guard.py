@@ -16,9 +16,7 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_choreo.params import EXTRA_ARGS_KEY
-
-_PREFIX = "choreo_"
+from vllm_choreo.params import EXTRA_ARGS_KEY, FLAT_PREFIX
 
 
 def guarded(llm: AsyncLLM, responses: OpenAIServingResponses) -> Any:
@@ -35,7 +33,7 @@ def guarded(llm: AsyncLLM, responses: OpenAIServingResponses) -> Any:
 
 def choreo_keys(extra_args: Iterable[str] | None) -> list[str]:
     """Those names of extra arguments that are meant for us."""
-    return [key for key in extra_args or () if key == EXTRA_ARGS_KEY or key.startswith(_PREFIX)]
+    return [key for key in extra_args or () if key == EXTRA_ARGS_KEY or key.startswith(FLAT_PREFIX)]
 
 
 def _refuse(extra_args: Iterable[str] | None) -> None:
