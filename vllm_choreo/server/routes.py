@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, HTTPException, Path, Request, Security
+from fastapi import APIRouter, Depends, Path, Request, Security
 from fastapi.security import HTTPBearer
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
@@ -130,7 +130,8 @@ async def show_session(request: Request, session: OwnSession) -> Response:
     """
     sessions = _sessions(request)
     if not sessions.config.page:
-        raise HTTPException(404, "The page is off: it is the server's setting choreo.server.page.")
+        off = ChoreoError("the page is off: set choreo.server.page", parameter="page", value=False)
+        return error_response(off, 404)
     with session.used() as choreography:
         messages = choreography.messages()
         content = await asyncio.to_thread(
