@@ -40,7 +40,7 @@ class ChoreoEndpoints:
         Raises:
             UnsupportedOptionError: several API servers or engines; a session lives in one.
         """
-        _check_one_process(engine_client, args)
+        check_one_process(engine_client, args)
         config = ChoreoConfig.from_vllm(engine_client.vllm_config).server
         llm = guarded(engine_client, state.openai_serving_responses)
         state.choreo = Sessions(llm, config, state.openai_serving_models.model_name())
@@ -57,7 +57,11 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-def _check_one_process(engine_client: Any, args: Namespace) -> None:
+def check_one_process(engine_client: Any, args: Namespace) -> None:
+    """
+    Raises:
+        UnsupportedOptionError: there are several API servers or engines.
+    """
     counts = {
         "--api-server-count": getattr(args, "api_server_count", None),
         "--data-parallel-size": engine_client.vllm_config.parallel_config.data_parallel_size,

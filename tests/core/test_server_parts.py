@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the HTTP server that need no engine: answers, errors, tenants, page, start checks."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_choreo.errors import (
+    ChoreoError,
+    DeniedMessageError,
+    EngineRestartedError,
+    FreedMessageError,
+    LimitError,
+    NameTakenError,
+    UnknownMessageError,
+    UnknownSessionError,
+    UnsupportedOptionError,
+)
+from vllm_choreo.message import Message, Metrics, Usage
+from vllm_choreo.params import ParentSpan
+from vllm_choreo.server import documents
+from vllm_choreo.server.answers import message_json, results_json, usage_json
+from vllm_choreo.server.errors import as_choreo_error, error_json, status_of
+from vllm_choreo.server.page import MAX_MESSAGES, session_page
+from vllm_choreo.server.plugin import check_one_process
+from vllm_choreo.server.tenants import tenant_of
+
+
+def message(name: str = "a", *parents: str, **changes: Any) -> Message:
+    """A decode of two tokens after a header of three, which read five."""
+    made = Message(
+        id=f"s/{name}",
+        text="Say: yes",
+        token_ids=(1, 2, 3, 4, 5),
+        num_tokens=5,
+        position=5,
+        parents=tuple(ParentSpan(f"s/{parent}") for parent in parents),
+        generated_text=" yes",
+        generated_token_ids=(4, 5),
+        logprobs=None,
+        finish_reason="stop",
+        usage=Usage(exact=True, reused_tokens=4, repositioned_tokens=2, encoded_tokens=6),
+        metrics=Metrics(submitted=10.0, waiting=None, ttft=0.5, latency=1.0),
+    )
+    return replace(made, **changes)
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+def test_usage_counts_what_was_read_and_written() -> None:
+    assert usage_json(message()) == {
+        "prompt_tokens": 8,
+        "completion_tokens": 2,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 4},
+        "exact": True,
+        "reused_tokens": 4,
+        "repositioned_tokens": 2,
+        "encoded_tokens": 6,
+    }
+
+
+def test_usage_of_a_list_leaves_failed_calls_out() -> None:
+    inexact = message("b", usage=Usage(False, 1, 0, 9))
+    answer = results_json([message(), ChoreoError("no", parameter="x"), inexact])
+    documents.ResultsAnswer.model_validate(answer, strict=True)
+    assert [item["object"] for item in answer["data"]] == [
+        *("choreo.message", "error", "choreo.message")
+    ]
+    usage = answer["usage"]
+    assert (usage["total_tokens"], usage["reused_tokens"], usage["exact"]) == (20, 5, False)
+    assert results_json([ChoreoError("no")])["usage"]["total_tokens"] == 0
+
+
+def test_logprobs_are_json() -> None:
+    """A token that was masked has a logprob of minus infinity, which JSON does not know."""
+    masked = SimpleNamespace(logprob=float("-inf"), rank=9, decoded_token="�")
+    likely = SimpleNamespace(logprob=-0.25, rank=1, decoded_token=" yes")
+    answer = message_json(message(logprobs=[{4: likely, 7: masked}, {5: likely}]))
+    documents.MessageAnswer.model_validate(answer, strict=True)
+    first, _ = json.loads(json.dumps(answer["logprobs"], allow_nan=False))
+    assert first["4"] == {"logprob": -0.25, "rank": 1, "decoded_token": " yes"}
+    assert first["7"]["logprob"] == -9999.0
+
+
+def test_messages_tell_where_they_come_from() -> None:
+    answer = message_json(message("c", "a", "b"))
+    assert answer["session"] == "s"
+    assert answer["parents"][1] == {"id": "s/b", "start": None, "stop": None}
+    prefill = message(finish_reason=None, generated_text="", generated_token_ids=())
+    assert (answer["type"], message_json(prefill)["type"]) == ("decode", "prefill")
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ChoreoError("x"), 400),
+        (DeniedMessageError("x"), 400),
+        (UnknownMessageError("x", parameter="parents"), 400),
+        (UnknownMessageError("x", parameter="name"), 404),
+        (FreedMessageError("x", parameter="name"), 404),
+        (UnknownSessionError("x", parameter="session"), 404),
+        (NameTakenError("x"), 409),
+        (LimitError("x", parameter="max_request_bytes"), 413),
+        (LimitError("x", parameter="max_sessions"), 429),
+        (EngineRestartedError("x"), 503),
+    ],
+)
+def test_each_error_has_a_status(error: ChoreoError, status: int) -> None:
+    assert status_of(error) == status
+    content = error_json(error)
+    assert (content["code"], content["type"]) == (status, type(error).__name__)
+
+
+def test_errors_name_the_field_and_what_was_given() -> None:
+    error = error_json(ChoreoError("choose less", parameter="offsets", value=[1] * 1000))
+    assert (error["message"], error["param"]) == ("choose less", "offsets")
+    assert error["value"].startswith("[1, 1, ") and len(error["value"]) < 300
+    assert error_json(ChoreoError("x"))["param"] is error_json(ChoreoError("x"))["value"] is None
+
+
+def test_errors_of_vllm_become_ours() -> None:
+    assert isinstance(as_choreo_error(EngineDeadError()), EngineRestartedError)
+    refused = as_choreo_error(VLLMValidationError("too hot", parameter="temperature", value=9))
+    assert refused is not None
+    assert (refused.message, refused.parameter, refused.value) == ("too hot", "temperature", 9)
+    plain = as_choreo_error(OverflowError("too large"))
+    assert plain is not None and plain.parameter == "sampling_params"
+    assert as_choreo_error(RuntimeError("a bug")) is None
+
+
+# -- tenants -------------------------------------------------------------------------------------
+
+
+def tenant(authorization: str | None) -> str:
+    headers = [] if authorization is None else [(b"authorization", authorization.encode("latin-1"))]
+    return tenant_of(Request({"type": "http", "headers": headers}))
+
+
+def test_tenants_are_named_by_their_keys() -> None:
+    assert tenant("Bearer alpha") == tenant("bearer alpha") != tenant("Bearer beta")
+    assert tenant(None) == tenant("Bearer ") == tenant("Basic alpha") == tenant("")
+    assert tenant("Bearer é\xff") not in (tenant(None), tenant("Bearer e"))
+    names = {tenant(key) for key in (None, "Bearer alpha", "Bearer alpha ", "Bearer  alpha")}
+    assert len(names) == 4 and all(len(bytes.fromhex(name)) == 32 for name in names)
+    assert not any("alpha" in name for name in names)
+
+
+# -- the page ------------------------------------------------------------------------------------
+
+
+def shown(page: str) -> list[dict[str, Any]]:
+    """The messages on a page."""
+    data = page.partition('id="data">')[2].partition("</script>")[0]
+    steps: list[dict[str, Any]] = json.loads(data)["problems"][0]["runs"][0]["steps"]
+    return steps
+
+
+def test_a_message_stands_to_the_right_of_what_it_reads() -> None:
+    made = [message("a"), message("b", "a"), message("c"), message("d", "b", "c"), message("e")]
+    steps = shown(session_page("s", "choreo", "m", made))
+    assert {step["author"]: step["stage"][-1] for step in steps} == {
+        **{"a": "0", "c": "0", "e": "0", "b": "1", "d": "2"}
+    }
+    assert [step["stage"] for step in steps] == sorted(step["stage"] for step in steps)
+
+
+def test_the_latest_messages_of_a_large_session_are_shown() -> None:
+    made = [message(f"m{i}", *([f"m{i - 1}"] if i else [])) for i in range(MAX_MESSAGES + 5)]
+    page = session_page("s", "choreo", "m", made)
+    steps = shown(page)
+    assert len(steps) == MAX_MESSAGES and steps[0]["author"] == "m5"
+    assert f"latest {MAX_MESSAGES} of {MAX_MESSAGES + 5} messages" in page
+
+
+def test_a_page_without_messages() -> None:
+    assert "no messages" in session_page("s", "choreo", "m", [])
+
+
+# -- starting ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("api_servers", "engines", "option"),
+    [(None, 1, ""), (1, 1, ""), (2, 1, "--api-server-count"), (1, 2, "--data-parallel-size")],
+)
+def test_a_session_lives_in_one_process(api_servers: Any, engines: int, option: str) -> None:
+    parallel = SimpleNamespace(data_parallel_size=engines)
+    client = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    args = Namespace(api_server_count=api_servers)
+    if not option:
+        check_one_process(client, args)
+        return
+    with pytest.raises(UnsupportedOptionError) as refused:
+        check_one_process(client, args)
+    assert refused.value.parameter == option and refused.value.value == 2
