@@ -126,6 +126,10 @@ REFUSED: list[tuple[Any, str, str, str | None]] = [
         *("UnsupportedOptionError", "sampling_params.extra_args.choreo", None),
     ),
     (
+        sampling(structured_outputs={"regex": "a", "_backend": "x"}),
+        *("UnsupportedOptionError", "sampling_params.structured_outputs._backend", "x"),
+    ),
+    (
         {"type": "prefill", "content": "x", "sampling_params": {"max_tokens": 1}},
         *("UnsupportedOptionError", "sampling_params", ""),
     ),

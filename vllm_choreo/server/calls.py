@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -136,15 +137,28 @@ class CallReader:
         if "logit_bias" in fields:
             fields["logit_bias"] = {int(key): bias for key, bias in fields["logit_bias"].items()}
         try:
-            for name, made in _OBJECTS.items():
-                if name in fields:
-                    fields[name] = made(**fields[name])
+            for name in _OBJECTS.keys() & fields.keys():
+                fields[name] = _object(name, fields[name])
             return {"sampling_params": SamplingParams(**fields)}
         except Exception as error:
             ours = as_choreo_error(error)
             if ours is None:
                 raise
             raise ours from error
+
+
+def _object(name: str, given: dict[str, Any]) -> Any:
+    """An object of vLLM, of its public fields alone."""
+    made = _OBJECTS[name]
+    known = [field.name for field in dataclasses.fields(made) if not field.name.startswith("_")]
+    for key in given:
+        if key not in known:
+            raise UnsupportedOptionError(
+                f"unknown field; the fields are {', '.join(known)}",
+                parameter=f"sampling_params.{name}.{key}",
+                value=given[key],
+            )
+    return made(**given)
 
 
 def _check_form(body: CallBody) -> None:
