@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -97,6 +98,27 @@ class Session:
     def usage(self) -> dict[str, int]:
         usage: dict[str, int] = self.client.get(self.path).json()["usage"]
         return usage
+
+
+def wait_until_nothing_is_left(server: Server) -> None:
+    """With all sessions closed no call runs, and no block is held, within seconds."""
+    from vllm_choreo.server.metrics import POLL_SECONDS
+
+    time.sleep(POLL_SECONDS + 0.5)  # gauges are as old as that
+    deadline = time.monotonic() + 20.0
+    while any((numbers := _gauges(server)).values()):
+        assert time.monotonic() < deadline, numbers
+        time.sleep(0.3)
+
+
+def _gauges(server: Server) -> dict[str, float]:
+    """Those that are 0 when no session is open."""
+    names = ("num_calls_running", "num_calls_waiting", "num_messages", "kv_cache_usage_perc")
+    with server.client() as client:
+        page = client.get("/metrics").text
+    (values,) = zip(*(re.findall(rf"^vllm_choreo:{name}{{.*}} (.*)$", page, re.M) for name in names),
+                    strict=True)  # fmt: skip
+    return dict(zip(names, map(float, values), strict=True))
 
 
 @contextmanager

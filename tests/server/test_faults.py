@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import KEYS, Server, start_server
+from tests.server.serving import KEYS, Server, start_server, wait_until_nothing_is_left
 from vllm_choreo import ChoreoClient
 from vllm_choreo.errors import (
     ChoreoError,
@@ -26,11 +26,8 @@ from vllm_choreo.errors import (
     ParentFailedError,
     PoolFullError,
 )
-from vllm_choreo.server.metrics import POLL_SECONDS
 
 POOL_BLOCKS = 41
-# Gauges that are 0 when no session is open.
-NOTHING_LEFT = ("num_calls_running", "num_calls_waiting", "num_messages", "kv_cache_usage_perc")
 LONG = {"temperature": 0.0, "max_tokens": 500, "ignore_eos": True}
 SHORT = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 
@@ -55,26 +52,11 @@ def _tokens(num_tokens: int, seed: int = 0) -> list[int]:
     return [(17 * i + 31 * seed) % 500 + 5 for i in range(num_tokens)]
 
 
-def _numbers(server: Server) -> dict[str, float]:
-    """Our metrics without labels."""
-    with server.client() as client:
-        lines = client.get("/metrics").text.splitlines()
-    ours = [line for line in lines if line.startswith("vllm_choreo:")]
-    return {line.partition("{")[0][12:]: float(line.rpartition(" ")[2]) for line in ours}
-
-
 @contextlib.contextmanager
 def _nothing_left(server: Server) -> Iterator[None]:
-    """After the block no call runs, and no block is held, within seconds."""
+    """After the block no call runs, and no block is held."""
     yield
-    time.sleep(POLL_SECONDS + 0.5)  # gauges are as old as that
-    deadline = time.monotonic() + 20
-    while True:
-        numbers = _numbers(server)
-        if not any(numbers[name] for name in NOTHING_LEFT):
-            return
-        assert time.monotonic() < deadline, numbers
-        time.sleep(0.3)
+    wait_until_nothing_is_left(server)
 
 
 @pytest.fixture

@@ -30,9 +30,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.server.serving import Server, Session, start_server
+from tests.server.serving import Server, Session, start_server, wait_until_nothing_is_left
 from vllm_choreo.config import ServerConfig
-from vllm_choreo.server.metrics import POLL_SECONDS
 from vllm_choreo.server.schemas import OneCallBody, SamplingBody
 
 # The requests are the same in every run.
@@ -41,7 +40,6 @@ FUZZ = settings(
 )
 GREEDY = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 JSON = {"Content-Type": "application/json"}
-NOTHING_LEFT = ("num_calls_running", "num_calls_waiting", "num_messages", "kv_cache_usage_perc")
 
 
 @pytest.fixture(scope="module")
@@ -427,17 +425,5 @@ def test_nothing_is_left(server: Server, home: Home) -> None:
     home.check()
     assert home.usage()["messages"] == 1
     assert home.client.delete(home.path).status_code == 200
-    deadline = time.monotonic() + 20
-    time.sleep(POLL_SECONDS + 0.5)  # gauges are as old as that
-    while any(_numbers(server)[name] for name in NOTHING_LEFT):
-        assert time.monotonic() < deadline, _numbers(server)
-        time.sleep(0.3)
+    wait_until_nothing_is_left(server)
     assert server.process.poll() is None
-
-
-def _numbers(server: Server) -> dict[str, float]:
-    """Our metrics without labels."""
-    with server.client() as client:
-        lines = client.get("/metrics").text.splitlines()
-    ours = [line for line in lines if line.startswith("vllm_choreo:")]
-    return {line.partition("{")[0][12:]: float(line.rpartition(" ")[2]) for line in ours}
