@@ -110,7 +110,8 @@ async def _load(server: Any, num_clients: int, seconds: float) -> list[Notes]:
     others: list[str] = []
     choreo = [ChoreoUser(server.base_url, KEYS[i % 2], i, others) for i in range(num_clients // 2)]
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
-    limits = httpx.Limits(max_connections=None)
+    # The server closes a connection that was idle for 5 s; a request that is sent just then fails.
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=1)
     async with httpx.AsyncClient(
         base_url=server.base_url, headers=headers, timeout=300, limits=limits
     ) as http:

@@ -116,9 +116,9 @@ def _gauges(server: Server) -> dict[str, float]:
     names = ("num_calls_running", "num_calls_waiting", "num_messages", "kv_cache_usage_perc")
     with server.client() as client:
         page = client.get("/metrics").text
-    (values,) = zip(*(re.findall(rf"^vllm_choreo:{name}{{.*}} (.*)$", page, re.M) for name in names),
-                    strict=True)  # fmt: skip
-    return dict(zip(names, map(float, values), strict=True))
+    lines = [re.search(rf"^vllm_choreo:{name}{{.*}} (.*)$", page, re.M) for name in names]
+    assert all(lines), page
+    return {name: float(line[1]) for name, line in zip(names, lines, strict=True) if line}
 
 
 @contextmanager
