@@ -59,6 +59,7 @@ def soak(folder: Path, num_clients: int, seconds: float) -> dict[str, Any]:
         model,
         folder,
         keys=KEYS,
+        env={"VLLM_CPU_KVCACHE_SPACE": "1"},
         num_gpu_blocks_override=num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
