@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -406,6 +407,22 @@ def test_a_session_is_closed_while_its_calls_run(session: Session, alpha: httpx.
     end = json.loads(rest[-2].removeprefix("data: "))
     assert end["error"]["type"] == "UnknownSessionError" and end["error"]["code"] == 404
     wait_until_idle(alpha)
+
+
+def test_a_session_is_closed_while_its_calls_are_read(session: Session, server: Server) -> None:
+    """Texts are tokenised before any call is submitted, here for about a second."""
+    calls = [{"type": "prefill", "content": f"{i} " + "word " * 1500} for i in range(300)]
+    with ThreadPoolExecutor(1) as pool, server.client() as client:
+        posted = pool.submit(client.post, f"{session.path}/messages", json={"calls": calls})
+        time.sleep(0.3)
+        assert session.client.delete(session.path).status_code == 200
+        answer = posted.result()
+    if answer.status_code == 200:  # the machine was faster: they were submitted, and ended
+        errors = [item["error"] for item in answer.json()["data"]]
+    else:
+        errors = [error_of(answer, 404)]
+    assert {error["type"] for error in errors} == {"UnknownSessionError"}
+    wait_until_idle(session.client)
 
 
 # -- what operators see --------------------------------------------------------------------------

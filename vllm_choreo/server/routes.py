@@ -157,8 +157,9 @@ async def make_messages(request: Request, session: OwnSession, body: MessagesBod
     run. A client that goes away ends its calls.
     """
     sessions, is_list = _sessions(request), isinstance(body, CallsBody)
-    calls = await request.app.state.choreo_reader.read(body.calls if is_list else [body])
-    run = await Run.start(sessions, session, calls)
+    with session.used():
+        calls = await request.app.state.choreo_reader.read(body.calls if is_list else [body])
+        run = await Run.start(sessions, session, calls)
     if body.stream:
         return EventStream(run)
     results = await unless_gone(request, run)

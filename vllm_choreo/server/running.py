@@ -44,10 +44,16 @@ class Run:
         """Submit calls.
 
         Raises:
+            UnknownSessionError: the session was closed meanwhile.
             ChoreoError: one of them is illegal; nothing was submitted.
         """
-        with session.used() as choreography:
-            return cls(sessions, session, await choreography.submit_all(calls))
+        try:
+            pending = await session.choreography.submit_all(calls)
+        except ChoreoError:
+            if not sessions.is_open(session):  # it was closed since it was looked up
+                raise unknown_session() from None
+            raise
+        return cls(sessions, session, pending)
 
     async def results(self) -> list[Result]:
         """What each call came to, when all are over."""
