@@ -119,6 +119,7 @@ class Sessions:
             ChoreoError: no such mode.
         """
         config = self.config
+        self._close_expired()
         own = sum(1 for owner, _ in self._sessions if owner == tenant)
         _check_limit("max_sessions_per_tenant", own + 1, config.max_sessions_per_tenant)
         _check_limit("max_sessions", len(self._sessions) + 1, config.max_sessions)
@@ -188,15 +189,18 @@ class Sessions:
 
     # -- closing -----------------------------------------------------------------------------
 
-    async def close(self, session: OpenSession, *, expired: bool = False) -> None:
+    async def close(self, session: OpenSession) -> None:
         """Close a session: end its calls, free its messages. Closing twice does nothing."""
-        if self._sessions.pop((session.tenant, session.id), None) is None:
-            return
+        if self.is_open(session):
+            self._forget(session, expired=False)
+            await session.choreography.close()
+
+    def _forget(self, session: OpenSession, *, expired: bool) -> None:
+        del self._sessions[session.tenant, session.id]
         if self._defaults.get(session.tenant) == session.id:
             del self._defaults[session.tenant]
         for observer in self.observers:
             observer.closed(expired=expired)
-        await session.choreography.close()
 
     def start_expiry(self) -> None:
         """Close expired sessions from now on, in the running event loop."""
@@ -205,11 +209,14 @@ class Sessions:
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            for session in list(self._sessions.values()):
-                if session.expires_in <= 0:
-                    logger.info("%s", _line(event="choreo.session.expired", session=session.id))
-                    # A task of its own: an engine that is slow to answer does not stop the sweep.
-                    self.in_background(self.close(session, expired=True))
+            self._close_expired()
+
+    def _close_expired(self) -> None:
+        for session in [s for s in self._sessions.values() if s.expires_in <= 0]:
+            logger.info("%s", _line(event="choreo.session.expired", session=session.id))
+            self._forget(session, expired=True)
+            # A task of its own: nobody waits for an engine that is slow to answer.
+            self.in_background(session.choreography.close())
 
     def in_background(self, work: Any) -> None:
         """Run a coroutine to its end whatever becomes of the request that asks for it."""
