@@ -47,10 +47,10 @@ def _one_cache(seed: int) -> list[dict[str, Any]]:
         if count not in MOVES:
             continue
         total = int(deltas[:count].sum())
-        exact = key_view(first).double().transpose(-1, -2)
+        exact = key_view(first).double()
         exact[:NUM_BLOCKS] = _rotated(exact[:NUM_BLOCKS], total, rotation)
         wanted = _attention(query.double(), exact, value_view(first).double())
-        keys = key_view(moved).double().transpose(-1, -2)
+        keys = key_view(moved).double()
         rows.append(
             {
                 "seed": seed,

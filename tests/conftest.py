@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 # vLLM and OpenMP read these when they are imported, hence before any test module is.
 # A value that is set already wins, so that a run can be changed from outside.
@@ -23,6 +24,9 @@ _ENVIRONMENT = {
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+if not torch.cuda.is_available():
+    # Read when Triton is first imported: without a GPU its kernels run in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
@@ -43,12 +47,9 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no GPU; torch is only imported if there are any."""
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_items:
+    """Skip tests marked `gpu` where there is no GPU."""
+    if torch.cuda.is_available():
         return
-    import torch
-
-    if not torch.cuda.is_available():
-        for item in gpu_items:
+    for item in items:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

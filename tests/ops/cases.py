@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random span batches, and attention over them written a second time, densely, in float64."""
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
 import torch
 
-from vllm_choreo.ops import Rotation, SpanBatch
+from vllm_choreo.ops import Layout, Rotation, SharedReads, SpanBatch, span_attention
 
 TOLERANCE = {
     torch.float32: {"atol": 2e-5, "rtol": 2e-5},
     # Half a unit in the last place of 8 significant bits, at outputs up to 4, twice.
     torch.bfloat16: {"atol": 1.6e-2, "rtol": 1.6e-2},
+    # Three bits more.
+    torch.float16: {"atol": 2e-3, "rtol": 2e-3},
 }
+# Where the GPU's implementations run: without a GPU, Triton's kernels are interpreted.
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass
@@ -26,6 +31,7 @@ class Case:
     scale: float
     softcap: float
     alibi_slopes: torch.Tensor | None
+    layout: Layout = Layout.KEYS_TRANSPOSED
 
     def arguments(self) -> dict:
         return {
@@ -34,7 +40,24 @@ class Case:
             "is_neox": self.rotation.is_neox,
             "softcap": self.softcap,
             "alibi_slopes": self.alibi_slopes,
+            "layout": self.layout,
         }
+
+
+def run(case: Case, impl: str, reads: SharedReads | None = None) -> torch.Tensor:
+    """The output of an implementation, where it runs, from queries in host memory."""
+    device = GPU if impl == "triton" else torch.device("cpu")
+    batch = dataclasses.replace(case.batch, block_table=case.batch.block_table.to(device))
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in case.arguments().items()
+    }
+    output = torch.full_like(case.query, 7.0, device=device)
+    span_attention(
+        case.query.to(device), case.kv_cache.to(device), output, batch,
+        reads=reads, impl=impl, **arguments,
+    )  # fmt: skip
+    return output.cpu()
 
 
 def ints(values: list[int]) -> torch.Tensor:

@@ -7,22 +7,31 @@ BUILT = cpu.unavailable_reason() is None
 ISAS = cpu.available_isas() if BUILT else []
 
 
-@pytest.fixture(params=["reference", *ISAS])
-def impl(request):
-    """Every implementation that this machine runs; kernels are chosen for the time of the test."""
-    if request.param == "reference":
-        yield "reference"
+def chosen(name):
+    """The implementation of that name; kernels of an instruction set for the time of a test."""
+    if name == "none":
+        pytest.skip(f"the C++ kernels are not built: {cpu.unavailable_reason()}")
+    if name not in ISAS:
+        yield name
         return
-    cpu.use_isa(request.param)
+    cpu.use_isa(name)
     yield "cpu"
     cpu.use_isa(None)
+
+
+@pytest.fixture(params=["reference", *ISAS, "triton"])
+def impl(request):
+    """Every implementation that this machine runs."""
+    yield from chosen(request.param)
+
+
+@pytest.fixture(params=[*ISAS, "triton"])
+def kernel(request):
+    """Every implementation but the reference."""
+    yield from chosen(request.param)
 
 
 @pytest.fixture(params=ISAS or ["none"])
-def kernel(request):
+def cpu_kernel(request):
     """Every instruction set of the C++ kernels."""
-    if not BUILT:
-        pytest.skip(f"the C++ kernels are not built: {cpu.unavailable_reason()}")
-    cpu.use_isa(request.param)
-    yield "cpu"
-    cpu.use_isa(None)
+    yield from chosen(request.param)

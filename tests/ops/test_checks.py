@@ -19,7 +19,7 @@ from vllm_choreo.ops import (
     reposition_keys,
     span_attention,
 )
-from vllm_choreo.ops.layout import LAYOUT_NAME, write_kv
+from vllm_choreo.ops.layout import Layout, write_kv
 
 
 def small_batch(**changes) -> SpanBatch:
@@ -96,20 +96,20 @@ def test_bad_arguments_are_refused(message, impl):
 
 def test_unknown_implementation_is_refused():
     case = make_case(1, [(4, 0, [5])])
-    with pytest.raises(ValueError, match="choose 'reference', 'cpu' or None"):
+    with pytest.raises(ValueError, match="choose 'reference', 'cpu', 'triton', 'xformers' or None"):
         span_attention(
             case.query, case.kv_cache, case.query.clone(), case.batch, impl="fast",
             **case.arguments(),
         )  # fmt: skip
 
 
-def test_kernel_refuses_what_it_cannot_run(kernel):
+def test_kernel_refuses_what_it_cannot_run(cpu_kernel):
     case = make_case(1, [(4, 0, [5])])
     output = torch.zeros_like(case.query)
 
     def call(cache, query=case.query, batch=case.batch):
         out = output.to(query.dtype)
-        span_attention(query, cache, out, batch, impl=kernel, **case.arguments())
+        span_attention(query, cache, out, batch, impl=cpu_kernel, **case.arguments())
 
     with pytest.raises(ValueError, match="float32 and bfloat16"):
         call(case.kv_cache.double(), case.query.double())
@@ -172,7 +172,9 @@ def detect(write_fn, dtype=torch.float32) -> str:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_own_layout_is_detected(dtype):
-    assert detect(lambda k, v, cache, slots: write_kv(cache, slots, k, v), dtype) == LAYOUT_NAME
+    assert detect(lambda k, v, cache, slots: write_kv(cache, slots, k, v), dtype) is (
+        Layout.KEYS_TRANSPOSED
+    )
 
 
 def test_other_layouts_are_named():

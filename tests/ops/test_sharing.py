@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from tests.ops.cases import TOLERANCE, Case, dense_attention, ints, make_case
-from vllm_choreo.ops import SharedReads, SpanBatch, plan_shared_reads, span_attention
+from tests.ops.cases import TOLERANCE, Case, dense_attention, ints, make_case, run
+from vllm_choreo.ops import SpanBatch, plan_shared_reads
 from vllm_choreo.ops.layout import key_view, value_view
 
 # (q_len, own tokens computed before, lengths of the parents): few lengths, so that spans coincide.
@@ -54,14 +54,6 @@ def shared_case(seed: int, workload: str, **options) -> Case:
     return case
 
 
-def run(case: Case, impl: str, reads: SharedReads | None) -> torch.Tensor:
-    output = torch.full_like(case.query, 7.0)
-    span_attention(
-        case.query, case.kv_cache, output, case.batch, reads=reads, impl=impl, **case.arguments()
-    )
-    return output
-
-
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("variant", ["plain", "softcap", "alibi"])
 def test_reference_equals_dense_float64(workload, variant):
@@ -85,7 +77,7 @@ def test_kernel_equals_reference(kernel, variant, dtype):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("num_reqs", [2, 13, 60])
-def test_many_readers_of_much(kernel, num_reqs, threads):
+def test_many_readers_of_much(cpu_kernel, num_reqs, threads):
     """Splits over threads and over tiles are merged with what each request reads alone."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -99,7 +91,9 @@ def test_many_readers_of_much(kernel, num_reqs, threads):
         reads = plan_shared_reads(case.batch)
         assert reads is not None
         expected = run(case, "reference", None)
-        torch.testing.assert_close(run(case, kernel, reads), expected, **TOLERANCE[torch.float32])
+        torch.testing.assert_close(
+            run(case, cpu_kernel, reads), expected, **TOLERANCE[torch.float32]
+        )
     finally:
         torch.set_num_threads(before)
 
@@ -185,12 +179,12 @@ def test_padding_is_never_read(impl):
     reads = plan_shared_reads(case.batch)
     expected = run(case, impl, reads)
     for slot in set(range(40 * 32)) - set(range(100)) - {224, 288}:
-        key_view(case.kv_cache)[slot // 32, :, :, slot % 32] = float("nan")
+        key_view(case.kv_cache)[slot // 32, :, slot % 32] = float("nan")
         value_view(case.kv_cache)[slot // 32, :, slot % 32] = float("nan")
     torch.testing.assert_close(run(case, impl, reads), expected, atol=0, rtol=0)
 
 
-def test_reads_of_another_batch_are_refused(kernel):
+def test_reads_of_another_batch_are_refused(cpu_kernel):
     """A plan that does not fit must never turn into wrong numbers."""
     case = make_case(4, [(1, 0, [100]), (1, 0, [100])])
     case.batch = _two_readers((0, 100), (0, 100))
@@ -198,10 +192,10 @@ def test_reads_of_another_batch_are_refused(kernel):
     moved = [list(range(8)), [0, 11, 2, 3, 4, 5, 6, 9]]
     case.batch = _two_readers((0, 100), (0, 100), moved)
     with pytest.raises(ValueError, match="read different slots"):
-        run(case, kernel, reads)
+        run(case, cpu_kernel, reads)
     case.batch = _two_readers((0, 90), (0, 90))
     with pytest.raises(IndexError, match="beyond a parent span"):
-        run(case, kernel, reads)
+        run(case, cpu_kernel, reads)
     broken = dataclasses.replace(reads, member_req=ints([0, 1, 0, 7]))
     with pytest.raises(IndexError, match="wrong member"):
-        run(case, kernel, broken)
+        run(case, cpu_kernel, broken)

@@ -2,11 +2,12 @@
 """Operations on cached keys and values. Needs torch only, never vllm."""
 
 from vllm_choreo.ops.dispatch import default_impl, reposition_keys, span_attention
-from vllm_choreo.ops.layout import UnsupportedLayoutError, detect_layout
+from vllm_choreo.ops.layout import Layout, UnsupportedLayoutError, detect_layout
 from vllm_choreo.ops.sharing import SharedReads, plan_shared_reads
 from vllm_choreo.ops.spans import Rotation, SpanBatch
 
 __all__ = [
+    "Layout",
     "Rotation",
     "SharedReads",
     "SpanBatch",

@@ -8,6 +8,7 @@ import importlib
 
 import torch
 
+from vllm_choreo.ops.layout import Layout
 from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.spans import SpanBatch
 
@@ -45,8 +46,11 @@ def span_attention(
     is_neox: bool,
     softcap: float,
     alibi_slopes: torch.Tensor | None,
+    layout: Layout,
+    tiles: object = None,
 ) -> None:
-    """See ``vllm_choreo.ops.span_attention``."""
+    """See ``vllm_choreo.ops.span_attention``; makes tiles of its own."""
+    _check_layout(layout)
     torch.ops.vllm_choreo.span_attention(
         query,
         kv_cache,
@@ -79,6 +83,16 @@ def reposition_keys(
     dst_blocks: torch.Tensor,
     cos_sin: torch.Tensor,
     is_neox: bool,
+    layout: Layout,
 ) -> None:
     """See ``vllm_choreo.ops.reposition_keys``."""
+    _check_layout(layout)
     torch.ops.vllm_choreo.reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox)
+
+
+def _check_layout(layout: Layout) -> None:
+    if layout is not Layout.KEYS_TRANSPOSED:
+        raise ValueError(
+            f"impl='cpu' reads caches with {Layout.KEYS_TRANSPOSED.value}, not those with "
+            f"{layout.value}: use impl='reference' or 'triton'"
+        )

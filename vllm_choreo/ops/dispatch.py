@@ -4,27 +4,34 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
-from typing import Literal
+from types import ModuleType
+from typing import Literal, get_args
 
 import torch
 
-from vllm_choreo.ops import cpu, reference
+from vllm_choreo.ops import cpu
+from vllm_choreo.ops.layout import Layout
 from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.spans import SpanBatch
+from vllm_choreo.ops.tiles import Tiles
 
 logger = logging.getLogger(__name__)
 
-Impl = Literal["reference", "cpu"]
+Impl = Literal["reference", "cpu", "triton", "xformers"]
+_IMPLS = get_args(Impl)
 
 
 @functools.cache
-def default_impl() -> Impl:
+def default_impl(device_type: str = "cpu") -> Impl:
     """The implementation that ``impl=None`` stands for, the same for the life of a process.
 
-    ``"cpu"`` if the C++ extension is built and loads, else ``"reference"``, which is many times
-    slower: that is logged once, as a warning, with the reason.
+    On CPU ``"cpu"`` if the C++ extension is built and loads, else ``"reference"``, which is many
+    times slower: that is logged once, as a warning, with the reason. Elsewhere ``"triton"``.
     """
+    if device_type != "cpu":
+        return "triton"
     reason = cpu.unavailable_reason()
     if reason is None:
         return "cpu"
@@ -37,14 +44,17 @@ def default_impl() -> Impl:
     return "reference"
 
 
-def _choose(impl: Impl | None) -> Impl:
-    if impl is None:
-        return default_impl()
-    if impl not in ("reference", "cpu"):
-        raise ValueError(f"impl is {impl!r}; choose 'reference', 'cpu' or None")
+def _load(impl: Impl) -> ModuleType:
+    """The module of an implementation. Only the one that is asked for is imported."""
+    if impl not in _IMPLS:
+        names = ", ".join(map(repr, _IMPLS))
+        raise ValueError(f"impl is {impl!r}; choose {names} or None")
     if impl == "cpu" and (reason := cpu.unavailable_reason()) is not None:
         raise RuntimeError(f"impl='cpu' was asked for, but vllm_choreo._C is missing: {reason}")
-    return impl
+    try:
+        return importlib.import_module(f"vllm_choreo.ops.{impl}")
+    except ImportError as error:
+        raise RuntimeError(f"impl={impl!r} was asked for, but does not load: {error}") from error
 
 
 def span_attention(
@@ -59,6 +69,8 @@ def span_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     reads: SharedReads | None = None,
+    layout: Layout = Layout.KEYS_TRANSPOSED,
+    tiles: Tiles | None = None,
     impl: Impl | None = None,
 ) -> None:
     """Attention of every query over all spans of its request, one softmax over them jointly.
@@ -68,10 +80,10 @@ def span_attention(
     ``slope * (seen position of the key - position of the query)`` with ALiBi.
 
     Args:
-        query: ``[num_tokens, num_heads, head_size]``, float32 or bfloat16; rows beyond
-            ``batch.query_start_loc[-1]`` are ignored.
-        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, same dtype, in the
-            layout of ``vllm_choreo.ops.layout``. The own tokens are stored already.
+        query: ``[num_tokens, num_heads, head_size]``, float32, bfloat16 or (not on CPU) float16;
+            rows beyond ``batch.query_start_loc[-1]`` are ignored.
+        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, same dtype. The own
+            tokens are stored already.
         output: like ``query``, or ``[num_tokens, num_heads * head_size]``; written in place.
         batch: what to read; ``batch.validate()`` is the caller's duty, once per step.
         scale: factor of the dot products.
@@ -82,23 +94,25 @@ def span_attention(
         alibi_slopes: float32 ``[num_heads]``, or None.
         reads: ``plan_shared_reads`` of the batch: what several requests attend to is read once,
             with the same result; None: each request reads for itself.
-        impl: None takes ``default_impl()``.
+        layout: of ``kv_cache``.
+        tiles: ``plan_tiles`` of the batch and the reads, for ``impl="triton"``, which otherwise
+            makes them in every call; others do without.
+        impl: None takes ``default_impl()`` of the query's device.
 
     Raises:
-        ValueError: arguments that do not fit together.
-        RuntimeError: ``impl="cpu"`` without the extension.
+        ValueError: arguments that do not fit together, or that the implementation has no way for.
+        RuntimeError: the implementation is not installed.
     """
-    chosen = _choose(impl)
+    module = _load(impl or default_impl(query.device.type))
     if output.dim() == 2 and output.numel() == query.numel():
         output = output.view(query.shape)
     if kv_cache.dim() == 4 and kv_cache.shape[2] != batch.block_size:
         raise ValueError(
             f"kv_cache has block size {kv_cache.shape[2]}, the batch {batch.block_size}"
         )
-    if chosen == "reference":  # the extension's binding checks the same, in less time
-        _check_attention(query, kv_cache, output, batch, cos_sin, softcap, alibi_slopes)
-    op = reference.span_attention if chosen == "reference" else cpu.span_attention
-    op(
+    if module is not cpu:  # the extension's binding checks the same, in less time
+        _check_attention(query, kv_cache, output, batch, cos_sin, softcap, alibi_slopes, layout)
+    module.span_attention(
         query,
         kv_cache,
         output,
@@ -109,6 +123,8 @@ def span_attention(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         reads=reads,
+        layout=layout,
+        tiles=tiles,
     )
 
 
@@ -119,6 +135,7 @@ def reposition_keys(
     cos_sin: torch.Tensor,
     is_neox: bool = True,
     impl: Impl | None = None,
+    layout: Layout = Layout.KEYS_TRANSPOSED,
 ) -> None:
     """Rotate the keys of whole blocks by a delta per block, in place or into other blocks.
 
@@ -130,18 +147,18 @@ def reposition_keys(
             stays as it is. A block must not be written by one entry and read by another.
         cos_sin: float32 ``[n, rotary_dim]``, see ``Rotation.cos_sin``.
         is_neox: how the rotary embedding pairs dims.
-        impl: None takes ``default_impl()``.
+        impl: None takes ``default_impl()`` of the cache's device.
+        layout: of ``kv_cache``.
 
     Raises:
         ValueError: arguments that do not fit together.
-        RuntimeError: ``impl="cpu"`` without the extension.
+        RuntimeError: the implementation is not installed.
     """
-    chosen = _choose(impl)
-    _check_cache(kv_cache)
+    module = _load(impl or default_impl(kv_cache.device.type))
+    _check_cache(kv_cache, layout)
     _check_blocks(src_blocks, dst_blocks, kv_cache.shape[0])
     _check_cos_sin(cos_sin, src_blocks.numel(), kv_cache.shape[-1] // 2)
-    op = reference.reposition_keys if chosen == "reference" else cpu.reposition_keys
-    op(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox)
+    module.reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox, layout)
 
 
 def _check_attention(
@@ -152,9 +169,10 @@ def _check_attention(
     cos_sin: torch.Tensor | None,
     softcap: float,
     alibi_slopes: torch.Tensor | None,
+    layout: Layout,
 ) -> None:
     """Check shapes and dtypes, no contents: this runs for every layer."""
-    _check_cache(kv_cache)
+    _check_cache(kv_cache, layout)
     if query.dim() != 3:
         raise ValueError(f"query has shape {tuple(query.shape)}; expected [tokens, heads, size]")
     num_heads, head_size = query.shape[1:]
@@ -189,13 +207,14 @@ def _check_attention(
         _check_cos_sin(cos_sin, batch.num_spans, head_size)
 
 
-def _check_cache(kv_cache: torch.Tensor) -> None:
+def _check_cache(kv_cache: torch.Tensor, layout: Layout) -> None:
     if kv_cache.dim() != 4 or kv_cache.shape[3] % 2:
         raise ValueError(
             f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, num_kv_heads, "
             "block_size, 2 * head_size]"
         )
-    if kv_cache.stride(3) != 1 or kv_cache.stride(2) != kv_cache.shape[3]:
+    is_dense = kv_cache.stride(3) == 1 and kv_cache.stride(2) == kv_cache.shape[3]
+    if layout is Layout.KEYS_TRANSPOSED and not is_dense:
         raise ValueError("kv_cache must be contiguous within each (block, head)")
 
 
@@ -216,9 +235,13 @@ def _check_blocks(src_blocks: torch.Tensor, dst_blocks: torch.Tensor, num_blocks
     for name, blocks in (("src_blocks", src_blocks), ("dst_blocks", dst_blocks)):
         if blocks.dim() != 1 or blocks.dtype != torch.int32:
             raise ValueError(f"{name} is {blocks.dtype} {tuple(blocks.shape)}; expected int32 [n]")
+    if src_blocks.numel() != dst_blocks.numel():
+        raise ValueError(
+            f"{src_blocks.numel()} source blocks but {dst_blocks.numel()} destinations"
+        )
+    if src_blocks.device.type != "cpu":
+        return  # reading the ids back would make the host wait for the device
     src, dst = src_blocks.tolist(), dst_blocks.tolist()
-    if len(src) != len(dst):
-        raise ValueError(f"{len(src)} source blocks but {len(dst)} destination blocks")
     if any(not 0 <= block < num_blocks for block in src + dst):
         raise ValueError(f"block ids must lie in 0..{num_blocks - 1}, got {src} -> {dst}")
     if len(set(dst)) != len(dst):

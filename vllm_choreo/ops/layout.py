@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache layout that the operations read and write, and its detection.
+"""The KV cache layouts that the operations read and write, and their detection.
 
-The cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` to vLLM, but each
-(block, head) holds, one after the other::
+The cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` to vLLM in all of them, with
+any strides of blocks, heads and slots. What lies in a (block, head) differs::
 
-    K transposed  [head_size, block_size]
-    V             [block_size, head_size]
+    KEYS_TRANSPOSED   K transposed [head_size, block_size], then V [block_size, head_size]
+    SIDE_BY_SIDE      [block_size, K and V of a token]
 
-Source: vLLM 0.32.0 CPU attention, instruction sets ``vec`` and ``vec16``, float32 and bfloat16.
+Source: vLLM 0.32.0, CPU attention (instruction sets ``vec`` and ``vec16``, float32 and bfloat16);
+its FlashAttention and Triton attention backends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 
 import torch
 
-LAYOUT_NAME = "keys transposed, then values"
-
 WriteFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class Layout(Enum):
+    """What lies in a (block, head) of the cache; the value says it in words."""
+
+    KEYS_TRANSPOSED = "keys transposed, then values"
+    SIDE_BY_SIDE = "key and value of a token side by side"
 
 
 class UnsupportedLayoutError(RuntimeError):
@@ -31,37 +38,47 @@ def _halves(kv_cache: torch.Tensor) -> torch.Tensor:
     return kv_cache.view(num_blocks, num_kv_heads, 2, block_size * double_head // 2)
 
 
-def key_view(kv_cache: torch.Tensor) -> torch.Tensor:
-    """View of the keys, ``[num_blocks, num_kv_heads, head_size, block_size]``."""
+def key_view(kv_cache: torch.Tensor, layout: Layout = Layout.KEYS_TRANSPOSED) -> torch.Tensor:
+    """View of the keys, ``[num_blocks, num_kv_heads, block_size, head_size]``."""
     num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
-    return _halves(kv_cache)[:, :, 0].view(num_blocks, num_kv_heads, double_head // 2, block_size)
+    if layout is Layout.SIDE_BY_SIDE:
+        return kv_cache[..., : double_head // 2]
+    shape = (num_blocks, num_kv_heads, double_head // 2, block_size)
+    return _halves(kv_cache)[:, :, 0].view(shape).transpose(2, 3)
 
 
-def value_view(kv_cache: torch.Tensor) -> torch.Tensor:
+def value_view(kv_cache: torch.Tensor, layout: Layout = Layout.KEYS_TRANSPOSED) -> torch.Tensor:
     """View of the values, ``[num_blocks, num_kv_heads, block_size, head_size]``."""
     num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
+    if layout is Layout.SIDE_BY_SIDE:
+        return kv_cache[..., double_head // 2 :]
     return _halves(kv_cache)[:, :, 1].view(num_blocks, num_kv_heads, block_size, double_head // 2)
 
 
-def read_kv(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_kv(
+    kv_cache: torch.Tensor, slots: torch.Tensor, layout: Layout = Layout.KEYS_TRANSPOSED
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values at ``slots`` (block * block_size + offset, int64 ``[n]``).
 
     Returns:
         Two copies ``[n, num_kv_heads, head_size]``.
     """
-    block_size = kv_cache.shape[2]
-    blocks, offsets = slots // block_size, slots % block_size
-    return key_view(kv_cache)[blocks, :, :, offsets], value_view(kv_cache)[blocks, :, offsets]
+    blocks, offsets = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
+    keys, values = key_view(kv_cache, layout), value_view(kv_cache, layout)
+    return keys[blocks, :, offsets], values[blocks, :, offsets]
 
 
 def write_kv(
-    kv_cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layout: Layout = Layout.KEYS_TRANSPOSED,
 ) -> None:
     """Store ``keys`` and ``values`` (each ``[n, num_kv_heads, head_size]``) at ``slots``."""
-    block_size = kv_cache.shape[2]
-    blocks, offsets = slots // block_size, slots % block_size
-    key_view(kv_cache)[blocks, :, :, offsets] = keys
-    value_view(kv_cache)[blocks, :, offsets] = values
+    blocks, offsets = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
+    key_view(kv_cache, layout)[blocks, :, offsets] = keys
+    value_view(kv_cache, layout)[blocks, :, offsets] = values
 
 
 def detect_layout(
@@ -71,38 +88,42 @@ def detect_layout(
     head_size: int,
     block_size: int,
     dtype: torch.dtype,
-) -> str:
-    """Confirm by experiment that the engine writes the layout of this module.
+    device: torch.device | str = "cpu",
+    readable: Sequence[Layout] = (Layout.KEYS_TRANSPOSED,),
+) -> Layout:
+    """Find out by experiment in which layout the engine writes.
 
     Args:
         write_fn: called as ``write_fn(keys, values, kv_cache, slot_mapping)`` with keys and
             values ``[n, num_kv_heads, head_size]``, a zeroed cache
             ``[4, num_kv_heads, block_size, 2 * head_size]`` and int64 slots ``[n]``; it must
             store them the way the engine does.
-        num_kv_heads, head_size, block_size, dtype: of the engine's cache.
-
-    Returns:
-        The name of the layout, for logs.
+        num_kv_heads, head_size, block_size, dtype, device: of the engine's cache.
+        readable: layouts that the implementation in use reads.
 
     Raises:
         UnsupportedLayoutError: something else was found; the message names it and the way out.
     """
     shape = (4, num_kv_heads, block_size, 2 * head_size)
-    kv_cache = torch.zeros(shape, dtype=dtype)
+    kv_cache = torch.zeros(shape, dtype=dtype, device=device)
     # Whole blocks and a partial one, not in order; every element is distinct in float32, and
     # small integers in any dtype, so that equality means "same place" and not "close".
     slots = torch.cat([torch.arange(block_size) + 2 * block_size, torch.arange(3) + block_size])
     numel = slots.numel() * num_kv_heads * head_size
     numbers = (torch.arange(2 * numel) * 7919 % 251 + 1).to(dtype)
     keys, values = numbers.view(2, slots.numel(), num_kv_heads, head_size)
-    write_fn(keys.clone(), values.clone(), kv_cache, slots)
+    given = [part.to(device, copy=True) for part in (keys, values)]
+    write_fn(given[0], given[1], kv_cache, slots.to(device))
+    found = kv_cache.cpu()
     expected = torch.zeros(shape, dtype=dtype)
-    write_kv(expected, slots, keys, values)
-    if torch.equal(kv_cache, expected):
-        return LAYOUT_NAME
+    for layout in readable:
+        write_kv(expected.zero_(), slots, keys, values, layout)
+        if torch.equal(found, expected):
+            return layout
+    names = " or ".join(f"'{layout.value}'" for layout in readable)
     raise UnsupportedLayoutError(
-        f"the KV cache holds {_describe(kv_cache, expected, slots, keys)}, but choreography reads "
-        f"'{LAYOUT_NAME}' ({dtype}, head size {head_size}, block size {block_size}). "
+        f"the KV cache holds {_describe(found, expected, slots, keys)}, but choreography reads "
+        f"{names} ({dtype}, head size {head_size}, block size {block_size}). "
         + _way_out(kv_cache.dtype)
     )
 
@@ -119,7 +140,7 @@ def _describe(
         return "keys row by row [block_size, head_size], not transposed"
     interleaved = found[slots // block_size, :, slots % block_size]
     if torch.equal(interleaved[..., : keys.shape[-1]], keys):
-        return "key and value of a token side by side"
+        return Layout.SIDE_BY_SIDE.value
     if torch.equal(found.flatten().sort()[0], expected.flatten().sort()[0]):
         return "the right numbers in another order (packed into tiles, as AMX kernels do)"
     return "other numbers than were written (a quantized or scaled cache)"

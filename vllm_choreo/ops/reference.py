@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_choreo.ops.layout import key_view, read_kv, value_view
+from vllm_choreo.ops.layout import Layout, key_view, read_kv, value_view
 from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.spans import SpanBatch
 
@@ -48,9 +48,13 @@ def span_attention(
     is_neox: bool,
     softcap: float,
     alibi_slopes: torch.Tensor | None,
+    layout: Layout,
+    tiles: object = None,
 ) -> None:
     """See ``vllm_choreo.ops.span_attention``; one request after the other, in float32."""
-    queries = _Queries(query, kv_cache, batch, scale, cos_sin, is_neox, softcap, alibi_slopes)
+    queries = _Queries(
+        query, kv_cache, batch, scale, cos_sin, is_neox, softcap, alibi_slopes, layout
+    )
     if reads is not None:
         _shared(queries, reads, output)
         return
@@ -94,6 +98,7 @@ class _Queries:
     is_neox: bool
     softcap: float
     alibi_slopes: torch.Tensor | None
+    layout: Layout
 
     def rows(self, r: int) -> slice:
         start, stop = self.batch.query_start_loc[r : r + 2].tolist()
@@ -104,7 +109,7 @@ class _Queries:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores ``[group, q_len, num_kv_heads, n]`` and values ``[n, num_kv_heads, d]``."""
         batch = self.batch
-        keys, values = read_kv(self.kv_cache, _slots(batch, r, j, begin, num_tokens))
+        keys, values = read_kv(self.kv_cache, _slots(batch, r, j, begin, num_tokens), self.layout)
         q = self.query[self.rows(r)].float()
         q_len, num_heads, head_size = q.shape
         num_kv_heads = keys.shape[1]
@@ -160,11 +165,12 @@ def reposition_keys(
     dst_blocks: torch.Tensor,
     cos_sin: torch.Tensor,
     is_neox: bool,
+    layout: Layout,
 ) -> None:
     """See ``vllm_choreo.ops.reposition_keys``; arithmetic in float32, one rounding."""
     src, dst = src_blocks.long(), dst_blocks.long()
-    keys = key_view(kv_cache)[src].float().transpose(-1, -2)
-    turned = rotate(keys, cos_sin[:, None, None, :], is_neox).transpose(-1, -2)
-    values = value_view(kv_cache)[src]
-    key_view(kv_cache)[dst] = turned.to(kv_cache.dtype)
-    value_view(kv_cache)[dst] = values
+    keys, values = key_view(kv_cache, layout), value_view(kv_cache, layout)
+    turned = rotate(keys[src].float(), cos_sin[:, None, None, :], is_neox)
+    copied = values[src]
+    keys[dst] = turned.to(kv_cache.dtype)
+    values[dst] = copied

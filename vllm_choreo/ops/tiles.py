@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the work of one attention call is cut for a GPU: tiles of queries, and items of tokens.
+
+A *tile* is some queries of a group of readers (see ``SharedReads``) and all tokens that the group
+reads; its rows are the query heads of one KV head. An *item* is a share of a tile's tokens, the
+work of one program per KV head. Where the queries of a tile have several partial results they are
+merged by their log-sum-exp::
+
+    tile      rows     slot 0 (query, heads 0 .. G-1), slot 1 (query, heads 0 .. G-1), ...
+              tokens   segment | segment | segment | own tokens of the tile's one request
+    items     |---- 0 ----|---- 1 ----|---- 2 ----|
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_choreo.ops.sharing import Group, Piece, SharedReads
+from vllm_choreo.ops.spans import SpanBatch, ints
+
+# Rows of the tensor cores' smallest product.
+MIN_ROWS = 16
+# Fewer tokens than this are not worth a partial result and its merge.
+MIN_SPLIT_TOKENS = 256
+# Items begin at multiples of this within their tile, so that programs load whole chunks.
+SPLIT_UNIT = 64
+
+
+@dataclass(frozen=True, eq=False)
+class TileClass:
+    """The tiles of one size, and their items: one kernel launch. All tensors are int32.
+
+    Attributes:
+        num_rows: of each tile, a power of two, at least ``MIN_ROWS``.
+        query: ``[num_tiles, num_rows // group_heads]``, index of the query token; -1: no query.
+        request: alike, the request of the query.
+        column: alike, which member of its group the query belongs to.
+        items: ``[num_items, 7]``: tile; first and end segment; the request whose own tokens
+            belong to the item, or -1; which share of them, of how many shares; first row of its
+            partial results, or -1 where it writes the output itself.
+    """
+
+    num_rows: int
+    query: torch.Tensor
+    request: torch.Tensor
+    column: torch.Tensor
+    items: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """The plan of one call. All tensors are int32 and lie on the device of the call.
+
+    Valid for as long as queries, parents and reads of the batch stay the same; own spans may
+    grow, see ``with_own_tokens``.
+
+    Attributes:
+        classes: the tiles by size.
+        segments: ``[num_segments, 5]``: index into ``read_span`` of the first member's read; the
+            request whose row of the block table has the blocks; first slot there; number of
+            tokens; how many tokens of the piece precede.
+        read_span: ``[num_reads]``, the span through which a member reads a piece.
+        read_position: ``[num_reads]``, where the member sees the first token of the piece.
+        own_first_slot, own_tokens, own_position: ``[num_reqs]``, of the own spans.
+        query_end: ``[num_reqs]``, end of the request's queries.
+        merged_query: ``[num_merged]``, queries with partial results.
+        partial_start_loc: ``[num_merged + 1]``, and
+        partial: their rows of partial results.
+        num_partials: rows of partial results.
+    """
+
+    classes: tuple[TileClass, ...]
+    segments: torch.Tensor
+    read_span: torch.Tensor
+    read_position: torch.Tensor
+    own_first_slot: torch.Tensor
+    own_tokens: torch.Tensor
+    own_position: torch.Tensor
+    query_end: torch.Tensor
+    merged_query: torch.Tensor
+    partial_start_loc: torch.Tensor
+    partial: torch.Tensor
+    num_partials: int
+
+    def with_own_tokens(self, own_tokens: torch.Tensor) -> Tiles:
+        """The same plan for own spans of other lengths (int32 ``[num_reqs]``, on the device)."""
+        return dataclasses.replace(self, own_tokens=own_tokens)
+
+
+def plan_tiles(
+    batch: SpanBatch,
+    reads: SharedReads | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    max_rows: int,
+    num_programs: int,
+    device: torch.device | str,
+) -> Tiles:
+    """Cut the work of a batch.
+
+    Args:
+        batch: its tensors lie in host memory, but for the block table, which is not looked at.
+        reads: ``plan_shared_reads`` of it; None: each request reads for itself.
+        num_heads, num_kv_heads: of the layer (of this worker's share of it).
+        max_rows: of a tile, a power of two; more where one query alone has more heads.
+        num_programs: how many the device runs at once; more work than that is not split.
+        device: where the plan goes.
+    """
+    planner = _Planner(batch, num_heads // num_kv_heads, max_rows)
+    for g, group in enumerate(_alone(batch) if reads is None else reads.groups()):
+        planner.add_group(group, has_own=g < batch.num_reqs)
+    planner.split(num_programs // num_kv_heads)
+    return planner.finish(device)
+
+
+def _alone(batch: SpanBatch) -> Iterator[Group]:
+    """The groups of a batch in which every request reads for itself."""
+    start, num_tokens = ints(batch.span_start_loc), ints(batch.num_tokens)
+    for r in range(batch.num_reqs):
+        spans = range(start[r], start[r + 1] - 1)
+        yield Group((r,), [Piece(num_tokens[j], ((j, 0),)) for j in spans])
+
+
+@dataclass(eq=False)
+class _Tile:
+    """Queries as (query, request, column) each; segments as in ``Tiles``."""
+
+    queries: list[tuple[int, int, int]]
+    segments: list[tuple[int, ...]]
+    num_rows: int
+    own_request: int  # or -1
+    own_tokens: int  # of those that its last query sees
+    items: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    first_partial: int = -1
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(segment[3] for segment in self.segments) + self.own_tokens
+
+    @property
+    def cost(self) -> int:
+        # Reading keys and values costs about as much as computing MIN_ROWS rows.
+        return self.num_tokens * (self.num_rows + MIN_ROWS)
+
+
+class _Planner:
+    def __init__(self, batch: SpanBatch, group_heads: int, max_rows: int) -> None:
+        self.group_heads = group_heads
+        self.max_rows = max(max_rows, _power_of_two(group_heads))
+        self.first_slot, self.num_tokens = ints(batch.first_slot), ints(batch.num_tokens)
+        self.stored, self.delta = ints(batch.stored_position), ints(batch.position_delta)
+        self.query_start = ints(batch.query_start_loc)
+        self.own_spans = [end - 1 for end in ints(batch.span_start_loc)[1:]]
+        self.reads: list[tuple[int, int]] = []  # span, position
+        self.tiles: list[_Tile] = []
+        self.num_partials = 0
+
+    # -- tiles -------------------------------------------------------------------------------
+
+    def add_group(self, group: Group, has_own: bool) -> None:
+        """Cut the queries of a group's members into tiles; with own tokens there is one member."""
+        segments = [self._segment(group.members[0], piece) for piece in group.pieces]
+        queries = [
+            (query, r, column)
+            for column, r in enumerate(group.members)
+            for query in range(self.query_start[r], self.query_start[r + 1])
+        ]
+        most = self.max_rows // self.group_heads
+        for begin in range(0, len(queries) if segments or has_own else 0, most):
+            chosen = queries[begin : begin + most]
+            last, request, _ = chosen[-1]
+            own = 0
+            if has_own:
+                unseen = self.query_start[request + 1] - 1 - last
+                own = self.num_tokens[self.own_spans[request]] - unseen
+            rows = self._num_rows(len(chosen) * self.group_heads)
+            self.tiles.append(_Tile(chosen, segments, rows, request if has_own else -1, own))
+
+    def _segment(self, request: int, piece: Piece) -> tuple[int, ...]:
+        first_read = len(self.reads)
+        for span, begin in piece.reads:
+            self.reads.append((span, self.stored[span] + begin - self.delta[span]))
+        span, begin = piece.reads[0]
+        return first_read, request, self.first_slot[span] + begin, piece.num_tokens, 0
+
+    def _num_rows(self, rows: int) -> int:
+        """Two sizes and the largest one: each further one is another kernel launch."""
+        sizes = (MIN_ROWS, 4 * MIN_ROWS, self.max_rows)
+        return next(size for size in sizes if size >= rows)
+
+    # -- items -------------------------------------------------------------------------------
+
+    def split(self, num_items: int) -> None:
+        """Share out the tokens of long tiles, for about `num_items` items in all."""
+        target = sum(tile.cost for tile in self.tiles) / max(num_items, 1)
+        for tile in self.tiles:
+            wanted = int(tile.cost / max(target, 1))
+            num_splits = max(1, min(wanted, tile.num_tokens // MIN_SPLIT_TOKENS))
+            self._split(tile, num_splits)
+        num_results: dict[int, int] = {}
+        for tile in self.tiles:
+            for query, _, _ in tile.queries:
+                num_results[query] = num_results.get(query, 0) + len(tile.items)
+        for tile in self.tiles:
+            if any(num_results[query] > 1 for query, _, _ in tile.queries):
+                tile.first_partial = self.num_partials
+                self.num_partials += len(tile.items) * (tile.num_rows // self.group_heads)
+
+    def _split(self, tile: _Tile, num_splits: int) -> None:
+        """Items: (first segment, end segment, own request or -1, own share, own shares)."""
+        share = -(-tile.num_tokens // num_splits)
+        share = -(-share // SPLIT_UNIT) * SPLIT_UNIT
+        cut = list(_cut(tile.segments, share)) if num_splits > 1 else [tile.segments]
+        tile.segments = [segment for part in cut for segment in part]
+        bounds, begin = [], 0
+        for part in cut:
+            bounds.append((begin, begin + len(part)))
+            begin += len(part)
+        own = tile.own_request
+        if own < 0:
+            tile.items = [(*bound, -1, 0, 0) for bound in bounds]
+            return
+        own_shares = max(1, round(tile.own_tokens / share))
+        if own_shares == 1:  # its few tokens go with the last, shortest share
+            tile.items = [(*bound, -1, 0, 0) for bound in bounds[:-1]]
+            tile.items.append((*(bounds or [(0, 0)])[-1], own, 0, 1))
+            return
+        tile.items = [(*bound, -1, 0, 0) for bound in bounds if bound[0] < bound[1]]
+        tile.items += [(begin, begin, own, i, own_shares) for i in range(own_shares)]
+
+    # -- tensors -----------------------------------------------------------------------------
+
+    def finish(self, device: torch.device | str) -> Tiles:
+        """Everything as tensors, in one copy to the device."""
+        segments: list[tuple[int, ...]] = []
+        rows_of: dict[int, list[int]] = {}
+        by_size: dict[int, list[tuple[_Tile, int]]] = {}
+        for tile in sorted(self.tiles, key=lambda tile: -tile.cost):  # the longest starts first
+            by_size.setdefault(tile.num_rows, []).append((tile, len(segments)))
+            segments += tile.segments
+            if tile.first_partial >= 0:
+                self._list_partials(tile, rows_of)
+        merged = sorted(rows_of)
+        starts = [0]
+        for query in merged:
+            starts.append(starts[-1] + len(rows_of[query]))
+        own = self.own_spans
+        arrays: dict[str, Sequence] = {
+            "segments": segments,
+            "read_span": [span for span, _ in self.reads],
+            "read_position": [position for _, position in self.reads],
+            "own_first_slot": [self.first_slot[j] for j in own],
+            "own_tokens": [self.num_tokens[j] for j in own],
+            "own_position": [self.stored[j] for j in own],
+            "query_end": self.query_start[1:],
+            "merged_query": merged,
+            "partial_start_loc": starts,
+            "partial": [row for query in merged for row in rows_of[query]],
+        }
+        sizes = sorted(by_size)
+        lists = [list(self._class_arrays(size, by_size[size])) for size in sizes]
+        tensors = iter(_to_device([*arrays.values(), *(a for four in lists for a in four)], device))
+        common = {name: next(tensors) for name in arrays}
+        classes = tuple(
+            TileClass(size, next(tensors), next(tensors), next(tensors), next(tensors))
+            for size in sizes
+        )
+        return Tiles(classes=classes, num_partials=self.num_partials, **common)
+
+    def _list_partials(self, tile: _Tile, rows_of: dict[int, list[int]]) -> None:
+        width = tile.num_rows // self.group_heads
+        for i in range(len(tile.items)):
+            for slot, (query, _, _) in enumerate(tile.queries):
+                rows_of.setdefault(query, []).append(tile.first_partial + i * width + slot)
+
+    def _class_arrays(self, num_rows: int, tiles: Sequence[tuple[_Tile, int]]) -> Iterator[list]:
+        """Query, request, column, items of the tiles of a size, each with its first segment."""
+        width = num_rows // self.group_heads
+        padding = [(-1, 0, 0)]
+        slots = [[*t.queries, *padding * (width - len(t.queries))] for t, _ in tiles]
+        for i in range(3):
+            yield [[slot[i] for slot in of_tile] for of_tile in slots]
+        yield [
+            (index, base + first, base + end, own, share, shares,
+             tile.first_partial + i * width if tile.first_partial >= 0 else -1)
+            for index, (tile, base) in enumerate(tiles)
+            for i, (first, end, own, share, shares) in enumerate(tile.items)
+        ]  # fmt: skip
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest one that is not below `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+def _cut(segments: Sequence[tuple[int, ...]], share: int) -> Iterator[list[tuple[int, ...]]]:
+    """Runs of segments with `share` tokens each, the last one with what is left."""
+    part: list[tuple[int, ...]] = []
+    room = share
+    for read, request, slot, num_tokens, before in segments:
+        done = 0
+        while done < num_tokens:
+            taken = min(room, num_tokens - done)
+            part.append((read, request, slot + done, taken, before + done))
+            done += taken
+            room -= taken
+            if room == 0:
+                yield part
+                part, room = [], share
+    if part:
+        yield part
+
+
+def _to_device(arrays: Sequence[Sequence], device: torch.device | str) -> list[torch.Tensor]:
+    """Int32 tensors on a device, cut out of one buffer at multiples of 16 bytes."""
+    tensors = [torch.tensor(array, dtype=torch.int32) for array in arrays]
+    padded = [-(-tensor.numel() // 4) * 4 for tensor in tensors]
+    buffer = torch.zeros(sum(padded), dtype=torch.int32)
+    if torch.device(device).type != "cpu":
+        buffer = buffer.pin_memory()
+    for part, tensor in zip(buffer.split(padded), tensors, strict=True):
+        part[: tensor.numel()] = tensor.flatten()
+    moved = buffer.to(device, non_blocking=True).split(padded)
+    return [
+        part[: tensor.numel()].view(tensor.shape)
+        for part, tensor in zip(moved, tensors, strict=True)
+    ]

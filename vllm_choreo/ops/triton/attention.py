@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches the attention kernels over the tiles of a batch."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+from vllm_choreo.ops.layout import Layout, key_view, value_view
+from vllm_choreo.ops.sharing import SharedReads
+from vllm_choreo.ops.spans import SpanBatch
+from vllm_choreo.ops.tiles import MIN_ROWS, TileClass, Tiles, plan_tiles
+from vllm_choreo.ops.triton.kernels import attend_tiles, merge_partials
+
+# Programs in flight per multiprocessor: of these kernels two fit, by their shared memory.
+_PROGRAMS_PER_PROCESSOR = 2
+# What the interpreter is told to fill, so that small tests are split as well.
+_PROGRAMS_ON_CPU = 16
+# Bytes of a chunk of keys in shared memory; values take as much, both are loaded one chunk ahead.
+_CHUNK_BYTES = 16 * 1024
+
+
+@functools.cache
+def _num_programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _PROGRAMS_ON_CPU
+    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * _PROGRAMS_PER_PROCESSOR
+
+
+def _max_rows(head_size: int, dtype: torch.dtype) -> int:
+    """Rows of a tile: as many as fit into registers beside their outputs."""
+    return 128 if head_size * dtype.itemsize <= 256 else 64
+
+
+def _chunk_tokens(padded_head_size: int, dtype: torch.dtype) -> int:
+    """Tokens that are loaded at once."""
+    return max(MIN_ROWS, min(64, _CHUNK_BYTES // (padded_head_size * dtype.itemsize)))
+
+
+def make_tiles(
+    batch: SpanBatch,
+    reads: SharedReads | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tiles:
+    """`plan_tiles` for these kernels on a device. The batch lies in host memory."""
+    device = torch.device(device)
+    return plan_tiles(
+        batch,
+        reads,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        max_rows=_max_rows(head_size, dtype),
+        num_programs=_num_programs(device),
+        device=device,
+    )
+
+
+def span_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    batch: SpanBatch,
+    *,
+    reads: SharedReads | None,
+    scale: float,
+    cos_sin: torch.Tensor | None,
+    is_neox: bool,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    layout: Layout,
+    tiles: Tiles | None,
+) -> None:
+    """See ``vllm_choreo.ops.span_attention``.
+
+    The block table and ``cos_sin`` lie on the query's device; without ``tiles`` the rest of the
+    batch lies in host memory.
+    """
+    _, num_heads, head_size = query.shape
+    num_kv_heads = kv_cache.shape[1]
+    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"query is {query.dtype}; impl='triton' has kernels for float32, bfloat16 and float16"
+        )
+    if query.stride(2) != 1 or output.stride(2) != 1:
+        raise ValueError("the last dim of query and output must be contiguous")
+    if tiles is None:
+        tiles = make_tiles(
+            batch,
+            reads,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            dtype=query.dtype,
+            device=query.device,
+        )
+    keys, values = key_view(kv_cache, layout), value_view(kv_cache, layout)
+    shape = (tiles.num_partials, num_heads)
+    partial_output = query.new_empty((*shape, head_size), dtype=torch.float32)
+    partial_lse = query.new_empty(shape, dtype=torch.float32)
+    padded = triton.next_power_of_2(head_size)
+    for tile_class in tiles.classes:
+        grid = (tile_class.items.shape[0], num_kv_heads)
+        attend_tiles[grid](
+            query, *query.stride()[:2],
+            keys, *keys.stride(), values, *values.stride(),
+            output, *output.stride()[:2], partial_output, partial_lse,
+            batch.block_table, batch.block_table.stride(0), cos_sin, alibi_slopes,
+            tile_class.query, tile_class.request, tile_class.column, tile_class.items,
+            tiles.segments, tiles.read_span, tiles.read_position,
+            tiles.own_first_slot, tiles.own_tokens, tiles.own_position, tiles.query_end,
+            scale, softcap,
+            NUM_ROWS=tile_class.num_rows,
+            GROUP_HEADS=num_heads // num_kv_heads,
+            HEAD_SIZE=head_size,
+            PADDED_HEAD_SIZE=padded,
+            ROTARY_DIM=0 if cos_sin is None else cos_sin.shape[1],
+            IS_NEOX=is_neox,
+            HAS_SOFTCAP=softcap > 0,
+            HAS_ALIBI=alibi_slopes is not None,
+            BLOCK_SIZE=batch.block_size,
+            CHUNK=_chunk_tokens(padded, query.dtype),
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            WIDEN=query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
+            num_warps=_num_warps(tile_class),
+            num_stages=2,
+        )  # fmt: skip
+    if tiles.num_partials:
+        merge_partials[(tiles.merged_query.numel(), num_heads)](
+            output, *output.stride()[:2], partial_output, partial_lse,
+            tiles.merged_query, tiles.partial_start_loc, tiles.partial,
+            HEAD_SIZE=head_size, PADDED_HEAD_SIZE=padded, num_warps=1,
+        )  # fmt: skip
+
+
+def _num_warps(tile_class: TileClass) -> int:
+    return 8 if tile_class.num_rows >= 128 else 4
