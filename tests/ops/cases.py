@@ -46,7 +46,7 @@ class Case:
 
 def run(case: Case, impl: str, reads: SharedReads | None = None) -> torch.Tensor:
     """The output of an implementation, where it runs, from queries in host memory."""
-    device = GPU if impl == "triton" else torch.device("cpu")
+    device = GPU if impl in ("triton", "xformers") else torch.device("cpu")
     batch = dataclasses.replace(case.batch, block_table=case.batch.block_table.to(device))
     arguments = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value

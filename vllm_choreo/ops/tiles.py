@@ -189,9 +189,9 @@ class _Planner:
         return first_read, request, self.first_slot[span] + begin, piece.num_tokens, 0
 
     def _num_rows(self, rows: int) -> int:
-        """Two sizes and the largest one: each further one is another kernel launch."""
+        """The smallest, a middle or the largest size: each further one is one launch more."""
         sizes = (MIN_ROWS, 4 * MIN_ROWS, self.max_rows)
-        return next(size for size in sizes if size >= rows)
+        return next(size for size in sizes if rows <= size <= self.max_rows)
 
     # -- items -------------------------------------------------------------------------------
 

@@ -11,14 +11,16 @@ import triton
 from vllm_choreo.ops.layout import Layout, key_view, value_view
 from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.spans import SpanBatch
-from vllm_choreo.ops.tiles import MIN_ROWS, TileClass, Tiles, plan_tiles
+from vllm_choreo.ops.tiles import MIN_ROWS, Tiles, plan_tiles
 from vllm_choreo.ops.triton.kernels import attend_tiles, merge_partials
 
 # Programs in flight per multiprocessor: of these kernels two fit, by their shared memory.
 _PROGRAMS_PER_PROCESSOR = 2
 # What the interpreter is told to fill, so that small tests are split as well.
 _PROGRAMS_ON_CPU = 16
-# Bytes of a chunk of keys in shared memory; values take as much, both are loaded one chunk ahead.
+# Ids of blocks are loaded two chunks ahead, keys and values one: the latter need the former.
+_NUM_STAGES = 3
+# Bytes of a chunk of keys in shared memory; values take as much, for two chunks each.
 _CHUNK_BYTES = 16 * 1024
 
 
@@ -31,8 +33,11 @@ def _num_programs(device: torch.device) -> int:
 
 
 def _max_rows(head_size: int, dtype: torch.dtype) -> int:
-    """Rows of a tile: as many as fit into registers beside their outputs."""
-    return 128 if head_size * dtype.itemsize <= 256 else 64
+    """Rows of a tile: as many as fit into the registers of any GPU from Ampere on, and into the
+    99 KiB of shared memory that the smallest of them give a program.
+    """
+    row_bytes = triton.next_power_of_2(head_size) * dtype.itemsize
+    return 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
 
 
 def _chunk_tokens(padded_head_size: int, dtype: torch.dtype) -> int:
@@ -129,8 +134,8 @@ def span_attention(
             CHUNK=_chunk_tokens(padded, query.dtype),
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             WIDEN=query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
-            num_warps=_num_warps(tile_class),
-            num_stages=2,
+            num_warps=4 if tile_class.num_rows == MIN_ROWS else 8,
+            num_stages=_NUM_STAGES,
         )  # fmt: skip
     if tiles.num_partials:
         merge_partials[(tiles.merged_query.numel(), num_heads)](
@@ -138,7 +143,3 @@ def span_attention(
             tiles.merged_query, tiles.partial_start_loc, tiles.partial,
             HEAD_SIZE=head_size, PADDED_HEAD_SIZE=padded, num_warps=1,
         )  # fmt: skip
-
-
-def _num_warps(tile_class: TileClass) -> int:
-    return 8 if tile_class.num_rows >= 128 else 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E: tl.constexpr = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -134,11 +134,11 @@ def attend_tiles(
     slot = rows // GROUP_HEADS
     head = kv_head * GROUP_HEADS + rows % GROUP_HEADS
     is_row = slot < NUM_SLOTS
-    at = tile * NUM_SLOTS + slot
-    query = tl.load(tile_query_ptr + at, mask=is_row, other=-1).to(tl.int64)
+    entry = tile * NUM_SLOTS + slot
+    query = tl.load(tile_query_ptr + entry, mask=is_row, other=-1).to(tl.int64)
     has_query = query >= 0
-    request = tl.load(tile_request_ptr + at, mask=has_query, other=0)
-    column = tl.load(tile_column_ptr + at, mask=has_query, other=0)
+    request = tl.load(tile_request_ptr + entry, mask=has_query, other=0)
+    column = tl.load(tile_column_ptr + entry, mask=has_query, other=0)
     dims = tl.arange(0, PADDED_HEAD_SIZE)
     rows_ptr = query_ptr + query * query_token + head * query_head
     queries = _load_queries(rows_ptr, has_query, dims, HEAD_SIZE)
@@ -203,10 +203,10 @@ def attend_tiles(
         )
     else:
         num_heads = tl.num_programs(1) * GROUP_HEADS
-        at = (first_partial + slot).to(tl.int64) * num_heads + head
-        tl.store(partial_output_ptr + at[:, None] * HEAD_SIZE + dims[None, :], result,
+        partial = (first_partial + slot).to(tl.int64) * num_heads + head
+        tl.store(partial_output_ptr + partial[:, None] * HEAD_SIZE + dims[None, :], result,
                  mask=is_stored)  # fmt: skip
-        tl.store(partial_lse_ptr + at, maximum + tl.log2(total), mask=has_query)
+        tl.store(partial_lse_ptr + partial, maximum + tl.log2(total), mask=has_query)
 
 
 @triton.jit
@@ -223,8 +223,8 @@ def merge_partials(
     is_dim = dims < HEAD_SIZE
     maximum = float("-inf")
     for i in range(begin, end):
-        at = tl.load(partial_ptr + i).to(tl.int64) * tl.num_programs(1) + head
-        maximum = tl.maximum(maximum, tl.load(partial_lse_ptr + at))
+        partial = tl.load(partial_ptr + i).to(tl.int64) * tl.num_programs(1) + head
+        maximum = tl.maximum(maximum, tl.load(partial_lse_ptr + partial))
     total = 0.0
     result = tl.zeros([PADDED_HEAD_SIZE], tl.float32)
     for i in range(begin, end):

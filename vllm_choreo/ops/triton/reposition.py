@@ -74,10 +74,12 @@ def _move_block(
     if src != dst:
         dims = tl.arange(0, PADDED_HEAD_SIZE)
         is_kept = is_slot[:, None] & ((dims >= 2 * HALF) & (dims < HEAD_SIZE))[None, :]
-        at = at_key + dims[None, :] * key_dim
-        kept = tl.load(at + src * key_block, mask=is_kept, other=0.0)
-        tl.store(at + dst * key_block, kept, mask=is_kept)
-        at = value_ptr + head * value_head + slots[:, None] * value_slot + dims[None, :] * value_dim
+        at_kept = at_key + dims[None, :] * key_dim
+        kept = tl.load(at_kept + src * key_block, mask=is_kept, other=0.0)
+        tl.store(at_kept + dst * key_block, kept, mask=is_kept)
+        at_value = (
+            value_ptr + head * value_head + slots[:, None] * value_slot + dims[None, :] * value_dim
+        )
         is_value = is_slot[:, None] & (dims < HEAD_SIZE)[None, :]
-        copied = tl.load(at + src * value_block, mask=is_value, other=0.0)
-        tl.store(at + dst * value_block, copied, mask=is_value)
+        copied = tl.load(at_value + src * value_block, mask=is_value, other=0.0)
+        tl.store(at_value + dst * value_block, copied, mask=is_value)
