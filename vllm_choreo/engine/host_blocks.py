@@ -23,16 +23,17 @@ def num_host_blocks(host_memory_gib: float, block_bytes: int) -> int:
 class HostBlocks:
     """Copies of blocks of every layer, in memory of the host.
 
+    With a GPU the copies run in the order of its other work, and nothing waits for them.
+
     Args:
-        kv_caches: one per layer, `[num_blocks, ...]`, any dtype and device.
-        num_blocks: of the host; the memory is taken from the system when it is first written.
+        kv_caches: one per layer, `[num_blocks, ...]`, any dtype, strides and device.
+        num_blocks: of the host. The memory is taken from the system when it is first written;
+            with a GPU, which copies from and to pinned memory, at once.
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
         self.kv_caches = kv_caches
-        self.copies = [
-            torch.empty((num_blocks, *cache.shape[1:]), dtype=cache.dtype) for cache in kv_caches
-        ]
+        self.copies = [_empty_like(cache, num_blocks) for cache in kv_caches]
 
     def copy(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """Copy blocks out, then in.
@@ -44,6 +45,14 @@ class HostBlocks:
         """
         for cache, copies in zip(self.kv_caches, self.copies, strict=True):
             for block, host_block in saves:
-                copies[host_block].copy_(cache[block])
+                copies[host_block].copy_(cache[block], non_blocking=True)
             for host_block, block in loads:
-                cache[block].copy_(copies[host_block])
+                cache[block].copy_(copies[host_block], non_blocking=True)
+
+
+def _empty_like(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Blocks like those of a cache, whose dims lie in the same order: each is copied as one run."""
+    order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
+    shape = (num_blocks, *(cache.shape[dim] for dim in order))
+    copies = torch.empty(shape, dtype=cache.dtype, pin_memory=cache.is_cuda)
+    return copies.permute(0, *(1 + order.index(dim) for dim in range(1, cache.dim())))

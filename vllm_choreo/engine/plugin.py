@@ -19,9 +19,15 @@ logger = logging.getLogger(__name__)
 SUPPORTED_VLLM = "0.32.0"
 # The smallest block that vLLM's CPU kernel takes at full speed: less padding per message.
 CPU_BLOCK_SIZE = 32
-CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 _ENGINE = "vllm_choreo.engine"
+# Ours, by the worker that vLLM's platforms name.
+_WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": f"{_ENGINE}.cpu_worker.ChoreoCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": f"{_ENGINE}.gpu_worker.ChoreoGPUWorker",
+}
+# vLLM's attention backends for which there are ours on GPUs, in the order of choice.
+_GPU_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 _LOGGER = "vllm.choreo"  # vLLM prints the lines of loggers that are named after it
 _installed = False
 
@@ -41,12 +47,12 @@ def install() -> None:
     from vllm_choreo.engine import utility
 
     _hook_command_line(type(current_platform))
-    if current_platform.is_cpu():
+    if current_platform.is_cpu() or current_platform.is_cuda():
         _hook_configuration(type(current_platform))
         utility.install()
     else:
         logger.warning(
-            "vllm-choreo serves CPU engines only so far: on %s choreographed calls are not "
+            "vllm-choreo serves engines on CPUs and NVIDIA GPUs: on %s choreographed calls are not "
             "available, and vLLM runs as without the plugin.",
             current_platform.device_name,
         )
@@ -107,13 +113,45 @@ def _applies(vllm_config: Any) -> bool:
 
 
 def configure_before(vllm_config: Any) -> None:
-    """Choose a small block size when the user chose none."""
-    cache = vllm_config.cache_config
-    if not _applies(vllm_config) or cache.user_specified_block_size:
+    """Choose block size or attention backend where the user chose none."""
+    from vllm.platforms import current_platform
+
+    if not _applies(vllm_config) or vllm_config.model_config.use_mla:
         return
-    if not vllm_config.model_config.use_mla:
-        cache.block_size = CPU_BLOCK_SIZE
-        cache.user_specified_block_size = True
+    if current_platform.is_cuda():
+        _choose_backend(vllm_config, current_platform.get_device_capability())
+    elif not vllm_config.cache_config.user_specified_block_size:
+        vllm_config.cache_config.block_size = CPU_BLOCK_SIZE
+        vllm_config.cache_config.user_specified_block_size = True
+
+
+def _choose_backend(vllm_config: Any, capability: Any) -> None:
+    """The first of vLLM's backends for which there is ours, and that runs the model.
+
+    Raises:
+        UnsupportedOptionError: the user chose one for which there is none.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    attention, model = vllm_config.attention_config, vllm_config.model_config
+    if attention.backend is not None:
+        if attention.backend.name not in _GPU_BACKENDS:
+            raise UnsupportedOptionError(
+                f"choreography has attention for {' and '.join(_GPU_BACKENDS)}: choose one of "
+                'them or none, or run vLLM without the plugin (VLLM_PLUGINS="")',
+                parameter="attention_config.backend",
+                value=attention.backend.name,
+            )
+        return
+    for name in _GPU_BACKENDS:
+        backend = AttentionBackendEnum[name].get_class()
+        if (
+            backend.supports_compute_capability(capability)
+            and backend.supports_dtype(model.dtype)
+            and backend.supports_head_size(model.get_head_size())
+        ):
+            attention.backend = AttentionBackendEnum[name]
+            return
 
 
 def configure_after(vllm_config: Any) -> None:
@@ -125,7 +163,7 @@ def configure_after(vllm_config: Any) -> None:
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     name = "ChoreoAsyncScheduler" if scheduler.async_scheduling else "ChoreoScheduler"
     scheduler.scheduler_cls = f"{_ENGINE}.scheduler.{name}"
-    parallel.worker_cls = f"{_ENGINE}.cpu_worker.ChoreoCPUWorker"
+    parallel.worker_cls = _WORKERS.get(parallel.worker_cls, parallel.worker_cls)
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:
@@ -143,9 +181,11 @@ def _refuse_unsupported(vllm_config: Any) -> None:
         "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
         "speculative_config.method": speculative is not None and speculative.method != "ngram",
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype != "auto",
-        "worker_cls": not str(parallel.worker_cls).startswith((CPU_WORKER, _ENGINE)),
+        "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size > 1,
+        "enable_dbo": parallel.enable_dbo,
+        "worker_cls": parallel.worker_cls not in (*_WORKERS, *_WORKERS.values()),
         "scheduler_cls": scheduler_cls is not None and not str(scheduler_cls).startswith(_ENGINE),
-        "VLLM_USE_V2_MODEL_RUNNER": vllm_config.use_v2_model_runner,
     }
     for name, is_refused in refused.items():
         if is_refused:

@@ -41,8 +41,8 @@ class QueryRecorder:
         output: torch.Tensor,
     ) -> torch.Tensor:
         """Shapes: query, output `[1, num_heads, head_size]`; key, value with num_kv_heads."""
-        self.queries[layer.layer_name] = query.detach().float().clone()
-        self.keys[layer.layer_name] = key.detach().float().clone()
+        self.queries[layer.layer_name] = query.detach().to("cpu", torch.float32, copy=True)
+        self.keys[layer.layer_name] = key.detach().to("cpu", torch.float32, copy=True)
         group = query.shape[1] // value.shape[1]
         output.copy_(value.repeat_interleave(group, dim=1).view_as(output))
         return output
@@ -122,7 +122,7 @@ def _frequencies(table: torch.Tensor, num_positions: int, name: str) -> torch.Te
     Args:
         table: `[max_position, rotary_dim]`, cos then sin.
     """
-    cos, sin = table.double().chunk(2, dim=-1)
+    cos, sin = table.double().cpu().chunk(2, dim=-1)
     angles = torch.atan2(sin, cos)
     turn = 2 * torch.pi
     inv_freq, row = angles[min(1, len(angles) - 1)].clone(), 2
@@ -170,7 +170,9 @@ def _record(
 ) -> QueryRecorder:
     """Run one token at `position` and record what every layer asks."""
     recorder = QueryRecorder()
-    token = torch.full((1,), min(7, vllm_config.model_config.get_vocab_size() - 1), device=device)
+    # Of the dtype that vLLM's runners give: a compiled model takes no other.
+    token_id = min(7, vllm_config.model_config.get_vocab_size() - 1)
+    token = torch.full((1,), token_id, dtype=torch.int32, device=device)
     with set_forward_context(dict.fromkeys(layers, recorder), vllm_config, num_tokens=1):
         model(input_ids=token, positions=torch.full((1,), position, device=device))
     return recorder
