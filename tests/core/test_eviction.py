@@ -114,6 +114,24 @@ def test_host_memory_keeps_the_most_recently_used() -> None:
     assert a in tier and c in tier
 
 
+def test_what_is_loaded_in_a_step_is_not_overwritten_by_its_saves() -> None:
+    tier = HostTier(4)
+    a, b = _message("a", num_blocks=2), _message("b", num_blocks=2)
+    tier.save(a)
+    tier.save(b)
+    tier.take_copies()
+    tier.keep(a)  # before room is made for it
+    tier.save(_message("c", num_blocks=2))
+    tier.save(_message("d", num_blocks=2))
+    tier.save(_message("too large", num_blocks=3))
+    assert a in tier and b not in tier
+    tier.load(a, [SimpleNamespace(block_id=f"new{i}") for i in range(2)])
+    saves, loads = tier.take_copies()
+    assert not {to for _, to in saves} & {source for source, _ in loads}
+    tier.save(_message("e", num_blocks=3))  # in the next step it may go
+    assert a not in tier
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["save", "discard"])), max_size=40))
 def test_host_blocks_are_never_lost_or_shared(steps: list[tuple[int, str]]) -> None:
     tier = HostTier(7)

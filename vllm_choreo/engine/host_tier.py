@@ -41,6 +41,7 @@ class HostTier:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks))
         self._saved: OrderedDict[Message, _Saved] = OrderedDict()
+        self._kept: set[Message] = set()
         self._saves: list[tuple[int, int]] = []
         self._loads: list[tuple[int, int]] = []
 
@@ -53,17 +54,20 @@ class HostTier:
         return self.num_blocks - len(self._free)
 
     def save(self, message: Message) -> None:
-        """Copy the blocks of a message out, if it fits and does not lie there already."""
+        """Copy the blocks of a message out, if it fits and does not lie there already.
+
+        Those that are loaded in the same step stay: saves come first, and would overwrite them.
+        """
         saved = self._saved.get(message)
         if saved is not None and saved.num_encoded >= message.num_encoded:
             self._saved.move_to_end(message)
             return
         self.discard(message)
         need = len(message.blocks)
-        if need > self.num_blocks:
+        if need > self.num_blocks - sum(map(self.num_blocks_of, self._kept)):
             return
         while len(self._free) < need:
-            self.discard(next(iter(self._saved)))
+            self.discard(next(other for other in self._saved if other not in self._kept))
         host_blocks = [self._free.pop() for _ in range(need)]
         self._saved[message] = _Saved(host_blocks, message.num_encoded, message.stored_position)
         sources = [block.block_id for block in message.blocks]
@@ -73,16 +77,22 @@ class HostTier:
         """KV cache blocks that it takes to load a message."""
         return len(self._saved[message].host_blocks)
 
+    def keep(self, message: Message) -> None:
+        """A saved message is to be loaded in the step being planned: no save displaces it."""
+        self._saved.move_to_end(message)
+        self._kept.add(message)
+
     def load(self, message: Message, blocks: Sequence[Any]) -> tuple[int, int]:
         """Copy a saved message into `blocks`; returns its stored position and its tokens."""
+        self.keep(message)
         saved = self._saved[message]
-        self._saved.move_to_end(message)
         targets = [block.block_id for block in blocks]
         self._loads += zip(saved.host_blocks, targets, strict=True)
         return saved.stored_position, saved.num_encoded
 
     def discard(self, message: Message) -> None:
         """Forget a message, if it lies there."""
+        self._kept.discard(message)
         saved = self._saved.pop(message, None)
         if saved is not None:
             self._free += saved.host_blocks
@@ -91,4 +101,5 @@ class HostTier:
         """The copies to do before the step that is being planned: saves, and loads."""
         saves, loads = self._saves, self._loads
         self._saves, self._loads = [], []
+        self._kept.clear()
         return saves, loads

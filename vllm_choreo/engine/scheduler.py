@@ -168,6 +168,7 @@ class _Choreographed(Scheduler):
         """Bring a message back from host memory, if it lies there and there is room for it."""
         if self.tier is None or message not in self.tier:
             return False
+        self.tier.keep(message)  # the messages that make room for it are saved there
         pool = self.kv_cache_manager.block_pool
         need = self.tier.num_blocks_of(message)
         while pool.get_num_free_blocks() < need:
