@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU benchmarks, run dry: everything but the numbers must be right without a GPU."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(folder, *arguments, **environment):
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", *arguments]
+    return subprocess.run(
+        [*command, "--out", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "VLLM_PLUGINS": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory):
+    """The whole of it, once: the folder and what it printed."""
+    pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("gpu")
+    done = run(folder, "--device", "cpu", "--shapes", "tiny", "--seed", "1", "--workers", "2")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return folder, done.stdout
+
+
+def rows(folder, name):
+    with (folder / f"dry-run-{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+def test_check_compares_every_kernel(dry):
+    found = rows(dry[0], "check")
+    operations = {row["operation"] for row in found}
+    for kind in ("decode", "prefill"):
+        for way in ("grouped", "ungrouped"):
+            assert any(op.startswith(kind) and op.endswith(f", {way}") for op in operations)
+    assert {"reposition, in place", "reposition, copy"} <= operations
+    assert {row["dtype"] for row in found} == {
+        f"torch.{d}" for d in ("float32", "bfloat16", "float16")
+    }
+    assert all(float(row["error"]) < float(row["tolerance"]) for row in found)
+    assert any(float(row["error"]) > 0 for row in found)
+
+
+@pytest.mark.slow
+def test_attention_compares_before_it_times(dry):
+    found = rows(dry[0], "attention")
+    assert {row["kind"] for row in found} == {"decode", "prefill"}
+    for row in found:
+        for side in ("ungrouped", "SDPA", "FlexAttention"):
+            assert float(row[f"{side}_us"]) > 0
+            assert float(row[f"{side}_error"]) < 2e-2
+        assert (row["grouped_us"] != "") == (row["requests"] != "1")
+        assert row["xformers_us"] == "" and "xformers" in row["without"]
+
+
+@pytest.mark.slow
+def test_workflows_encode_less_choreographed(dry):
+    found = rows(dry[0], "step")
+    workflows = {row["workflow"] for row in found}
+    assert len(workflows) == 3
+    for workflow in workflows:
+        encoded = {r["side"]: int(r["encoded_for_first_tokens"]) for r in found
+                   if r["workflow"] == workflow}  # fmt: skip
+        generated = {r["generated_tokens"] for r in found if r["workflow"] == workflow}
+        ours = encoded.pop("choreographed")
+        assert len(set(encoded.values())) == 1 and ours < min(encoded.values()) / 2
+        assert len(generated) == 1
+    assert "chain of messages = plain text" in dry[1]
+
+
+@pytest.mark.slow
+def test_a_dry_run_cannot_be_taken_for_a_result(dry):
+    folder, printed = dry
+    files = sorted(path.name for path in folder.iterdir())
+    assert "summary.md" in files and len(files) >= 6
+    for name in files:
+        if name != "summary.md":
+            assert name.startswith("dry-run-")
+            assert all("no number here" in row["dry_run"] for row in rows(folder, name[8:-4]))
+    summary = (folder / "summary.md").read_text()
+    assert "DRY RUN" in summary.splitlines()[2]
+    verdicts = re.findall(r"\| ([^|]*) \|$", summary.split("## Wrong")[0], re.M)[2:]
+    assert verdicts and all("not measured" in verdict for verdict in verdicts)
+    assert all(line.startswith("DRY ") for line in printed.splitlines() if " s] " in line)
+
+
+def test_needs_no_vllm_and_asks_for_a_gpu(tmp_path):
+    """Without a GPU it says so; nothing that it imports is vLLM."""
+    pytest.importorskip("triton")
+    code = "import sys; sys.modules['vllm'] = None; import runpy; sys.argv[1:] = {!r}; "
+    code += "runpy.run_module('benchmarks.gpu', run_name='__main__')"
+    for arguments, expected in (
+        (["check", "--out", str(tmp_path)], "no CUDA device"),
+        (["--device", "cpu"], "--shapes tiny"),
+        (["--help"], "dry run"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(arguments)],
+            cwd=ROOT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert expected in done.stdout + done.stderr
+        assert (done.returncode == 0) == (arguments == ["--help"])
