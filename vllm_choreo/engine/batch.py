@@ -159,7 +159,8 @@ class BatchPlanner:
         )
         if is_new:  # later steps only let the own spans grow, as vLLM lets its sequences
             spans.validate()
-            table = self._host_table(request_ids, block_table)
+            is_host = block_table.device.type == "cpu"
+            table = block_table if is_host else self._sent_table(request_ids)
             self._reads = plan_shared_reads(dataclasses.replace(spans, block_table=table))
         reads = self._reads if self.shared_reading else None
         if self._tile_shapes:
@@ -197,13 +198,11 @@ class BatchPlanner:
         }
         self._laid_out = requests
 
-    def _host_table(self, request_ids: Sequence[str], block_table: torch.Tensor) -> torch.Tensor:
-        """A block table for planning: of one on a device, the rows that the scheduler sent.
+    def _sent_table(self, request_ids: Sequence[str]) -> torch.Tensor:
+        """The block table in host memory, as far as the scheduler sent it when requests started.
 
-        They lack the blocks that requests got since they started, which hold own tokens only.
+        What requests got since then holds own tokens only, which planning does not look up.
         """
-        if block_table.device.type == "cpu":
-            return block_table
         rows = [_int32(self._block_ids.get(request_id, ())) for request_id in request_ids]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of a request on a GPU, run on CPU: `python -m tests.engine.interpreted MODEL JSON`.
+
+Triton's interpreter runs the kernels of vLLM's model runner V2, of its Triton attention and ours.
+vLLM believes that Triton has a CPU backend; everything else is the real thing. The JSON chooses:
+
+    runner    "v1" or "v2" (vLLM's default on GPUs)
+    backend   "ChoreoTritonBackend", or null for that of the CPU
+    is_async  plan each step before the one before it has been sampled (vLLM's default on GPUs)
+    settings  additional_config["choreo"]
+    seeds     of random choreographies, compared with the dense oracle
+
+CUDA graphs are chosen as on a GPU, and not replayed: of a full graph the batch runs eagerly, of a
+piecewise one with rows of padding. The last line printed is JSON: for each step whether it read
+spans, and which graph was chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+CAPTURE_SIZES = [1, 2, 4, 8, 16, 32]
+
+
+def pretend_triton_for_cpu() -> None:
+    """Before vLLM is imported: Triton has a CPU backend, and runs in its interpreter."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # Inductor would look for Triton's compiler
+    import torch
+    from triton.backends import Backend, backends
+    from triton.backends.driver import DriverBase
+    from triton.runtime.driver import driver
+
+    class HostDriver(DriverBase):
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            return ty
+
+        def get_current_target(self) -> None:
+            return None
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        def get_benchmarker(self) -> None:
+            return None
+
+    backends["cpu"] = Backend(compiler=backends["nvidia"].compiler, driver=HostDriver)
+    driver.set_active(HostDriver())
+    # vLLM's Triton attention asks for it when it stores keys and values.
+    torch.cuda.get_device_capability = lambda *args: (9, 0)
+    torch.set_num_threads(1)
+
+
+def start(model_path: str, choices: dict[str, Any]) -> Any:
+    """The engine, and its runner."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(choices["runner"] == "v2"))
+    import vllm_choreo
+
+    vllm_choreo.register()
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from tests.engine.conftest import start_engine
+    from vllm_choreo.engine.cpu_worker import ChoreoCPUWorker
+    from vllm_choreo.engine.plugin import configure_after
+
+    if choices["backend"]:
+        path = f"vllm_choreo.engine.gpu_backends.{choices['backend']}"
+        ChoreoCPUWorker.backends = {AttentionBackendEnum.CPU_ATTN: path}
+    platform = type(current_platform)
+    configure = platform.check_and_update_config
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        configure(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = choices["is_async"]
+        configure_after(vllm_config)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+    platform.get_global_graph_pool = classmethod(lambda cls: None)
+    llm = start_engine(
+        model_path,
+        additional_config={"choreo": choices["settings"]},
+        num_gpu_blocks_override=choices.get("num_blocks", 256),
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    return llm, core.model_executor.driver_worker.worker.model_runner
+
+
+def choose_graphs(runner: Any) -> list[str]:
+    """Have CUDA graphs chosen as on a GPU. Returns the modes chosen, which grows."""
+    from vllm.config import CUDAGraphMode
+
+    compilation = runner.vllm_config.compilation_config
+    compilation.cudagraph_capture_sizes = CAPTURE_SIZES
+    compilation.max_cudagraph_capture_size = CAPTURE_SIZES[-1]
+    both = CUDAGraphMode.FULL_AND_PIECEWISE
+    if runner.vllm_config.use_v2_model_runner:
+        manager = type(runner.cudagraph_manager)
+        runner.cudagraph_manager = manager(runner.vllm_config, runner.device, both, 1)
+        runner.cudagraph_manager._graphs_captured = True
+    else:
+        runner.cudagraph_dispatcher.initialize_cudagraph_keys(both)
+    modes: list[str] = []
+    dispatch = runner.graphs.dispatch
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        chosen = dispatch(*args, **kwargs)
+        if isinstance(chosen, tuple):  # V1: the batch runs eagerly, padded as for the graph
+            modes.append(chosen[0].name)
+            return chosen
+        modes.append(chosen.cg_mode.name)
+        if chosen.cg_mode != CUDAGraphMode.FULL:
+            return chosen
+        num_reqs, num_tokens = args[:2]
+        none = CUDAGraphMode.NONE
+        return dataclasses.replace(chosen, cg_mode=none, num_tokens=num_tokens, num_reqs=num_reqs)
+
+    runner.graphs.dispatch = record
+    return modes
+
+
+def watch(planner: Any, modes: list[str]) -> list[tuple[bool, str]]:
+    """Per step: whether it reads spans, and the graph that was chosen for it."""
+    steps: list[tuple[bool, str]] = []
+    plan = planner.batch
+
+    def batch(request_ids: Any, query_start_loc: Any, seq_lens: Any, table: Any, *rest: Any) -> Any:
+        found = plan(request_ids, query_start_loc, seq_lens, table, *rest)
+        assert rest[0].tolist() == seq_lens.tolist(), "the host knows the lengths"
+        sent = planner._sent_table(request_ids)
+        for r, request_id in enumerate(request_ids):
+            spans = planner._requests.get(request_id)
+            num_parents = spans.base // planner.block_size if spans else 0
+            assert sent[r, :num_parents].tolist() == table[r, :num_parents].tolist()
+        steps.append((found is not None, modes[-1]))
+        return found
+
+    planner.batch = batch
+    return steps
+
+
+def check_ordinary(llm: Any, oracle: Any) -> None:
+    """Ordinary requests, among them one that is prefilled in chunks, are as the oracle's."""
+    import random
+
+    from vllm import SamplingParams
+
+    from tests.engine.oracle import TIE, random_tokens
+
+    rng = random.Random(5)
+    prompts = [random_tokens(rng, n) for n in (20, 260, 3)]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = [*prompt, *output.outputs[0].token_ids]
+        logits = oracle.plain_logits(tokens)
+        for i in range(len(prompt), len(tokens)):
+            assert logits[i - 1].max() - logits[i - 1][tokens[i]] < TIE
+
+
+def check_eviction(llm: Any, oracle: Any) -> int:
+    """Messages that do not fit go to host memory and come back. Returns how many came back."""
+    import random
+
+    from vllm import SamplingParams
+
+    from tests.engine.oracle import assert_greedy, random_tokens, whole
+    from vllm_choreo import Choreography
+    from vllm_choreo.engine.utility import call
+
+    rng = random.Random(1)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    with Choreography(llm) as c:
+        docs = []
+        for _ in range(40):
+            tokens = random_tokens(rng, rng.randrange(40, 96))
+            docs.append((c.prefill(tokens), oracle.encode(tokens)))
+        for _ in range(12):
+            chosen = rng.sample(docs, 3)
+            offsets = [rng.randrange(300) for _ in chosen]
+            answer = c.decode(
+                random_tokens(rng, 3),
+                parents=[message for message, _ in chosen],
+                offsets=offsets,
+                new_offset=300,
+                sampling_params=params,
+            )
+            seen = [whole(e, o) for (_, e), o in zip(chosen, offsets, strict=True)]
+            assert_greedy(answer, oracle, seen, 300)
+    restored: int = call(llm, "totals")["restored_messages_total"]
+    return restored
+
+
+def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
+    llm, runner = start(model_path, choices)
+    from tests.engine.choreographies import Draw, check, draw_choreography
+    from tests.engine.conftest import stop_engine
+    from tests.engine.oracle import Oracle
+    from vllm_choreo import Choreography
+
+    oracle = Oracle(model_path)
+    steps = watch(runner.planner, choose_graphs(runner))
+    check_ordinary(llm, oracle)
+    draw = Draw(num_batches=3, max_tokens=4, max_length=40)
+    for seed in choices["seeds"]:
+        with Choreography(llm) as c:
+            check(c, oracle, draw_choreography(seed, draw))
+    report: dict[str, Any] = {
+        "runner": type(runner).__name__,
+        "scheduler": type(llm.llm_engine.engine_core.engine_core.scheduler).__name__,
+        "impls": sorted({type(layer.impl).__name__ for layer in runner.layers.values()}),
+        "steps": steps,
+    }
+    if choices["settings"].get("host_memory_gib"):
+        report["restored"] = check_eviction(llm, oracle)
+    stop_engine(llm)
+    return report
+
+
+if __name__ == "__main__":
+    pretend_triton_for_cpu()
+    print(json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts that only GPU engines use, one by one, with vLLM's real classes on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+from vllm_choreo.engine.batch import BatchPlanner, LayerShape
+from vllm_choreo.engine.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
+from vllm_choreo.engine.gpu_worker import ChoreoGPUWorker
+from vllm_choreo.engine.host_blocks import HostBlocks
+from vllm_choreo.engine.plugin import _choose_backend, configure_after
+from vllm_choreo.engine.v1_runner import ChoreoDispatcher, ChoreoGPUModelRunner
+from vllm_choreo.engine.v2_runner import ChoreoCudaGraphManager, ChoreoGPUModelRunnerV2
+from vllm_choreo.errors import UnsupportedOptionError
+from vllm_choreo.ops import Layout, Rotation
+from vllm_choreo.ops.layout import write_kv
+from vllm_choreo.plan import RequestSpans
+
+SIZES = [1, 2, 4, 8]
+BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+@pytest.fixture
+def vllm_config(tiny_model_path: Callable[[str], Path], monkeypatch: Any) -> VllmConfig:
+    """As vLLM makes it for an engine, before any plugin of ours has seen it."""
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    args = EngineArgs(str(tiny_model_path("llama")), dtype="float32", max_model_len=256)
+    config = args.create_engine_config()
+    config.scheduler_config.max_num_seqs = 4
+    config.compilation_config.cudagraph_capture_sizes = SIZES
+    config.compilation_config.max_cudagraph_capture_size = SIZES[-1]
+    return config
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------
+
+
+def test_runner_v1_chooses_no_full_graph_for_spans(vllm_config: VllmConfig) -> None:
+    dispatcher = ChoreoDispatcher(vllm_config)
+    dispatcher.initialize_cudagraph_keys(BOTH)
+    modes = {}
+    for dispatcher.allow_full in (True, False):
+        modes[dispatcher.allow_full] = [
+            dispatcher.dispatch(3, uniform_decode=is_decode)[0].name for is_decode in (True, False)
+        ]
+    assert modes == {True: ["FULL", "PIECEWISE"], False: ["PIECEWISE", "PIECEWISE"]}
+    # With data parallelism the ranks agree on a mode first.
+    mode, _ = dispatcher.dispatch(3, uniform_decode=True, valid_modes={CUDAGraphMode.NONE})
+    assert mode == CUDAGraphMode.NONE
+
+
+@pytest.mark.parametrize("mode", [BOTH, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL])
+def test_runner_v2_chooses_no_full_graph_for_spans(
+    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode
+) -> None:
+    manager = _manager(vllm_config, monkeypatch, mode)
+
+    def choose(num_tokens: int, per_request: int | None) -> BatchExecutionDescriptor:
+        return manager.dispatch(num_tokens, num_tokens, per_request, 0)
+
+    assert choose(3, 1).cg_mode == CUDAGraphMode.FULL
+    manager.allow_full = False
+    chosen = choose(3, 1)
+    if mode == BOTH:
+        assert (chosen.cg_mode, chosen.num_tokens) == (CUDAGraphMode.PIECEWISE, 4)
+    else:
+        assert (chosen.cg_mode, chosen.num_tokens) == (CUDAGraphMode.NONE, 3)
+        assert chosen.num_reqs == 3
+    assert choose(9, None).cg_mode == CUDAGraphMode.NONE
+    manager.allow_full = True
+    assert choose(3, 1).cg_mode == CUDAGraphMode.FULL, "later steps are not concerned"
+
+
+def _manager(
+    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode
+) -> ChoreoCudaGraphManager:
+    """As if its graphs had been captured."""
+    import vllm.v1.worker.gpu.cudagraph_utils as module
+
+    group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(module, "get_pp_group", lambda: group)
+    platform = type(module.current_platform)
+    pool = classmethod(lambda cls: None)
+    monkeypatch.setattr(platform, "get_global_graph_pool", pool, raising=False)
+    manager = ChoreoCudaGraphManager(vllm_config, torch.device("cpu"), mode, decode_query_len=1)
+    manager._graphs_captured = True
+    return manager
+
+
+# -- configuration ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "expected"),
+    [
+        (torch.bfloat16, (9, 0), "FLASH_ATTN"),
+        (torch.float16, (8, 0), "FLASH_ATTN"),
+        (torch.float16, (7, 5), "TRITON_ATTN"),
+        (torch.float32, (9, 0), "TRITON_ATTN"),
+    ],
+)
+def test_choice_of_the_attention_backend(
+    vllm_config: VllmConfig, dtype: torch.dtype, capability: tuple[int, int], expected: str
+) -> None:
+    vllm_config.model_config.dtype = dtype
+    _choose_backend(vllm_config, DeviceCapability(*capability))
+    assert vllm_config.attention_config.backend == AttentionBackendEnum[expected]
+
+
+def test_the_users_choice_of_a_backend(vllm_config: VllmConfig) -> None:
+    vllm_config.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
+    _choose_backend(vllm_config, DeviceCapability(9, 0))
+    assert vllm_config.attention_config.backend == AttentionBackendEnum.TRITON_ATTN
+    vllm_config.attention_config.backend = AttentionBackendEnum.FLASHINFER
+    with pytest.raises(UnsupportedOptionError, match="FLASH_ATTN and TRITON_ATTN") as caught:
+        _choose_backend(vllm_config, DeviceCapability(10, 0))
+    assert caught.value.parameter == "attention_config.backend"
+
+
+def test_worker_and_scheduler_of_a_gpu_engine(vllm_config: VllmConfig) -> None:
+    vllm_config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
+    vllm_config.scheduler_config.async_scheduling = True
+    configure_after(vllm_config)
+    configure_after(vllm_config)  # another process gets the configuration as it is
+    scheduler = resolve_obj_by_qualname(vllm_config.scheduler_config.scheduler_cls)
+    assert scheduler.__name__ == "ChoreoAsyncScheduler"
+    assert resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls) is ChoreoGPUWorker
+    vllm_config.parallel_config.enable_dbo = True
+    with pytest.raises(UnsupportedOptionError) as caught:
+        configure_after(vllm_config)
+    assert caught.value.parameter == "enable_dbo"
+
+
+@pytest.mark.parametrize(
+    ("is_v2", "expected"), [(True, ChoreoGPUModelRunnerV2), (False, ChoreoGPUModelRunner)]
+)
+def test_the_runners_class_can_be_exchanged(is_v2: bool, expected: type) -> None:
+    worker = ChoreoGPUWorker.__new__(ChoreoGPUWorker)
+    worker.use_v2_model_runner = is_v2
+    assert worker.runner_class is expected
+    runner = (vllm_class := expected.__bases__[1]).__new__(vllm_class)
+    runner.__class__ = worker.runner_class
+    assert isinstance(runner, expected)
+
+
+# -- backends --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    from vllm.v1.attention.backends.registry import register_backend
+
+    for name, path in ChoreoGPUWorker.backends.items():
+        register_backend(name, path)
+    yield
+    for name in ChoreoGPUWorker.backends:
+        name.clear_override()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (ChoreoFlashAttentionBackend, FlashAttentionBackend),
+        (ChoreoTritonBackend, TritonAttentionBackend),
+    ],
+)
+def test_backends_take_the_place_of_vllms(registry: None, ours: Any, theirs: Any) -> None:
+    assert AttentionBackendEnum[ours.get_name()].get_class() is ours
+    assert ours.get_name() == theirs.get_name()
+    assert ours.get_builder_cls() is theirs.get_builder_cls()
+    assert issubclass(ours.get_impl_cls(), theirs.get_impl_cls())
+    assert not ours.forward_includes_kv_cache_update, "keys are stored before queries read"
+    assert ours.get_impl_cls().kernels == "triton"
+
+
+@pytest.mark.parametrize("backend", [ChoreoFlashAttentionBackend, ChoreoTritonBackend])
+def test_forward_over_spans(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent of 20 tokens and 3 own ones, seen one after another, are 23 tokens in a row."""
+    size, heads, kv_heads, head_size = 16, 4, 2, 32
+    impl = _impl(backend, heads, kv_heads, head_size, monkeypatch)
+    assert impl.layout is Layout.SIDE_BY_SIDE
+    impl.kernels = "reference"
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    keys, values, query = (random(23, n, head_size) for n in (kv_heads, kv_heads, heads))
+    # As vLLM lays it out for FlashAttention: [block, slot, head, content].
+    cache = torch.zeros(6, size, kv_heads, 2 * head_size).transpose(1, 2)
+    slots = torch.cat([torch.arange(16) + 3 * size, torch.arange(4) + size, torch.arange(3) + 80])
+    write_kv(cache, slots, keys, values, Layout.SIDE_BY_SIDE)
+    planner = impl.planner = BatchPlanner(size, [])
+    planner.update({"a": RequestSpans((0,), (20,), (0,), (0,), 32)}, [])
+    table = torch.tensor([[3, 1, 5]], dtype=torch.int32)
+    loc, lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([35], dtype=torch.int32)
+    planner.running = planner.batch(["a"], loc, lens, table, lens)
+    padded = torch.cat([query[20:], random(5, heads, head_size)])
+    output = torch.full_like(padded, 7.0)
+    impl.forward(None, padded, keys, values, cache, object(), output)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (query, keys, values)), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(output[:3], expected[0].transpose(0, 1)[20:], atol=1e-5, rtol=1e-5)
+    assert bool((output[3:] == 7.0).all()), "rows of padding are left alone"
+    # Fused quantization of the output would not pass through our kernels.
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+    assert not impl.fused_output_quant_supported(kFp8StaticTensorSym)
+
+
+@pytest.mark.parametrize("backend", [ChoreoFlashAttentionBackend, ChoreoTritonBackend])
+def test_ordinary_batches_go_to_vllm(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    impl = _impl(backend, 4, 2, 32, monkeypatch)
+    stock = backend.__bases__[0].get_impl_cls()
+    seen = []
+    monkeypatch.setattr(stock, "forward", lambda *args, **kwargs: seen.append((args, kwargs)))
+    arguments = [object() for _ in range(6)]
+    output = torch.empty(0)
+    for impl.planner in (None, BatchPlanner(16, [])):  # before and after it is prepared
+        impl.forward(*arguments, output=output, output_scale=None)
+    assert seen == [((impl, *arguments, output), {"output_scale": None})] * 2
+
+
+def _impl(
+    backend: Any, heads: int, kv_heads: int, head_size: int, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    import vllm.v1.attention.backends.flash_attn as module
+
+    # On CPU vLLM has no FlashAttention that could say.
+    monkeypatch.setattr(module, "flash_attn_supports_quant_query_input", lambda: False)
+    monkeypatch.setattr(module, "get_flash_attn_version", lambda **kwargs: 3)
+    return backend.get_impl_cls()(
+        num_heads=heads,
+        head_size=head_size,
+        scale=head_size**-0.5,
+        num_kv_heads=kv_heads,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="auto",
+    )
+
+
+# -- planning for a device -------------------------------------------------------------------------
+
+ROTATION = Rotation(torch.tensor([1.0], dtype=torch.float64), is_neox=True)
+SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_size=32, dtype=torch.float32)
+
+
+def _ints(values: Any, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _two_readers() -> dict[str, RequestSpans]:
+    return {
+        name: RequestSpans((0,), (20,), (0,), (delta,), 32) for name, delta in (("a", 0), ("b", 7))
+    }
+
+
+def test_planning_reads_nothing_back_from_the_device() -> None:
+    """Tensors on the device "meta" have no contents: reading one back would raise."""
+    planner = BatchPlanner(16, [ROTATION], device="meta")
+    sent = {"a": [4, 5, 8], "b": [4, 5, 9], "ordinary": [7]}
+    planner.update(_two_readers(), [], sent)
+    assert "ordinary" not in planner._block_ids
+    table = _ints([[0] * 8] * 3, "meta")
+    for own in (1, 2):
+        lens = [32 + own, 33 + own, 9 + own]
+        batch = planner.batch(
+            ["a", "b", "ordinary"], _ints([0, 1, 2, 3]), _ints(lens), table, _ints(lens, "meta")
+        )
+        assert batch is not None and batch.reads is not None
+        assert batch.reads.groups()[-1].members == (0, 1), "planned from what the scheduler sent"
+        assert batch.spans.num_tokens.tolist() == [20, own, 20, 1 + own, 9 + own]
+        assert batch.spans.block_table is table
+        assert batch.cos_sin[ROTATION].device.type == "meta"
+    planner.update({}, ["a", "b"])
+    assert not planner._block_ids and not planner.reads_spans(["a", "b"])
+
+
+def test_tiles_are_kept_until_queries_or_work_change() -> None:
+    pytest.importorskip("triton")
+    planner = BatchPlanner(16, [], tile_shapes=[SHAPE])
+    planner.update(_two_readers(), [])
+    table = _ints([[4, 5, *range(10, 110)], [4, 5, *range(110, 210)]])
+
+    def tiles(own: int, start: Any = (0, 1, 2), exact: int | None = None) -> Any:
+        lens = _ints([32 + own] * 2)
+        device_lens = lens if exact is None else _ints([32 + exact] * 2)
+        return planner.batch(["a", "b"], _ints(start), lens, table, device_lens).tiles[SHAPE]
+
+    first = tiles(1)
+    assert first.own_tokens.tolist() == [1, 1]
+    kept = tiles(500, exact=499)  # the host may know an upper bound only
+    assert kept.classes is first.classes and kept.own_tokens.tolist() == [499, 499]
+    grown = tiles(600)
+    assert grown.classes is not first.classes
+    assert tiles(601).classes is grown.classes
+    prefill = tiles(610, (0, 9, 10))
+    assert prefill.classes is not grown.classes
+    planner.shared_reading = False
+    assert tiles(611, (0, 9, 10)).classes is not prefill.classes
+
+
+# -- host memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)])
+def test_host_blocks_keep_the_order_of_the_cache(order: tuple[int, ...]) -> None:
+    """Dims in memory as in vLLM's layouts: heads first, slots first, heads before blocks."""
+    sizes = (5, 2, 4, 6)
+    lies = torch.randn([sizes[dim] for dim in order], generator=torch.Generator().manual_seed(1))
+    cache = lies.permute([order.index(dim) for dim in range(4)])
+    original = cache.clone()
+    blocks = HostBlocks([cache], 3)
+    blocks.copy([(4, 0), (1, 2)], [])
+    if order[0] == 0:
+        assert blocks.copies[0][0].stride() == cache[0].stride(), "a block is one run"
+    cache.zero_()
+    blocks.copy([], [(0, 2), (2, 4)])
+    assert torch.equal(cache[2], original[4]) and torch.equal(cache[4], original[1])
+    assert not cache[[0, 1, 3]].any()

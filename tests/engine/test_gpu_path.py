@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU engine runs, in Triton's interpreter: runners, schedulers, backends, kernels, graphs.
+
+Each case is a process of its own, since Triton and vLLM decide at import what they run on.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BLOCK_GIB = 3 * 2 * 32 * 2 * 32 * 4 / 2**30  # of the tiny model, see test_tiers.py
+TRITON = "ChoreoTritonBackend"
+# The default on GPUs; the older runner, which moves keys; the new one on CPU, with little memory.
+CASES = {
+    "default": {"runner": "v2", "backend": TRITON, "is_async": True, "settings": {}, "seeds": [0]},
+    "v1": {
+        "runner": "v1",
+        "backend": TRITON,
+        "is_async": True,
+        "settings": {"reposition": "in_place"},
+        "seeds": [3],
+    },
+    "cpu": {
+        "runner": "v2",
+        "backend": None,
+        "is_async": False,
+        "settings": {"host_memory_gib": 200 * BLOCK_GIB},
+        "seeds": [*range(4)],
+        "num_blocks": 66,
+    },
+}
+EXPECTED = {
+    "default": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
+    "v1": ("ChoreoCPUModelRunner", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
+    "cpu": ("ChoreoCPUModelRunnerV2", "ChoreoScheduler", ["ChoreoCPUImpl"]),
+}
+
+
+def run(model_path: Path, choices: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.engine.interpreted", str(model_path)]
+    ended = subprocess.run(
+        [*command, json.dumps(choices)], capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    report: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_random_choreographies(case: str, tiny_model_path: Callable[[str], Path]) -> None:
+    """Compared with the oracle in that process; here, that it ran what it should."""
+    pytest.importorskip("triton")
+    report = run(tiny_model_path("llama"), CASES[case])
+    assert (report["runner"], report["scheduler"], report["impls"]) == EXPECTED[case]
+    choreographed = {mode for reads_spans, mode in report["steps"] if reads_spans}
+    ordinary = {mode for reads_spans, mode in report["steps"] if not reads_spans}
+    assert choreographed == {"PIECEWISE", "NONE"}
+    assert "FULL" in ordinary
+    if case == "cpu":
+        assert report["restored"] >= 5
