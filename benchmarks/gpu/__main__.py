@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from pathlib import Path
 
 PARTS = ("check", "attention", "step")
@@ -40,7 +41,11 @@ def main() -> int:
     parts = {"check": check.run, "attention": attention.run, "step": step.run}
     for name in args.parts or PARTS:
         report.say(f"== {name}")
-        parts[name](report, args)
+        try:
+            parts[name](report, args)
+        except Exception as error:  # the other parts still run, and what was found is kept
+            traceback.print_exc()
+            report.error(f"{name} broke off: {type(error).__name__}: {error}")
     report.write_summary(is_done=True)
     print(report.summary())
     return report.status()
@@ -53,17 +58,18 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="*", metavar="part", help="check, attention, step; all")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu for a dry run")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda",
+                        help="the first CUDA device; or cpu for a dry run")  # fmt: skip
     parser.add_argument("--shapes", choices=["full", "tiny"], default="full")
     parser.add_argument("--out", default="gpu-out", help="folder of the CSV files and summary.md")
     parser.add_argument("--repeats", type=int, help="of each timed call; 30, tiny: 2")
     parser.add_argument("--seed", type=int, help="of the inputs; a new one each run")
-    parser.add_argument("--workers", type=int, help="processes of check, for kernels to compile in")
+    parser.add_argument("--workers", type=int,
+                        help="processes of check; half the cores, 8 at most, on CPU 1")  # fmt: skip
     parser.add_argument("--flex-seconds", type=float, default=100.0,
                         help="for compiling FlexAttention; then rows do without it")  # fmt: skip
-    parser.add_argument(
-        "--workflow-repeats", type=int, help="of each workflow and side; 3, tiny: 1"
-    )
+    parser.add_argument("--workflow-repeats", type=int, help="5 of each; tiny: 1")
+    parser.add_argument("--no-graphs", action="store_true", help="step launches every kernel")
     parser.add_argument("--layers", type=int, help="of the transformer; 32, tiny: 2")
     args = parser.parse_args()
     for name in args.parts:
@@ -73,7 +79,7 @@ def _arguments() -> argparse.Namespace:
         parser.error("--device cpu interprets the kernels, which takes --shapes tiny")
     is_tiny = args.shapes == "tiny"
     args.repeats = args.repeats or (2 if is_tiny else 30)
-    args.workflow_repeats = args.workflow_repeats or (1 if is_tiny else 3)
+    args.workflow_repeats = args.workflow_repeats or (1 if is_tiny else 5)
     args.seed = int.from_bytes(os.urandom(3)) if args.seed is None else args.seed
     return args
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
         for name, heads in models.items()
         if (row := timer.row(name, heads, work)) is not None
     ]
+    _tabulate(report, rows)
     for bar in _bars(rows, models, (40 if is_tiny else 8000, 2 if is_tiny else 16)):
         report.bar(bar)
 
@@ -97,7 +98,15 @@ class _Timer:
         self.floors, self.flex, self.args = floors, flex, args
 
     def row(self, model: str, heads: Heads, work: Work) -> Row | None:
-        """Compare, then time, then write; None if outputs disagree."""
+        """Compare, then time, then write; None if outputs disagree or a kernel does not run."""
+        try:
+            return self._row(model, heads, work)
+        except Exception as error:
+            found = f"{type(error).__name__}: {str(error)[:300]}"
+            self.report.error(f"attention, {model} {_words(work)}: not timed, {found}")
+            return None
+
+    def _row(self, model: str, heads: Heads, work: Work) -> Row | None:
         kind = Kind(heads, rotary_dim=heads.head_size)
         inputs = make_inputs(kind, work, self.args.seed, self.report.device)
         sides, without = self._sides(inputs)
@@ -194,6 +203,19 @@ def _cells(row: Row, errors: Mapping[str, float]) -> dict[str, object]:
         cells |= {f"{side}_us": median(times), f"{side}_q1_us": low, f"{side}_q3_us": high}
         cells[f"{side}_error"] = errors[side]
     return cells
+
+
+def _tabulate(report: Report, rows: Sequence[Row]) -> None:
+    """Medians in microseconds; the floor, and what part of it our faster way reaches."""
+    lines = []
+    for row in rows:
+        times = (row.middle(side) for side in SIDES)
+        part = row.floor_part("grouped") or row.floor_part("ungrouped") or 0.0
+        cells = ["-" if us is None else f"{us:.1f}" for us in times]
+        floor = (f"{row.floor_us:.1f}", row.bound, f"{part:.2f}")
+        lines.append((f"{row.model}, {_words(row.work)}", *cells, *floor))
+    head = ("attention, us", *SIDES, "floor", "bound by", "part of floor")
+    report.table("Attention", head, lines)
 
 
 def _words(work: Work) -> str:

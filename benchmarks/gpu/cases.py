@@ -209,7 +209,8 @@ class _Layout:
         # Blocks lie anywhere in the cache, as after a while of serving.
         places = list(range(self.num_blocks))
         self.rng.shuffle(places)
-        width = max(map(len, rows))
+        # As wide as an engine's table is: one and the same kernel for all widths.
+        width = -(-max(map(len, rows)) // 16) * 16
         table = [[places[block] for block in row] + [0] * (width - len(row)) for row in rows]
         first_slot, num_tokens, stored, delta = (_ints(list(c)) for c in zip(*spans, strict=True))
         starts = list(itertools.accumulate([work.q_len] * work.num_reqs, initial=0))

@@ -56,6 +56,10 @@ def run(report: Report, args: argparse.Namespace) -> None:
     wrong = 0
     began = time.perf_counter()
     for case, found in _check_all(cases, works, args.seed, report.device, args.workers):
+        if isinstance(found, BaseException):
+            wrong += 1
+            report.error(f"{case}: {str(found)[:300]}")
+            continue
         head_size, dtype = case.kind.heads.head_size, case.kind.dtype
         for operation, error, tolerance in found:
             sheet.add({
@@ -73,24 +77,37 @@ def run(report: Report, args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - began
     report.note(f"check: {len(cases)} kinds of layers, {wrong} wrong results, {seconds:.0f} s")
     errors = [error for (_, dtype), error in worst.items() if dtype == torch.bfloat16]
-    report.bar(Bar("worst relative error in bfloat16", max(errors), 1e-2, is_least=False))
+    name, reason = "worst relative error in bfloat16", "nothing ran"
+    report.bar(Bar(name, max(errors, default=None), 1e-2, is_least=False, reason=reason))
 
 
 def _check_all(
     cases: list[Case], works: list[Work], seed: int, device: torch.device, workers: int | None
-) -> Iterator[tuple[Case, list[Found]]]:
-    """Results in the order of the cases. On a GPU, processes compile the kernels in parallel."""
+) -> Iterator[tuple[Case, list[Found] | BaseException]]:
+    """Results in the order of the cases. Processes compile the kernels in parallel."""
     seeds = [seed + i for i in range(len(cases))]
     arguments = [(case, works, seed, device) for case, seed in zip(cases, seeds, strict=True)]
-    if device.type == "cpu":
-        yield from ((case, check(*rest)) for case, rest in zip(cases, arguments, strict=True))
+    workers = workers or (1 if device.type == "cpu" else max(1, min(8, (os.cpu_count() or 2) // 2)))
+    if workers == 1:
+        for case, rest in zip(cases, arguments, strict=True):
+            yield case, _checked(*rest)
         return
-    workers = workers or max(1, min(8, (os.cpu_count() or 2) // 2))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
-        futures = [pool.submit(check, *rest) for rest in arguments]
+        futures = [pool.submit(_checked, *rest) for rest in arguments]
         for case, future in zip(cases, futures, strict=True):
-            yield case, future.result()
+            # A process that dies takes the cases that wait for it along.
+            yield case, future.exception() or future.result()
+
+
+def _checked(
+    case: Case, works: list[Work], seed: int, device: torch.device
+) -> list[Found] | Exception:
+    """The results of a case, or why there are none."""
+    try:
+        return check(case, works, seed, device)
+    except Exception as error:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def check(case: Case, works: list[Work], seed: int, device: torch.device) -> list[Found]:

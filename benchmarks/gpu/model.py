@@ -9,6 +9,7 @@ dozen kernels per layer costs the host. Larger steps run the same code directly.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -113,6 +114,8 @@ class Model:
         self._swiglu = compiled(_swiglu) if is_cuda else _swiglu
         self._captured: dict[int, tuple[Buffers, list[Callable[[], None]]]] = {}
         if use_graphs:
+            gc.collect()
+            gc.freeze()  # each capture collects garbage, which takes long among many objects
             for num_tokens in reversed(GRAPH_SIZES):  # the largest first: the others fit its memory
                 self._captured[num_tokens] = self._capture(num_tokens)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from benchmarks.common import table
 
@@ -104,6 +103,7 @@ class Report:
 
     def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table of results, on stdout and on the page."""
+        title = f"{title} ({DRY})" if self.is_dry else title
         self.tables.append(f"## {title}\n\n{table(head, rows)}")
         print(f"\n{self.tables[-1]}\n", flush=True)
         self.write_summary()
@@ -183,7 +183,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "driver": _driver() if device.type == "cuda" else "none",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": _version("triton"),
         "xformers": _version("xformers"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import median, spread
+from benchmarks.common import median, with_spread
 from benchmarks.gpu import chain
 from benchmarks.gpu.cases import Heads
 from benchmarks.gpu.clients import Choreographed, Client, ReEncoded
@@ -45,6 +45,11 @@ ROUND_COLUMNS = (
     "expected_ttft_ms", "tokens", "decode_step_ms",
 )  # fmt: skip
 
+HEAD = (
+    "workflow", "side", "calls", "mean ms to first token", "cost model", "tokens encoded for it",
+    "encoded in all", "ms per decode step", "seconds in all, estimated",
+)  # fmt: skip
+
 # A row of the sheet.
 Run = dict[str, Any]
 
@@ -60,24 +65,27 @@ def run(report: Report, args: argparse.Namespace) -> None:
     num_blocks = 200 if is_tiny else 3000
     model = Model(
         shape, dtype=dtype, device=report.device, max_position=8192,
-        num_slots=num_blocks * BLOCK_SIZE, use_graphs=report.device.type == "cuda",
+        num_slots=num_blocks * BLOCK_SIZE, use_graphs=not (report.is_dry or args.no_graphs),
     )  # fmt: skip
     engine = Engine(model, num_blocks)
     floors = measure_floors(Clock(report.device), args.repeats)
     report.say(f"{shape.num_weights() / 1e9:.2f} billion weights, {shape.num_layers} layers")
     sheet, rounds = report.sheet("step", COLUMNS), report.sheet("step_rounds", ROUND_COLUMNS)
+    cost_model = _CostModel(shape, dtype, floors)
+    lines: list[tuple[object, ...]] = []
     for name, workflow in _workflows(is_tiny).items():
         runs: list[Run] = []
-        for number in range(args.workflow_repeats + 1):
-            found = _in_turn(
-                engine, name, workflow, number, _CostModel(shape, dtype, floors), rounds
-            )
-            if number == 0:  # compiles
-                continue
-            runs += found
-            for row in found:
-                sheet.add(row)
-        _tell(report, name, runs)
+        # The first run compiles; the interpreter has nothing to compile.
+        for number in range(1 if report.is_dry else 0, args.workflow_repeats + 1):
+            found = _in_turn(engine, name, workflow, number, cost_model, rounds)
+            if number > 0:
+                runs += found
+                for row in found:
+                    sheet.add(row)
+            report.say(f"{name}, repetition {number} of {args.workflow_repeats}")
+        lines += _lines(name, runs)
+        report.bar(_bar(name, runs))
+    report.table("Workflows, whole transformer", HEAD, lines)
 
 
 def _workflows(is_tiny: bool) -> dict[str, Callable[[Any], Any]]:
@@ -170,26 +178,32 @@ class _CostModel:
         ]  # fmt: skip
 
 
-def _tell(report: Report, name: str, runs: Sequence[Run]) -> None:
-    """Lines of a workflow, and its bar: against the faster way of encoding again."""
-
-    def values(side: str, figure: str) -> list[float]:
-        return [row[figure] for row in runs if row["side"] == side]
-
+def _lines(name: str, runs: Sequence[Run]) -> list[tuple[object, ...]]:
+    """Of the table: medians [quartiles] over the repetitions."""
+    lines: list[tuple[object, ...]] = []
     for side in SIDES:
-        low, high = spread(values(side, "ttft_mean_ms"))
-        report.note(
-            f"{name}, {side}: mean time to first token {median(values(side, 'ttft_mean_ms')):.2f} "
-            f"[{low:.2f}, {high:.2f}] ms over {runs[0]['calls']} calls, cost model "
-            f"{values(side, 'expected_ttft_mean_ms')[0]:.2f} ms for "
-            f"{values(side, 'encoded_for_first_tokens')[0]} tokens encoded; a decode step "
-            f"{median(values(side, 'decode_step_ms')):.2f} ms; in all, estimated from these, "
-            f"{median(values(side, 'estimated_seconds')):.2f} s"
-        )
+        of_side = [row for row in runs if row["side"] == side]
+        times = _values(runs, side, "ttft_mean_ms")
+        lines.append((
+            name, side, of_side[0]["calls"], with_spread(times, ".2f"),
+            f"{of_side[0]['expected_ttft_mean_ms']:.2f}", of_side[0]["encoded_for_first_tokens"],
+            of_side[0]["encoded_tokens"], f"{median(_values(runs, side, 'decode_step_ms')):.2f}",
+            f"{median(_values(runs, side, 'estimated_seconds')):.2f}",
+        ))  # fmt: skip
+    return lines
+
+
+def _bar(name: str, runs: Sequence[Run]) -> Bar:
+    """Against the faster way of encoding again."""
     rivals = [side for side in SIDES if side != OURS]
-    rival = min(rivals, key=lambda side: median(values(side, "ttft_mean_ms")))
-    pairs = zip(values(rival, "ttft_mean_ms"), values(OURS, "ttft_mean_ms"), strict=True)
-    expected = [values(side, "expected_ttft_mean_ms")[0] for side in (rival, OURS)]
-    ratio = median(theirs / ours for theirs, ours in pairs)
-    model = f"cost model {expected[0] / expected[1]:.1f}"
-    report.bar(Bar(f"{name}: time to first token, {rival} / ours ({model})", ratio, BARS[name]))
+    rival = min(rivals, key=lambda side: median(_values(runs, side, "ttft_mean_ms")))
+    sides = (rival, OURS)
+    pairs = zip(*(_values(runs, side, "ttft_mean_ms") for side in sides), strict=True)
+    theirs, ours = (_values(runs, side, "expected_ttft_mean_ms")[0] for side in sides)
+    text = f"{name}: time to first token, {rival} / ours (cost model {theirs / ours:.1f})"
+    return Bar(text, median(them / us for them, us in pairs), BARS[name])
+
+
+def _values(runs: Sequence[Run], side: str, figure: str) -> list[float]:
+    """Of each repetition, in order."""
+    return [row[figure] for row in runs if row["side"] == side]

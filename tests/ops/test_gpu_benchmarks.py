@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.report import Bar
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -96,6 +98,58 @@ def test_a_dry_run_cannot_be_taken_for_a_result(dry):
     verdicts = re.findall(r"\| ([^|]*) \|$", summary.split("## Wrong")[0], re.M)[2:]
     assert verdicts and all("not measured" in verdict for verdict in verdicts)
     assert all(line.startswith("DRY ") for line in printed.splitlines() if " s] " in line)
+
+
+FAULT = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+from benchmarks.gpu import cases
+right = cases.Inputs.ours
+def wrong(self, output, reads, tiles=None):
+    call = right(self, output, reads, tiles)
+    def faulty():
+        call()
+        output[-1] *= 1.05  # one query of all
+    return faulty
+cases.Inputs.ours = wrong
+import runpy
+sys.argv[1:] = {!r}
+runpy.run_module("benchmarks.gpu", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_one_wrong_query_is_an_error_and_no_number(tmp_path):
+    pytest.importorskip("triton")
+    arguments = [
+        "check",
+        "attention",
+        "--device",
+        "cpu",
+        "--shapes",
+        "tiny",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FAULT.format(arguments)],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = rows(tmp_path, "check")
+    wrong = [row for row in found if float(row["error"]) >= float(row["tolerance"])]
+    assert {row["operation"].startswith("reposition") for row in wrong} == {False}
+    assert len(wrong) == sum(not row["operation"].startswith("reposition") for row in found)
+    assert rows(tmp_path, "attention") == []
+    assert (tmp_path / "summary.md").read_text().count("not timed, errors") == 3
+
+
+def test_bars():
+    assert Bar("x", 0.6, 0.6).verdict() == "reached"
+    assert Bar("x", 0.59, 0.6).verdict() == "MISSED"
+    assert Bar("x", 49.0, 50.0, is_least=False).verdict() == "reached"
+    assert Bar("x", 51.0, 50.0, is_least=False).verdict() == "MISSED"
+    assert Bar("x", None, 50.0, reason="no GPU").verdict() == "not measured: no GPU"
 
 
 def test_needs_no_vllm_and_asks_for_a_gpu(tmp_path):
