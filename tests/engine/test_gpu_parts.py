@@ -26,6 +26,7 @@ from vllm_choreo.engine.host_blocks import HostBlocks
 from vllm_choreo.engine.plugin import _choose_backend, configure_after
 from vllm_choreo.engine.v1_runner import ChoreoDispatcher, ChoreoGPUModelRunner
 from vllm_choreo.engine.v2_runner import ChoreoCudaGraphManager, ChoreoGPUModelRunnerV2
+from vllm_choreo.engine.warmup import warm_up
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.ops import Layout, Rotation
 from vllm_choreo.ops.layout import write_kv
@@ -315,6 +316,29 @@ def test_tiles_are_kept_until_queries_or_work_change() -> None:
     assert prefill.classes is not grown.classes
     planner.shared_reading = False
     assert tiles(611, (0, 9, 10)).classes is not prefill.classes
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (9, 3), (32, 4), (64, 1)])
+def test_warm_up_meets_tiles_of_every_size(heads: int, kv_heads: int) -> None:
+    pytest.importorskip("triton")
+    shape = LayerShape(heads, kv_heads, 64, torch.bfloat16)
+    planner = BatchPlanner(16, [], tile_shapes=[shape])
+    seen: list[Any] = []
+
+    def forward(layer: Any, query: torch.Tensor, *args: Any) -> None:
+        seen.append(planner.running.tiles[shape])
+        assert query.shape == (planner.running.spans.query_start_loc[-1], heads, 64)
+
+    impl = SimpleNamespace(
+        shape=shape, rotation=None, logits_soft_cap=0, alibi_slopes=None, forward=forward
+    )
+    layer = SimpleNamespace(impl=impl, kv_cache=None)
+    warm_up([layer, layer], planner, table_width=16)
+    (tiles,) = seen  # of two layers alike, one is enough
+    group = heads // kv_heads
+    assert {c.num_rows for c in tiles.classes} >= ({16, 64, 128} if group <= 16 else {64, 128})
+    assert tiles.num_partials > 0
+    assert planner.running is None and not planner.reads_spans(["0", "1", "2"])
 
 
 # -- host memory -----------------------------------------------------------------------------------

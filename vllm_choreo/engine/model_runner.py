@@ -16,6 +16,7 @@ from vllm_choreo.engine.attention import ChoreoImpl
 from vllm_choreo.engine.batch import BatchPlanner, LayerShape, to_device
 from vllm_choreo.engine.host_blocks import HostBlocks, num_host_blocks
 from vllm_choreo.engine.probe import LayerPositions, probe_positions
+from vllm_choreo.engine.warmup import warm_up
 from vllm_choreo.errors import UnsupportedModelError
 from vllm_choreo.ops import Rotation, detect_layout, reposition_keys
 from vllm_choreo.plan import BlockMove, ChoreoStep
@@ -80,6 +81,10 @@ class ChoreoModelRunner:
             impl.shape = shapes.get(found.layer)
         self.host_blocks = self._make_host_blocks(config.host_memory_gib)
         self._guard_graphs()
+        if shapes:
+            warm_up(layers.values(), self.planner, self._table_width)
+            if config.reposition == "in_place":
+                self._move_keys([BlockMove(src=0, dst=0, delta=0)])  # block 0 is nobody's
 
     def _make_host_blocks(self, host_memory_gib: float) -> HostBlocks | None:
         if not host_memory_gib:
@@ -103,6 +108,11 @@ class ChoreoModelRunner:
             device=self.device,
             readable=(layer.impl.layout,),
         )
+
+    @property
+    def _table_width(self) -> int:
+        """Columns of the block tables of batches."""
+        raise NotImplementedError
 
     def _guard_graphs(self) -> None:
         """Have `graphs` obey `allow_full`."""

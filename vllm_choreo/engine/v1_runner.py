@@ -34,6 +34,11 @@ class ChoreoModelRunnerV1(ChoreoModelRunner):
     def graphs(self: Any) -> ChoreoDispatcher:
         return self.cudagraph_dispatcher
 
+    @property
+    def _table_width(self: Any) -> int:
+        width: int = self.input_batch.block_table[0].max_num_blocks_per_req
+        return width
+
     def _guard_graphs(self: Any) -> None:
         self.cudagraph_dispatcher.__class__ = ChoreoDispatcher
 

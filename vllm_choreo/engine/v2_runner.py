@@ -47,6 +47,11 @@ class ChoreoModelRunnerV2(ChoreoModelRunner):
     def graphs(self: Any) -> ChoreoCudaGraphManager:
         return self.cudagraph_manager
 
+    @property
+    def _table_width(self: Any) -> int:
+        width: int = self.block_tables.input_block_tables[0].shape[1]
+        return width
+
     def _guard_graphs(self: Any) -> None:
         self.cudagraph_manager.__class__ = ChoreoCudaGraphManager
 
