@@ -66,8 +66,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of the inputs; a new one each run")
     parser.add_argument("--workers", type=int,
                         help="processes of check; half the cores, 8 at most, on CPU 1")  # fmt: skip
-    parser.add_argument("--flex-seconds", type=float, default=100.0,
-                        help="for compiling FlexAttention; then rows do without it")  # fmt: skip
+    parser.add_argument("--rival-seconds", type=float, default=150.0,
+                        help="to compile FlexAttention and xformers; then without")  # fmt: skip
     parser.add_argument("--workflow-repeats", type=int, help="5 of each; tiny: 1")
     parser.add_argument("--no-graphs", action="store_true", help="step launches every kernel")
     parser.add_argument("--layers", type=int, help="of the transformer; 32, tiny: 2")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,8 +43,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
     is_tiny = args.shapes == "tiny"
     launching.run(report, args, clock, floors)
     sheet = report.sheet("attention", COLUMNS)
-    flex = rivals.Flex(report.device, args.flex_seconds)
-    timer = _Timer(report, sheet, clock, floors, flex, args)
+    timer = _Timer(report, sheet, clock, floors, args)
     models = {"tiny": Heads(4, 2, 64)} if is_tiny else MODELS
     rows = [
         row
@@ -91,11 +91,11 @@ class _Timer:
         sheet: Sheet,
         clock: Clock,
         floors: Floors,
-        flex: rivals.Flex,
         args: argparse.Namespace,
     ) -> None:
         self.report, self.sheet, self.clock = report, sheet, clock
-        self.floors, self.flex, self.args = floors, flex, args
+        self.floors, self.args = floors, args
+        self.rival_seconds = args.rival_seconds
 
     def row(self, model: str, heads: Heads, work: Work) -> Row | None:
         """Compare, then time, then write; None if outputs disagree or a kernel does not run."""
@@ -107,7 +107,9 @@ class _Timer:
             return None
 
     def _row(self, model: str, heads: Heads, work: Work) -> Row | None:
-        kind = Kind(heads, rotary_dim=heads.head_size)
+        # The interpreter has xformers' kernel multiply the bit patterns of bfloat16.
+        dtype = torch.float16 if self.report.is_dry else torch.bfloat16
+        kind = Kind(heads, dtype, rotary_dim=heads.head_size)
         inputs = make_inputs(kind, work, self.args.seed, self.report.device)
         sides, without = self._sides(inputs)
         label = f"{model} {_words(work)}"
@@ -139,15 +141,20 @@ class _Timer:
         sides["ungrouped"] = _returning(inputs, None, shape)
         makers: dict[str, Callable[[rivals.Copies], rivals.Side]] = {
             "SDPA": rivals.sdpa,
-            "FlexAttention": self.flex.side,
+            "FlexAttention": rivals.flex,
             "xformers": rivals.xformers,
         }
         without = []
         for name, make in makers.items():
+            if self.rival_seconds <= 0 and name != "SDPA":
+                without.append(f"{name}: the time for compiling is used up (--rival-seconds)")
+                continue
+            began = time.perf_counter()
             try:
                 sides[name] = make(copies)
             except rivals.Unavailable as reason:
                 without.append(str(reason))
+            self.rival_seconds -= time.perf_counter() - began
         return sides, without
 
 

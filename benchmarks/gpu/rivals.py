@@ -6,7 +6,6 @@ Copies are made before anything is timed: a rival pays neither for gathering nor
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +16,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.gpu import oracle
 from benchmarks.gpu.cases import Inputs
+
+# Of xformers' Triton kernel, with a causal mask.
+_MAX_SPLIT_K_QUERIES = 16
 
 # A call that returns the outputs ``[num_reqs, q_len, num_heads, head_size]``.
 Side = Callable[[], torch.Tensor]
@@ -73,42 +75,28 @@ def sdpa(copies: Copies) -> Side:
     return call
 
 
-class Flex:
-    """FlexAttention; compiled on a GPU, within a budget of seconds, by plain PyTorch elsewhere."""
+def flex(copies: Copies) -> Side:
+    """FlexAttention; compiled on a GPU, by plain PyTorch elsewhere.
 
-    def __init__(self, device: torch.device, seconds: float) -> None:
-        self._is_compiled = device.type == "cuda"
-        self._seconds_left = seconds
+    Raises:
+        Unavailable: it does not compile.
+    """
+    query, keys, values = (_heads_first(x) for x in (copies.query, copies.keys, copies.values))
+    mask = _flex_mask(copies)
+    attend = flex_attention
+    if query.device.type == "cuda":
+        torch._dynamo.reset()  # every shape is compiled for itself, at any number of shapes
+        attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
-    def side(self, copies: Copies) -> Side:
-        """A call that is compiled already.
+    def call() -> torch.Tensor:
+        found = attend(query, keys, values, block_mask=mask, scale=copies.scale, enable_gqa=True)
+        return found.transpose(1, 2)
 
-        Raises:
-            Unavailable: the budget is used up, or it does not compile.
-        """
-        if self._seconds_left <= 0:
-            raise Unavailable("FlexAttention: the time for compiling is used up (--flex-seconds)")
-        began = time.perf_counter()
-        query, keys, values = (_heads_first(x) for x in (copies.query, copies.keys, copies.values))
-        mask = _flex_mask(copies)
-        attend = flex_attention
-        if self._is_compiled:
-            torch._dynamo.reset()  # every shape is compiled for itself, at any number of shapes
-            attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-        def call() -> torch.Tensor:
-            found = attend(
-                query, keys, values, block_mask=mask, scale=copies.scale, enable_gqa=True
-            )
-            return found.transpose(1, 2)
-
-        try:
-            call()
-        except Exception as error:
-            raise Unavailable(f"FlexAttention: {_first_line(error)}") from error
-        finally:
-            self._seconds_left -= time.perf_counter() - began
-        return call
+    try:
+        call()
+    except Exception as error:
+        raise Unavailable(f"FlexAttention: {_first_line(error)}") from error
+    return call
 
 
 def _flex_mask(copies: Copies) -> object:
@@ -127,13 +115,15 @@ def _flex_mask(copies: Copies) -> object:
 def xformers(copies: Copies) -> Side:
     """`xformers.ops.fmha`, with the operator that it chooses.
 
+    Where its C++ library does not load, which is built for one version of torch, there is nothing
+    to choose from but its Triton kernel, which does without that library.
+
     Raises:
         Unavailable: it is not installed, or has no operator for this.
     """
-    if copies.query.device.type != "cuda":
-        raise Unavailable("xformers: has no operator for this without a GPU")
     try:
         from xformers.ops import fmha
+        from xformers.ops.fmha import triton_splitk
     except Exception as error:
         raise Unavailable(f"xformers: {_first_line(error)}") from error
     num_reqs, q_len, num_heads, head_size = copies.query.shape
@@ -141,9 +131,7 @@ def xformers(copies: Copies) -> Side:
     group = num_heads // num_kv_heads
     query = copies.query.reshape(1, num_reqs * q_len, num_kv_heads, group, head_size)
     keys, values = (
-        x.reshape(1, num_reqs * num_tokens, num_kv_heads, 1, head_size).expand(
-            -1, -1, -1, group, -1
-        )
+        x.reshape(1, -1, num_kv_heads, 1, head_size).expand(-1, -1, -1, group, -1)
         for x in (copies.keys, copies.values)
     )
     mask = fmha.attn_bias.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
@@ -151,17 +139,28 @@ def xformers(copies: Copies) -> Side:
     )
     mask = mask.to(copies.query.device)
 
-    def call() -> torch.Tensor:
+    def chosen() -> torch.Tensor:
         found = fmha.memory_efficient_attention_forward(
             query, keys, values, attn_bias=mask, scale=copies.scale
         )
         return found.view(copies.query.shape)
 
+    def split_k() -> torch.Tensor:
+        inputs = fmha.Inputs(query, keys, values, attn_bias=mask, scale=copies.scale)
+        found, _ = triton_splitk.FwOp.apply(inputs, needs_gradient=False)
+        return found.view(copies.query.shape)
+
     try:
-        call()
+        chosen()
+        return chosen
+    except Exception as error:
+        if q_len > _MAX_SPLIT_K_QUERIES:
+            raise Unavailable(f"xformers: {_first_line(error)}") from error
+    try:
+        split_k()
     except Exception as error:
         raise Unavailable(f"xformers: {_first_line(error)}") from error
-    return call
+    return split_k
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,8 @@ def test_attention_compares_before_it_times(dry):
             assert float(row[f"{side}_us"]) > 0
             assert float(row[f"{side}_error"]) < 2e-2
         assert (row["grouped_us"] != "") == (row["requests"] != "1")
-        assert row["xformers_us"] == "" and "xformers" in row["without"]
+        # xformers' Triton kernel needs no GPU, but is not everywhere, nor for every Triton.
+        assert (row["xformers_us"] == "") == ("xformers" in row["without"])
 
 
 @pytest.mark.slow
