@@ -6,7 +6,8 @@
     python -m benchmarks.gpu --device cpu --shapes tiny
 
 Needs torch >= 2.10, Triton >= 3.5 and numpy; compares with xformers if it is installed. The last
-form runs everything in Triton's interpreter: a dry run, which proves the logic, measures nothing.
+form runs everything in Triton's interpreter: a dry run, which proves the logic, measures nothing,
+and says so in the name of every file.
 
     check       every kernel on fresh random inputs, against a computation in float64
     attention   decode and prefill, repositioning, planning and launching: against PyTorch's

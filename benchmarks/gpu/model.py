@@ -77,6 +77,7 @@ class Model:
 
     Attributes:
         cache: of each layer, ``[num_slots, num_kv_heads, 2 * head_size]``.
+        graph_failure: why steps are not captured though they should be.
     """
 
     def __init__(
@@ -113,15 +114,24 @@ class Model:
         self._rotate = compiled(_rotate) if is_cuda else _rotate
         self._swiglu = compiled(_swiglu) if is_cuda else _swiglu
         self._captured: dict[int, tuple[Buffers, list[Callable[[], None]]]] = {}
+        self.graph_failure = ""
         if use_graphs:
-            gc.collect()
-            gc.freeze()  # each capture collects garbage, which takes long among many objects
-            for num_tokens in reversed(GRAPH_SIZES):  # the largest first: the others fit its memory
-                self._captured[num_tokens] = self._capture(num_tokens)
+            self._capture_all()
 
     def _weight(self, rows: int, columns: int) -> torch.Tensor:
         weight = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
         return weight.normal_(std=columns**-0.5)
+
+    def _capture_all(self) -> None:
+        """Capture every size; where that fails, none, and `graph_failure` says why."""
+        gc.collect()
+        gc.freeze()  # each capture collects garbage, which takes long among many objects
+        try:
+            for num_tokens in reversed(GRAPH_SIZES):  # the largest first: the others fit its memory
+                self._captured[num_tokens] = self._capture(num_tokens)
+        except RuntimeError as error:
+            self._captured.clear()
+            self.graph_failure = str(error)
 
     # -- a step ------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class Report:
 
     def sheet(self, name: str, columns: Sequence[str]) -> Sheet:
         """An empty CSV file; in a dry run its name says so."""
-        path = self.folder / f"{'dry-run-' if self.is_dry else ''}{name}.csv"
+        path = self._path(f"{name}.csv")
         record = {**self.machine, "command": " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])}
         if self.is_dry:
             record = {"dry_run": DRY, **record}
@@ -117,7 +117,11 @@ class Report:
 
     def write_summary(self, is_done: bool = False) -> None:
         ending = "" if is_done else "\n(The run was cut off here.)\n"
-        (self.folder / "summary.md").write_text(self.summary() + ending)
+        self._path("summary.md").write_text(self.summary() + ending)
+
+    def _path(self, name: str) -> Path:
+        """Files of a dry run have names of their own, and never replace those of a real one."""
+        return self.folder / (f"dry-run-{name}" if self.is_dry else name)
 
     def summary(self) -> str:
         """A short page in Markdown."""

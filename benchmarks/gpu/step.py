@@ -67,6 +67,8 @@ def run(report: Report, args: argparse.Namespace) -> None:
         shape, dtype=dtype, device=report.device, max_position=8192,
         num_slots=num_blocks * BLOCK_SIZE, use_graphs=not (report.is_dry or args.no_graphs),
     )  # fmt: skip
+    if model.graph_failure:
+        report.note(f"no CUDA graphs, the host launches every kernel: {model.graph_failure[:300]}")
     engine = Engine(model, num_blocks)
     floors = measure_floors(Clock(report.device), args.repeats)
     report.say(f"{shape.num_weights() / 1e9:.2f} billion weights, {shape.num_layers} layers")
