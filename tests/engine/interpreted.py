@@ -166,6 +166,33 @@ def check_ordinary(llm: Any, oracle: Any) -> None:
             assert logits[i - 1].max() - logits[i - 1][tokens[i]] < TIE
 
 
+def check_readers(llm: Any, oracle: Any) -> None:
+    """Calls that read the same messages for many steps: while one is prefilled in chunks the
+    others generate, then all of them do, so that plans are kept, and made anew.
+    """
+    import random
+
+    from vllm import SamplingParams
+
+    from tests.engine.oracle import assert_greedy, random_tokens, whole
+    from vllm_choreo import Choreography
+
+    rng = random.Random(9)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with Choreography(llm) as c:
+        docs = [(c.prefill(t), oracle.encode(t)) for t in (random_tokens(rng, n) for n in (40, 33))]
+        calls, seen = [], []
+        for num_header, offsets in ((2, (0, 60)), (5, (31, 31)), (280, (100, 7))):
+            header = random_tokens(rng, num_header)
+            parents = [message for message, _ in docs]
+            place = {"offsets": list(offsets), "new_offset": 150}
+            calls.append({"header": header, "parents": parents, **place})
+            seen.append([whole(e, o) for (_, e), o in zip(docs, offsets, strict=True)])
+        answers = c.decode(calls, sampling_params=params)
+        for answer, parents in zip(answers, seen, strict=True):
+            assert_greedy(answer, oracle, parents, 150)
+
+
 def check_eviction(llm: Any, oracle: Any) -> int:
     """Messages that do not fit go to host memory and come back. Returns how many came back."""
     import random
@@ -209,6 +236,7 @@ def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
     oracle = Oracle(model_path)
     steps = watch(runner.planner, choose_graphs(runner))
     check_ordinary(llm, oracle)
+    check_readers(llm, oracle)
     draw = Draw(num_batches=3, max_tokens=4, max_length=40)
     for seed in choices["seeds"]:
         with Choreography(llm) as c:
