@@ -262,8 +262,8 @@ class Sessions:
 def unknown_session() -> UnknownSessionError:
     """The one answer for every id that is not a session of the tenant's own."""
     return UnknownSessionError(
-        "no such session: it was never opened, was closed, or was not used for its time to live; "
-        "open one with POST /v1/choreo/sessions",
+        "no such session: it was never opened, was closed, was not used for its time to live, or "
+        "ended with an earlier run of the server; open one with POST /v1/choreo/sessions",
         parameter="session",
     )
 
