@@ -98,8 +98,8 @@ class AsyncChoreography:
         The handle can be named as a parent at once, and so can its `save_as` name.
 
         Raises:
-            ChoreoError: the call is illegal. Reasons that only the engine knows are raised when
-                the handle is awaited.
+            ChoreoError: the call is illegal, or a parent has failed by now. Reasons that only the
+                engine knows, and parents that fail later, are raised when the handle is awaited.
         """
         if (header is None) == (tokens is None):
             raise ChoreoError("submit needs either header or tokens", parameter="header")

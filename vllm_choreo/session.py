@@ -226,6 +226,7 @@ class Session:
         name = "header" if kind == "decode" else "tokens"
         if isinstance(tokens, Tokenized):
             ids, text = tokens.token_ids, tokens.text
+            tokens = text  # what the caller gave, for errors
         elif isinstance(tokens, str):
             ids = tuple(self._tokenizer.encode(tokens, add_special_tokens=False))
             text = tokens

@@ -29,6 +29,7 @@ from vllm_choreo.errors import (
 
 POOL_BLOCKS = 41
 LONG = {"temperature": 0.0, "max_tokens": 500, "ignore_eos": True}
+LONGEST = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
 SHORT = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 
 
@@ -68,59 +69,85 @@ def c(tiny_server: Server) -> Iterator[ChoreoClient]:
         yield client
 
 
+# A busy machine may give the client no turn before its calls are complete: it tries again then.
+ATTEMPTS = 8
+
+
 def test_closing_ends_the_calls_that_run(tiny_server: Server) -> None:
     with _nothing_left(tiny_server):
-        c = ChoreoClient(tiny_server.base_url, api_key=KEYS[0])
-        doc = c.prefill(_tokens(60))
-        errors: list[Exception] = []
+        assert any(_num_ended_by_closing(tiny_server) == 4 for _ in range(ATTEMPTS))
 
-        def decode() -> None:
-            try:
-                c.decode([5], parents=[doc], sampling_params=LONG)
-            except ChoreoError as error:
-                errors.append(error)
 
-        threads = [threading.Thread(target=decode) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.5)
-        c.close()
-        for thread in threads:
-            thread.join(20)
-        assert len(errors) == 4
-        with pytest.raises(ChoreoError):
-            c.prefill([5])
+def _num_ended_by_closing(server: Server) -> int:
+    """How many of four calls end with an error when their session is closed."""
+    c = ChoreoClient(server.base_url, api_key=KEYS[0])
+    doc = c.prefill(_tokens(60))
+    errors: list[Exception] = []
+
+    def decode() -> None:
+        try:
+            c.decode([5], parents=[doc], sampling_params=LONGEST)
+        except ChoreoError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=decode) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    c.close()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    with pytest.raises(ChoreoError):
+        c.prefill([5])
+    return len(errors)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_vanishes_takes_its_calls_along(tiny_server: Server, stream: bool) -> None:
     """Without a word: the connection breaks, with a child waiting for its parent."""
-    calls = [
-        {"content": [5, 6], "save_as": "parent", "sampling_params": LONG},
-        {"content": [7], "save_as": "child", "parents": ["parent"], "sampling_params": LONG},
-    ]
     with _nothing_left(tiny_server), tiny_server.client() as client:
-        session = client.post("/v1/choreo/sessions", json={}).json()["id"]
-        url = f"/v1/choreo/sessions/{session}/messages"
-        body = {"calls": calls, "stream": stream}
+        assert any(_names_are_free_again(tiny_server, client, stream) for _ in range(ATTEMPTS))
+
+
+def _names_are_free_again(server: Server, client: httpx.Client, stream: bool) -> bool:
+    """Whether the names of calls whose client vanished can be used, as those of ended calls can."""
+    calls = [
+        {"content": [5, 6], "save_as": "parent"},
+        {"content": [7], "save_as": "child", "parents": ["parent"]},
+    ]
+    body = {"calls": [{**call, "sampling_params": LONG} for call in calls], "stream": stream}
+    with _session(client) as url:
         with (
-            tiny_server.client(timeout=0.5) as vanishing,
+            server.client(timeout=0.5) as vanishing,
             contextlib.suppress(httpx.ReadTimeout),
             vanishing.stream("POST", url, json=body) as response,
         ):
             next(response.iter_lines())
-        for name in ("parent", "child"):
-            _until_made(client, url, {"content": [5], "save_as": name, "sampling_params": SHORT})
-        assert client.delete(f"/v1/choreo/sessions/{session}").status_code == 200
+        return all(_is_free(client, url, name) for name in ("parent", "child"))
 
 
-def _until_made(client: httpx.Client, url: str, call: dict[str, Any]) -> None:
-    """Make a message under a name that is free, or soon will be."""
+@contextlib.contextmanager
+def _session(client: httpx.Client) -> Iterator[str]:
+    """The path of a session's messages; it is closed in the end."""
+    path = f"/v1/choreo/sessions/{client.post('/v1/choreo/sessions', json={}).json()['id']}"
+    try:
+        yield f"{path}/messages"
+    finally:
+        assert client.delete(path).status_code == 200
+
+
+def _is_free(client: httpx.Client, url: str, name: str) -> bool:
+    """Whether a message can be made under a name, within seconds."""
     deadline = time.monotonic() + 10
-    while (answer := client.post(url, json=call)).status_code == 409:
-        assert time.monotonic() < deadline, answer.text
+    while time.monotonic() < deadline:
+        call = {"content": [5], "save_as": name, "sampling_params": SHORT}
+        answer = client.post(url, json=call)
+        if answer.status_code != 409:
+            assert answer.status_code == 200, answer.text
+            return True
         time.sleep(0.2)
-    assert answer.status_code == 200, answer.text
+    return False
 
 
 def test_a_failed_parent_fails_its_children_alone(c: ChoreoClient, tiny_server: Server) -> None:
@@ -169,7 +196,7 @@ def test_an_engine_that_is_killed_gives_errors_and_never_wrong_answers(
 
     def decode() -> None:
         try:
-            results.append(c.decode([6], parents=[doc], sampling_params=LONG))
+            results.append(c.decode([6], parents=[doc], sampling_params=LONGEST))
         except ChoreoError as error:
             results.append(error)
 

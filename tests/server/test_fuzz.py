@@ -283,7 +283,7 @@ def _check_answer(answer: httpx.Response, sent: set[str]) -> None:
 
 # And what the session calls them; the last is that of a call that vLLM's engine has given up.
 CALL_NAMES = {*OneCallBody.model_fields, *SamplingBody.model_fields}
-CALL_NAMES |= {"body", "header", "message", "finish_reason"}
+CALL_NAMES |= {"body", "header", "tokens", "message", "finish_reason"}
 
 
 @settings(FUZZ, max_examples=150)

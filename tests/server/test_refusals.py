@@ -47,6 +47,7 @@ REFUSED: list[tuple[Any, str, str, str | None]] = [
     ({"content": True}, "ChoreoError", "content", "True"),
     ({"content": {"a": 1}}, "ChoreoError", "content", "dict of 1"),
     ({"content": ""}, "EmptyTokensError", "header", ""),
+    ({"content": "", "type": "prefill"}, "EmptyTokensError", "tokens", ""),
     ({"content": []}, "EmptyTokensError", "header", "[]"),
     ({"content": [1, 2.0]}, "ChoreoError", "content.1", "2.0"),
     ({"content": [1, True]}, "ChoreoError", "content.1", "True"),

@@ -150,8 +150,8 @@ class AsyncChoreoClient:
         a parent then. Without `save_as` the client chooses a name.
 
         Raises:
-            ChoreoError: the call is illegal. Reasons that only the engine knows are raised when
-                the handle is awaited.
+            ChoreoError: the call is illegal, or a parent has failed by now. Reasons that only the
+                engine knows, and parents that fail later, are raised when the handle is awaited.
         """
         if (header is None) == (tokens is None):
             raise ChoreoError("submit needs either header or tokens", parameter="header")
