@@ -77,6 +77,29 @@ def _qwen3() -> transformers.PretrainedConfig:
     return transformers.Qwen3Config(**_GQA, head_dim=64)
 
 
+def _yarn() -> transformers.PretrainedConfig:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": MAX_MODEL_LEN // 4,
+    }
+    return transformers.LlamaConfig(**_GQA, head_dim=_HEAD_SIZE, rope_parameters=rope)
+
+
+def _gemma2() -> transformers.PretrainedConfig:
+    # vLLM refuses a separate head, and sliding windows are no part of choreography.
+    sizes = {**_GQA, "tie_word_embeddings": True}
+    return transformers.Gemma2Config(
+        **sizes,
+        head_dim=_HEAD_SIZE,
+        query_pre_attn_scalar=_HEAD_SIZE,
+        attn_logit_softcapping=3.0,
+        layer_types=["full_attention"] * sizes["num_hidden_layers"],
+        sliding_window=MAX_MODEL_LEN,
+    )
+
+
 def _stablelm() -> transformers.PretrainedConfig:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
     return transformers.StableLmConfig(**_GQA, rope_parameters=rope)
@@ -110,6 +133,8 @@ TINY_MODELS = {
     for model in (
         TinyModel("llama", _llama, "full rotary, grouped queries"),
         TinyModel("llama3", _llama3, "frequencies scaled per band"),
+        TinyModel("yarn", _yarn, "frequencies scaled per band, and attention with them"),
+        TinyModel("gemma2", _gemma2, "logit soft cap"),
         TinyModel("qwen3", _qwen3, "norm of queries and keys, head size 64"),
         TinyModel("stablelm", _stablelm, "partial rotary"),
         TinyModel("glm4", _glm4, "partial rotary, interleaved pairs"),
@@ -142,6 +167,13 @@ def _draw_weights(model: transformers.PreTrainedModel, generator: torch.Generato
             # With a tied head the token's own embedding must not dominate the residual stream, or
             # every token predicts itself.
             noise *= 0.15
+        elif model.config.model_type == "gemma2":
+            # The same by a smaller embedding; the final norm, whose weights Gemma adds to one,
+            # makes up for it in the logits.
+            if is_head:
+                noise *= 0.2
+            elif name == "model.norm.weight":
+                noise += 3.0
         parameter.data.copy_(noise)
 
 

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.attention import ChoreoImpl
 from vllm_choreo.engine.batch import BatchPlanner, LayerShape, to_device
+from vllm_choreo.engine.cpu_adapters import correct_adapters
 from vllm_choreo.engine.host_blocks import HostBlocks, num_host_blocks
 from vllm_choreo.engine.probe import LayerPositions, probe_positions
 from vllm_choreo.engine.warmup import warm_up
@@ -60,6 +61,9 @@ class ChoreoModelRunner:
         for name, layer in layers.items():
             _check_layer(name, layer, block_size)
             self._check_layout(layer)
+        if self.lora_config:
+            correct_adapters(self.lora_manager)
+            self._set_active_loras((0,), (0,), set())  # the probe's one token has no adapter
         self.layer_positions = probe_positions(
             self.get_model(), self.vllm_config, list(layers), self.device
         )

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters of the tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+
+from tests.engine.oracle import Oracle
+
+RANK = 4
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class Adapter:
+    """A random adapter on disk, and the oracle of the model with the adapter merged into it."""
+
+    def __init__(self, model_path: Path, folder: Path, number: int) -> None:
+        path = folder / f"adapter-{number}"
+        self.request = LoRARequest(path.name, number, str(path))
+        self.oracle = Oracle(model_path)
+        generator = torch.Generator().manual_seed(number)
+        tensors = {}
+        for name, module in self.oracle.model.named_modules():
+            if name.endswith(MODULES):
+                num_out, num_in = module.weight.shape
+                down = torch.randn(RANK, num_in, generator=generator) / num_in**0.5
+                up = torch.randn(num_out, RANK, generator=generator) / RANK**0.5
+                tensors[f"base_model.model.{name}.lora_A.weight"] = down
+                tensors[f"base_model.model.{name}.lora_B.weight"] = up
+                module.weight.data += up @ down  # lora_alpha / r is 1
+        path.mkdir()
+        save_file(tensors, path / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": MODULES}
+        (path / "adapter_config.json").write_text(json.dumps(config))

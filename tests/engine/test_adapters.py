@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters: calls with one are those of the model into which it was merged."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.adapters import Adapter
+from tests.engine.oracle import TIE, Encoded, Oracle, Parent, random_tokens, whole
+from vllm_choreo.engine import utility
+
+SESSION = "adapters"
+
+
+@pytest.fixture(scope="module")
+def adapters(
+    tiny_model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[Adapter]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [Adapter(tiny_model_path("llama"), folder, number) for number in (1, 2)]
+
+
+@pytest.fixture
+def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Iterator[Any]:
+    engine = engine_slot(tiny_model_path("llama"), enable_lora=True, max_loras=2, max_lora_rank=8)
+    yield engine
+    utility.call(engine, "close", SESSION)
+    stats = utility.call(engine, "stats", None)
+    assert stats["num_calls"] == stats["num_messages"] == stats["num_blocks_all_sessions"] == 0
+
+
+def _call(llm: Any, tokens: Sequence[int], adapter: Adapter | None, **wire: Any) -> Any:
+    """Run one call; `adapter` encodes it. Returns its output, with what it reused."""
+    params = SamplingParams(
+        max_tokens=8,
+        temperature=0.0,
+        ignore_eos=True,
+        extra_args={"choreo": {"session": SESSION, **wire}},
+    )
+    prompt = {"prompt_token_ids": list(tokens)}
+    request = adapter.request if adapter else None
+    (output,) = llm.generate([prompt], params, lora_request=request, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length", output.kv_transfer_params
+    return output
+
+
+def _ordinary(
+    llm: Any, prompts: Sequence[Sequence[int]], adapters: Sequence[Adapter | None]
+) -> list[Any]:
+    """Requests without choreography."""
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    outputs: list[Any] = llm.generate(
+        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+        params,
+        lora_request=[adapter.request if adapter else None for adapter in adapters],
+        use_tqdm=False,
+    )
+    return outputs
+
+
+def _prefill(llm: Any, name: str, tokens: Sequence[int], adapter: Adapter | None) -> dict[str, Any]:
+    output = _call(llm, tokens, adapter, kind="prefill", save_as=name)
+    report: dict[str, Any] = output.kv_transfer_params["choreo"]
+    return report
+
+
+def _assert_answer(
+    output: Any, header: Sequence[int], oracle: Oracle, parents: Sequence[Parent], new_offset: int
+) -> None:
+    """Each token of an answer is the oracle's, given those before it."""
+    tokens = list(output.outputs[0].token_ids)
+    logits = oracle.encode([*header, *tokens], parents, new_offset).logits
+    for i, token in enumerate(tokens, len(header)):
+        assert logits[i - 1].max() - logits[i - 1][token] < TIE
+
+
+def test_every_mix_of_encoders_and_readers(
+    llm: Any, adapters: list[Adapter], tiny_oracle: Callable[[str], Oracle]
+) -> None:
+    """A message keeps what its own adapter made of it, whoever reads it."""
+    rng, base = random.Random(1), tiny_oracle("llama")
+    encoders: dict[str, tuple[Adapter | None, Oracle]] = {
+        "base": (None, base),
+        **{f"adapter{i}": (adapter, adapter.oracle) for i, adapter in enumerate(adapters)},
+    }
+    tokens = random_tokens(rng, 45)
+    encoded: dict[str, Encoded] = {}
+    for name, (adapter, oracle) in encoders.items():
+        _prefill(llm, name, tokens, adapter)
+        encoded[name] = oracle.encode(tokens)
+    answers = set()
+    for name in encoders:
+        for adapter, oracle in encoders.values():
+            output = _call(llm, [9, 11], adapter, parents=[name], offsets=[20], new_offset=70)
+            _assert_answer(output, [9, 11], oracle, [whole(encoded[name], 20)], 70)
+            answers.add(tuple(output.outputs[0].token_ids))
+    assert len(answers) == 9  # or the adapters would prove nothing
+
+
+def test_recipes_are_shared_by_their_adapter(llm: Any, adapters: list[Adapter]) -> None:
+    tokens = random_tokens(random.Random(2), 64)
+    for name, adapter in (("a", adapters[0]), ("b", adapters[1]), ("c", None)):
+        assert _prefill(llm, name, tokens, adapter)["reused_tokens"] == 0
+    for name, adapter in (("d", adapters[0]), ("e", adapters[1]), ("f", None)):
+        assert _prefill(llm, name, tokens, adapter)["reused_tokens"] == 32  # whole blocks
+
+
+def test_evicted_messages_are_encoded_again_by_their_adapter(
+    llm: Any, adapters: list[Adapter]
+) -> None:
+    tokens = random_tokens(random.Random(3), 50)
+    _prefill(llm, "a", tokens, adapters[0])
+    before = _call(llm, [9], adapters[1], parents=["a"])
+    utility.call(llm, "evict", SESSION, ["a"])
+    after = _call(llm, [9], adapters[1], parents=["a"])
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+def test_exact_calls_reuse_what_their_own_adapter_encoded(
+    llm: Any, adapters: list[Adapter]
+) -> None:
+    rng = random.Random(4)
+    tokens, header = random_tokens(rng, 64), random_tokens(rng, 3)
+    _prefill(llm, "doc", tokens, adapters[0])
+    for adapter in (*adapters, None):
+        (plain,) = _ordinary(llm, [tokens + header], [adapter])
+        exact = _call(llm, header, adapter, parents=["doc"], exact=True)
+        assert exact.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert exact.kv_transfer_params["choreo"]["exact"]
+
+
+def test_one_batch_of_ordinary_requests_with_and_without_adapters(
+    llm: Any, adapters: list[Adapter], tiny_oracle: Callable[[str], Oracle]
+) -> None:
+    """The last adapter's place is taken: vLLM by itself would give it to those without one."""
+    rng = random.Random(5)
+    mix = [None, *adapters, None]
+    prompts = [random_tokens(rng, 20 + i) for i in range(len(mix))]
+    for prompt, adapter, output in zip(prompts, mix, _ordinary(llm, prompts, mix), strict=True):
+        oracle = adapter.oracle if adapter else tiny_oracle("llama")
+        _assert_answer(output, prompt, oracle, [], 0)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculation by n-grams: drafted tokens read their context like others, and change no answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.choreographies import check, draw_choreography
+from tests.engine.oracle import Oracle, assert_greedy, random_tokens, whole
+from vllm_choreo import Choreography
+
+# One repeated token is enough for a draft: most are wrong, some are right.
+NGRAMS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 2,
+}
+
+
+@pytest.fixture
+def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
+    return engine_slot(tiny_model_path("llama"), speculative_config=NGRAMS, disable_log_stats=False)
+
+
+@pytest.fixture
+def oracle(tiny_oracle: Callable[[str], Oracle]) -> Oracle:
+    return tiny_oracle("llama")
+
+
+def _num_drafted(llm: Any) -> tuple[int, int]:
+    """Drafted tokens, and those of them that were right, since the engine started."""
+    names = [f"vllm:spec_decode_num_{name}_tokens" for name in ("draft", "accepted")]
+    values = {metric.name: metric for metric in llm.get_metrics() if metric.name in names}
+    drafted, accepted = (values[name].value for name in names)
+    return drafted, accepted
+
+
+@pytest.mark.parametrize("seed", range(2000, 2026))
+def test_random_choreographies(llm: Any, oracle: Oracle, seed: int) -> None:
+    with Choreography(llm) as choreography:
+        check(choreography, oracle, draw_choreography(seed))
+
+
+def test_drafts_are_taken_and_left(llm: Any, oracle: Oracle) -> None:
+    """Answers of many tokens, over parents, whose drafts are now right and now wrong."""
+    before = _num_drafted(llm)
+    rng = random.Random(3)
+    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    with Choreography(llm) as c:
+        docs = [c.prefill(random_tokens(rng, n)) for n in (40, 70, 33)]
+        calls = [{"header": random_tokens(rng, 5), "parents": [doc, docs[0]]} for doc in docs]
+        answers = c.decode(calls, sampling_params=params)
+        encoded = [oracle.encode(doc.token_ids) for doc in docs]
+        for answer, doc in zip(answers, encoded, strict=True):
+            parents = [whole(doc, 0), whole(encoded[0], len(doc))]
+            assert_greedy(answer, oracle, parents, len(doc) + len(encoded[0]))
+    drafted, accepted = (b - a for a, b in zip(before, _num_drafted(llm), strict=True))
+    assert 0 < accepted < drafted

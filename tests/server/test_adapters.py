@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters over HTTP: `model` names the one that encodes a call, as it does without us."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.adapters import Adapter
+from tests.engine.oracle import TIE, Oracle, random_tokens, whole
+from tests.server.serving import MODEL_NAME, Session, start_server
+
+
+@pytest.fixture(scope="module")
+def adapter(
+    tiny_model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Adapter:
+    return Adapter(tiny_model_path("llama"), tmp_path_factory.mktemp("adapter"), 1)
+
+
+@pytest.fixture(scope="module")
+def client(
+    tiny_model_path: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    adapter: Adapter,
+) -> Iterator[httpx.Client]:
+    with (
+        start_server(
+            tiny_model_path("llama"),
+            tmp_path_factory.mktemp("server"),
+            enable_lora=True,
+            max_loras=1,
+            lora_modules=[f"{adapter.request.name}={adapter.request.path}"],
+            block_size=32,
+            max_model_len=512,
+        ) as server,
+        server.client() as client,
+    ):
+        yield client
+
+
+def test_the_model_of_a_call_encodes_it(
+    client: httpx.Client, adapter: Adapter, tiny_model_path: Callable[[str], Path]
+) -> None:
+    session, rng = Session(client), random.Random(1)
+    base = Oracle(tiny_model_path("llama"))
+    oracles = {MODEL_NAME: base, adapter.request.name: adapter.oracle}
+    tokens = random_tokens(rng, 50)
+    session.call(type="prefill", content=tokens, save_as="doc")
+    doc, header = base.encode(tokens), random_tokens(rng, 3)
+
+    def answer(name: str, model: str, *parents: str) -> Any:
+        xargs = {"choreo_session": session.id, "choreo_save_as": name, "choreo_parents": parents}
+        body = {"model": model, "prompt": header, "vllm_xargs": xargs}
+        sampling = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        response = client.post("/v1/completions", json={**body, **sampling})
+        assert response.status_code == 200, response.text
+        return session.message(name).json()
+
+    for model, oracle in oracles.items():
+        first = answer(f"{model}-first", model, "doc")
+        parents = [whole(doc, 0)]
+        encoded = oracle.encode(first["token_ids"], parents, 50)
+        _assert_greedy(first, encoded)
+        # What an adapter encoded is read by everybody as it is.
+        for reader, reading in oracles.items():
+            second = answer(f"{model}-{reader}", reader, "doc", f"{model}-first")
+            both = [*parents, whole(encoded, 50)]
+            _assert_greedy(second, reading.encode(second["token_ids"], both, 50 + len(encoded)))
+
+
+def _assert_greedy(message: dict[str, Any], encoded: Any) -> None:
+    num_header = message["num_tokens"] - len(message["generated_token_ids"])
+    for i, token in enumerate(message["generated_token_ids"], num_header):
+        logits = encoded.logits[i - 1]
+        assert logits.max() - logits[token] < TIE
