@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.choreographies import check, draw_choreography
+from tests.engine.conftest import start_engine, stop_engine
 from tests.engine.oracle import Oracle, assert_greedy, random_tokens, whole
 from vllm_choreo import Choreography
 
@@ -24,9 +25,18 @@ NGRAMS = {
 }
 
 
-@pytest.fixture
-def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
-    return engine_slot(tiny_model_path("llama"), speculative_config=NGRAMS, disable_log_stats=False)
+@pytest.fixture(scope="module")
+def llm(tiny_model_path: Callable[[str], Path]) -> Iterator[Any]:
+    """An engine in a process of its own: where vLLM has imported numba, as it does to look up
+    n-grams, no further engine starts in the same process.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        engine = start_engine(
+            tiny_model_path("llama"), speculative_config=NGRAMS, disable_log_stats=False
+        )
+    yield engine
+    stop_engine(engine)
 
 
 @pytest.fixture
@@ -42,7 +52,7 @@ def _num_drafted(llm: Any) -> tuple[int, int]:
     return drafted, accepted
 
 
-@pytest.mark.parametrize("seed", range(2000, 2026))
+@pytest.mark.parametrize("seed", range(2000, 2012))
 def test_random_choreographies(llm: Any, oracle: Oracle, seed: int) -> None:
     with Choreography(llm) as choreography:
         check(choreography, oracle, draw_choreography(seed))
@@ -52,7 +62,7 @@ def test_drafts_are_taken_and_left(llm: Any, oracle: Oracle) -> None:
     """Answers of many tokens, over parents, whose drafts are now right and now wrong."""
     before = _num_drafted(llm)
     rng = random.Random(3)
-    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
     with Choreography(llm) as c:
         docs = [c.prefill(random_tokens(rng, n)) for n in (40, 70, 33)]
         calls = [{"header": random_tokens(rng, 5), "parents": [doc, docs[0]]} for doc in docs]
