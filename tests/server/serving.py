@@ -196,6 +196,9 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
 def _environment(changes: Mapping[str, str]) -> dict[str, str]:
     environment = {key: os.environ[key] for key in os.environ if key not in _NOT_FOR_SERVERS}
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # Two threads of a step wait for one another, on a busy machine for seconds, and a client that
+    # is to act while a call runs gets its turn too late.
+    environment["OMP_NUM_THREADS"] = "1"
     return {**environment, **changes}
 
 
