@@ -76,7 +76,7 @@ def install(clock: Clock, llm: Any) -> None:
     """Put the clock's timers around the parts of an engine with the plugin."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    from vllm_choreo.engine import cpu_backend
+    from vllm_choreo.engine import attention
 
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
@@ -91,7 +91,7 @@ def install(clock: Clock, llm: Any) -> None:
         (runner, "_model_forward", "linear layers"),
         (runner.model, "compute_logits", "lm_head"),
         (runner, "sample_tokens", "sample"),
-        (cpu_backend, "span_attention", "attention"),
+        (attention, "span_attention", "attention"),
         (CPUAttentionBackendImpl, "forward", "attention"),
         (CPUAttentionBackendImpl, "do_kv_cache_update", "store keys and values"),
     ]

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks take hold of inside the engine is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+
+from benchmarks import bench_shared_reading, breakdown
+from vllm_choreo import Choreography
+
+
+def test_the_time_to_first_token_has_parts(
+    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]
+) -> None:
+    llm = engine_slot(tiny_model_path("llama"))
+    clock = breakdown.Clock()
+    with Choreography(llm) as c:
+        doc = c.prefill(list(range(5, 45)))
+        breakdown.install(clock, llm)
+        try:
+            clock.open()
+            c.decode([7], parents=[doc], sampling_params=SamplingParams(max_tokens=1))
+            parts = clock.close()
+        finally:
+            clock.remove()
+    for part in ("schedule", "lay out spans", "attention", "store keys and values", "sample"):
+        assert parts[part] > 0.0, part
+    assert clock.steps[0] == (1, 1)  # tokens and requests of the first step
+
+
+def test_the_planning_of_a_batch_is_timed() -> None:
+    times = bench_shared_reading.planning_times(3)
+    assert 0.0 < times["kept"] < times["new"]
