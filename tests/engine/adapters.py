@@ -17,7 +17,17 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class Adapter:
-    """A random adapter on disk, and the oracle of the model with the adapter merged into it."""
+    """A random adapter on disk, and the oracle of the model with the adapter merged into it.
+
+    Args:
+        model_path: of the model; its oracle is made anew.
+        folder: where the adapter's own folder goes.
+        number: its id, from 1; the same one gives the same weights.
+
+    Attributes:
+        request: vLLM's name for it.
+        oracle: of model and adapter together.
+    """
 
     def __init__(self, model_path: Path, folder: Path, number: int) -> None:
         path = folder / f"adapter-{number}"

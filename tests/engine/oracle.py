@@ -256,8 +256,12 @@ def random_tokens(rng: random.Random, num_tokens: int) -> list[int]:
 
 def assert_greedy(message: Any, oracle: Oracle, parents: Sequence[Parent], new_offset: int) -> None:
     """Every generated token of a `Message` is the oracle's, given the tokens before it."""
-    encoded = oracle.encode(message.token_ids, parents, new_offset)
     num_header = message.num_tokens - len(message.generated_token_ids)
-    for i, token in enumerate(message.generated_token_ids):
-        logits = encoded.logits[num_header + i - 1]
+    assert_choices(oracle.encode(message.token_ids, parents, new_offset), num_header)
+
+
+def assert_choices(encoded: Encoded, num_header: int) -> None:
+    """The tokens of a message after its first `num_header` are the ones that its logits choose."""
+    for i, token in enumerate(encoded.token_ids[num_header:], num_header):
+        logits = encoded.logits[i - 1]
         assert logits.max() - logits[token] < TIE

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import KEYS, Server, start_server, wait_until_nothing_is_left
+from tests.server.serving import KEYS, Server, Session, start_server, wait_until_nothing_is_left
 from vllm_choreo import ChoreoClient
 from vllm_choreo.errors import (
     ChoreoError,
@@ -31,6 +31,8 @@ POOL_BLOCKS = 41
 LONG = {"temperature": 0.0, "max_tokens": 500, "ignore_eos": True}
 LONGEST = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
 SHORT = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+# A busy machine may give the client no turn before its calls are complete: it tries again then.
+ATTEMPTS = 8
 
 
 @pytest.fixture(scope="session")
@@ -67,10 +69,6 @@ def c(tiny_server: Server) -> Iterator[ChoreoClient]:
         ChoreoClient(tiny_server.base_url, api_key=KEYS[0]) as client,
     ):
         yield client
-
-
-# A busy machine may give the client no turn before its calls are complete: it tries again then.
-ATTEMPTS = 8
 
 
 def test_closing_ends_the_calls_that_run(tiny_server: Server) -> None:
@@ -117,32 +115,24 @@ def _names_are_free_again(server: Server, client: httpx.Client, stream: bool) ->
         {"content": [7], "save_as": "child", "parents": ["parent"]},
     ]
     body = {"calls": [{**call, "sampling_params": LONG} for call in calls], "stream": stream}
-    with _session(client) as url:
+    session = Session(client)
+    try:
         with (
             server.client(timeout=0.5) as vanishing,
             contextlib.suppress(httpx.ReadTimeout),
-            vanishing.stream("POST", url, json=body) as response,
+            vanishing.stream("POST", f"{session.path}/messages", json=body) as response,
         ):
             next(response.iter_lines())
-        return all(_is_free(client, url, name) for name in ("parent", "child"))
-
-
-@contextlib.contextmanager
-def _session(client: httpx.Client) -> Iterator[str]:
-    """The path of a session's messages; it is closed in the end."""
-    path = f"/v1/choreo/sessions/{client.post('/v1/choreo/sessions', json={}).json()['id']}"
-    try:
-        yield f"{path}/messages"
+        return all(_is_free(session, name) for name in ("parent", "child"))
     finally:
-        assert client.delete(path).status_code == 200
+        assert client.delete(session.path).status_code == 200
 
 
-def _is_free(client: httpx.Client, url: str, name: str) -> bool:
+def _is_free(session: Session, name: str) -> bool:
     """Whether a message can be made under a name, within seconds."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        call = {"content": [5], "save_as": name, "sampling_params": SHORT}
-        answer = client.post(url, json=call)
+        answer = session.post({"content": [5], "save_as": name, "sampling_params": SHORT})
         if answer.status_code != 409:
             assert answer.status_code == 200, answer.text
             return True

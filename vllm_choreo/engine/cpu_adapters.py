@@ -36,7 +36,11 @@ def _blanked(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def correct_adapters(lora_manager: Any) -> None:
-    """Let the layers of a model that was loaded with adapters use the above."""
+    """Have the layers of a model use `ChoreoPunicaWrapperCPU`.
+
+    Args:
+        lora_manager: of a model runner with LoRA, on any device; only CPUs need it.
+    """
     for wrapper in lora_manager._adapter_manager.punica_wrapper_mapping.values():
         if type(wrapper) is PunicaWrapperCPU:  # and not that of a GPU
             wrapper.__class__ = ChoreoPunicaWrapperCPU
