@@ -24,7 +24,7 @@ from vllm_choreo.workflows.parallel_debate import REVISE
 # What the engine must be started with.
 ENGINE_OPTIONS: dict[str, Any] = {
     "max_logprobs": -1,
-    "logits_processors": ["vllm_choreo.engine.forced:ForcedTokens"],
+    "logits_processors": ["vllm_choreo.engine.worker.forced:ForcedTokens"],
 }
 ROLES = (
     "You are a careful mathematician. You check every step.",

@@ -28,7 +28,8 @@ from benchmarks.quality_page import (
     section,
 )
 from benchmarks.stats import bootstrap_interval, wilson_interval
-from vllm_choreo.data import (
+from vllm_choreo.workflows.chat import assistant, system, user
+from vllm_choreo.workflows.problems import (
     Problem,
     fact_pairs,
     key_values,
@@ -37,8 +38,7 @@ from vllm_choreo.data import (
     sentence_facts,
     word_problems,
 )
-from vllm_choreo.data.grading import coverage, is_correct
-from vllm_choreo.workflows.chat import assistant, system, user
+from vllm_choreo.workflows.problems.grading import coverage, is_correct
 
 SEED = 1
 INSTRUCTION = "Answer from the given facts."

@@ -229,7 +229,7 @@ class _Bench:
 
     def speeds(self) -> dict[str, Any]:
         """Of this machine and model, for the cost models."""
-        from vllm_choreo.embedded import embedded_model
+        from vllm_choreo.smallmodel.embedded import embedded_model
 
         # From the file, since vLLM packs the weights of linear layers away.
         weights = _num_weights(embedded_model())

@@ -38,7 +38,7 @@ KEY = "bench"
 
 def main() -> int:
     from tests.server.serving import start_server
-    from vllm_choreo.embedded import embedded_model
+    from vllm_choreo.smallmodel.embedded import embedded_model
 
     args = _arguments()
     rows: list[dict[str, Any]] = []

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import command_line, machine, machine_line, read_csv, table, write_csv
-from vllm_choreo.engine.batch import BatchPlanner
+from vllm_choreo.engine.step import RequestSpans
+from vllm_choreo.engine.worker.batch import BatchPlanner
 from vllm_choreo.ops import Rotation, SpanBatch, plan_shared_reads, span_attention
-from vllm_choreo.plan import RequestSpans
 
 BLOCK_SIZE = 32
 MESSAGES = 8

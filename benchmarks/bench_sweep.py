@@ -33,7 +33,7 @@ from benchmarks.common import (
 from benchmarks.pictures import INK, panels, save_picture
 from benchmarks.sides import SIDES, Side, open_sides, replay_in_turn
 from benchmarks.stats import bootstrap_interval
-from vllm_choreo.workflows.transcript import Transcript
+from vllm_choreo.workflows.record.transcript import Transcript
 
 SIZES = (2, 4, 8, 16)
 # Ratio of the best cell, at least.

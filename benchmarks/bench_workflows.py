@@ -32,7 +32,7 @@ from benchmarks.common import (
 )
 from benchmarks.sides import SIDES, WORKFLOWS, Side, open_sides, replay_in_turn
 from benchmarks.stats import bootstrap_interval
-from vllm_choreo.workflows.transcript import Step, Transcript
+from vllm_choreo.workflows.record.transcript import Step, Transcript
 
 FULL_ANSWER_TOKENS = 400
 KV_CACHE_GIB = 3
@@ -85,7 +85,7 @@ def _arguments() -> argparse.Namespace:
 
 def _record(side: Side, folder: Path, args: argparse.Namespace) -> list[tuple[str, Path]]:
     """Transcripts of every workflow on every question: (id of the question, file)."""
-    from vllm_choreo.data import algebra, counting
+    from vllm_choreo.workflows.problems import algebra, counting
 
     count = (args.questions + 1) // 2
     pairs = zip(algebra(count), counting(count), strict=True)

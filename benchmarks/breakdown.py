@@ -76,7 +76,7 @@ def install(clock: Clock, llm: Any) -> None:
     """Put the clock's timers around the parts of an engine with the plugin."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    from vllm_choreo.engine import attention
+    from vllm_choreo.engine.worker import attention
 
     engine = llm.llm_engine
     core = engine.engine_core.engine_core

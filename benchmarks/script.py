@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_choreo.message import Message, Metrics, Usage
-from vllm_choreo.params import ParentSpan
+from vllm_choreo.semantics.message import Message, Metrics, Usage
+from vllm_choreo.semantics.params import ParentSpan
 
 _NOTHING = Usage(exact=True, reused_tokens=0, repositioned_tokens=0, encoded_tokens=0)
 _AT_ONCE = Metrics(submitted=0.0, waiting=None, ttft=0.0, latency=0.0)
@@ -76,7 +76,7 @@ class Script:
 
 def scripted(tokenizer: Any, lengths: Mapping[str, int]) -> Script:
     """A script of the demo's passages."""
-    from vllm_choreo.demo import TASKS
+    from vllm_choreo.cli.demo import TASKS
 
     words = " ".join(task.question for task in TASKS)
     text = "".join(letter for letter in words if not letter.isdigit())

@@ -32,7 +32,7 @@ from benchmarks.common import (
 from benchmarks.script import scripted
 from vllm_choreo.workflows.iterative_debate import iterative_debate
 from vllm_choreo.workflows.parallel_debate import parallel_debate
-from vllm_choreo.workflows.transcript import Transcript
+from vllm_choreo.workflows.record.transcript import Transcript
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
 
 # Name: block size (None: vLLM's own choice), VLLM_PLUGINS, mode of the client.
@@ -46,7 +46,7 @@ WORKFLOWS: dict[str, Callable[..., Transcript]] = {
     "iterative_debate": iterative_debate,
     "parallel_debate": parallel_debate,
 }
-FORCED = "vllm_choreo.engine.forced:ForcedTokens"
+FORCED = "vllm_choreo.engine.worker.forced:ForcedTokens"
 
 
 class Side:
@@ -198,7 +198,7 @@ def _script(
 
 def _replay(llm: Any, mode: str, path: str) -> dict[str, Any]:
     from vllm_choreo import Choreography
-    from vllm_choreo.workflows.replay import Replay
+    from vllm_choreo.workflows.record.replay import Replay
 
     recorded = Transcript.load(Path(path))
     inputs = {

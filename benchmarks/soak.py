@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.common import command_line, machine, machine_line, read_csv, table, write_csv
 from benchmarks.soak_clients import DOC_TOKENS, DOCS, ChoreoUser, Notes, OrdinaryUser, Seen, run_all
-from vllm_choreo.message import Message
+from vllm_choreo.semantics.message import Message
 
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 640

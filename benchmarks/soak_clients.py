@@ -19,7 +19,7 @@ import httpx
 
 from vllm_choreo import AsyncChoreoClient
 from vllm_choreo.errors import ChoreoError, UnknownMessageError
-from vllm_choreo.message import Message
+from vllm_choreo.semantics.message import Message
 
 VOCAB = (3, 512)  # of the tiny model, special tokens left out
 DOC_TOKENS = (40, 96)

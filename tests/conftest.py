@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def embedded_model_path() -> Path:
     """Folder of SmolLM2-135M-Instruct (float32); made in the user's cache at the first use."""
-    from vllm_choreo.embedded import embedded_model
+    from vllm_choreo.smallmodel.embedded import embedded_model
 
     return embedded_model(progress=False)
 

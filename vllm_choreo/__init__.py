@@ -12,12 +12,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "Choreography": "vllm_choreo.choreography",
-    "AsyncChoreography": "vllm_choreo.async_choreography",
+    "Choreography": "vllm_choreo.api.choreography",
+    "AsyncChoreography": "vllm_choreo.api.async_choreography",
     "ChoreoClient": "vllm_choreo.client",
     "AsyncChoreoClient": "vllm_choreo.client",
-    "Message": "vllm_choreo.message",
-    "ChoreoParams": "vllm_choreo.params",
+    "Message": "vllm_choreo.semantics.message",
+    "ChoreoParams": "vllm_choreo.semantics.params",
     "ChoreoError": "vllm_choreo.errors",
 }
 

@@ -20,9 +20,9 @@ from benchmarks.gpu.engine import BLOCK_SIZE, Engine
 from benchmarks.gpu.measure import Clock, Floors, measure_floors
 from benchmarks.gpu.model import Model, Shape
 from benchmarks.gpu.report import Bar, Report, Sheet
-from vllm_choreo.data import algebra
 from vllm_choreo.workflows.iterative_debate import iterative_debate
 from vllm_choreo.workflows.parallel_debate import parallel_debate
+from vllm_choreo.workflows.problems import algebra
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
 
 TINY = Shape(2, 128, Heads(4, 2, 32), 128, 256)

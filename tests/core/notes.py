@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_choreo.message import Message, Metrics, Usage
-from vllm_choreo.params import ParentSpan
-from vllm_choreo.workflows.transcript import Transcript
+from vllm_choreo.semantics.message import Message, Metrics, Usage
+from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.workflows.record.transcript import Transcript
 
 
 class Notes:

@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from vllm_choreo.engine.batch import BatchPlanner
+from vllm_choreo.engine.step import RequestSpans
+from vllm_choreo.engine.worker.batch import BatchPlanner
 from vllm_choreo.ops import Rotation
-from vllm_choreo.plan import RequestSpans
 
 SIZE = 4
 ROTATION = Rotation(torch.tensor([1.0], dtype=torch.float64), is_neox=True)

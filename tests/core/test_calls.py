@@ -13,10 +13,10 @@ from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from vllm_choreo.engine.calls import Call, CallBook
+from vllm_choreo.engine.scheduler.call_book import Call, CallBook
 from vllm_choreo.errors import CyclicParentsError, ParentFailedError, TooLongError
-from vllm_choreo.params import ChoreoParams
-from vllm_choreo.store import MessageStore
+from vllm_choreo.semantics.params import ChoreoParams
+from vllm_choreo.store.store import MessageStore
 
 SIZE = 4
 

@@ -18,6 +18,7 @@ from vllm.sampling_params import BeamSearchParams
 
 import vllm_choreo.engine.utility as utility
 from vllm_choreo import AsyncChoreography, Choreography
+from vllm_choreo.api.session import Session
 from vllm_choreo.errors import (
     ChoreoError,
     CyclicParentsError,
@@ -33,8 +34,7 @@ from vllm_choreo.errors import (
     UnsupportedOptionError,
     UnsupportedVersionError,
 )
-from vllm_choreo.message import Metrics, Outcome
-from vllm_choreo.session import Session
+from vllm_choreo.semantics.message import Metrics, Outcome
 
 VOCAB_SIZE, MAX_MODEL_LEN = 512, 256
 Two = SamplingParams(max_tokens=2)

@@ -23,8 +23,10 @@ from tests.core.small_gguf import (
     permute,
     write_gguf,
 )
-from vllm_choreo import cli, embedded, gguf_convert
-from vllm_choreo.embedded import EmbeddedModelError, embedded_model
+from vllm_choreo.cli import main as cli
+from vllm_choreo.smallmodel import convert as gguf_convert
+from vllm_choreo.smallmodel import embedded
+from vllm_choreo.smallmodel.embedded import EmbeddedModelError, embedded_model
 
 pytest.importorskip("gguf")
 
@@ -291,14 +293,14 @@ def test_a_missing_engine_is_explained(
 
         return 0
 
-    monkeypatch.setitem(sys.modules, "vllm_choreo.demo", SimpleNamespace(main=demo))
+    monkeypatch.setitem(sys.modules, "vllm_choreo.cli.demo", SimpleNamespace(main=demo))
     assert cli.main(["demo"]) == 1
     assert "make setup" in capsys.readouterr().err
 
 
 def test_help_loads_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys, vllm_choreo.cli as cli\n"
+        "import sys, vllm_choreo.cli.main as cli\n"
         "try: cli.main(['--help'])\n"
         "except SystemExit: pass\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'numpy')))"

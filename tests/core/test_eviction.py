@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_choreo.engine.host_tier import HostTier
-from vllm_choreo.eviction import choose_victim, over_share
-from vllm_choreo.plan import CallPlan, ParentPlan
-from vllm_choreo.provenance import Trace
-from vllm_choreo.recipes import recipe_digest
-from vllm_choreo.store import Message
+from vllm_choreo.semantics.positions import CallPlan, ParentPlan
+from vllm_choreo.semantics.provenance import Trace
+from vllm_choreo.store.digest import recipe_digest
+from vllm_choreo.store.eviction import choose_victim, over_share
+from vllm_choreo.store.host_tier import HostTier
+from vllm_choreo.store.store import Message
 
 NOW = 100.0
 

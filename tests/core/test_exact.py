@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.core.test_store import SIZE, Pool
 from vllm_choreo.errors import OffsetError
-from vllm_choreo.exact import Link, check_text_offsets, exact_chain, is_exact
-from vllm_choreo.plan import CallPlan, ParentPlan, num_span_blocks, resolve_offsets
-from vllm_choreo.store import Message, MessageStore
-from vllm_choreo.store_stats import stats
+from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks, resolve_offsets
+from vllm_choreo.store.exact import Link, check_text_offsets, exact_chain, is_exact
+from vllm_choreo.store.stats import stats
+from vllm_choreo.store.store import Message, MessageStore
 
 
 @pytest.fixture

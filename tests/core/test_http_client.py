@@ -11,7 +11,7 @@ import pytest
 from tests.core.scripted_server import SESSION, body_of
 from vllm_choreo.client import Logprob
 from vllm_choreo.client.answers import Events, message_of
-from vllm_choreo.client.calls import calls_of, each_call, evicting, freeing, pinning, unpinning
+from vllm_choreo.client.requests import calls_of, each_call, evicting, freeing, pinning, unpinning
 from vllm_choreo.client.sampling import sampling_fields
 from vllm_choreo.errors import (
     ChoreoError,
@@ -20,8 +20,8 @@ from vllm_choreo.errors import (
     UnknownMessageError,
     UnsupportedOptionError,
 )
-from vllm_choreo.message import Message
-from vllm_choreo.params import ParentSpan
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.params import ParentSpan
 
 
 def message(name: str = "doc") -> Message:

@@ -30,7 +30,8 @@ from tests.core.scripted_server import (
     hang_up,
     stream,
 )
-from vllm_choreo import AsyncChoreoClient, ChoreoClient, cli
+from vllm_choreo import AsyncChoreoClient, ChoreoClient
+from vllm_choreo.cli import main as cli
 from vllm_choreo.client import ServerError
 from vllm_choreo.client.answers import message_of
 from vllm_choreo.errors import (
@@ -43,7 +44,7 @@ from vllm_choreo.errors import (
     TooLongError,
     UnknownMessageError,
 )
-from vllm_choreo.message import Message
+from vllm_choreo.semantics.message import Message
 
 
 def message(name: str) -> Message:
@@ -422,7 +423,7 @@ def test_neither_vllm_nor_torch_is_needed(tmp_path: Path) -> None:
 import sys
 sys.modules["vllm"] = sys.modules["torch"] = None  # an import of them fails
 from vllm_choreo import AsyncChoreoClient, ChoreoClient, ChoreoError
-from vllm_choreo.cli import main
+from vllm_choreo.cli.main import main
 try:
     ChoreoClient("http://127.0.0.1:9")
 except ChoreoError as error:

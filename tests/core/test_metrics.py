@@ -20,11 +20,12 @@ from prometheus_client import CollectorRegistry
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.buckets import TIME_TO_FIRST_TOKEN_BUCKETS
 
-from vllm_choreo import cli, errors
+from vllm_choreo import errors
+from vllm_choreo.cli import main as cli
 from vllm_choreo.config import ChoreoConfig, ServerConfig
 from vllm_choreo.errors import ChoreoError, LimitError, UnknownMessageError
-from vllm_choreo.message import Message, Metrics, Usage
-from vllm_choreo.params import ParentSpan
+from vllm_choreo.semantics.message import Message, Metrics, Usage
+from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.server import metrics
 from vllm_choreo.server.errors import status_of
 from vllm_choreo.server.metrics import CallMetrics, EngineMetrics

@@ -17,7 +17,7 @@ from vllm_choreo.errors import (
     UnknownMessageError,
     error_from_report,
 )
-from vllm_choreo.params import ChoreoParams, ParentSpan
+from vllm_choreo.semantics.params import ChoreoParams, ParentSpan
 
 FULL = ChoreoParams(
     parents=(ParentSpan("s/0"), ParentSpan("s/1", 2, 5), ParentSpan("s/1", None, 3)),
@@ -117,8 +117,9 @@ def test_an_unknown_error_type_is_still_an_error() -> None:
 
 
 def test_client_modules_load_neither_torch_nor_vllm() -> None:
-    names = ("params", "errors", "message", "session", "baseline", "choreography")
-    names += ("async_choreography", "workflows.parallel_debate", "workflows.tree_of_thoughts")
+    names = ("errors", "semantics.params", "semantics.message", "api.session", "api.baseline")
+    names += ("api.choreography", "api.async_choreography", "workflows.parallel_debate")
+    names += ("workflows.tree_of_thoughts", "store.store", "store.exact", "store.host_tier")
     imports = "; ".join(f"import vllm_choreo.{name}" for name in names)
     code = f"import sys; {imports}; print([m for m in ('torch', 'vllm') if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

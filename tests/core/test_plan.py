@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_choreo.engine.step import request_spans
 from vllm_choreo.errors import OffsetError, SpanError, TooLongError
-from vllm_choreo.plan import (
+from vllm_choreo.semantics.positions import (
     CallPlan,
     ParentPlan,
     check_length,
     num_span_blocks,
-    request_spans,
     resolve_offsets,
     resolve_span,
     virtual_tokens,

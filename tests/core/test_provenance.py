@@ -23,7 +23,7 @@ from tests.core.test_client import (
     wire_of,
 )
 from vllm_choreo import AsyncChoreography, Choreography
-from vllm_choreo.engine.calls import CallBook
+from vllm_choreo.engine.scheduler.call_book import CallBook
 from vllm_choreo.errors import (
     ChoreoError,
     DeniedMessageError,
@@ -31,9 +31,9 @@ from vllm_choreo.errors import (
     UnknownMessageError,
     error_from_report,
 )
-from vllm_choreo.params import ChoreoParams
-from vllm_choreo.provenance import Trace, trace_of
-from vllm_choreo.store import MessageStore
+from vllm_choreo.semantics.params import ChoreoParams
+from vllm_choreo.semantics.provenance import Trace, trace_of
+from vllm_choreo.store.store import MessageStore
 
 
 @pytest.fixture

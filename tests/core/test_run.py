@@ -15,15 +15,15 @@ import pytest
 
 from tests.core.notes import Notes
 from tests.core.transcripts import debate
-from vllm_choreo import cli
-from vllm_choreo.data import Problem
-from vllm_choreo.run import command
-from vllm_choreo.run.command import modes_of, run_tasks
-from vllm_choreo.run.options import OPTIONS, WORKFLOWS
-from vllm_choreo.run.report import Result, question_of, save_transcript, table
-from vllm_choreo.run.tasks import Task, program_of, tasks_of
-from vllm_choreo.workflows.replay import Replay
-from vllm_choreo.workflows.transcript import Transcript
+from vllm_choreo.cli import main as cli
+from vllm_choreo.cli.run import command
+from vllm_choreo.cli.run.command import modes_of, run_tasks
+from vllm_choreo.cli.run.options import OPTIONS, WORKFLOWS
+from vllm_choreo.cli.run.report import Result, question_of, save_transcript, table
+from vllm_choreo.cli.run.tasks import Task, program_of, tasks_of
+from vllm_choreo.workflows.problems import Problem
+from vllm_choreo.workflows.record.replay import Replay
+from vllm_choreo.workflows.record.transcript import Transcript
 
 
 def parsed(*arguments: str) -> Namespace:

@@ -25,8 +25,8 @@ from vllm_choreo.errors import (
     UnknownSessionError,
     UnsupportedOptionError,
 )
-from vllm_choreo.message import Message, Metrics, Usage
-from vllm_choreo.params import ParentSpan
+from vllm_choreo.semantics.message import Message, Metrics, Usage
+from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.server import documents
 from vllm_choreo.server.answers import message_json, results_json, usage_json
 from vllm_choreo.server.errors import as_choreo_error, error_json, status_of

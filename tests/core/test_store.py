@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_choreo.errors import NameTakenError, UnknownMessageError
-from vllm_choreo.plan import CallPlan
-from vllm_choreo.store import Message, MessageStore
-from vllm_choreo.store_stats import stats
+from vllm_choreo.semantics.positions import CallPlan
+from vllm_choreo.store.stats import stats
+from vllm_choreo.store.store import Message, MessageStore
 
 SIZE = 4
 

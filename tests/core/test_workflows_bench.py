@@ -9,7 +9,7 @@ from benchmarks.bench_workflows import CostModel
 from benchmarks.script import Script
 from tests.core.notes import Notes
 from vllm_choreo.workflows.parallel_debate import parallel_debate
-from vllm_choreo.workflows.replay import Replay
+from vllm_choreo.workflows.record.replay import Replay
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
 
 

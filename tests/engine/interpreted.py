@@ -69,11 +69,11 @@ def start(model_path: str, choices: dict[str, Any]) -> Any:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from tests.engine.conftest import start_engine
-    from vllm_choreo.engine.cpu_worker import ChoreoCPUWorker
     from vllm_choreo.engine.plugin import configure_after
+    from vllm_choreo.engine.worker.cpu_worker import ChoreoCPUWorker
 
     if choices["backend"]:
-        path = f"vllm_choreo.engine.gpu_backends.{choices['backend']}"
+        path = f"vllm_choreo.engine.worker.gpu_backends.{choices['backend']}"
         ChoreoCPUWorker.backends = {AttentionBackendEnum.CPU_ATTN: path}
     platform = type(current_platform)
     configure = platform.check_and_update_config

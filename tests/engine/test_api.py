@@ -19,7 +19,7 @@ from vllm_choreo.errors import (
     PoolFullError,
     TooLongError,
 )
-from vllm_choreo.message import Message
+from vllm_choreo.semantics.message import Message
 
 # Float32 sums in another order: measured differences stay below 1e-4.
 LOGPROB_TOLERANCE = 1e-3

@@ -18,7 +18,16 @@ def test_the_demo_measures_both_modes_and_writes_its_results(
 ) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "vllm_choreo.cli", "demo", "--limit", "2", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_choreo.cli.main",
+        "demo",
+        "--limit",
+        "2",
+        "--out",
+        str(out),
+    ]
     command += ["--model", str(embedded_model_path)]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert shown.returncode == 0, shown.stderr[-3000:]

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import transformers
 
-from vllm_choreo import Choreography, doctor
-from vllm_choreo.cli import main
-from vllm_choreo.inspect_cli import block_map
+from vllm_choreo import Choreography
+from vllm_choreo.cli import doctor
+from vllm_choreo.cli.inspect import block_map
+from vllm_choreo.cli.main import main
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_the_doctor_notices_a_wrong_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An engine that turns queries by one position too many."""
-    from vllm_choreo.engine import calls
+    from vllm_choreo.engine.scheduler import call_book as calls
 
     right = calls.request_spans
 

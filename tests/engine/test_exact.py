@@ -15,8 +15,8 @@ from vllm import SamplingParams
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from vllm_choreo import Choreography
-from vllm_choreo.message import Message
-from vllm_choreo.params import ChoreoParams
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.params import ChoreoParams
 
 NUM_PROGRAMS = 12
 MAX_TOKENS = 6

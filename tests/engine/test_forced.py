@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 
-FORCED = "vllm_choreo.engine.forced:ForcedTokens"
+FORCED = "vllm_choreo.engine.worker.forced:ForcedTokens"
 PROMPT = [7, 301, 44, 9, 120, 33]
 
 

@@ -19,18 +19,18 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from vllm_choreo.engine.batch import BatchPlanner, LayerShape
-from vllm_choreo.engine.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
-from vllm_choreo.engine.gpu_worker import ChoreoGPUWorker
-from vllm_choreo.engine.host_blocks import HostBlocks
 from vllm_choreo.engine.plugin import _choose_backend, configure_after
-from vllm_choreo.engine.v1_runner import ChoreoDispatcher, ChoreoGPUModelRunner
-from vllm_choreo.engine.v2_runner import ChoreoCudaGraphManager, ChoreoGPUModelRunnerV2
-from vllm_choreo.engine.warmup import warm_up
+from vllm_choreo.engine.step import RequestSpans
+from vllm_choreo.engine.worker.batch import BatchPlanner, LayerShape
+from vllm_choreo.engine.worker.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
+from vllm_choreo.engine.worker.gpu_worker import ChoreoGPUWorker
+from vllm_choreo.engine.worker.host_blocks import HostBlocks
+from vllm_choreo.engine.worker.v1_runner import ChoreoDispatcher, ChoreoGPUModelRunner
+from vllm_choreo.engine.worker.v2_runner import ChoreoCudaGraphManager, ChoreoGPUModelRunnerV2
+from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.ops import Layout, Rotation
 from vllm_choreo.ops.layout import write_kv
-from vllm_choreo.plan import RequestSpans
 
 SIZES = [1, 2, 4, 8]
 BOTH = CUDAGraphMode.FULL_AND_PIECEWISE

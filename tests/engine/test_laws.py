@@ -15,8 +15,8 @@ from vllm import SamplingParams
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN, check_tokens
 from tests.engine.oracle import Oracle, Parent, whole
 from vllm_choreo import Choreography
-from vllm_choreo.message import Message
-from vllm_choreo.params import ChoreoParams, ParentSpan
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.params import ChoreoParams, ParentSpan
 
 
 @dataclass(frozen=True)

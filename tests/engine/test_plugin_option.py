@@ -62,8 +62,8 @@ _STOCK = {
 }
 _OURS = {
     "block_size": 32,
-    "scheduler": "vllm_choreo.engine.scheduler.ChoreoScheduler",
-    "worker": "vllm_choreo.engine.cpu_worker.ChoreoCPUWorker",
+    "scheduler": "vllm_choreo.engine.scheduler.scheduler.ChoreoScheduler",
+    "worker": "vllm_choreo.engine.worker.cpu_worker.ChoreoCPUWorker",
 }
 # Naming the plugin that is loaded from the start, too, and not the one that would download.
 _NAMES = "lora_filesystem_resolver,choreo"

@@ -15,8 +15,8 @@ from vllm import SamplingParams
 
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.errors import DeniedMessageError
-from vllm_choreo.message import Message
-from vllm_choreo.params import ChoreoParams
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.params import ChoreoParams
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from tests.engine.choreographies import LOGPROB_TOLERANCE
 from tests.engine.oracle import Oracle, Parent, assert_greedy, random_tokens, whole
 from vllm_choreo import Choreography
-from vllm_choreo.engine.batch import BatchPlanner
+from vllm_choreo.engine.worker.batch import BatchPlanner
 from vllm_choreo.errors import ChoreoError
 
 # RoPE with grouped heads, ALiBi, and a partial rotary embedding.

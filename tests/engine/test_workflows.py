@@ -15,15 +15,15 @@ from vllm import SamplingParams
 from tests.engine.models import VOCAB_SIZE, make_tiny_model
 from vllm_choreo import Choreography
 from vllm_choreo.errors import OffsetError
-from vllm_choreo.message import Message
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.workflows.branch_solve_merge import branch_solve_merge
 from vllm_choreo.workflows.direct import direct
 from vllm_choreo.workflows.iterative_debate import iterative_debate
 from vllm_choreo.workflows.multi_qa import multi_qa
 from vllm_choreo.workflows.parallel_debate import parallel_debate
 from vllm_choreo.workflows.prisoners_dilemma import prisoners_dilemma
-from vllm_choreo.workflows.replay import Replay
-from vllm_choreo.workflows.transcript import Transcript
+from vllm_choreo.workflows.record.replay import Replay
+from vllm_choreo.workflows.record.transcript import Transcript
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
 
 MODES = ("choreo", "exact", "baseline")
@@ -89,7 +89,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(engine_slot: Callable[..., Any], model_path: Path) -> Any:
     return engine_slot(
         model_path,
-        logits_processors=("vllm_choreo.engine.forced:ForcedTokens",),
+        logits_processors=("vllm_choreo.engine.worker.forced:ForcedTokens",),
         # vLLM's CPU runner ends at a seeded request whose prompt takes more than one step.
         max_num_batched_tokens=4096,
     )

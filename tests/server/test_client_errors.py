@@ -21,7 +21,7 @@ from vllm_choreo.errors import (
     OffsetError,
     UnsupportedOptionError,
 )
-from vllm_choreo.message import Message
+from vllm_choreo.semantics.message import Message
 
 
 class _NoEngine:

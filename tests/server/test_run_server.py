@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.server.serving import MODEL_NAME, Server
-from vllm_choreo import cli
-from vllm_choreo.run.options import WORKFLOWS
-from vllm_choreo.workflows.transcript import Transcript
+from vllm_choreo.cli import main as cli
+from vllm_choreo.cli.run.options import WORKFLOWS
+from vllm_choreo.workflows.record.transcript import Transcript
 
 SHORT = ("--limit", "1", "--max-tokens", "4")
 SMALL = {
@@ -28,7 +28,7 @@ SMALL = {
 WITHOUT_ENGINE = """
 import sys
 sys.modules["vllm"] = sys.modules["torch"] = None
-from vllm_choreo.cli import main
+from vllm_choreo.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

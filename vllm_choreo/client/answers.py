@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_choreo.choreography import raise_first_error
+from vllm_choreo.api.choreography import raise_first_error
 from vllm_choreo.client.failures import error_of
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.message import Message, Metrics, Usage
-from vllm_choreo.params import ParentSpan
-from vllm_choreo.provenance import Trace
+from vllm_choreo.semantics.message import Message, Metrics, Usage
+from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.provenance import Trace
 
 _END = "[DONE]"
 

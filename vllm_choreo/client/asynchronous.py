@@ -23,15 +23,15 @@ from typing import Any
 
 import httpx
 
-from vllm_choreo.choreography import check_mode
-from vllm_choreo.client import answers, calls
+from vllm_choreo.api.choreography import check_mode
+from vllm_choreo.api.pending import ended
+from vllm_choreo.client import answers, requests
 from vllm_choreo.client.answers import Events
-from vllm_choreo.client.calls import Request
 from vllm_choreo.client.endpoint import Endpoint
 from vllm_choreo.client.failures import ServerError, closed, content_of, cut_off, no_answer
+from vllm_choreo.client.requests import Request
 from vllm_choreo.errors import ChoreoError, EngineRestartedError, UnknownSessionError
-from vllm_choreo.message import Message, Piece
-from vllm_choreo.pending import ended
+from vllm_choreo.semantics.message import Message, Piece
 
 
 class Pending:
@@ -93,7 +93,7 @@ class AsyncChoreoClient:
         self.mode = mode
         self._endpoint = Endpoint(base_url, api_key, timeout)
         http = httpx.AsyncClient(**self._endpoint.options())
-        self._shared = _Shared(http, calls.opening(mode, ttl_seconds))
+        self._shared = _Shared(http, requests.opening(mode, ttl_seconds))
         self._denied: tuple[str, ...] = ()
 
     @property
@@ -123,24 +123,24 @@ class AsyncChoreoClient:
 
         Its arguments are `parents`, `offsets`, `new_offset`, `save_as`, `mode` and `deny`.
         """
-        calls.check_arguments(arguments, calls.PREFILL_ARGUMENTS)
+        requests.check_arguments(arguments, requests.PREFILL_ARGUMENTS)
         return await self._run("prefill", tokens, arguments)
 
     async def decode(self, header: Any, **arguments: Any) -> Any:
         """See `ChoreoClient.decode`: as for prefill, and `sampling_params`."""
-        calls.check_arguments(arguments, calls.DECODE_ARGUMENTS)
+        requests.check_arguments(arguments, requests.DECODE_ARGUMENTS)
         return await self._run("decode", header, arguments)
 
     async def reencode(self, message: Any, **arguments: Any) -> Message:
         """See `Choreography.reencode`; the message must be complete. Arguments as for prefill."""
-        calls.check_arguments(arguments, calls.PREFILL_ARGUMENTS)
+        requests.check_arguments(arguments, requests.PREFILL_ARGUMENTS)
         clean: Message = await self._run("prefill", None, {**arguments, "copy_of": message})
         return clean
 
     def deny(self, *messages: Any) -> AsyncChoreoClient:
         """See `ChoreoClient.deny`; a pending call can be denied, too."""
         view = copy.copy(self)
-        view._denied = (*self._denied, *calls.ids_of(messages, "deny"))
+        view._denied = (*self._denied, *requests.ids_of(messages, "deny"))
         return view
 
     async def submit(self, *, header: Any = None, tokens: Any = None, **arguments: Any) -> Pending:
@@ -155,9 +155,11 @@ class AsyncChoreoClient:
         """
         if (header is None) == (tokens is None):
             raise ChoreoError("submit needs either header or tokens", parameter="header")
-        calls.check_arguments(arguments, calls.DECODE_ARGUMENTS)
+        requests.check_arguments(arguments, requests.DECODE_ARGUMENTS)
         kind = "prefill" if header is None else "decode"
-        call = calls.one_call(kind, tokens if header is None else header, arguments, self._denied)
+        call = requests.one_call(
+            kind, tokens if header is None else header, arguments, self._denied
+        )
         (pending,) = await self._submit([call])
         return pending
 
@@ -167,15 +169,15 @@ class AsyncChoreoClient:
         Raises:
             ChoreoError: one of the calls is illegal; nothing was submitted.
         """
-        return await self._submit(calls.each_call(items, self._denied))
+        return await self._submit(requests.each_call(items, self._denied))
 
     async def stream_decode(self, header: Any, **arguments: Any) -> AsyncIterator[Piece]:
         """Generate and yield `Piece`s; the last one carries the message.
 
         A caller that leaves the loop early ends the call; nothing of it is kept.
         """
-        calls.check_arguments(arguments, calls.DECODE_ARGUMENTS)
-        call = calls.one_call("decode", header, arguments, self._denied)
+        requests.check_arguments(arguments, requests.DECODE_ARGUMENTS)
+        call = requests.one_call("decode", header, arguments, self._denied)
         start = time.perf_counter()
         stream = await self._stream([call])
         num_chars = num_tokens = 0
@@ -197,28 +199,28 @@ class AsyncChoreoClient:
 
     async def message(self, named: Any) -> Message:
         """See `ChoreoClient.message`."""
-        body = await self._send(calls.fetching(await self.open(), named))
+        body = await self._send(requests.fetching(await self.open(), named))
         return answers.message_of(body, submitted=0.0)
 
     async def free(self, *messages: Any) -> None:
         """See `Choreography.free`."""
-        await self._send_all(calls.freeing(await self.open(), messages))
+        await self._send_all(requests.freeing(await self.open(), messages))
 
     async def evict(self, *messages: Any) -> None:
         """See `Choreography.evict`."""
-        await self._send_all(calls.evicting(await self.open(), messages))
+        await self._send_all(requests.evicting(await self.open(), messages))
 
     async def pin(self, *messages: Any, ttl: float | None = None) -> None:
         """See `ChoreoClient.pin`."""
-        await self._send_all(calls.pinning(await self.open(), messages, ttl))
+        await self._send_all(requests.pinning(await self.open(), messages, ttl))
 
     async def unpin(self, *messages: Any) -> None:
         """See `Choreography.unpin`."""
-        await self._send_all(calls.unpinning(await self.open(), messages))
+        await self._send_all(requests.unpinning(await self.open(), messages))
 
     async def stats(self) -> dict[str, Any]:
         """See `ChoreoClient.stats`."""
-        return answers.stats_of(await self._send(calls.reading(await self.open())))
+        return answers.stats_of(await self._send(requests.reading(await self.open())))
 
     async def close(self) -> None:
         """End the calls that are running and free all messages; see `ChoreoClient.close`."""
@@ -231,7 +233,7 @@ class AsyncChoreoClient:
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
             if shared.session:
-                await self._send(calls.closing(shared.session))
+                await self._send(requests.closing(shared.session))
         except (UnknownSessionError, EngineRestartedError):
             pass  # there is nothing left to free
         finally:
@@ -257,10 +259,10 @@ class AsyncChoreoClient:
     # -- talking to the server -----------------------------------------------------------------
 
     async def _run(self, kind: str, tokens: Any, arguments: dict[str, Any]) -> Any:
-        planned, many = calls.calls_of(kind, tokens, arguments, self._denied)
+        planned, many = requests.calls_of(kind, tokens, arguments, self._denied)
         session = await self.open()
         start = time.perf_counter()
-        body = await self._send(calls.running(session, planned, many))
+        body = await self._send(requests.running(session, planned, many))
         return answers.messages_of(body, start) if many else answers.message_of(body, start)
 
     async def _submit(self, planned: Sequence[dict[str, Any]]) -> list[Pending]:
@@ -291,7 +293,7 @@ class AsyncChoreoClient:
 
     async def _stream(self, planned: Sequence[dict[str, Any]]) -> httpx.Response:
         """The answer to calls, to be read as it comes: the server has accepted all of them."""
-        response = await self._answer(calls.streaming(await self.open(), planned), stream=True)
+        response = await self._answer(requests.streaming(await self.open(), planned), stream=True)
         if not response.is_success:
             body = b"".join([data async for data in self._bytes(response)])
             content_of(self._endpoint, response.status_code, body)  # raises

@@ -11,13 +11,13 @@ from typing import Any
 
 import httpx
 
-from vllm_choreo.choreography import check_mode
-from vllm_choreo.client import answers, calls
-from vllm_choreo.client.calls import Request
+from vllm_choreo.api.choreography import check_mode
+from vllm_choreo.client import answers, requests
 from vllm_choreo.client.endpoint import Endpoint
 from vllm_choreo.client.failures import ServerError, closed, content_of, no_answer
+from vllm_choreo.client.requests import Request
 from vllm_choreo.errors import EngineRestartedError, UnknownSessionError
-from vllm_choreo.message import Message
+from vllm_choreo.semantics.message import Message
 
 
 class ChoreoClient:
@@ -50,7 +50,7 @@ class ChoreoClient:
         self._http = httpx.Client(**self._endpoint.options())
         self._denied: tuple[str, ...] = ()
         try:
-            self._session: str = self._send(calls.opening(mode, ttl_seconds))["id"]
+            self._session: str = self._send(requests.opening(mode, ttl_seconds))["id"]
         except BaseException:
             self._http.close()
             raise
@@ -113,28 +113,30 @@ class ChoreoClient:
     def deny(self, *messages: Any) -> ChoreoClient:
         """See `Choreography.deny`; that the messages exist is checked with the next call."""
         view = copy.copy(self)
-        view._denied = (*self._denied, *calls.ids_of(messages, "deny"))
+        view._denied = (*self._denied, *requests.ids_of(messages, "deny"))
         return view
 
     def message(self, named: Any) -> Message:
         """See `Choreography.message`; `metrics.submitted` is 0, for it is not the client's."""
-        return answers.message_of(self._send(calls.fetching(self._session, named)), submitted=0.0)
+        return answers.message_of(
+            self._send(requests.fetching(self._session, named)), submitted=0.0
+        )
 
     def free(self, *messages: Any) -> None:
         """See `Choreography.free`."""
-        self._send_all(calls.freeing(self._session, messages))
+        self._send_all(requests.freeing(self._session, messages))
 
     def evict(self, *messages: Any) -> None:
         """See `Choreography.evict`."""
-        self._send_all(calls.evicting(self._session, messages))
+        self._send_all(requests.evicting(self._session, messages))
 
     def pin(self, *messages: Any, ttl: float | None = None) -> None:
         """See `Choreography.pin`; without `ttl`, for as long as the server allows."""
-        self._send_all(calls.pinning(self._session, messages, ttl))
+        self._send_all(requests.pinning(self._session, messages, ttl))
 
     def unpin(self, *messages: Any) -> None:
         """See `Choreography.unpin`."""
-        self._send_all(calls.unpinning(self._session, messages))
+        self._send_all(requests.unpinning(self._session, messages))
 
     def stats(self) -> dict[str, Any]:
         """The server's numbers on the session.
@@ -143,7 +145,7 @@ class ChoreoClient:
         `id`, `mode` and `model`; `created` and `expires_at`, in Unix seconds; and what else the
         server tells.
         """
-        return answers.stats_of(self._send(calls.reading(self._session)))
+        return answers.stats_of(self._send(requests.reading(self._session)))
 
     def close(self) -> None:
         """Free all messages of the session. Closing twice, or after the server did, does nothing.
@@ -154,7 +156,7 @@ class ChoreoClient:
         if self._http.is_closed:
             return
         try:
-            self._send(calls.closing(self._session))
+            self._send(requests.closing(self._session))
         except (UnknownSessionError, EngineRestartedError):
             pass  # there is nothing left to free
         finally:
@@ -179,9 +181,9 @@ class ChoreoClient:
     # -- talking to the server -----------------------------------------------------------------
 
     def _run(self, kind: str, tokens: Any, shared: dict[str, Any]) -> Any:
-        planned, many = calls.calls_of(kind, tokens, shared, self._denied)
+        planned, many = requests.calls_of(kind, tokens, shared, self._denied)
         start = time.perf_counter()
-        body = self._send(calls.running(self._session, planned, many))
+        body = self._send(requests.running(self._session, planned, many))
         return answers.messages_of(body, start) if many else answers.message_of(body, start)
 
     def _send_all(self, requests: Sequence[Request]) -> None:

@@ -23,8 +23,8 @@ CPU_BLOCK_SIZE = 32
 _ENGINE = "vllm_choreo.engine"
 # Ours, by the worker that vLLM's platforms name.
 _WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": f"{_ENGINE}.cpu_worker.ChoreoCPUWorker",
-    "vllm.v1.worker.gpu_worker.Worker": f"{_ENGINE}.gpu_worker.ChoreoGPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": f"{_ENGINE}.worker.cpu_worker.ChoreoCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": f"{_ENGINE}.worker.gpu_worker.ChoreoGPUWorker",
 }
 # vLLM's attention backends for which there are ours on GPUs, in the order of choice.
 _GPU_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
@@ -162,7 +162,7 @@ def configure_after(vllm_config: Any) -> None:
     ChoreoConfig.from_vllm(vllm_config)  # a wrong setting fails here, not in a worker
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     name = "ChoreoAsyncScheduler" if scheduler.async_scheduling else "ChoreoScheduler"
-    scheduler.scheduler_cls = f"{_ENGINE}.scheduler.{name}"
+    scheduler.scheduler_cls = f"{_ENGINE}.scheduler.scheduler.{name}"
     parallel.worker_cls = _WORKERS.get(parallel.worker_cls, parallel.worker_cls)
 
 

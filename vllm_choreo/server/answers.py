@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.message import Message
-from vllm_choreo.params import ParentSpan
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.server.errors import error_json
 
 # From the clock of `time.perf_counter`, on which calls are timed, to seconds since 1970.

@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_choreo.params import EXTRA_ARGS_KEY, FLAT_PREFIX
+from vllm_choreo.semantics.params import EXTRA_ARGS_KEY, FLAT_PREFIX
 
 
 def guarded(llm: AsyncLLM, responses: OpenAIServingResponses) -> Any:

@@ -22,7 +22,7 @@ from vllm.v1.metrics.buckets import histogram_buckets
 from vllm_choreo import errors
 from vllm_choreo.engine.utility import call_async
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.message import Message
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.sessions import Sessions
 
 logger = init_logger("vllm.choreo.server")

@@ -25,9 +25,9 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_choreo.api.pending import Pending
 from vllm_choreo.errors import ChoreoError, LimitError, SpanError, UnsupportedOptionError
-from vllm_choreo.message import Message, Outcome, metrics_of
-from vllm_choreo.pending import Pending
+from vllm_choreo.semantics.message import Message, Outcome, metrics_of
 from vllm_choreo.server.answers import usage_json
 from vllm_choreo.server.errors import as_choreo_error, error_json
 from vllm_choreo.server.guard import choreo_keys

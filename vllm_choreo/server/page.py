@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_choreo.message import Message
-from vllm_choreo.page.build import Shown, ShownProblem, page_html
-from vllm_choreo.workflows.transcript import Step, Transcript
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.show.page import Shown, ShownProblem, page_html
+from vllm_choreo.workflows.record.transcript import Step, Transcript
 
 # A browser draws as many; of a larger session the latest are shown.
 MAX_MESSAGES = 2_000

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 from vllm_choreo.server import metrics, openai
-from vllm_choreo.server.calls import CallReader
+from vllm_choreo.server.call_reader import CallReader
 from vllm_choreo.server.errors import error_response
 from vllm_choreo.server.guard import guarded
 from vllm_choreo.server.routes import router

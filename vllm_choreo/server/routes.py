@@ -14,7 +14,7 @@ from fastapi.security import HTTPBearer
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from vllm_choreo.errors import ChoreoError, FreedMessageError, LimitError, UnknownMessageError
-from vllm_choreo.message import Message
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.server import documents
 from vllm_choreo.server.answers import (
     list_json,

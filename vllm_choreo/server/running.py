@@ -11,9 +11,9 @@ from typing import Any
 from starlette.requests import Request
 from vllm.logger import init_logger
 
+from vllm_choreo.api.pending import Pending
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.message import Message, Piece
-from vllm_choreo.pending import Pending
+from vllm_choreo.semantics.message import Message, Piece
 from vllm_choreo.server.errors import as_choreo_error
 from vllm_choreo.server.sessions import OpenSession, Sessions, unknown_session
 

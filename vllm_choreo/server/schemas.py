@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients send, as pydantic models: checked strictly, and described in /openapi.json.
 
-They check types and sizes; what a call means is checked by the session (`vllm_choreo.session`).
+They check types and sizes; what a call means is checked by the session (`vllm_choreo.api.session`).
 Tags of unions stand in angle brackets, by which `body.py` leaves them out of error messages.
 pydantic reports all errors that there are, which takes seconds if there are a million: so lists end
 at the first one, and objects have a bounded number of fields.

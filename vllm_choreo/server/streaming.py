@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from vllm_choreo.message import Piece
+from vllm_choreo.semantics.message import Piece
 from vllm_choreo.server.answers import result_json
 from vllm_choreo.server.running import Run
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_choreo.workflows.chat import assistant, user
+from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
-from vllm_choreo.workflows.transcript import Step, Transcript
 from vllm_choreo.workflows.variants import check_variant, layout
 
 WRITE = "Write a short story that makes sense and uses all of these words: {}."

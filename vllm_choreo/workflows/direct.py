@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_choreo.workflows.chat import assistant, user
-from vllm_choreo.workflows.transcript import Step, Transcript
+from vllm_choreo.workflows.record.transcript import Step, Transcript
 
 
 def direct(

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_choreo.workflows.chat import assistant, system, user
+from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
-from vllm_choreo.workflows.transcript import Step, Transcript
 
 ROLES = {
     "affirmative": "You are a debater on the affirmative side. Answer the question and defend your "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_choreo.workflows.chat import assistant, user
-from vllm_choreo.workflows.transcript import Step, Transcript
+from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.variants import check_variant, layout
 
 ASK = "Answer both questions, each in one line."

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_choreo.workflows.chat import assistant, system, user
+from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
-from vllm_choreo.workflows.transcript import Step, Transcript
 
 REVISE = "Read the other answers. Say what is wrong with them, then give your final answer."
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.workflows.chat import assistant, system, user
+from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
-from vllm_choreo.workflows.transcript import Step, Transcript
 
 NAMES = ("Alice", "Bob")
 LEAKS = ("both", "system", "plan", "none")

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_choreo.workflows.chat import assistant, system, user
+from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
-from vllm_choreo.workflows.transcript import Step, Transcript
 
 BALLOT = "Compare the candidates. Which one is the best? Give its number and your reason."
 FINISH = "Write the final answer, following the candidate above."

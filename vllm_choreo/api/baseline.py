@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mode="baseline"`: the same program as text, over vLLM's own prefix caching.
+
+A call's prompt is the token ids of its parents, one after the other, then the header. A prefill
+computes nothing, it only names the tokens; offsets are ignored, for text has none. Nothing here is
+slowed down on purpose: what vLLM caches of an earlier prompt of the workflow is a hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_choreo.semantics.message import Call, Message, Metrics, Outcome, Usage
+from vllm_choreo.semantics.params import ParentSpan
+
+
+def prompt_token_ids(call: Call, messages: Mapping[str, Message]) -> list[int]:
+    """The prompt of `call`: parents, sub-spans cut out, then the header."""
+    prompt: list[int] = []
+    for span in call.params.parents:
+        prompt.extend(span_token_ids(span, messages[span.id].token_ids))
+    prompt.extend(call.token_ids)
+    return prompt
+
+
+def span_token_ids(span: ParentSpan, token_ids: Sequence[int]) -> Sequence[int]:
+    """Those of a message's tokens that a span names."""
+    return token_ids[span.start : span.stop]
+
+
+def stored_message(call: Call, messages: Mapping[str, Message], submitted: float) -> Message:
+    """The message of a prefill: nothing was computed and no time was spent."""
+    return Message(
+        id=call.id,
+        text=call.text,
+        token_ids=call.token_ids,
+        num_tokens=len(call.token_ids),
+        position=len(prompt_token_ids(call, messages)) - len(call.token_ids),
+        parents=call.params.parents,
+        generated_text="",
+        generated_token_ids=(),
+        logprobs=None,
+        finish_reason=None,
+        usage=Usage(exact=True, reused_tokens=0, repositioned_tokens=0, encoded_tokens=0),
+        metrics=Metrics(submitted=submitted, waiting=None, ttft=0.0, latency=0.0),
+        trace=call.trace,
+    )
+
+
+def report(call: Call, outcome: Outcome) -> dict[str, Any]:
+    """What the engine's report would say: prefix-cache hits are `reused_tokens`."""
+    num_prompt = len(outcome.output.prompt_token_ids)
+    num_generated = len(outcome.output.outputs[0].token_ids)
+    reused = outcome.output.num_cached_tokens or 0
+    return {
+        "position": num_prompt - len(call.token_ids),
+        "exact": True,
+        "reused_tokens": reused,
+        "repositioned_tokens": 0,
+        "encoded_tokens": num_prompt + num_generated - reused,
+    }

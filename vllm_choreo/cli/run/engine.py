@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `vllm-choreo run` runs on: an engine in this process, or a server.
+
+The engine is quiet and tells the times that the page shows. A server is taken as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from vllm_choreo.errors import ChoreoError
+
+DEFAULT_MAX_MODEL_LEN = 4096
+MAX_NUM_SEQS = 16
+
+
+class Engine(Protocol):
+    """What a workflow is run on."""
+
+    def open(self, mode: str) -> Any:
+        """A session: a `Choreography`, or what has its methods."""
+
+    def sampling(self, **fields: Any) -> Any:
+        """Sampling parameters as `open(mode).decode` takes them."""
+
+    def facts(self, modes: Sequence[str]) -> dict[str, str]:
+        """What the page says about it."""
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    """An engine in this process.
+
+    Attributes:
+        llm: see `start_engine`.
+    """
+
+    llm: Any
+
+    def open(self, mode: str) -> Any:
+        from vllm_choreo.api.choreography import Choreography
+
+        # Within a run the baseline has all the caching that vLLM offers; from earlier runs nothing.
+        self.llm.reset_prefix_cache()
+        return Choreography(self.llm, mode=mode)
+
+    @staticmethod
+    def sampling(**fields: Any) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(**fields)
+
+    def facts(self, modes: Sequence[str]) -> dict[str, str]:
+        import vllm
+
+        return {"model": Path(self.llm.model_config.model).name, "vLLM": vllm.__version__}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server, which others may use at the same time. Needs neither vllm nor torch here.
+
+    Attributes:
+        base_url, api_key: as of `ChoreoClient`.
+    """
+
+    base_url: str
+    api_key: str | None = field(default=None, repr=False)
+
+    def open(self, mode: str) -> Any:
+        from vllm_choreo.client import ChoreoClient
+
+        return ChoreoClient(self.base_url, self.api_key, mode)
+
+    @staticmethod
+    def sampling(**fields: Any) -> Any:
+        return fields
+
+    def facts(self, modes: Sequence[str]) -> dict[str, str]:
+        with self.open(modes[0]) as c:
+            facts = {"model": str(c.stats()["model"]), "server": self.base_url}
+        if "baseline" in modes:
+            # It is the server's, and other clients' requests are in it: nobody may empty it.
+            facts["prefix cache"] = "not emptied between runs: earlier text may be reused"
+        return facts
+
+
+def start_engine(model: str | None, max_model_len: int, forces_tokens: bool) -> Any:
+    """Start a `vllm.LLM`.
+
+    Args:
+        model: folder or name; None: the small test model.
+        max_model_len: the context, in tokens.
+        forces_tokens: load what replays need.
+
+    Raises:
+        ChoreoError: vLLM does not start with this model.
+    """
+    from vllm_choreo.smallmodel.embedded import embedded_model
+
+    folder = model or str(embedded_model())
+    print("Starting vLLM …", flush=True)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    import vllm_choreo
+
+    vllm_choreo.register()
+    from vllm import LLM
+
+    processors = ["vllm_choreo.engine.worker.forced:ForcedTokens"] if forces_tokens else None
+    try:
+        return LLM(
+            folder,
+            dtype="float32",
+            max_model_len=max_model_len,
+            max_num_seqs=MAX_NUM_SEQS,
+            # Prompts are never cut into chunks: vLLM 0.32 on CPU ends the engine when a request
+            # with a seed is (torch's CPU generator has no offset).
+            max_num_batched_tokens=MAX_NUM_SEQS * max_model_len,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            disable_log_stats=False,  # or the engine does not say how long calls wait
+            logits_processors=processors,
+            use_tqdm_on_load=False,
+            seed=0,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ChoreoError(f"vLLM does not start with {folder}: {reason}") from error
+
+
+def warm_up(engine: Engine, modes: Sequence[str]) -> None:
+    """One short call in each mode: what is done once only shall not be timed."""
+    for mode in modes:
+        with engine.open(mode) as c:
+            doc = c.prefill("A document of a few words.")
+            c.decode("Hello", parents=[doc], sampling_params=engine.sampling(max_tokens=4))

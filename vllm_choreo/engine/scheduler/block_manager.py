@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's KV cache manager, in which a request may start on blocks of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.key_mover import KeyMover
+
+
+class ChoreoKVCacheManager(KVCacheManager):
+    """Three narrow changes: what counts as computed, what is kept, and where room comes from."""
+
+    book: CallBook
+    mover: KeyMover | None  # None: queries are rotated, keys never move
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+        call = self.book.calls.get(request.request_id)
+        if call is None:
+            return super().get_computed_blocks(request)
+        self.book.share_twin(call)
+        blocks = self.mover.place(call) if self.mover else self.book.parent_blocks(call)
+        blocks = blocks + self.book.own_blocks(call)
+        return self.create_kv_cache_blocks((blocks,)), len(blocks) * self.book.block_size, 0
+
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        """As vLLM's; when the pool runs short, messages that nobody reads make room first."""
+        call = self.book.calls.get(request.request_id)
+        if call is not None:
+            # vLLM hashes and registers blocks here unless told that they are not written yet.
+            kwargs["delay_cache_blocks"] = True
+        protected = call.needed() if call else []
+        # With nothing running, waiting calls would wait for one another: take from the last.
+        nothing_runs = not kwargs.get("has_scheduled_reqs", True)
+        while True:
+            blocks = super().allocate_slots(
+                request, num_new_tokens, num_new_computed_tokens, **kwargs
+            )
+            if blocks is not None or not self.book.store.evict_one(protected, nothing_runs):
+                break
+        if call is not None and blocks is not None:
+            if self.mover and not call.admitted:
+                self.mover.commit(call)
+            up_to = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
+            self.book.scheduled(call, self.get_blocks(request.request_id).blocks[0], up_to)
+        return blocks
+
+    def inherit(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
+        """Let a new request go on in `blocks`, the last of them partly filled, without a copy."""
+        self.block_pool.touch(blocks)
+        self.coordinator.single_type_managers[0].req_to_blocks[request.request_id] = list(blocks)
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Choreographed keys and values never enter the prefix cache."""
+        if request.request_id not in self.book.calls:
+            super().cache_blocks(request, num_computed_tokens)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy that moves keys instead of queries: in place, or into a copy.
+
+It serves attention that cannot rotate queries, and messages that are read often at one place.
+The other policy needs no code here: spans carry the rotation of the query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+
+from vllm_choreo.engine.scheduler.call_book import Call, CallBook
+from vllm_choreo.engine.step import BlockMove
+from vllm_choreo.semantics.positions import ParentPlan
+from vllm_choreo.store.store import Message
+
+
+@dataclass
+class _Placement:
+    """How one parent of a call is read: its blocks, and where their first key will be stored."""
+
+    message: Message
+    blocks: list[Any]
+    stored_position: int
+    delta: int = 0
+    is_copy: bool = False
+
+
+class KeyMover:
+    """Decides, per parent of a starting call, whether its keys move, and collects the moves.
+
+    `place` when vLLM asks for the blocks; `commit` or `withdraw` when it could, or could not,
+    allocate the rest of the call.
+    """
+
+    def __init__(self, book: CallBook, pool: BlockPool) -> None:
+        self.book = book
+        self.pool = pool
+        self._moves: list[BlockMove] = []
+        self._placed: dict[Call, list[_Placement]] = {}
+
+    def take_moves(self) -> list[BlockMove]:
+        """The moves of the step just planned. Those in place come first: copies may read them."""
+        moves, self._moves = self._moves, []
+        return sorted(moves, key=lambda move: move.src != move.dst)
+
+    def place(self, call: Call) -> list[Any]:
+        """The parents' blocks, copies where keys must move and others read them."""
+        self.withdraw(call)
+        assert call.plan is not None
+        placements = [
+            self._place(call, message, span)
+            for message, span in zip(call.parents, call.plan.parents, strict=True)
+        ]
+        self._placed[call] = placements
+        return [block for placement in placements for block in placement.blocks]
+
+    def _place(self, call: Call, message: Message, span: ParentPlan) -> _Placement:
+        assert call.plan is not None
+        blocks = self.book.span_blocks(message, span)
+        # The one place at which the query needs no rotation.
+        wanted = span.offset - span.start - (call.plan.new_offset - call.plan.base)
+        delta = wanted - message.stored_position
+        if delta == 0 or not self.book.store.is_settled(message):
+            # Not settled: its keys are written in the step that is being planned, and moves come
+            # before a step. The query turns instead, this once.
+            return _Placement(message, blocks, message.stored_position)
+        alone = all(block.ref_cnt == 1 for block in message.blocks)
+        if alone and not message.num_readers and call.parents.count(message) == 1:
+            return _Placement(message, blocks, wanted, delta)
+        if self.pool.get_num_free_blocks() < len(blocks):
+            return _Placement(message, blocks, message.stored_position)
+        return _Placement(message, self.pool.get_new_blocks(len(blocks)), wanted, delta, True)
+
+    def commit(self, call: Call) -> None:
+        """The call starts: its moves happen before this step."""
+        assert call.plan is not None
+        placements = self._placed.pop(call)
+        for placement, span in zip(placements, call.plan.parents, strict=True):
+            message = placement.message
+            if placement.is_copy:
+                sources = self.book.span_blocks(message, span)
+            elif placement.delta:
+                sources = placement.blocks = message.blocks
+                message.stored_position = placement.stored_position
+            else:
+                continue
+            self._moves += [
+                BlockMove(src.block_id, dst.block_id, placement.delta)
+                for src, dst in zip(sources, placement.blocks, strict=True)
+            ]
+        call.stored_positions = [placement.stored_position for placement in placements]
+        self._release_copies(placements)
+
+    def withdraw(self, call: Call) -> None:
+        """The call could not start."""
+        self._release_copies(self._placed.pop(call, []))
+
+    def withdraw_all(self) -> None:
+        """End of planning: whatever was placed and never started."""
+        for call in list(self._placed):
+            self.withdraw(call)
+
+    def _release_copies(self, placements: list[_Placement]) -> None:
+        """The request holds its own references by now, or there is no request."""
+        for placement in placements:
+            if placement.is_copy:
+                self.pool.free_blocks(reversed(placement.blocks))

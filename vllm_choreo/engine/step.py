@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler sends to the workers with a step: integers in frozen dataclasses.
+
+Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_choreo.semantics.positions import CallPlan, num_span_blocks
+
+
+@dataclass(frozen=True)
+class RequestSpans:
+    """What the worker must know of one request; sent once per (re)start of the request.
+
+    Attributes: one entry per parent, in slots, tokens and positions as `ops.spans.SpanBatch` has
+    them; `base` is the first slot, and the stored position, of the request's own span.
+    """
+
+    first_slot: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    stored_position: tuple[int, ...]
+    position_delta: tuple[int, ...]
+    base: int
+
+
+@dataclass(frozen=True)
+class BlockMove:
+    """Rotate the keys of block `src` by `delta` positions into block `dst`, or in place."""
+
+    src: int
+    dst: int
+    delta: int
+
+
+@dataclass(frozen=True)
+class ChoreoStep:
+    """What the scheduler sends to the workers with a step.
+
+    Attributes:
+        started: spans of the requests that start, or start again, in this step.
+        moves: keys to rotate before it; those in place come first.
+        saves, loads: blocks to copy before that to and from host memory, as `(source, target)`.
+    """
+
+    started: dict[str, RequestSpans]
+    moves: tuple[BlockMove, ...] = ()
+    saves: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
+
+
+def request_spans(plan: CallPlan, stored_positions: Sequence[int], block_size: int) -> RequestSpans:
+    """Spans of a call, given the position at which each parent's first token is stored now.
+
+    With the first key of span j stored at `s_j` and seen at `a_j`, and the new message at `o`
+    while vLLM rotates it as if it stood at `base`, the query turns by
+    `(o - base) + (s_j - a_j)` positions.
+    """
+    first_slots, stored, deltas, slot = [], [], [], 0
+    for parent, message_position in zip(plan.parents, stored_positions, strict=True):
+        position = message_position + parent.start
+        first_slots.append(slot + parent.start % block_size)
+        stored.append(position)
+        deltas.append(plan.new_offset - plan.base + position - parent.offset)
+        slot += num_span_blocks(parent.start, parent.stop, block_size) * block_size
+    return RequestSpans(
+        first_slot=tuple(first_slots),
+        num_tokens=tuple(parent.num_tokens for parent in plan.parents),
+        stored_position=tuple(stored),
+        position_delta=tuple(deltas),
+        base=plan.base,
+    )

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our attention implementations add to vLLM's, on every device."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_choreo.engine.worker.batch import BatchPlanner, LayerShape
+from vllm_choreo.engine.worker.probe import QueryRecorder
+from vllm_choreo.ops import Layout, Rotation, default_impl, span_attention
+from vllm_choreo.ops.dispatch import Impl
+
+
+class ChoreoImpl:
+    """Ordinary batches go to vLLM's implementation unchanged, others to `ops.span_attention`.
+
+    Mixed in before one of vLLM's implementations. vLLM has stored the keys and values of the
+    batch before it calls `forward` (`forward_includes_kv_cache_update` of the backend is False).
+
+    Attributes:
+        layout: in which vLLM's implementation stores keys and values.
+        kernels: that run choreographed batches; None takes the default of the CPU.
+        rotation: the layer's rotary embedding as the position probe found it; None: it has none.
+        planner: of the worker; None until choreography is prepared.
+        shape: of the layer, set together with the planner.
+    """
+
+    layout: ClassVar[Layout]
+    kernels: ClassVar[Impl | None] = None
+    rotation: Rotation | None = None
+    planner: BatchPlanner | None = None
+    shape: LayerShape | None = None
+
+    @classmethod
+    def resolved_kernels(cls) -> Impl:
+        """Of which module of `vllm_choreo.ops` choreographed batches run the kernels."""
+        return cls.kernels or default_impl()
+
+    def forward(
+        self: Any,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As vLLM's, which says what the arguments are.
+
+        With CUDA graphs `query` and `output` may have rows of padding; they are left alone.
+        """
+        if isinstance(attn_metadata, QueryRecorder):
+            return attn_metadata.record(layer, query, key, value, output)
+        batch = self.planner and self.planner.running
+        if batch is None:
+            return super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+        rotation = self.rotation
+        span_attention(
+            query,
+            kv_cache,
+            output,
+            batch.spans,
+            scale=self.scale,
+            cos_sin=None if rotation is None else batch.cos_sin[rotation],
+            is_neox=rotation is None or rotation.is_neox,
+            softcap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            reads=batch.reads,
+            layout=self.layout,
+            tiles=batch.tiles.get(self.shape),
+            impl=self.kernels,
+        )
+        return output
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No: what `ops.span_attention` writes is not quantized."""
+        return False

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's CPU worker, with the choreographing model runner."""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
+from vllm_choreo.engine.worker.worker import ChoreoWorker
+
+
+class ChoreoCPUWorker(ChoreoWorker, CPUWorker):
+    """For CPU engines; vLLM's runner V2 takes part where vLLM has Triton for CPUs."""
+
+    backends = {  # noqa: RUF012
+        AttentionBackendEnum.CPU_ATTN: "vllm_choreo.engine.worker.cpu_backend.ChoreoCPUBackend"
+    }
+
+    @property
+    def runner_class(self) -> type[ChoreoModelRunner]:
+        if self.use_v2_model_runner:
+            from vllm_choreo.engine.worker.v2_runner import ChoreoCPUModelRunnerV2
+
+            return ChoreoCPUModelRunnerV2
+        from vllm_choreo.engine.worker.v1_runner import ChoreoCPUModelRunner
+
+        return ChoreoCPUModelRunner

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forced tokens: a request that samples what it is told, while decoding is computed in full.
+
+    LLM(model, logits_processors=["vllm_choreo.engine.worker.forced:ForcedTokens"])
+    SamplingParams(extra_args={"forced_tokens": [17, 4, 2]}, max_tokens=3)
+
+To replay a recorded workflow, and to compare two ways of computing the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
+
+KEY = "forced_tokens"
+
+
+class _Forced(NamedTuple):
+    """One request: the tokens to sample, and the live list of those sampled so far."""
+
+    tokens: Sequence[int]
+    sampled: Sequence[int]
+
+
+class ForcedTokens(LogitsProcessor):
+    """Masks every logit but that of the next forced token; other requests are left as they are.
+
+    A request samples freely where its list has ended, and where an id lies outside the vocabulary
+    (the size of which the front end, where requests are refused, does not know).
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._requests: dict[int, _Forced] = {}  # by row of the batch
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Refuse a request before it reaches the engine core.
+
+        Raises:
+            VLLMValidationError: `extra_args["forced_tokens"]` is not a list of token ids.
+        """
+        tokens = (sampling_params.extra_args or {}).get(KEY)
+        if tokens is None:
+            return
+        if not isinstance(tokens, list) or not tokens:
+            _refuse("must be a list of at least one token id", tokens)
+        for token in tokens:
+            if type(token) is not int or token < 0:
+                _refuse("must hold token ids, that is ints of 0 or more", token)
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self._requests, batch_update, _state)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Force one token per request; `logits` is float32 [num_requests, vocab_size]."""
+        rows, tokens = [], []
+        for row, request in self._requests.items():
+            position = len(request.sampled)
+            if position < len(request.tokens) and request.tokens[position] < logits.shape[1]:
+                rows.append(row)
+                tokens.append(request.tokens[position])
+        if rows:
+            where = torch.tensor(rows, device=logits.device)
+            logits.index_fill_(0, where, float("-inf"))
+            # Zero, not what it was: another option may have masked it.
+            logits[where, torch.tensor(tokens, device=logits.device)] = 0.0
+        return logits
+
+
+def _state(params: Any, prompt: Sequence[int] | None, sampled: Sequence[int]) -> _Forced | None:
+    tokens = (params.extra_args or {}).get(KEY)
+    return None if tokens is None else _Forced(tokens, sampled)
+
+
+def _refuse(reason: str, value: Any) -> NoReturn:
+    raise VLLMValidationError(f"{KEY} {reason}", parameter=KEY, value=value)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention backends on GPUs: vLLM's own, which hand choreographed batches to our operation.
+
+Their metadata builders, and so their support of CUDA graphs, are vLLM's: a choreographed step
+takes no graph that attention is part of (see `v1_runner.py` and `v2_runner.py`).
+"""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from vllm_choreo.engine.worker.attention import ChoreoImpl
+from vllm_choreo.ops import Layout
+
+
+class ChoreoFlashAttentionBackend(FlashAttentionBackend):
+    """vLLM's FlashAttention backend with another implementation class."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return ChoreoFlashAttentionImpl
+
+
+class ChoreoFlashAttentionImpl(ChoreoImpl, FlashAttentionImpl):
+    """Runs choreographed batches by our Triton kernels."""
+
+    layout = Layout.SIDE_BY_SIDE
+    kernels = "triton"
+
+
+class ChoreoTritonBackend(TritonAttentionBackend):
+    """vLLM's Triton backend with another implementation class."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        return ChoreoTritonImpl
+
+
+class ChoreoTritonImpl(ChoreoImpl, TritonAttentionImpl):
+    """Runs choreographed batches by our Triton kernels."""
+
+    layout = Layout.SIDE_BY_SIDE
+    kernels = "triton"

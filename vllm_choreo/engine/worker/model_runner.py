@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our model runners add to vLLM's, on every device and in both generations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_choreo.config import ChoreoConfig
+from vllm_choreo.engine.step import BlockMove, ChoreoStep
+from vllm_choreo.engine.worker.attention import ChoreoImpl
+from vllm_choreo.engine.worker.batch import BatchPlanner, LayerShape, to_device
+from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
+from vllm_choreo.engine.worker.host_blocks import HostBlocks, num_host_blocks
+from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
+from vllm_choreo.engine.worker.warmup import warm_up
+from vllm_choreo.errors import UnsupportedModelError
+from vllm_choreo.ops import Rotation, detect_layout, reposition_keys
+
+_NO_ROTATION = Rotation(inv_freq=torch.empty(0, dtype=torch.float64), is_neox=True)
+
+
+class ChoreoModelRunner:
+    """Before a step come the moves and copies of blocks; in it, the spans go to the attention
+    layers by `planner.running`. Mixed in before one of vLLM's runners.
+
+    `prepare_choreography` comes before the first choreographed step.
+    """
+
+    # Of vLLM's runners.
+    vllm_config: Any
+    cache_config: Any
+    device: torch.device
+    kv_cache_dtype: torch.dtype
+
+    planner: BatchPlanner
+    layers: dict[str, Any]
+    layer_positions: Sequence[LayerPositions]
+    host_blocks: HostBlocks | None
+    _in_step = False
+
+    @property
+    def graphs(self) -> Any:
+        """What chooses CUDA graphs for a step; has `allow_full`."""
+        raise NotImplementedError
+
+    def prepare_choreography(self: Any) -> None:
+        """Probe the loaded model, and check what the KV cache looks like.
+
+        Raises:
+            UnsupportedModelError: the model cannot be choreographed; says why.
+            UnsupportedLayoutError: the KV cache cannot be read; says what was found.
+        """
+        self.layers = layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        block_size = self.cache_config.block_size
+        for name, layer in layers.items():
+            _check_layer(name, layer, block_size)
+            self._check_layout(layer)
+        if self.lora_config:
+            correct_adapters(self.lora_manager)
+            self._set_active_loras((0,), (0,), set())  # the probe's one token has no adapter
+        self.layer_positions = probe_positions(
+            self.get_model(), self.vllm_config, list(layers), self.device
+        )
+        rotations = {p.rotation: None for p in self.layer_positions if p.rotation is not None}
+        shapes = {
+            name: LayerShape(
+                layer.num_heads, layer.num_kv_heads, layer.head_size, self.kv_cache_dtype
+            )
+            for name, layer in layers.items()
+            if layer.impl.resolved_kernels() == "triton"
+        }
+        config = ChoreoConfig.from_vllm(self.vllm_config)
+        self.planner = BatchPlanner(
+            block_size, list(rotations), config.shared_reading, self.device, shapes.values()
+        )
+        for found in self.layer_positions:
+            impl = layers[found.layer].impl
+            impl.rotation, impl.planner = found.rotation, self.planner
+            impl.shape = shapes.get(found.layer)
+        self.host_blocks = self._make_host_blocks(config.host_memory_gib)
+        self._guard_graphs()
+        if shapes:
+            warm_up(layers.values(), self.planner, self._table_width)
+            if config.reposition == "in_place":
+                self._move_keys([BlockMove(src=0, dst=0, delta=0)])  # block 0 is nobody's
+
+    def _make_host_blocks(self, host_memory_gib: float) -> HostBlocks | None:
+        if not host_memory_gib:
+            return None
+        caches = [layer.kv_cache for layer in self.layers.values()]
+        block_bytes = sum(cache[0].numel() * cache.element_size() for cache in caches)
+        return HostBlocks(caches, num_host_blocks(host_memory_gib, block_bytes))
+
+    def _check_layout(self, layer: Any) -> None:
+        def write(
+            keys: torch.Tensor, values: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+        ) -> None:
+            layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, slots)
+
+        detect_layout(
+            write,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            block_size=self.cache_config.block_size,
+            dtype=self.kv_cache_dtype,
+            device=self.device,
+            readable=(layer.impl.layout,),
+        )
+
+    @property
+    def _table_width(self) -> int:
+        """Columns of the block tables of batches."""
+        raise NotImplementedError
+
+    def _guard_graphs(self) -> None:
+        """Have `graphs` obey `allow_full`."""
+        raise NotImplementedError
+
+    def execute_model(
+        self: Any, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        step: ChoreoStep | None = getattr(scheduler_output, "choreo", None)
+        if step is None:  # a dummy run or a warm-up: it comes from no scheduler
+            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        block_ids = _started_blocks(scheduler_output)
+        self.planner.update(step.started, scheduler_output.finished_req_ids, block_ids)
+        if self.host_blocks is not None:
+            self.host_blocks.copy(step.saves, step.loads)
+        self._move_keys(step.moves)
+        # A full graph replays vLLM's own attention; piecewise ones leave attention out.
+        self.graphs.allow_full = not self.planner.reads_spans(scheduler_output.num_scheduled_tokens)
+        self._in_step = True
+        try:
+            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._in_step = False
+            self.graphs.allow_full = True
+            self.planner.running = None
+
+    def _move_keys(self, moves: Sequence[BlockMove]) -> None:
+        """Rotate keys of whole blocks in every layer, in place first, then into copies."""
+        for is_copy in (False, True):
+            chosen = [move for move in moves if (move.src != move.dst) == is_copy]
+            if not chosen:
+                continue
+            src, dst = (
+                to_device(torch.tensor(blocks, dtype=torch.int32), self.device)
+                for blocks in ([move.src for move in chosen], [move.dst for move in chosen])
+            )
+            deltas = torch.tensor([move.delta for move in chosen])
+            cos_sin = {
+                rotation: to_device(rotation.cos_sin(deltas), self.device)
+                for rotation in (_NO_ROTATION, *self.planner.rotations)
+            }
+            for layer in self.layers.values():
+                rotation = layer.impl.rotation or _NO_ROTATION
+                reposition_keys(
+                    layer.kv_cache,
+                    src,
+                    dst,
+                    cos_sin[rotation],
+                    rotation.is_neox,
+                    impl=layer.impl.kernels,
+                    layout=layer.impl.layout,
+                )
+
+
+def _started_blocks(output: SchedulerOutput) -> dict[str, Sequence[int]]:
+    """The block ids of the requests that start, or start again, in a step."""
+    cached = output.scheduled_cached_reqs
+    resumed = zip(cached.req_ids, cached.new_block_ids, strict=True)
+    return {
+        **{new.req_id: new.block_ids[0] for new in output.scheduled_new_reqs},
+        **{r: blocks[0] for r, blocks in resumed if r in cached.resumed_req_ids},
+    }
+
+
+def _check_layer(name: str, layer: Any, block_size: int) -> None:
+    """
+    Raises:
+        UnsupportedModelError: attention of a kind for which spans mean nothing.
+    """
+    impl = layer.impl
+    if not isinstance(impl, ChoreoImpl):
+        found = f"the backend {type(impl).__name__}"
+    elif layer.sliding_window is not None:
+        found = f"a sliding window of {layer.sliding_window} tokens"
+    elif getattr(impl, "sinks", None) is not None:
+        found = "attention sinks"
+    elif layer.kv_sharing_target_layer_name is not None:
+        found = "keys and values shared with another layer"
+    elif getattr(impl, "use_alibi_sqrt", False) or getattr(impl, "chunk_lookback", -1) >= 0:
+        found = "chunks, or biases by the root of the distance"
+    elif layer.kv_cache.shape[2] != block_size:
+        found = f"blocks of {layer.kv_cache.shape[2]} tokens where the engine has {block_size}"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"layer {name} has {found}, which cannot be choreographed; run this model without the "
+        'plugin (VLLM_PLUGINS="")',
+        parameter="model",
+        value=name,
+    )

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's model runners V1, on CPU and GPU, which hand the spans of a batch to the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
+
+
+class ChoreoDispatcher(CudagraphDispatcher):
+    """Chooses no full CUDA graph while those are not allowed."""
+
+    allow_full = True
+
+    def dispatch(
+        self, *args: Any, invalid_modes: Set[CUDAGraphMode] | None = None, **kwargs: Any
+    ) -> Any:
+        if not self.allow_full:
+            invalid_modes = {CUDAGraphMode.FULL} | (invalid_modes or set())
+        return super().dispatch(*args, invalid_modes=invalid_modes, **kwargs)
+
+
+class ChoreoModelRunnerV1(ChoreoModelRunner):
+    """Takes part where vLLM builds the metadata of a batch."""
+
+    @property
+    def graphs(self: Any) -> ChoreoDispatcher:
+        return self.cudagraph_dispatcher
+
+    @property
+    def _table_width(self: Any) -> int:
+        width: int = self.input_batch.block_table[0].max_num_blocks_per_req
+        return width
+
+    def _guard_graphs(self: Any) -> None:
+        self.cudagraph_dispatcher.__class__ = ChoreoDispatcher
+
+    def _build_attention_metadata(
+        self: Any, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._in_step:
+            self.planner.running = self.planner.batch(
+                self.input_batch.req_ids[:num_reqs],
+                self.query_start_loc.cpu[: num_reqs + 1],
+                self.optimistic_seq_lens_cpu[:num_reqs],
+                self.input_batch.block_table[0].get_device_tensor(num_reqs),
+                self.seq_lens[:num_reqs],
+            )
+        return super()._build_attention_metadata(  # type: ignore[misc]
+            num_tokens, num_reqs, *args, **kwargs
+        )
+
+
+class ChoreoCPUModelRunner(ChoreoModelRunnerV1, CPUModelRunner):
+    """The runner V1 on CPU."""
+
+
+class ChoreoGPUModelRunner(ChoreoModelRunnerV1, GPUModelRunner):
+    """The runner V1 on GPU."""

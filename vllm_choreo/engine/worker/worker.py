@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our workers add to vLLM's, on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
+
+
+class ChoreoWorker:
+    """Names our attention backends before the model is loaded, exchanges the class of the runner,
+    and has it prepared once model and cache are there. Mixed in before one of vLLM's workers.
+
+    Attributes:
+        backends: ours, by vLLM's name for the one that each takes the place of.
+    """
+
+    backends: ClassVar[Mapping[AttentionBackendEnum, str]]
+    model_runner: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Here and not when the plugin is loaded: what else runs with it is as without it.
+        for name, path in self.backends.items():
+            register_backend(name, path)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def runner_class(self) -> type[ChoreoModelRunner]:
+        """A subclass of the runner that vLLM's worker makes."""
+        raise NotImplementedError
+
+    def init_device(self) -> None:
+        super().init_device()  # type: ignore[misc]
+        # vLLM's method names its runner class; the subclass only adds to it.
+        self.model_runner.__class__ = self.runner_class
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        self.runner.prepare_choreography()
+        return super().compile_or_warm_up_model()  # type: ignore[misc]
+
+    @property
+    def runner(self) -> ChoreoModelRunner:
+        assert isinstance(self.model_runner, ChoreoModelRunner)
+        return self.model_runner
+
+    def choreo_positions(self) -> list[dict[str, Any]]:
+        """What the position probe found, per layer, as plain data (for `vllm-choreo doctor`)."""
+        return [found.describe() for found in self.runner.layer_positions]

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a call asks for to where everything lies: integers in, frozen dataclasses out.
+
+Imports neither torch nor vllm. To vLLM a call is an ordinary request over a *virtual sequence*:
+each parent's tokens, padded to whole KV blocks, then the new tokens::
+
+    virtual index   0        bs       2bs      3bs = base
+                    | p1 p1 .. pad    | p2 pad | new tokens ...
+    seen position     a_1, a_1+1 ..     a_2 ..   o, o+1 ...
+
+New tokens are rotated by their virtual index. Scores depend on relative positions only, so the
+query is rotated by a further `position_delta` before it meets the keys of a parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_choreo.errors import OffsetError, SpanError, TooLongError
+
+
+@dataclass(frozen=True)
+class ParentPlan:
+    """Tokens `start … stop-1` of a message, seen from position `offset` on."""
+
+    message_id: str
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """A call whose parents have known lengths: every position is decided.
+
+    Attributes:
+        parents: in the order of the call.
+        new_offset: position of the first new token.
+        base: virtual index of the first new token, a multiple of the block size.
+        exact: whether the result is what an ordinary request on the concatenated text gives.
+    """
+
+    parents: tuple[ParentPlan, ...]
+    new_offset: int
+    base: int
+    exact: bool
+
+
+def resolve_offsets(
+    lengths: Sequence[int], offsets: Sequence[int] | None, new_offset: int | None
+) -> tuple[tuple[int, ...], int]:
+    """Fill in omitted offsets: each parent after the one before it, the new message at the end."""
+    if offsets is None:
+        placed, end = [], 0
+        for length in lengths:
+            placed.append(end)
+            end += length
+    else:
+        placed = list(offsets)
+        end = placed[-1] + lengths[-1] if lengths else 0
+    return tuple(placed), end if new_offset is None else new_offset
+
+
+def resolve_span(
+    start: int | None, stop: int | None, num_tokens: int, message_id: str
+) -> tuple[int, int]:
+    """The sub-span `start … stop-1` of a message of `num_tokens` tokens.
+
+    Raises:
+        SpanError: the span is empty or does not lie inside the message.
+    """
+    first = 0 if start is None else start
+    last = num_tokens if stop is None else stop
+    if not 0 <= first < last <= num_tokens:
+        raise SpanError(
+            f"message {message_id!r} has {num_tokens} tokens; choose 0 <= start < stop <= "
+            f"{num_tokens}",
+            parameter="parents",
+            value=(message_id, start, stop),
+        )
+    return first, last
+
+
+def num_span_blocks(start: int, stop: int, block_size: int) -> int:
+    """Blocks that hold slots `start … stop-1` of a message whose first slot begins a block."""
+    return -(-stop // block_size) - start // block_size
+
+
+def check_length(plan: CallPlan, num_new_tokens: int, max_model_len: int) -> None:
+    """Refuse what does not fit into the model's context, before anything is allocated.
+
+    Raises:
+        TooLongError: the virtual sequence, or the room for one sampled token, is too long.
+        OffsetError: a position lies beyond the last one that the model knows.
+    """
+    room = 1  # vLLM samples a token after every prompt, also where it is dropped
+    virtual = plan.base + num_new_tokens + room
+    if virtual > max_model_len:
+        raise TooLongError(
+            f"the parents (padded to whole blocks: {plan.base}) and {num_new_tokens} new tokens "
+            f"take {virtual} of max_model_len={max_model_len} slots; name fewer parents or "
+            "sub-spans, or start the engine with a larger max_model_len",
+            parameter="parents",
+            value=[parent.message_id for parent in plan.parents],
+        )
+    for parent in plan.parents:
+        if parent.offset + parent.num_tokens > max_model_len:
+            raise OffsetError(
+                f"a parent of {parent.num_tokens} tokens seen from position {parent.offset} ends "
+                f"beyond max_model_len={max_model_len}; choose a smaller offset",
+                parameter="offsets",
+                value=[p.offset for p in plan.parents],
+            )
+    if plan.new_offset + num_new_tokens + room > max_model_len:
+        raise OffsetError(
+            f"{num_new_tokens} new tokens from position {plan.new_offset} end beyond "
+            f"max_model_len={max_model_len}; choose a smaller new_offset",
+            parameter="new_offset",
+            value=plan.new_offset,
+        )
+
+
+def virtual_tokens(spans: Sequence[tuple[Sequence[int], int, int]], block_size: int) -> list[int]:
+    """Token ids of the padded parents: `(token ids of the message, start, stop)` each.
+
+    Padding repeats tokens of the span itself: vLLM's penalties look at the *set* of prompt
+    tokens, which then is that of the concatenated text.
+    """
+    tokens: list[int] = []
+    for token_ids, start, stop in spans:
+        visible = token_ids[start:stop]
+        tokens += [visible[0]] * (start % block_size)
+        tokens += visible
+        tokens += [visible[-1]] * (-stop % block_size)
+    return tokens

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client sent, as the calls of `AsyncChoreography.submit_all`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.renderers.params import ChatParams
+from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
+
+from vllm_choreo.api.session import Tokenized
+from vllm_choreo.errors import ChoreoError, LimitError, TooLongError, UnsupportedOptionError
+from vllm_choreo.server.errors import as_choreo_error
+from vllm_choreo.server.schemas import (
+    MAX_PARENTS,
+    CallBody,
+    ChatMessage,
+    ParentBody,
+    SamplingBody,
+)
+
+# Of `extra_args`, what the engine itself reads.
+_RESERVED = ("choreo", "kv_")
+# The options that are objects of vLLM.
+_OBJECTS = {
+    "structured_outputs": StructuredOutputsParams,
+    "repetition_detection": RepetitionDetectionParams,
+}
+
+
+class CallReader:
+    """Reads calls for the server's model.
+
+    Args:
+        online_renderer: vLLM's, which knows the model's chat template and tokenizer.
+    """
+
+    def __init__(self, online_renderer: Any) -> None:
+        self._online = online_renderer
+        self._tokenizer = online_renderer.renderer.get_tokenizer()
+        self._max_tokens: int = online_renderer.model_config.max_model_len
+        self._max_chars: int = self._max_tokens * self._tokenizer.max_chars_per_token
+
+    async def read(self, bodies: Sequence[CallBody]) -> list[dict[str, Any]]:
+        """The calls of a request, in their order.
+
+        Raises:
+            LimitError: too many parents in all of them together.
+            ChoreoError: one of them is illegal in itself.
+        """
+        num_parents = sum(len(body.parents) for body in bodies)
+        if num_parents > MAX_PARENTS:
+            raise LimitError(
+                f"the calls of a request have up to {MAX_PARENTS} parents together",
+                parameter="parents",
+                value=num_parents,
+            )
+        return [await self._call(body) for body in bodies]
+
+    async def _call(self, body: CallBody) -> dict[str, Any]:
+        _check_form(body)
+        call: dict[str, Any] = {
+            "parents": [_parent(parent) for parent in body.parents],
+            "offsets": body.offsets,
+            "new_offset": body.new_offset,
+            "save_as": body.save_as,
+            "mode": body.mode,
+            "deny": body.deny,
+            **self._sampling(body.sampling_params),
+        }
+        if body.copy_of is not None:
+            return {**call, "copy_of": _parent(body.copy_of)}
+        is_decode = body.type == "decode"
+        content = body.content
+        if body.messages is not None:
+            content = await self._rendered(body.messages, is_decode)
+        assert content is not None
+        self._check_size(content)
+        tokens = await self._tokenized(content) if isinstance(content, str) else content
+        return {**call, "header" if is_decode else "tokens": tokens}
+
+    async def _tokenized(self, text: str) -> Tokenized:
+        """In a thread: a megabyte takes half a second, in which others are to be served."""
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        return Tokenized(text, tuple(await asyncio.to_thread(encode, text)))
+
+    def _check_size(self, content: str | list[int]) -> None:
+        """Refuse what cannot fit before time is spent on it."""
+        is_text = isinstance(content, str)
+        limit = self._max_chars if is_text else self._max_tokens
+        if len(content) > limit:
+            raise TooLongError(
+                f"{len(content)} {'characters' if is_text else 'token ids'} do not fit into a "
+                f"context of {self._max_tokens} tokens; send less",
+                parameter="content",
+            )
+
+    async def _rendered(self, messages: Sequence[ChatMessage], is_decode: bool) -> Any:
+        """The chat as text, or as token ids where the model's renderer makes them at once."""
+        online = self._online
+        params = ChatParams(
+            chat_template=online.chat_template,
+            chat_template_content_format=online.chat_template_content_format,
+            chat_template_kwargs={
+                **online.default_chat_template_kwargs,
+                "add_generation_prompt": is_decode,
+                "tokenize": False,
+            },
+        )
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            _, prompt = await online.renderer.render_messages_async(turns, params)
+        except Exception as error:
+            # What a template raises is a matter of the template: an error of any class.
+            reason = as_choreo_error(error) or error
+            raise ChoreoError(
+                f"the model's chat template refuses these messages: {reason}",
+                parameter="messages",
+            ) from error
+        return prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+
+    def _sampling(self, body: SamplingBody | None) -> dict[str, Any]:
+        if body is None:
+            return {}
+        fields = body.model_dump(exclude_none=True)
+        for key in fields.get("extra_args", {}):
+            if key.startswith(_RESERVED):
+                raise UnsupportedOptionError(
+                    "the engine's own arguments are no options of a call",
+                    parameter=f"sampling_params.extra_args.{key}",
+                )
+        if "logit_bias" in fields:
+            fields["logit_bias"] = {int(key): bias for key, bias in fields["logit_bias"].items()}
+        try:
+            for name in _OBJECTS.keys() & fields.keys():
+                fields[name] = _object(name, fields[name])
+            return {"sampling_params": SamplingParams(**fields)}
+        except Exception as error:
+            ours = as_choreo_error(error)
+            if ours is None:
+                raise
+            raise ours from error
+
+
+def _object(name: str, given: dict[str, Any]) -> Any:
+    """An object of vLLM, of its public fields alone."""
+    made = _OBJECTS[name]
+    known = [field.name for field in dataclasses.fields(made) if not field.name.startswith("_")]
+    for key in given:
+        if key not in known:
+            raise UnsupportedOptionError(
+                f"unknown field; the fields are {', '.join(known)}",
+                parameter=f"sampling_params.{name}.{key}",
+                value=given[key],
+            )
+    return made(**given)
+
+
+def _check_form(body: CallBody) -> None:
+    given = [name for name in ("content", "messages", "copy_of") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise ChoreoError(
+            "a call needs exactly one of content, messages and copy_of",
+            parameter="content",
+            value=", ".join(given) or None,
+        )
+    if body.copy_of is not None and body.type == "decode":
+        raise ChoreoError(
+            'a copy samples nothing: call it with "type": "prefill"',
+            parameter="type",
+            value=body.type,
+        )
+
+
+def _parent(parent: str | ParentBody) -> Any:
+    return parent if isinstance(parent, str) else (parent.id, parent.start, parent.stop)

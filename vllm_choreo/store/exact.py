@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact calls: the result is that of an ordinary request on the concatenated text.
+
+A call is exact when its parents lie one right after the other, and each was itself encoded with
+exactly the parents before it, at the same relative positions. A shift of everything changes
+nothing, and a prefix of a message does not depend on the rest of it.
+
+A call in exact mode is *made* exact. Parents that were encoded otherwise are read as *copies*, the
+same tokens encoded with the chain before them:
+
+    listed   A   B   C        A  encoded with nothing:   read as it is
+    read     A   B'  C'       B  encoded alone:          read as B', encoded with A
+                              C  encoded with A and B:   read as C', encoded with A and B'
+
+A copy is a message like others: known before it is encoded, encoded when a call needs it, evicted,
+encoded again. So all that exact mode adds is the choice of what to read (`exact_chain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_choreo.errors import OffsetError
+from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks, resolve_offsets
+from vllm_choreo.store.store import Message, MessageStore
+
+
+@dataclass(frozen=True)
+class Link:
+    """Tokens `start … stop-1` of a message, as one parent of a call."""
+
+    message: Message
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+def is_exact(
+    links: Sequence[Link], offsets: Sequence[int], new_offset: int, adapter: Any = None
+) -> bool:
+    """Whether a call gives what an ordinary request on the concatenated text gives.
+
+    Args:
+        links: the parents of the call.
+        offsets, new_offset: where the call sees them, and itself stands.
+        adapter: the one that encodes the call.
+    """
+    return _is_text([link.num_tokens for link in links], offsets, new_offset) and all(
+        _continues(links[:j], link, adapter) for j, link in enumerate(links)
+    )
+
+
+def check_text_offsets(
+    lengths: Sequence[int], offsets: Sequence[int] | None, new_offset: int | None
+) -> None:
+    """Refuse positions that no text has; a constant added to all of them is allowed.
+
+    Raises:
+        OffsetError: there is a gap, an overlap, or another order.
+    """
+    placed, end = resolve_offsets(lengths, offsets, new_offset)
+    if not _is_text(lengths, placed, end):
+        raise OffsetError(
+            "in exact mode the parents and the new tokens follow one another as text does; leave "
+            "offsets and new_offset out, or call with mode='choreo'",
+            parameter="new_offset" if offsets is None else "offsets",
+            value=new_offset if offsets is None else offsets,
+        )
+
+
+def exact_chain(links: Sequence[Link], adapter: Any, store: MessageStore) -> list[Link]:
+    """What a call in exact mode reads for its parents: themselves where they are exact, or copies.
+
+    Args:
+        links: the parents of the call; their tokens and plans are known.
+        adapter: the one that encodes the call.
+        store: keeps copies, so that each is encoded once.
+
+    Returns:
+        One link per parent, of the same tokens, beginning with the first token of its message.
+    """
+    chain: list[Link] = []
+    for link in links:
+        if not _continues(chain, link, adapter):
+            parents, plan = _context(chain, store.block_size)
+            copy = store.copy(link.message, link.start, link.stop, adapter, parents, plan)
+            link = Link(copy, 0, copy.num_tokens)
+        chain.append(link)
+    return chain
+
+
+def _is_text(lengths: Sequence[int], offsets: Sequence[int], new_offset: int) -> bool:
+    """Whether everything lies one right after the other, from anywhere on."""
+    ends = [offset + length for offset, length in zip(offsets, lengths, strict=True)]
+    return ends == [*offsets[1:], new_offset][: len(ends)]
+
+
+def _continues(chain: Sequence[Link], link: Link, adapter: Any) -> bool:
+    """Whether the message of `link` was encoded with exactly `chain`, right before it."""
+    message, plan = link.message, link.message.plan
+    assert plan is not None, "the parents of a call that is planned have their plans"
+    if link.start != 0 or message.adapter != adapter or len(chain) != len(message.parents):
+        return False
+    position = plan.new_offset - sum(before.num_tokens for before in chain)
+    for before, parent, span in zip(chain, message.parents, plan.parents, strict=True):
+        # Messages count by identity: a name may be given again after it was freed.
+        read = (parent, span.start, span.stop, span.offset)
+        if read != (before.message, before.start, before.stop, position):
+            return False
+        position += before.num_tokens
+    return True
+
+
+def _context(chain: Sequence[Link], block_size: int) -> tuple[tuple[Message, ...], CallPlan]:
+    """The parents and the plan of a message that is encoded after `chain`, from position 0 on."""
+    spans, position = [], 0
+    for link in chain:
+        spans.append(ParentPlan(link.message.id, link.start, link.stop, position))
+        position += link.num_tokens
+    base = block_size * sum(num_span_blocks(s.start, s.stop, block_size) for s in spans)
+    plan = CallPlan(tuple(spans), position, base, True)
+    return tuple(link.message for link in chain), plan

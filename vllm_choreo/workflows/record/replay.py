@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay: a workflow again, in any mode, generating the tokens of a recorded run.
+
+    recorded = tree_of_thoughts(baseline, question, sampling_params=params)
+    with Replay(choreo, recorded) as c:
+        again = tree_of_thoughts(c, question, sampling_params=params)
+
+Both runs read and write the same tokens, so their times, their costs and the logprobs of their
+tokens can be compared. The engine must have been started with
+`logits_processors=["vllm_choreo.engine.worker.forced:ForcedTokens"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.workflows.record.transcript import Transcript
+
+
+class Replay:
+    """Has the interface of `Choreography`: hands every call to `c`, with forced tokens.
+
+    Args:
+        c: a `Choreography`, in any mode.
+        transcript: of the same program, with the same inputs. Who reads whom is not compared: a
+            variant of a workflow that differs in that alone can be replayed.
+
+    As a context manager it checks at the end that all recorded calls were made. It does not close
+    `c`.
+    """
+
+    def __init__(self, c: Any, transcript: Transcript) -> None:
+        self.mode = c.mode
+        self._c = c
+        self._recorded = [step.message for step in transcript.steps]
+        self._count = 0
+
+    def prefill(self, tokens: Any, **arguments: Any) -> Any:
+        """See `Choreography.prefill`.
+
+        Raises:
+            ChoreoError: the program makes another call than was recorded.
+        """
+        items = tokens if _is_list_of_calls(tokens) else [{"tokens": tokens}]
+        self._next("prefill", items)
+        return self._c.prefill(tokens, **arguments)
+
+    def decode(self, header: Any, *, sampling_params: Any = None, **arguments: Any) -> Any:
+        """See `Choreography.decode`; of the sampling parameters, only what is reported counts.
+
+        Raises:
+            ChoreoError: the program makes another call than was recorded, or the engine does not
+                know forced tokens.
+        """
+        many = _is_list_of_calls(header)
+        items = header if many else [{"header": header, **arguments}]
+        recorded = self._next("decode", items)
+        calls = []
+        for item, message in zip(items, recorded, strict=True):
+            asked = item.get("sampling_params") or sampling_params
+            calls.append({**item, "sampling_params": _forcing(message, asked)})
+        messages = self._c.decode(calls)
+        for message, expected in zip(messages, recorded, strict=True):
+            _check_forced(message, expected)
+        return messages if many else messages[0]
+
+    def free(self, *messages: Any) -> None:
+        """See `Choreography.free`."""
+        self._c.free(*messages)
+
+    def finish(self) -> None:
+        """Raises ChoreoError: calls were recorded that the program did not make."""
+        left = len(self._recorded) - self._count
+        if left:
+            raise _differs(f"the program ended {left} calls before the recorded one")
+
+    def __enter__(self) -> Replay:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.finish()
+
+    def _next(self, kind: str, items: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """The recorded messages of the next calls, which must be these."""
+        recorded = self._recorded[self._count : self._count + len(items)]
+        if len(recorded) < len(items):
+            raise _differs(f"the program makes more than the {len(self._recorded)} recorded calls")
+        for item, message in zip(items, recorded, strict=True):
+            given = item["header"] if "header" in item else item["tokens"]
+            is_decode = bool(message.generated_token_ids)
+            if is_decode != (kind == "decode") or not _begins(message, given):
+                raise _differs(f"call {self._count + 1} was not this {kind}", given)
+            self._count += 1
+        return recorded
+
+
+def _is_list_of_calls(tokens: Any) -> bool:
+    return not isinstance(tokens, str) and bool(tokens) and isinstance(tokens[0], Mapping)
+
+
+def _begins(message: Message, given: Any) -> bool:
+    """Whether the message is `given`, text or token ids, and what was generated after it."""
+    if isinstance(given, str):
+        return message.text == given + message.generated_text
+    return message.token_ids == (*given, *message.generated_token_ids)
+
+
+def _forcing(recorded: Message, asked: Any) -> Any:
+    """Sampling parameters under which a call generates what was recorded."""
+    from vllm import SamplingParams
+
+    tokens = list(recorded.generated_token_ids)
+    reported = {} if asked is None else {
+        name: getattr(asked, name)
+        for name in ("logprobs", "skip_special_tokens", "spaces_between_special_tokens")
+    }  # fmt: skip
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=len(tokens),
+        ignore_eos=True,
+        extra_args={"forced_tokens": tokens},
+        **reported,
+    )
+
+
+def _check_forced(message: Message, recorded: Message) -> None:
+    if message.generated_token_ids != recorded.generated_token_ids:
+        raise ChoreoError(
+            "the engine did not generate the recorded tokens: start it with the same model and "
+            'logits_processors=["vllm_choreo.engine.worker.forced:ForcedTokens"]',
+            parameter="transcript",
+            value=message.generated_text,
+        )
+
+
+def _differs(reason: str, value: Any = None) -> ChoreoError:
+    return ChoreoError(
+        f"{reason}: replay the same workflow with the same inputs",
+        parameter="transcript",
+        value=value,
+    )

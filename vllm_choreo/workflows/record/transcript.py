@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a workflow did: its calls in order, with messages, parents and times; also as JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_choreo.semantics.message import Message, Metrics, Usage
+from vllm_choreo.semantics.params import ParentSpan
+
+FORMAT = 1  # of the JSON form
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call.
+
+    Attributes:
+        stage: the part of the workflow, for example "round 2"; its calls ran in parallel.
+        author: who wrote the message, for example "agent 1".
+        message: with its parents, usage and times.
+    """
+
+    stage: str
+    author: str
+    message: Message
+
+
+@dataclass
+class Transcript:
+    """The calls of one run of a workflow.
+
+    Attributes:
+        workflow: the name of its function.
+        mode: of the `Choreography` that it ran on.
+        inputs: the arguments of the function by name, without `c` and `on_step`.
+        on_step: called with each step when it is done.
+        steps: in the order of their submission.
+        answers: what the workflow came to.
+        seconds: wall clock from the first call to the answers.
+        start: of that clock, `time.perf_counter`; 0 in a transcript that was loaded.
+    """
+
+    workflow: str
+    mode: str
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    on_step: Callable[[Step], None] | None = None
+    steps: list[Step] = field(default_factory=list)
+    answers: tuple[str, ...] = ()
+    seconds: float = 0.0
+    start: float = field(default_factory=time.perf_counter)
+
+    def add(self, stage: str, author: str, message: Message) -> Message:
+        """Record one call and pass its message on."""
+        step = Step(stage, author, message)
+        self.steps.append(step)
+        if self.on_step is not None:
+            self.on_step(step)
+        return message
+
+    def add_all(
+        self, stage: str, authors: Sequence[str], messages: Sequence[Message]
+    ) -> list[Message]:
+        """Record the calls of a parallel list."""
+        for author, message in zip(authors, messages, strict=True):
+            self.add(stage, author, message)
+        return list(messages)
+
+    def finish(self, answers: Sequence[str]) -> Transcript:
+        """Record the outcome and stop the clock."""
+        self.answers = tuple(answers)
+        self.seconds = time.perf_counter() - self.start
+        return self
+
+    @property
+    def title(self) -> str:
+        """The workflow's name in words."""
+        return self.workflow.replace("_", " ")
+
+    def stages(self) -> list[str]:
+        """The stages in order."""
+        return list(dict.fromkeys(step.stage for step in self.steps))
+
+    def decodes(self) -> list[Step]:
+        """The steps that generated text."""
+        return [step for step in self.steps if step.message.generated_token_ids]
+
+    # -- JSON ----------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: all but logprobs. Times in seconds, those of submission since `start`."""
+        return {
+            "format": FORMAT,
+            "workflow": self.workflow,
+            "mode": self.mode,
+            "seconds": self.seconds,
+            "answers": list(self.answers),
+            "inputs": {name: _plain(value) for name, value in self.inputs.items()},
+            "steps": [_step_to_json(step, self.start) for step in self.steps],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Transcript:
+        """The transcript of `to_json`; its messages are records, no engine knows them.
+
+        Raises:
+            ValueError: the data are of another format.
+        """
+        if data.get("format") != FORMAT:
+            raise ValueError(f"a transcript of format {FORMAT} is needed, not {data.get('format')}")
+        return cls(
+            workflow=data["workflow"],
+            mode=data["mode"],
+            inputs=data["inputs"],
+            steps=[_step_from_json(step) for step in data["steps"]],
+            answers=tuple(data["answers"]),
+            seconds=data["seconds"],
+            start=0.0,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the JSON form to a file."""
+        path.write_text(json.dumps(self.to_json(), ensure_ascii=False, indent=1) + "\n", "utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Transcript:
+        """Read what `save` wrote."""
+        return cls.from_json(json.loads(path.read_text("utf-8")))
+
+
+def _plain(value: Any) -> Any:
+    """An argument as plain data: `SamplingParams(**plain)` makes sampling parameters again."""
+    if hasattr(value, "__struct_fields__"):
+        import msgspec
+
+        return msgspec.to_builtins(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _step_to_json(step: Step, start: float) -> dict[str, Any]:
+    message = step.message
+    return {
+        "stage": step.stage,
+        "author": step.author,
+        "kind": "decode" if message.generated_token_ids else "prefill",
+        "id": message.id,
+        "parents": [[span.id, span.start, span.stop] for span in message.parents],
+        "position": message.position,
+        "num_tokens": message.num_tokens,
+        "token_ids": list(message.token_ids),
+        "text": message.text,
+        "generated_token_ids": list(message.generated_token_ids),
+        "generated_text": message.generated_text,
+        "finish_reason": message.finish_reason,
+        "usage": asdict(message.usage),
+        "metrics": {**asdict(message.metrics), "submitted": message.metrics.submitted - start},
+    }
+
+
+def _step_from_json(data: Mapping[str, Any]) -> Step:
+    message = Message(
+        id=data["id"],
+        text=data["text"],
+        token_ids=tuple(data["token_ids"]),
+        num_tokens=data["num_tokens"],
+        position=data["position"],
+        parents=tuple(ParentSpan(*span) for span in data["parents"]),
+        generated_text=data["generated_text"],
+        generated_token_ids=tuple(data["generated_token_ids"]),
+        logprobs=None,
+        finish_reason=data["finish_reason"],
+        usage=Usage(**data["usage"]),
+        metrics=Metrics(**data["metrics"]),
+    )
+    return Step(data["stage"], data["author"], message)
