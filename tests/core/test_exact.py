@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from tests.core.test_store import SIZE, Pool
 from vllm_choreo.errors import OffsetError
-from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks, resolve_offsets
-from vllm_choreo.store.exact import Link, check_text_offsets, exact_chain, is_exact
+from vllm_choreo.semantics.positions import (
+    CallPlan,
+    ParentPlan,
+    check_text_offsets,
+    num_span_blocks,
+    resolve_offsets,
+)
+from vllm_choreo.store.exact import Link, exact_chain, is_exact
 from vllm_choreo.store.stats import stats
 from vllm_choreo.store.store import Message, MessageStore
 

@@ -18,9 +18,8 @@ from vllm_choreo.api.options import checked_sampling_params
 from vllm_choreo.errors import ChoreoError, CyclicParentsError, EmptyTokensError, TooLongError
 from vllm_choreo.semantics.message import Call, Message
 from vllm_choreo.semantics.params import ChoreoParams, ParentSpan, check_span
-from vllm_choreo.semantics.positions import resolve_span
+from vllm_choreo.semantics.positions import check_text_offsets, resolve_span
 from vllm_choreo.semantics.provenance import Trace, trace_of
-from vllm_choreo.store.exact import check_text_offsets
 
 CALL_MODES = ("choreo", "exact")
 # With a list of calls, these may be given once for all of them.

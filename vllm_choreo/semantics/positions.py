@@ -66,6 +66,30 @@ def resolve_offsets(
     return tuple(placed), end if new_offset is None else new_offset
 
 
+def is_text(lengths: Sequence[int], offsets: Sequence[int], new_offset: int) -> bool:
+    """Whether everything lies one right after the other, from anywhere on."""
+    ends = [offset + length for offset, length in zip(offsets, lengths, strict=True)]
+    return ends == [*offsets[1:], new_offset][: len(ends)]
+
+
+def check_text_offsets(
+    lengths: Sequence[int], offsets: Sequence[int] | None, new_offset: int | None
+) -> None:
+    """Refuse positions that no text has; a constant added to all of them is allowed.
+
+    Raises:
+        OffsetError: there is a gap, an overlap, or another order.
+    """
+    placed, end = resolve_offsets(lengths, offsets, new_offset)
+    if not is_text(lengths, placed, end):
+        raise OffsetError(
+            "in exact mode the parents and the new tokens follow one another as text does; leave "
+            "offsets and new_offset out, or call with mode='choreo'",
+            parameter="new_offset" if offsets is None else "offsets",
+            value=new_offset if offsets is None else offsets,
+        )
+
+
 def resolve_span(
     start: int | None, stop: int | None, num_tokens: int, message_id: str
 ) -> tuple[int, int]:

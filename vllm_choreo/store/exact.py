@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_choreo.errors import OffsetError
-from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks, resolve_offsets
+from vllm_choreo.semantics.positions import CallPlan, ParentPlan, is_text, num_span_blocks
 from vllm_choreo.store.store import Message, MessageStore
 
 
@@ -50,27 +49,9 @@ def is_exact(
         offsets, new_offset: where the call sees them, and itself stands.
         adapter: the one that encodes the call.
     """
-    return _is_text([link.num_tokens for link in links], offsets, new_offset) and all(
+    return is_text([link.num_tokens for link in links], offsets, new_offset) and all(
         _continues(links[:j], link, adapter) for j, link in enumerate(links)
     )
-
-
-def check_text_offsets(
-    lengths: Sequence[int], offsets: Sequence[int] | None, new_offset: int | None
-) -> None:
-    """Refuse positions that no text has; a constant added to all of them is allowed.
-
-    Raises:
-        OffsetError: there is a gap, an overlap, or another order.
-    """
-    placed, end = resolve_offsets(lengths, offsets, new_offset)
-    if not _is_text(lengths, placed, end):
-        raise OffsetError(
-            "in exact mode the parents and the new tokens follow one another as text does; leave "
-            "offsets and new_offset out, or call with mode='choreo'",
-            parameter="new_offset" if offsets is None else "offsets",
-            value=new_offset if offsets is None else offsets,
-        )
 
 
 def exact_chain(links: Sequence[Link], adapter: Any, store: MessageStore) -> list[Link]:
@@ -92,12 +73,6 @@ def exact_chain(links: Sequence[Link], adapter: Any, store: MessageStore) -> lis
             link = Link(copy, 0, copy.num_tokens)
         chain.append(link)
     return chain
-
-
-def _is_text(lengths: Sequence[int], offsets: Sequence[int], new_offset: int) -> bool:
-    """Whether everything lies one right after the other, from anywhere on."""
-    ends = [offset + length for offset, length in zip(offsets, lengths, strict=True)]
-    return ends == [*offsets[1:], new_offset][: len(ends)]
 
 
 def _continues(chain: Sequence[Link], link: Link, adapter: Any) -> bool:

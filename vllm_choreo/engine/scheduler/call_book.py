@@ -29,13 +29,14 @@ from vllm_choreo.semantics.positions import (
     CallPlan,
     ParentPlan,
     check_length,
+    check_text_offsets,
     num_span_blocks,
     resolve_offsets,
     resolve_span,
     virtual_tokens,
 )
 from vllm_choreo.semantics.provenance import trace_of
-from vllm_choreo.store.exact import Link, check_text_offsets, exact_chain, is_exact
+from vllm_choreo.store.exact import Link, exact_chain, is_exact
 from vllm_choreo.store.store import Message, MessageStore
 
 # Contention may make a call lose what was encoded again for it, but not this often.
