@@ -20,10 +20,13 @@ class ChoreoKVCacheManager(KVCacheManager):
     book: CallBook
     mover: KeyMover | None  # None: queries are rotated, keys never move
 
-    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+    def get_computed_blocks(
+        self, request: Request, *args: Any, **kwargs: Any
+    ) -> tuple[KVCacheBlocks, int, int]:
+        # From vLLM 0.33 on a bound may follow, for engines that hand out hidden states.
         call = self.book.calls.get(request.request_id)
         if call is None:
-            return super().get_computed_blocks(request)
+            return super().get_computed_blocks(request, *args, **kwargs)
         self.book.share_twin(call)
         blocks = self.mover.place(call) if self.mover else self.book.parent_blocks(call)
         blocks = blocks + self.book.own_blocks(call)

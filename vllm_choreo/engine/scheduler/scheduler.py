@@ -39,6 +39,12 @@ _COMPLETE = (
 class _Choreographed(Scheduler):
     """What both schedulers add. Mixed in before vLLM's class, and delegating to it."""
 
+    # Requests of our own: encodings again. Random, so that no client's id looks like one.
+    _internal_prefix = f"choreo-{uuid.uuid4().hex}-"
+    # Of requests still to be ended. vLLM's tests call methods of schedulers that were never
+    # initialised: what ordinary steps read needs a value here, which the constructor replaces.
+    _errors: dict[str, ChoreoError] = {}  # noqa: RUF012
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         manager = self.kv_cache_manager
@@ -54,9 +60,7 @@ class _Choreographed(Scheduler):
         manager.mover = self.mover
         self.tier = self.store.tier = self._host_tier(config.host_memory_gib)
         self.operations = Operations(self)
-        self._errors: dict[str, ChoreoError] = {}  # of requests still to be ended
-        # Requests of our own: encodings again. Random, so that no client's id looks like one.
-        self._internal_prefix = f"choreo-{uuid.uuid4().hex}-"
+        self._errors = {}
         self._num_internal = 0
 
     def _signature(self) -> bytes:
