@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import re
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +20,11 @@ from tests.core.transcripts import debate
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.run import command
 from vllm_choreo.cli.run.command import modes_of, run_tasks
+from vllm_choreo.cli.run.engine import LocalEngine
 from vllm_choreo.cli.run.options import OPTIONS, WORKFLOWS
 from vllm_choreo.cli.run.report import Result, question_of, save_transcript, table
-from vllm_choreo.cli.run.tasks import Task, program_of, tasks_of
+from vllm_choreo.cli.run.task import Task, program_of
+from vllm_choreo.cli.run.tasks import tasks_of
 from vllm_choreo.workflows.problems import Problem
 from vllm_choreo.workflows.record.replay import Replay
 from vllm_choreo.workflows.record.transcript import Transcript
@@ -221,6 +225,84 @@ def test_transcripts_that_cannot_be_replayed(
     assert cli.main(["run", *arguments, "--replay", str(path), "--out", str(tmp_path / "out")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+class _Engine:
+    """What `vllm-choreo run` runs on, for a workflow that only takes notes."""
+
+    def open(self, mode: str) -> Any:
+        return contextlib.nullcontext(Notes(mode=mode))
+
+    def facts(self, modes: Sequence[str]) -> dict[str, str]:
+        return {"model": "notes"}
+
+    sampling = staticmethod(LocalEngine.sampling)
+
+
+def _places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of all values in JSON data, lists and objects included; of long lists the first two."""
+    if path:
+        yield path
+    if isinstance(data, dict | list):
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data[:2]):
+            yield from _places(value, (*path, key))
+
+
+def _replaced(data: Any, path: Sequence[Any], value: Any) -> Any:
+    if not path:
+        return value
+    copied = data.copy()
+    copied[path[0]] = _replaced(data[path[0]], path[1:], value)
+    return copied
+
+
+@pytest.mark.parametrize("workflow", ["tree_of_thoughts", "prisoners_dilemma", "multi_qa"])
+def test_no_malformed_transcript_ends_in_a_traceback(
+    workflow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_engine", lambda args: _Engine())
+    small = {"tree_of_thoughts": ("--candidates", "2", "--voters", "2")}.get(workflow, ())
+    (task,) = tasks_of(parsed(workflow, "--limit", "1", *small))
+    path = tmp_path / "t.json"
+    save_transcript(Result(task, program_of(workflow)(Notes(), **task.inputs), False), path)
+    whole = json.loads(path.read_text())
+    whole["steps"] = [*whole["steps"][:2], whole["steps"][-1]]
+    replay = ["run", workflow, "--replay", str(path), "--out", str(tmp_path / "out")]
+    for place in _places(whole):
+        for value in (None, -1, True, "x", [], {"a": 1}):
+            path.write_text(json.dumps(_replaced(whole, place, value)))
+            assert cli.main(replay) in (0, 1), (place, value)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("steps", 5, "text"), None, "steps[5].text must be a text, not None"),
+        (("steps", 0, "token_ids", 1), "7", "steps[0].token_ids[1] must be an integer, not '7'"),
+        (("steps", 0, "token_ids", 1), -7, "steps[0].token_ids must hold token ids"),
+        (("steps", 6, "parents", 0), ["s/0"], "steps[6].parents[0] must be [id, start, stop]"),
+        (("steps", 6, "metrics", "ttft"), "fast", "steps[6].metrics.ttft must be a number"),
+        (("steps", 6, "usage"), 5, "steps[6].usage must be an object"),
+        (("answers",), "yes", "answers must be a list of which each is a text, not 'yes'"),
+        (("inputs", "question"), 5, "inputs.question must be a text, not 5"),
+        (("inputs", "sampling_params"), {"max_tokens": "x"}, "inputs.sampling_params are no"),
+    ],
+)
+def test_a_malformed_transcript_is_refused_with_the_place(
+    place: tuple[Any, ...],
+    value: Any,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = debate()
+    data["inputs"]["sampling_params"] = None
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(_replaced(data, place, value)))
+    out = str(tmp_path / "out")
+    assert cli.main(["run", "parallel_debate", "--replay", str(path), "--out", out]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vllm-choreo: {path} is no transcript") and said in line
 
 
 # -- what is left behind -------------------------------------------------------------------------

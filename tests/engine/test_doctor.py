@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import transformers
+from vllm import SamplingParams
 
 from vllm_choreo import Choreography
 from vllm_choreo.cli import doctor
@@ -115,6 +116,23 @@ def test_inspect_shows_what_a_session_wrote(
     assert rows["gone"][1:4] == ["40", "-", "evicted"] and rows["gone"][-1] == "doc"
     assert "2 messages in 3 of" in out
     assert out.strip() == block_map(stats)
+
+
+def test_inspect_tells_copies_from_their_originals(
+    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]
+) -> None:
+    llm = engine_slot(tiny_model_path("llama"))
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    with Choreography(llm) as c:
+        first = c.prefill([7] * 40, save_as="first")
+        second = c.prefill([8] * 40, save_as="second")
+        c.decode([9], parents=[first, second], mode="exact", sampling_params=params, save_as="end")
+        text = block_map(c.stats())
+    rows = [line.split("  ") for line in text.splitlines()]
+    (copy,) = (row for row in rows if row[0].startswith("second (copy)"))
+    assert copy[-1] == "first"
+    assert [row[0] for row in rows].count("second") == 1
+    assert "(copy): " in text.splitlines()[-1] + text.splitlines()[-2]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"messages": 3, "tokens": 4}'])

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.cli.run.engine import LocalEngine, start_engine, warm_up
+from vllm_choreo.cli.run.options import positive
 from vllm_choreo.workflows.parallel_debate import parallel_debate
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
@@ -47,7 +48,7 @@ VOTERS = (
 
 
 @dataclass(frozen=True)
-class Task:
+class DemoTask:
     """A workflow on a question about a passage."""
 
     workflow: str
@@ -77,12 +78,12 @@ _PENGUINS = (
 )
 
 TASKS = (
-    Task("debate", f"{_LIGHTHOUSE}\n\nWhy did the light go back to oil lamps in 1924?"),
-    Task("tree", f"{_BRIDGE}\n\nWhich bridge should the village build, and why?"),
-    Task("debate", f"{_PENGUINS}\n\nWho looks after the egg, and what does it cost him?"),
-    Task("tree", f"{_LIGHTHOUSE}\n\nExplain to a visitor why this lighthouse matters."),
-    Task("debate", f"{_BRIDGE}\n\nCan the village afford a stone bridge?"),
-    Task("tree", f"{_PENGUINS}\n\nWrite one sentence on how the males keep warm and alive."),
+    DemoTask("debate", f"{_LIGHTHOUSE}\n\nWhy did the light go back to oil lamps in 1924?"),
+    DemoTask("tree", f"{_BRIDGE}\n\nWhich bridge should the village build, and why?"),
+    DemoTask("debate", f"{_PENGUINS}\n\nWho looks after the egg, and what does it cost him?"),
+    DemoTask("tree", f"{_LIGHTHOUSE}\n\nExplain to a visitor why this lighthouse matters."),
+    DemoTask("debate", f"{_BRIDGE}\n\nCan the village afford a stone bridge?"),
+    DemoTask("tree", f"{_PENGUINS}\n\nWrite one sentence on how the males keep warm and alive."),
 )
 
 
@@ -90,6 +91,23 @@ _NOTES = """
 TTFT: time to first token, median over the calls after the workflow's first parallel step.
 End to end: median over the tasks. Encoded: tokens whose keys and values were computed, generated
 ones included. Both modes ran in turn, each from an empty prefix cache."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `main` takes."""
+    parser.add_argument(
+        "--model", metavar="MODEL", help="model folder or name (default: the small test model)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("demo-out"),
+        metavar="DIR",
+        help="folder for the results (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--limit", type=positive, metavar="N", help="run N tasks only (default: all)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -116,7 +134,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_all(llm: Any, tasks: Sequence[Task]) -> list[dict[str, Transcript]]:
+def _run_all(llm: Any, tasks: Sequence[DemoTask]) -> list[dict[str, Transcript]]:
     """Each task in both modes, the modes taking turns at being the first."""
     from tqdm import tqdm
 
@@ -134,13 +152,13 @@ def _run_all(llm: Any, tasks: Sequence[Task]) -> list[dict[str, Transcript]]:
     return runs
 
 
-def _num_calls(task: Task) -> int:
+def _num_calls(task: DemoTask) -> int:
     if task.workflow == "debate":
         return 2 + len(AGENTS) * (1 + DEBATE_ROUNDS)
     return 3 + 2 * len(VOTERS) + NUM_CANDIDATES + 1
 
 
-def _run_task(llm: Any, task: Task, mode: str, on_step: Callable[[Step], None]) -> Transcript:
+def _run_task(llm: Any, task: DemoTask, mode: str, on_step: Callable[[Step], None]) -> Transcript:
     from vllm import SamplingParams
 
     from vllm_choreo.api.choreography import Choreography
@@ -304,7 +322,7 @@ def _write_numbers(runs: Sequence[dict[str, Transcript]], folder: Path) -> Path:
 
 
 def _write_answers(
-    tasks: Sequence[Task], runs: Sequence[dict[str, Transcript]], folder: Path
+    tasks: Sequence[DemoTask], runs: Sequence[dict[str, Transcript]], folder: Path
 ) -> Path:
     """The answers of both modes beside each other."""
     path = folder / "answers.md"

@@ -66,6 +66,16 @@ class Verdict:
         return self.agreed == self.num_tokens and self.difference <= LOGPROB_TOLERANCE
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `main` takes."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="model folder or name (default: the small test model)",
+    )
+
+
 def main(args: argparse.Namespace) -> int:
     """Examine a model and print what was found.
 

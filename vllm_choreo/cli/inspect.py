@@ -19,6 +19,20 @@ _HEADER = ("Message", "Tokens", "At", "Blocks", "Refs", "Slots", "Used by", "Att
 _RIGHT = (False, True, True, False, False, True, True, False)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `main` takes."""
+    parser.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help="JSON written by json.dump(c.stats(), file) (default: run a few calls on a model)",
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="model folder or name (default: the small test model)"
+    )
+
+
 def main(args: argparse.Namespace) -> int:
     """Print the block map of a file, or of a few calls on a model.
 
@@ -104,6 +118,11 @@ def block_map(stats: Mapping[str, Any]) -> str:
         "itself included.",
         "Slots: filled / held. Used by: calls that read it + calls that wait for it.",
     ]
+    if any(message.get("is_copy") for message in stats["messages"]):
+        lines.append(
+            "(copy): a message encoded once more, after what stands under Attends to: calls in "
+            "exact mode read it in place of the message."
+        )
     return "\n".join(lines)
 
 
@@ -111,7 +130,7 @@ def _row(message: Mapping[str, Any], block_size: int) -> tuple[str, ...]:
     blocks = message["blocks"]
     filled = sum(block["num_valid_slots"] for block in blocks)
     return (
-        _name(message["id"]),
+        _name(message["id"]) + (" (copy)" if message.get("is_copy") else ""),
         str(message["num_tokens"]),
         str(message["stored_position"]) if blocks else "-",
         _ranges([block["block_id"] for block in blocks]) if blocks else _absence(message),

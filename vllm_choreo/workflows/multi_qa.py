@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_choreo.errors import ChoreoError
 from vllm_choreo.workflows.chat import assistant, user
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.variants import check_variant, layout
@@ -28,9 +29,11 @@ def multi_qa(
         variant: "baseline", "serial" or "parallel": see `variants`.
 
     Raises:
-        ChoreoError: no such variant.
+        ChoreoError: no such variant, or other than two questions.
     """
     check_variant(variant)
+    if len(questions) != 2:
+        raise ChoreoError("must be two", parameter="questions", value=list(questions))
     inputs = {"questions": list(questions), "variant": variant, "sampling_params": sampling_params}
     log = Transcript("multi_qa", c.mode, inputs, on_step)
     one, two = questions

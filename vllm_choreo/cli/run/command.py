@@ -18,10 +18,14 @@ from vllm_choreo.cli.run.engine import (
     start_engine,
     warm_up,
 )
+from vllm_choreo.cli.run.options import add_arguments
 from vllm_choreo.cli.run.report import Result, facts_of, save_page, save_transcript, table
-from vllm_choreo.cli.run.tasks import Task, program_of, tasks_of
+from vllm_choreo.cli.run.task import Task, program_of
+from vllm_choreo.cli.run.tasks import tasks_of
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.workflows.record.transcript import Transcript
+
+__all__ = ["add_arguments", "main"]
 
 
 def main(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_choreo.cli.run.tasks import Task, transcript_json
+from vllm_choreo.cli.run.task import Task, transcript_json
 from vllm_choreo.show.page import Shown, ShownProblem, page_html
 from vllm_choreo.workflows.record.transcript import Transcript
 

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a workflow is run on: problems from a seed or a file, or recorded runs to be replayed."""
+"""The tasks that a command line asks for: problems from a seed or a file, or recorded runs."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib
-import inspect
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm_choreo.cli.run.engine import LocalEngine, Server
 from vllm_choreo.cli.run.options import OPTIONS
+from vllm_choreo.cli.run.recorded import recorded_tasks
+from vllm_choreo.cli.run.task import Task, unreadable
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.workflows.problems import (
     DataError,
@@ -26,16 +23,12 @@ from vllm_choreo.workflows.problems import (
     trivia,
     word_problems,
 )
-from vllm_choreo.workflows.problems.grading import is_correct
-from vllm_choreo.workflows.record.transcript import Transcript
 
 DEFAULT_LIMIT, DEFAULT_MAX_TOKENS = 3, 128
 # Where calls ask the same, they must not all say the same; elsewhere the likeliest answer is best.
 DEFAULT_TEMPERATURE = {"tree_of_thoughts": 0.7, "parallel_debate": 0.7}
 # Of calls that need to say one word only, as votes and decisions.
 SHORT_TOKENS = 16
-
-_MAX_SHOWN = 4  # of the ways to write an answer
 
 SETS: dict[str, Callable[[int, int], list[Problem]]] = {
     "direct": trivia,
@@ -59,45 +52,6 @@ _FORM = {
 }
 
 
-@dataclass(frozen=True)
-class Task:
-    """One run of a workflow.
-
-    Attributes:
-        id: of the problem.
-        source: the set or file that it is from.
-        inputs: the arguments of the workflow's function, but for `c` and `on_step`.
-        problems: what is known of the right answer; two in `multi_qa`, none in a game.
-        recorded: the run whose tokens are to be generated again; None: sample.
-    """
-
-    id: str
-    source: str
-    inputs: dict[str, Any]
-    problems: tuple[Problem, ...]
-    recorded: Transcript | None = None
-
-    def expected(self) -> list[str]:
-        """The right answer of each problem, for a reader."""
-        return [_expected(problem) for problem in self.problems]
-
-    def is_right(self, answers: Sequence[str]) -> bool | None:
-        """Whether most of the answers are right, on each problem; None if nobody knows."""
-        if not self.problems:
-            return None
-        return all(
-            2 * sum(is_correct(problem.kind, text, problem.answers) for text in answers)
-            > len(answers)
-            for problem in self.problems
-        )
-
-
-def _expected(problem: Problem) -> str:
-    if problem.kind == "concepts":
-        return ", ".join(problem.answers)
-    return " / ".join(problem.answers[:_MAX_SHOWN])
-
-
 def tasks_of(args: argparse.Namespace) -> list[Task]:
     """The tasks that the command line asks for.
 
@@ -105,7 +59,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
         ChoreoError: a file cannot be read, or does not suit the workflow.
     """
     if args.replay:
-        return _replayed(args)
+        return recorded_tasks(args)
     options = {name: getattr(args, name) for name in OPTIONS.get(args.workflow, {})}
     options = {name: value for name, value in options.items() if value is not None}
     if args.workflow == "prisoners_dilemma":
@@ -136,7 +90,7 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     except DataError as error:
         raise ChoreoError(str(error)) from error
     except OSError as error:
-        raise _unreadable(args.data, error) from error
+        raise unreadable(args.data, error) from error
 
 
 def _groups(workflow: str, problems: Sequence[Problem]) -> list[tuple[Problem, ...]]:
@@ -183,76 +137,3 @@ def _sampling(args: argparse.Namespace, number: int = 0) -> dict[str, Any]:
         short = params(max_tokens=min(max_tokens, SHORT_TOKENS), **settings)
         sampling[_SHORT[args.workflow]] = short
     return sampling
-
-
-# -- recorded runs -------------------------------------------------------------------------------
-
-
-def transcript_json(task: Task, transcript: Transcript) -> dict[str, Any]:
-    """The transcript as it is saved: with its problems, so that a replay can be judged."""
-    about = {"id": task.id, "source": task.source, "problems": [asdict(p) for p in task.problems]}
-    return {**transcript.to_json(), "task": about}
-
-
-def _replayed(args: argparse.Namespace) -> list[Task]:
-    own = OPTIONS.get(args.workflow, {})
-    for name in ("data", "limit", "seed", "max_tokens", "temperature", *own):
-        if getattr(args, name, None) is not None:
-            raise ChoreoError(
-                f"the inputs of a replay are those of its transcript: leave out "
-                f"--{name.replace('_', '-')}"
-            )
-    return [_recorded(args.workflow, path) for path in args.replay]
-
-
-def _recorded(workflow: str, path: Path) -> Task:
-    try:
-        data = json.loads(path.read_text("utf-8"))
-        task = _task(data, path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ChoreoError(f"{path} is no transcript of `vllm-choreo run` ({reason})") from error
-    if data["workflow"] != workflow:
-        raise ChoreoError(f"{path} is a transcript of {data['workflow']}, not of {workflow}")
-    try:
-        inspect.signature(program_of(workflow)).bind(None, **task.inputs)
-    except TypeError as error:
-        raise ChoreoError(f"{path} has other inputs than {workflow} takes ({error})") from error
-    return task
-
-
-def program_of(workflow: str) -> Callable[..., Transcript]:
-    """The function of a workflow, by its name."""
-    module = importlib.import_module(f"vllm_choreo.workflows.{workflow}")
-    program: Callable[..., Transcript] = getattr(module, workflow)
-    return program
-
-
-def _task(data: dict[str, Any], path: Path) -> Task:
-    """The task that a transcript is of; without problems if it was saved by another program."""
-    transcript = Transcript.from_json(data)
-    about = data.get("task", {"id": path.stem, "source": path.name, "problems": []})
-    return Task(
-        id=about["id"],
-        source=about["source"],
-        inputs={name: _argument(name, value) for name, value in transcript.inputs.items()},
-        problems=tuple(_problem(problem) for problem in about["problems"]),
-        recorded=transcript,
-    )
-
-
-def _argument(name: str, value: Any) -> Any:
-    if not name.endswith("_params") or value is None:
-        return value
-    return LocalEngine.sampling(**value)
-
-
-def _problem(fields: dict[str, Any]) -> Problem:
-    lists = {name: tuple(fields[name]) for name in ("answers", "documents")}
-    return Problem(**{**fields, **lists})
-
-
-def _unreadable(path: Path, error: OSError) -> ChoreoError:
-    return ChoreoError(f"cannot read {path}: {error.strerror}")

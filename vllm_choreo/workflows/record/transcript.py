@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.workflows.record.check import check_transcript
 
 FORMAT = 1  # of the JSON form
 
@@ -109,10 +110,13 @@ class Transcript:
         """The transcript of `to_json`; its messages are records, no engine knows them.
 
         Raises:
-            ValueError: the data are of another format.
+            ValueError: the data are of another format, or not as `to_json` writes them; names
+                the place.
         """
-        if data.get("format") != FORMAT:
-            raise ValueError(f"a transcript of format {FORMAT} is needed, not {data.get('format')}")
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"a transcript of format {FORMAT} is needed, not {found}")
+        check_transcript(data)
         return cls(
             workflow=data["workflow"],
             mode=data["mode"],

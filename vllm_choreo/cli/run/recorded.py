@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded runs, to be replayed: read from files, and refused where they do not make sense."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+from vllm_choreo.cli.run.engine import LocalEngine
+from vllm_choreo.cli.run.options import OPTIONS
+from vllm_choreo.cli.run.task import Task, program_of, unreadable
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.workflows.problems import Kind, Problem
+from vllm_choreo.workflows.record.check import check_form
+from vllm_choreo.workflows.record.transcript import Transcript
+
+# Forms of the inputs of all workflows, see `check_form`; sampling parameters end in "_params".
+INPUTS: dict[str, Any] = {
+    "question": str,
+    "questions": [str],
+    "concepts": [str],
+    "candidates": int,
+    "voters": (int, [str]),
+    "agents": (int, [str]),
+    "rounds": int,
+    "variant": str,
+    "strategies": [str],
+    "leak": str,
+}
+_PROBLEM = {"id": str, "question": str, "answers": [str], "kind": str, "documents": [str]}
+_TASK = {"id": str, "source": str, "problems": [_PROBLEM]}
+
+
+def recorded_tasks(args: argparse.Namespace) -> list[Task]:
+    """The runs of the files that `--replay` names.
+
+    Raises:
+        ChoreoError: a file cannot be read, is no transcript, or does not suit the workflow; or
+            there are arguments that a replay takes from its transcript.
+    """
+    own = OPTIONS.get(args.workflow, {})
+    for name in ("data", "limit", "seed", "max_tokens", "temperature", *own):
+        if getattr(args, name, None) is not None:
+            raise ChoreoError(
+                f"the inputs of a replay are those of its transcript: leave out "
+                f"--{name.replace('_', '-')}"
+            )
+    return [_recorded(args.workflow, path) for path in args.replay]
+
+
+def _recorded(workflow: str, path: Path) -> Task:
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        transcript = Transcript.from_json(data)
+        if transcript.workflow != workflow:
+            found = transcript.workflow
+            raise ChoreoError(f"{path} is a transcript of {found}, not of {workflow}")
+        return _task(data, transcript, path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, ChoreoError):
+            raise
+        raise ChoreoError(f"{path} is no transcript of `vllm-choreo run`: {error}") from error
+
+
+def _task(data: dict[str, Any], transcript: Transcript, path: Path) -> Task:
+    """The task that a transcript is of; without problems if it was saved by another program."""
+    about = data.get("task", {"id": path.stem, "source": path.name, "problems": []})
+    check_form(about, _TASK, "task")
+    inputs = {name: _argument(name, value) for name, value in transcript.inputs.items()}
+    try:
+        inspect.signature(program_of(transcript.workflow)).bind(None, **inputs)
+    except TypeError as error:
+        found = f"{path} has other inputs than {transcript.workflow} takes ({error})"
+        raise ChoreoError(found) from error
+    problems = tuple(_problem(f, f"task.problems[{i}]") for i, f in enumerate(about["problems"]))
+    return Task(about["id"], about["source"], inputs, problems, transcript)
+
+
+def _argument(name: str, value: Any) -> Any:
+    """An input of the workflow; raises ValueError: it is of another type than it takes."""
+    place = f"inputs.{name}"
+    if not name.endswith("_params"):
+        if name in INPUTS:
+            check_form(value, INPUTS[name], place)
+        return value
+    if value is None:
+        return None
+    check_form(value, {}, place)
+    try:
+        return LocalEngine.sampling(**value)
+    except Exception as error:  # the checks of vLLM, msgspec and Python have no common base
+        raise ValueError(f"{place} are no sampling parameters: {error}") from error
+
+
+def _problem(fields: dict[str, Any], place: str) -> Problem:
+    check_form(fields.get("opening", ""), str, f"{place}.opening")
+    if fields["kind"] not in get_args(Kind):
+        raise ValueError(f"{place}.kind must be one of {get_args(Kind)}, not {fields['kind']!r}")
+    lists = {name: tuple(fields[name]) for name in ("answers", "documents")}
+    return Problem(**{**fields, **lists})

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of a workflow: what it is given, and what is known of the right answer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.workflows.problems import Problem
+from vllm_choreo.workflows.problems.grading import is_correct
+from vllm_choreo.workflows.record.transcript import Transcript
+
+_MAX_SHOWN = 4  # of the ways to write an answer
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of a workflow.
+
+    Attributes:
+        id: of the problem.
+        source: the set or file that it is from.
+        inputs: the arguments of the workflow's function, but for `c` and `on_step`.
+        problems: what is known of the right answer; two in `multi_qa`, none in a game.
+        recorded: the run whose tokens are to be generated again; None: sample.
+    """
+
+    id: str
+    source: str
+    inputs: dict[str, Any]
+    problems: tuple[Problem, ...]
+    recorded: Transcript | None = None
+
+    def expected(self) -> list[str]:
+        """The right answer of each problem, for a reader."""
+        return [_expected(problem) for problem in self.problems]
+
+    def is_right(self, answers: Sequence[str]) -> bool | None:
+        """Whether most of the answers are right, on each problem; None if nobody knows."""
+        if not self.problems:
+            return None
+        return all(
+            2 * sum(is_correct(problem.kind, text, problem.answers) for text in answers)
+            > len(answers)
+            for problem in self.problems
+        )
+
+
+def _expected(problem: Problem) -> str:
+    if problem.kind == "concepts":
+        return ", ".join(problem.answers)
+    return " / ".join(problem.answers[:_MAX_SHOWN])
+
+
+def transcript_json(task: Task, transcript: Transcript) -> dict[str, Any]:
+    """The transcript as it is saved: with its problems, so that a replay can be judged."""
+    about = {"id": task.id, "source": task.source, "problems": [asdict(p) for p in task.problems]}
+    return {**transcript.to_json(), "task": about}
+
+
+def program_of(workflow: str) -> Callable[..., Transcript]:
+    """The function of a workflow, by its name."""
+    module = importlib.import_module(f"vllm_choreo.workflows.{workflow}")
+    program: Callable[..., Transcript] = getattr(module, workflow)
+    return program
+
+
+def unreadable(path: Path, error: OSError) -> ChoreoError:
+    """The refusal of a file that cannot be read."""
+    return ChoreoError(f"cannot read {path}: {error.strerror}")
