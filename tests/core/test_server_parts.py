@@ -193,17 +193,12 @@ def test_a_page_without_messages() -> None:
 # -- starting ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("api_servers", "engines", "option"),
-    [(None, 1, ""), (1, 1, ""), (2, 1, "--api-server-count"), (1, 2, "--data-parallel-size")],
-)
-def test_a_session_lives_in_one_process(api_servers: Any, engines: int, option: str) -> None:
-    parallel = SimpleNamespace(data_parallel_size=engines)
-    client = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
-    args = Namespace(api_server_count=api_servers)
-    if not option:
-        check_one_process(client, args)
-        return
+@pytest.mark.parametrize("api_servers", [None, 1])
+def test_one_api_server_is_served(api_servers: int | None) -> None:
+    check_one_process(Namespace(api_server_count=api_servers))
+
+
+def test_several_api_servers_are_refused() -> None:
     with pytest.raises(UnsupportedOptionError) as refused:
-        check_one_process(client, args)
-    assert refused.value.parameter == option and refused.value.value == 2
+        check_one_process(Namespace(api_server_count=2))
+    assert refused.value.parameter == "--api-server-count" and refused.value.value == 2

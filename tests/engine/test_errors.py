@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from vllm import SamplingParams
+from vllm import AsyncEngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_choreo import Choreography
 from vllm_choreo.engine import utility
@@ -448,19 +449,38 @@ def test_frequencies_that_vllm_fixes_at_start_are_accepted(
         assert abs(mine.logprob - theirs.logprob) < 1e-4
 
 
+# -- engine options --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [AsyncLLM.from_engine_args, AsyncEngineArgs.create_engine_config])
+def test_several_engines_behind_one_client_are_refused(
+    start: Callable[[AsyncEngineArgs], Any], tiny_model_path: Callable[[str], Path]
+) -> None:
+    """Calls of one session would come to engines that do not know its messages."""
+    options = AsyncEngineArgs(
+        str(tiny_model_path("llama")), dtype="float32", max_model_len=256, data_parallel_size=2
+    )
+    with pytest.raises(ValueError, match=r"data_parallel_size=2") as caught:
+        start(options)
+    for advice in ("live in one engine", "start an engine", 'VLLM_PLUGINS=""'):
+        assert advice in str(caught.value)
+
+
 # -- another vLLM ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.32.1", "0.33.0.dev1"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.32.1", "0.33.0.dev1", "0.34.0"])
 def test_another_vllm_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
 
-    from vllm_choreo.engine.plugin import SUPPORTED_VLLM, check_version
+    from vllm_choreo.engine.compat import SUPPORTED_VLLM, check_version
 
     monkeypatch.setattr(vllm, "__version__", version)
     with pytest.raises(UnsupportedVersionError) as caught:
         check_version()
     assert caught.value.value == version
-    assert SUPPORTED_VLLM in caught.value.message and "VLLM_PLUGINS" in caught.value.message
-    monkeypatch.setattr(vllm, "__version__", f"{SUPPORTED_VLLM}+cpu")
-    check_version()
+    for name in (*SUPPORTED_VLLM, "VLLM_PLUGINS"):
+        assert name in caught.value.message
+    for supported in SUPPORTED_VLLM:
+        monkeypatch.setattr(vllm, "__version__", f"{supported}+cpu")
+        check_version()

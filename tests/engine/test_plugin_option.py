@@ -18,7 +18,7 @@ import pytest
 _CASES = """
 import json, os, sys
 from vllm import AsyncEngineArgs, EngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from tests.vllm_names import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 def configure(argv, has_parser):

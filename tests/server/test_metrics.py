@@ -361,9 +361,10 @@ def test_documented_starts_have_arguments_that_vllm_takes(monkeypatch: pytest.Mo
     # The plugin is named already, so that nothing is loaded by its option.
     for name, value in {"VLLM_PLUGINS": "choreo", "CHOREO_ONLY_IF_NAMED": "1"}.items():
         monkeypatch.setenv(name, value)
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.plugins import load_general_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from tests.vllm_names import make_arg_parser
 
     load_general_plugins()
     parser = make_arg_parser(FlexibleArgumentParser())

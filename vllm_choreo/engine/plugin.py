@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How choreography enters vLLM: hooks into its command line and into its configuration.
 
-Every vLLM name that is not public is reached from this package `engine`; this module checks that
-the installed vLLM is the version for which they were read.
+Every vLLM name that is not public is reached from this package `engine`; `compat` checks that the
+installed vLLM is a version for which they were read.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine import command_line
-from vllm_choreo.errors import UnsupportedOptionError, UnsupportedVersionError
+from vllm_choreo.engine.compat import check_version
+from vllm_choreo.errors import UnsupportedOptionError
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_VLLM = "0.32.0"
 # The smallest block that vLLM's CPU kernel takes at full speed: less padding per message.
 CPU_BLOCK_SIZE = 32
 
@@ -57,23 +57,6 @@ def install() -> None:
             current_platform.device_name,
         )
     _installed = True
-
-
-def check_version() -> None:
-    """
-    Raises:
-        UnsupportedVersionError: the installed vLLM is another version.
-    """
-    import vllm
-
-    # A build may add a local part: 0.32.0+cpu.
-    if vllm.__version__.split("+")[0] != SUPPORTED_VLLM:
-        raise UnsupportedVersionError(
-            f"vllm-choreo works with vLLM {SUPPORTED_VLLM}: install that version, or leave "
-            '"choreo" out of VLLM_PLUGINS (VLLM_PLUGINS="" loads no plugin)',
-            parameter="vllm.__version__",
-            value=vllm.__version__,
-        )
 
 
 def _hook_command_line(platform: Any) -> None:
@@ -195,3 +178,11 @@ def _refuse_unsupported(vllm_config: Any) -> None:
                 parameter=name,
                 value=model.model if name.startswith(("uses", "use_", "is_")) else "set",
             )
+    if parallel.data_parallel_size > 1:
+        raise UnsupportedOptionError(
+            "a session and its messages live in one engine, and vLLM would spread their calls over "
+            "several: start an engine (or a server) for each, and give each session to one of "
+            'them; or run vLLM without the plugin (VLLM_PLUGINS="")',
+            parameter="data_parallel_size",
+            value=parallel.data_parallel_size,
+        )

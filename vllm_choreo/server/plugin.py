@@ -38,9 +38,9 @@ class ChoreoEndpoints:
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """
         Raises:
-            UnsupportedOptionError: several API servers or engines; a session lives in one.
+            UnsupportedOptionError: several API servers; a session lives in one.
         """
-        check_one_process(engine_client, args)
+        check_one_process(args)
         config = ChoreoConfig.from_vllm(engine_client.vllm_config).server
         llm = guarded(engine_client, state.openai_serving_responses)
         state.choreo = Sessions(llm, config, state.openai_serving_models.model_name())
@@ -57,20 +57,17 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-def check_one_process(engine_client: Any, args: Namespace) -> None:
+def check_one_process(args: Namespace) -> None:
     """
     Raises:
-        UnsupportedOptionError: there are several API servers or engines.
+        UnsupportedOptionError: there are several API servers. (Several engines are refused where
+            an engine is configured.)
     """
-    counts = {
-        "--api-server-count": getattr(args, "api_server_count", None),
-        "--data-parallel-size": engine_client.vllm_config.parallel_config.data_parallel_size,
-    }
-    for option, count in counts.items():
-        if count is not None and count > 1:
-            raise UnsupportedOptionError(
-                "a session and its messages live in one API server and one engine: start several "
-                "servers, and send each session to one of them",
-                parameter=option,
-                value=count,
-            )
+    count = getattr(args, "api_server_count", None)
+    if count is not None and count > 1:
+        raise UnsupportedOptionError(
+            "a session lives in one API server: start several servers, and send each session to "
+            "one of them",
+            parameter="--api-server-count",
+            value=count,
+        )

@@ -17,6 +17,9 @@ from vllm_choreo.ops import Layout
 class ChoreoFlashAttentionBackend(FlashAttentionBackend):
     """vLLM's FlashAttention backend with another implementation class."""
 
+    # A model would store its keys itself, and the position probe would not see them.
+    supports_kv_cache_update_bypass = False
+
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
         return ChoreoFlashAttentionImpl

@@ -61,6 +61,21 @@ class ChoreoModelRunnerV1(ChoreoModelRunner):
 class ChoreoCPUModelRunner(ChoreoModelRunnerV1, CPUModelRunner):
     """The runner V1 on CPU."""
 
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, without the generators of requests whose prompt goes on in the next step.
+
+        What is sampled for those is dropped. vLLM then turns their generators back, by an offset
+        that generators on CPU lack: the engine would end. A generator that is not used in the step
+        needs no turning back.
+        """
+        generators = self.input_batch.generators
+        dropped = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        kept = {row: generators.pop(row) for row in dropped if row in generators}
+        try:
+            return super().sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(kept)
+
 
 class ChoreoGPUModelRunner(ChoreoModelRunnerV1, GPUModelRunner):
     """The runner V1 on GPU."""
