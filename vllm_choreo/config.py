@@ -13,6 +13,7 @@ from vllm_choreo.errors import ChoreoError
 
 REPOSITION_POLICIES = ("query", "in_place")
 _PATH = "additional_config.choreo"
+_BYTES_PER_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ class ChoreoConfig:
                 value=self.reposition,
             )
         _check_numbers(self, _PATH)
+
+    def num_host_blocks(self, block_bytes: int) -> int:
+        """Blocks that `host_memory_gib` has room for.
+
+        Args:
+            block_bytes: of one block in all layers of a worker.
+        """
+        return int(self.host_memory_gib * _BYTES_PER_GIB) // block_bytes
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> ChoreoConfig:

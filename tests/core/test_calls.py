@@ -13,7 +13,8 @@ from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from vllm_choreo.engine.scheduler.call_book import Call, CallBook
+from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.errors import CyclicParentsError, ParentFailedError, TooLongError
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.store.store import MessageStore
@@ -27,7 +28,7 @@ def book() -> CallBook:
     return CallBook(MessageStore(pool, SIZE), max_model_len=48)
 
 
-def _open(book: CallBook, name: str, num_tokens: int, **params: Any) -> Call:
+def _open(book: CallBook, name: str, num_tokens: int, **params: Any) -> ScheduledCall:
     tokens = list(range(100, 100 + num_tokens))
     request = Request(
         request_id=f"r-{name}",
@@ -39,22 +40,22 @@ def _open(book: CallBook, name: str, num_tokens: int, **params: Any) -> Call:
     return book.open(request, ChoreoParams(save_as=name, session="s", **params))
 
 
-def _run(book: CallBook, call: Call) -> list[int]:
+def _run(book: CallBook, call: ScheduledCall) -> list[int]:
     """Resolve, schedule and end a prefill as the scheduler does; returns its block table."""
     assert book.resolve(call) and book.is_ready(call)
-    pool = book.store.pool
+    pool = book.store.residency.pool
     adopted = book.parent_blocks(call)
     pool.touch(adopted)
-    own = pool.get_new_blocks(-(-call.message.num_tokens // SIZE))  # type: ignore[attr-defined]
+    own = pool.get_new_blocks(-(-call.encoding.num_tokens // SIZE))  # type: ignore[attr-defined]
     blocks = [*adopted, *own]
-    book.scheduled(call, blocks, call.plan.base + call.message.num_tokens)  # type: ignore[union-attr]
+    book.scheduled(call, blocks, call.plan.base + call.encoding.num_tokens)  # type: ignore[union-attr]
     pool.free_blocks(reversed(blocks))
     book.close(call, None)
     return [block.block_id for block in blocks]
 
 
 def test_block_tables_begin_with_the_parents_own_blocks(book: CallBook) -> None:
-    free = book.store.pool.get_num_free_blocks()  # type: ignore[attr-defined]
+    free = book.store.residency.pool.get_num_free_blocks()  # type: ignore[attr-defined]
     assert _run(book, _open(book, "a", 6)) == [1, 2]
     assert _run(book, _open(book, "b", 4)) == [3]
     call = _open(book, "c", 5, parents=["b", "a", ("a", 5, 6)])
@@ -66,21 +67,21 @@ def test_block_tables_begin_with_the_parents_own_blocks(book: CallBook) -> None:
         *(105, 105, 105, 105),
         *(100, 101, 102, 103, 104),
     ]
-    references = {b.block_id: b.ref_cnt for m in book.store.holding() for b in m.blocks}
+    references = {b.block_id: b.ref_cnt for m in book.store.residency.holding() for b in m.blocks}
     assert references == dict.fromkeys(range(1, 6), 1)
-    for message in book.store.of_session("s"):
+    for message in book.store.messages("s"):
         book.store.free(message)
-    assert book.store.pool.get_num_free_blocks() == free  # type: ignore[attr-defined]
+    assert book.store.residency.pool.get_num_free_blocks() == free  # type: ignore[attr-defined]
 
 
 def test_a_call_waits_until_its_parent_is_known_and_resident(book: CallBook) -> None:
     parent = _open(book, "p", 4, kind="decode")
     child = _open(book, "c", 2, parents=["p"])
     assert not book.resolve(child) and child.plan is None
-    assert parent.message.num_waiting == 1
+    assert parent.encoding.num_waiting == 1
     assert book.resolve(parent)
-    parent.message.token_ids = [1, 2, 3, 4, 5]
-    book.store.known(parent.message)
+    parent.encoding.token_ids = [1, 2, 3, 4, 5]
+    book.store.known(parent.encoding)
     assert book.resolve(child) and not book.is_ready(child)
 
 
@@ -102,7 +103,7 @@ def test_a_failed_parent_ends_its_children(book: CallBook) -> None:
     with pytest.raises(ParentFailedError, match="aborted"):
         book.resolve(child)
     book.close(child, "its parent failed")
-    assert parent.message.num_waiting == 0
+    assert parent.encoding.num_waiting == 0
 
 
 def test_what_can_never_run_is_refused(book: CallBook) -> None:
@@ -116,30 +117,30 @@ def test_what_can_never_run_is_refused(book: CallBook) -> None:
 def test_an_evicted_parent_is_missing_until_somebody_encodes_it(book: CallBook) -> None:
     first = _open(book, "a", 6)
     _run(book, first)
-    book.store.evict(first.message)
+    book.store.evict(first.encoding)
     child = _open(book, "c", 2, parents=["a"])
     assert book.resolve(child) and not book.is_ready(child)
-    assert book.missing(child) == [first.message]
-    first.message.encoder = "somebody"
+    assert book.missing(child) == [first.encoding]
+    first.encoding.encoder = "somebody"
     assert book.missing(child) == []
 
 
 def test_a_decode_that_ends_while_preempted_still_makes_its_message(book: CallBook) -> None:
     """Its blocks are gone, so a reader must have it encoded again, and must not wait for ever."""
-    free = book.store.pool.get_num_free_blocks()  # type: ignore[attr-defined]
+    free = book.store.residency.pool.get_num_free_blocks()  # type: ignore[attr-defined]
     call = _open(book, "a", 3, kind="decode")
     assert book.resolve(call)
-    blocks = book.store.pool.get_new_blocks(1)  # type: ignore[attr-defined]
+    blocks = book.store.residency.pool.get_new_blocks(1)  # type: ignore[attr-defined]
     book.scheduled(call, blocks, 3)
     child = _open(book, "b", 2, parents=["a"])
     assert not book.resolve(child)
     book.preempted(call)
-    book.store.pool.free_blocks(blocks)
+    book.store.residency.pool.free_blocks(blocks)
     call.request.num_computed_tokens = 0
     call.request.append_output_token_ids([7, 8])  # sampled by the step that was under way
     book.finish_decode(call, [])
     book.close(call, None)
-    assert call.message.token_ids == [100, 101, 102, 7, 8]
+    assert call.encoding.token_ids == [100, 101, 102, 7, 8]
     assert book.resolve(child) and not book.is_ready(child)
-    assert book.missing(child) == [call.message]
-    assert book.store.pool.get_num_free_blocks() == free  # type: ignore[attr-defined]
+    assert book.missing(child) == [call.encoding]
+    assert book.store.residency.pool.get_num_free_blocks() == free  # type: ignore[attr-defined]

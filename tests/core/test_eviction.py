@@ -13,21 +13,22 @@ from hypothesis import strategies as st
 
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan
 from vllm_choreo.semantics.provenance import Trace
-from vllm_choreo.store.digest import recipe_digest
+from vllm_choreo.store.digest import encoding_digest
+from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage
 from vllm_choreo.store.eviction import choose_victim, over_share
 from vllm_choreo.store.host_tier import HostTier
-from vllm_choreo.store.store import Message
 
 NOW = 100.0
 
 
-def _message(name: str, tenant: str = "", num_blocks: int = 1, **state: Any) -> Message:
-    message = Message(name, "s", Trace(name), tenant)
-    message.blocks = [SimpleNamespace(block_id=f"{name}{i}") for i in range(num_blocks)]
-    message.num_encoded = 4 * num_blocks
+def _message(name: str, tenant: str = "", num_blocks: int = 1, **state: Any) -> Encoding:
+    message = StoredMessage(name, "s", tenant)
+    encoding = message.own = Encoding(message, Trace(name))
+    encoding.blocks = [SimpleNamespace(block_id=f"{name}{i}") for i in range(num_blocks)]
+    encoding.num_encoded = 4 * num_blocks
     for key, value in state.items():
-        setattr(message, key, value)
-    return message
+        setattr(message if key == "pinned_until" else encoding, key, value)
+    return encoding
 
 
 def test_the_order_of_eviction() -> None:
@@ -38,7 +39,7 @@ def test_the_order_of_eviction() -> None:
     idle = _message("idle")
     holding, order = [read, pinned, waited_for, expired, idle], []
     while victim := choose_victim(holding, [], True, NOW):
-        order.append(victim.id)
+        order.append(victim.message.id)
         holding.remove(victim)
     assert order == ["expired", "idle", "pinned", "waited for"]
     assert choose_victim([read, waited_for], [], False, NOW) is None
@@ -53,9 +54,9 @@ def test_tenants_keep_to_their_share_by_their_own_oldest_messages() -> None:
         _message("a3", "a", 1, pinned_until=NOW + 1),
         _message("a4", "a", 1),
     ]
-    assert [m.id for m in over_share(holding, 4, NOW)] == ["a1"]
-    assert [m.id for m in over_share(holding, 3, NOW)] == ["a1", "a4"]
-    assert [m.id for m in over_share(holding, 2, NOW)] == ["a1", "b1", "a4"]
+    assert [e.message.id for e in over_share(holding, 4, NOW)] == ["a1"]
+    assert [e.message.id for e in over_share(holding, 3, NOW)] == ["a1", "a4"]
+    assert [e.message.id for e in over_share(holding, 2, NOW)] == ["a1", "b1", "a4"]
 
 
 BASE: dict[str, Any] = {
@@ -66,7 +67,7 @@ BASE: dict[str, Any] = {
     "plan": CallPlan((ParentPlan("p", 0, 4, 0),), 4, 8, True),
     "parents": [b"p" * 32],
 }
-ADAPTER = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path="/l")
+ADAPTER = Adapter(b"weights", None)
 PLAN = BASE["plan"]
 
 
@@ -86,13 +87,13 @@ PLAN = BASE["plan"]
     ids=lambda other: next(iter(other)),
 )
 def test_each_part_of_a_recipe_counts(other: dict[str, Any]) -> None:
-    assert recipe_digest(**BASE) == recipe_digest(**BASE)
-    assert recipe_digest(**{**BASE, **other}) != recipe_digest(**BASE)
+    assert encoding_digest(**BASE) == encoding_digest(**BASE)
+    assert encoding_digest(**{**BASE, **other}) != encoding_digest(**BASE)
 
 
 def test_names_do_not_count() -> None:
     renamed = replace(PLAN, parents=(ParentPlan("another name", 0, 4, 0),))
-    assert recipe_digest(**{**BASE, "plan": renamed}) == recipe_digest(**BASE)
+    assert encoding_digest(**{**BASE, "plan": renamed}) == encoding_digest(**BASE)
 
 
 def test_host_memory_keeps_the_most_recently_used() -> None:

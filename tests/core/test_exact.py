@@ -18,9 +18,10 @@ from vllm_choreo.semantics.positions import (
     num_span_blocks,
     resolve_offsets,
 )
+from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.exact import Link, exact_chain, is_exact
 from vllm_choreo.store.stats import stats
-from vllm_choreo.store.store import Message, MessageStore
+from vllm_choreo.store.store import MessageStore, copies_of
 
 
 @pytest.fixture
@@ -30,28 +31,28 @@ def store() -> MessageStore:
 
 def _encoded(
     store: MessageStore, name: str, num_tokens: int, links: list[Link], *offsets: int
-) -> Message:
+) -> Encoding:
     """A message that was encoded with `links`; omitted offsets follow one another from 0."""
-    message = store.create("s", name)
+    message = store.create("s", name).own
     message.token_ids = [hash((name, i)) % 1000 for i in range(num_tokens)]
     lengths = [link.num_tokens for link in links]
     *placed, new_offset = offsets or (*resolve_offsets(lengths, None, None)[0], sum(lengths))
     spans = tuple(
-        ParentPlan(link.message.id, link.start, link.stop, offset)
+        ParentPlan(link.encoding.message.id, link.start, link.stop, offset)
         for link, offset in zip(links, placed, strict=True)
     )
     base = SIZE * sum(num_span_blocks(s.start, s.stop, SIZE) for s in spans)
-    message.parents = tuple(link.message for link in links)
+    message.parents = tuple(link.encoding for link in links)
     message.plan = CallPlan(spans, new_offset, base, False)
     store.identify(message)
     return message
 
 
-def _whole(*messages: Message) -> list[Link]:
+def _whole(*messages: Encoding) -> list[Link]:
     return [Link(message, 0, message.num_tokens) for message in messages]
 
 
-def _chain_of_three(store: MessageStore) -> dict[str, Message]:
+def _chain_of_three(store: MessageStore) -> dict[str, Encoding]:
     """Three messages, each encoded with those before it: a at 0, b at 10, c at 30."""
     a = _encoded(store, "a", 10, [])
     b = _encoded(store, "b", 20, _whole(a))
@@ -91,20 +92,20 @@ def test_a_parent_seen_elsewhere_than_right_before_is_not_exact(store: MessageSt
 
 def test_a_name_given_again_is_another_message(store: MessageStore) -> None:
     messages = _chain_of_three(store)
-    store.free(messages["a"])
+    store.free(messages["a"].message)
     again = _encoded(store, "a", 10, [])
     assert not is_exact(_whole(again, messages["b"]), [0, 10], 30)
 
 
 def test_another_adapter_is_not_exact(store: MessageStore) -> None:
     messages = _chain_of_three(store)
-    assert not is_exact(_whole(messages["a"]), [0], 10, adapter="another")
+    assert not is_exact(_whole(messages["a"]), [0], 10, Adapter(b"another", None))
 
 
 def test_a_chain_is_read_as_it_is(store: MessageStore) -> None:
     links = _whole(*_chain_of_three(store).values())
     assert exact_chain(links, None, store) == links
-    assert not store.copies
+    assert not any(message.copies for message in store.messages())
 
 
 def test_what_was_encoded_otherwise_is_read_as_copies_that_are_made_once(
@@ -114,19 +115,19 @@ def test_what_was_encoded_otherwise_is_read_as_copies_that_are_made_once(
     c = _encoded(store, "c", 6, _whole(a, b))  # with b as it is: not what the text says
     first, second, third = exact_chain(_whole(a, b, c), None, store)
     assert first == Link(a, 0, 3)
-    assert second.message.copied is b and second.message.parents == (a,)
-    assert third.message.copied is c and third.message.parents == (a, second.message)
-    assert third.message.token_ids == c.token_ids
-    assert third.message.plan == CallPlan(
+    assert second.encoding.message is b.message and second.encoding.parents == (a,)
+    assert third.encoding.message is c.message and third.encoding.parents == (a, second.encoding)
+    assert third.encoding.token_ids == c.token_ids
+    assert third.encoding.plan == CallPlan(
         (ParentPlan("a", 0, 3, 0), ParentPlan("b", 0, 9, 3)), 12, 4 + 12, True
     )
-    assert not third.message.is_resident
+    assert not third.encoding.is_resident
     assert is_exact([first, second, third], [0, 3, 12], 18)
     assert exact_chain(_whole(a, b), None, store) == [first, second]
     # What an exact call made continues the chain of copies.
     d = _encoded(store, "d", 2, [first, second])
     assert exact_chain(_whole(a, b, d), None, store)[2] == Link(d, 0, 2)
-    assert len(store.copies) == 2
+    assert sum(len(message.copies) for message in store.messages()) == 2
 
 
 def test_parts_become_copies_of_just_their_tokens(store: MessageStore) -> None:
@@ -134,25 +135,25 @@ def test_parts_become_copies_of_just_their_tokens(store: MessageStore) -> None:
     a, b = messages["a"], messages["b"]
     beginning, part = exact_chain([Link(a, 0, 4), Link(b, 3, 8)], None, store)
     assert beginning == Link(a, 0, 4)
-    assert part == Link(part.message, 0, 5)
-    assert part.message.token_ids == (b.token_ids or [])[3:8]
+    assert part == Link(part.encoding, 0, 5)
+    assert part.encoding.token_ids == (b.token_ids or [])[3:8]
 
 
 def test_a_copy_goes_with_any_message_that_it_needs(store: MessageStore) -> None:
     a, b, c = (_encoded(store, name, 4, []) for name in "abc")
     chain = exact_chain(_whole(a, b, c), None, store)
-    copies = [link.message for link in chain[1:]]
-    assert store.copies_of([a]) == store.copies_of([b]) == set(copies)
+    copies = [link.encoding for link in chain[1:]]
+    assert copies_of([a.message]) == copies_of([b.message]) == set(copies)
     assert stats(store, "s")["num_copies"] == 2 and stats(store, "s")["num_messages"] == 5
-    other = exact_chain(_whole(b, c), None, store)[1].message
-    store.free(a)
-    assert all(copy.freed for copy in copies) and not other.freed
-    assert list(store.copies.values()) == [other]
-    store.free(b)
-    assert other.freed and stats(store, "s")["num_messages"] == 1
+    other = exact_chain(_whole(b, c), None, store)[1].encoding
+    store.free(a.message)
+    assert all(copy.is_given_up for copy in copies) and not other.is_given_up
+    assert [copy for m in store.messages() for copy in m.copies.values()] == [other]
+    store.free(b.message)
+    assert other.is_given_up and stats(store, "s")["num_messages"] == 1
     # A call that named b before it was freed still gets its copy, for itself alone.
-    late = exact_chain(_whole(c, b), None, store)[1].message
-    assert late.freed and not store.copies
+    late = exact_chain(_whole(c, b), None, store)[1].encoding
+    assert late.is_given_up and not any(message.copies for message in store.messages())
 
 
 @given(st.lists(st.integers(1, 9), max_size=5), st.integers(0, 50), st.integers(0, 5), st.data())

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from vllm_choreo.errors import NameTakenError, UnknownMessageError
 from vllm_choreo.semantics.positions import CallPlan
+from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.stats import stats
-from vllm_choreo.store.store import Message, MessageStore
+from vllm_choreo.store.store import MessageStore
 
 SIZE = 4
 
@@ -50,18 +51,30 @@ class Pool:
                 self.freed.append(block.block_id)
 
 
-def _message(store: MessageStore, name: str, num_tokens: int, session: str = "s") -> Message:
-    message = store.create(session, name)
-    message.token_ids, message.plan = [7] * num_tokens, CallPlan((), 0, 0, True)
-    return message
+def _message(store: MessageStore, name: str, num_tokens: int, session: str = "s") -> Encoding:
+    """The encoding of a new message."""
+    encoding = store.create(session, name).own
+    encoding.token_ids, encoding.plan = [7] * num_tokens, CallPlan((), 0, 0, True)
+    return encoding
 
 
-def _encode(store: MessageStore, message: Message, num_encoded: int | None = None) -> None:
+def _encode(store: MessageStore, message: Encoding, num_encoded: int | None = None) -> None:
     """What a request does: run on its own blocks, have them held, end."""
     count = message.num_tokens if num_encoded is None else num_encoded
-    own = store.pool.new(-(-message.num_tokens // SIZE))  # type: ignore[attr-defined]
+    own = _pool(store).new(-(-message.num_tokens // SIZE))
     store.hold(message, own, count)
-    store.pool.free_blocks(reversed(own))
+    _pool(store).free_blocks(reversed(own))
+
+
+def _read(store: MessageStore, encoding: Encoding) -> None:
+    store.residency.wait_for([encoding])
+    store.residency.read([encoding])
+
+
+def _pool(store: MessageStore) -> Pool:
+    pool = store.residency.pool
+    assert isinstance(pool, Pool)
+    return pool
 
 
 @pytest.fixture
@@ -71,23 +84,23 @@ def store() -> MessageStore:
 
 def test_a_message_is_known_in_its_session_only(store: MessageStore) -> None:
     message = _message(store, "m", 5)
-    assert store.get("s", "m") is message
+    assert store.get("s", "m") is message.message
     for session, name in (("s", "n"), ("other", "m")):
         with pytest.raises(UnknownMessageError):
             store.get(session, name)
     with pytest.raises(NameTakenError):
         store.create("s", "m")
-    assert store.create("other", "m") is not message
+    assert store.create("other", "m") is not message.message
 
 
 def test_held_blocks_outlive_the_request_and_return_tail_first(store: MessageStore) -> None:
     message = _message(store, "m", 9)
     _encode(store, message)
     assert [(block.block_id, block.ref_cnt) for block in message.blocks] == [(0, 1), (1, 1), (2, 1)]
-    assert message.is_resident and store.pool.freed == []  # type: ignore[attr-defined]
+    assert message.is_resident and _pool(store).freed == []
     store.evict(message)
     assert not message.is_resident and message.is_known
-    assert store.pool.freed == [2, 1, 0]  # type: ignore[attr-defined]
+    assert _pool(store).freed == [2, 1, 0]
     assert store.totals["evicted_messages"] == 1
     store.evict(message)
     assert store.totals["evicted_messages"] == 1
@@ -105,9 +118,9 @@ def test_the_least_recently_used_idle_message_goes_first(store: MessageStore) ->
     a, b, c, d = (_message(store, name, 4) for name in "abcd")
     for message in (a, b, c, d):
         _encode(store, message)
-    store.use(a)
-    b.num_readers = 1  # never
-    d.num_waiting = 1  # only if nothing else is left
+    store.residency.use(a)
+    _read(store, b)  # never
+    store.residency.wait_for([d])  # only if nothing else is left
     assert store.evict_one([], False) and not c.is_resident
     assert not store.evict_one([{a}], False)
     assert store.evict_one([], False) and not a.is_resident
@@ -120,7 +133,7 @@ def test_of_protected_messages_those_needed_last_go_first(store: MessageStore) -
     now, later = _message(store, "now", 4), _message(store, "later", 4)
     for message in (now, later):
         _encode(store, message)
-        message.num_waiting = 1
+        store.residency.wait_for([message])
     assert store.evict_one([{now}, {later}], True)
     assert now.is_resident and not later.is_resident
     assert not store.evict_one([{now}, {later}], True)
@@ -129,14 +142,14 @@ def test_of_protected_messages_those_needed_last_go_first(store: MessageStore) -
 def test_a_freed_message_stays_until_its_last_reader_ends(store: MessageStore) -> None:
     message = _message(store, "m", 4)
     _encode(store, message)
-    message.num_readers = 1
-    store.free(message)
+    _read(store, message)
+    store.free(message.message)
     assert message.is_resident
     with pytest.raises(UnknownMessageError):
         store.get("s", "m")
-    message.num_readers = 0
+    store.residency.leave([message], reading=True)
     store.settle(message)
-    assert not message.blocks and store.pool.freed == [0]  # type: ignore[attr-defined]
+    assert not message.blocks and _pool(store).freed == [0]
 
 
 _STEP = st.tuples(
@@ -151,36 +164,37 @@ def test_whatever_happens_references_are_balanced(steps: list[tuple[str, int]]) 
     pool = Pool()
     store = MessageStore(pool, SIZE)
     messages = [_message(store, f"m{i}", 3 + 4 * i) for i in range(4)]
-    read: list[tuple[Message, list[Block]]] = []
+    read: list[tuple[Encoding, list[Block]]] = []
     for action, number in steps:
         message = messages[number]
-        if action in ("encode", "part") and not message.freed:
+        if action in ("encode", "part") and not (message.message.freed or message.num_readers):
             _encode(store, message, 1 if action == "part" else None)
         elif action == "evict" and not message.num_readers:
             store.evict(message)
         elif action == "read" and message.is_resident:
             pool.touch(message.blocks)
-            message.num_readers += 1
+            _read(store, message)
             read.append((message, list(message.blocks)))
         elif action == "leave" and read:
             left, blocks = read.pop(number % len(read))
             pool.free_blocks(blocks)
-            left.num_readers -= 1
+            store.residency.leave([left], reading=True)
             store.settle(left)
-        elif action == "free" and not message.freed:
-            store.free(message)
+        elif action == "free" and not message.message.freed:
+            store.free(message.message)
         elif action == "settle":
             store.settle(message)
         elif action == "make_room":
             store.evict_one([], False)
         held = [b for m in messages for b in m.blocks] + [b for _, bs in read for b in bs]
         assert all(block.ref_cnt == held.count(block) for block in pool.blocks)
-        assert set(store.holding()) == {m for m in messages if m.blocks}
+        assert set(store.residency.holding()) == {m for m in messages if m.blocks}
+        store.residency.check()
     for left, blocks in read:
         pool.free_blocks(blocks)
-        left.num_readers -= 1
+        store.residency.leave([left], reading=True)
     for message in messages:
-        store.free(message)
+        store.free(message.message)
         store.settle(message)
     assert all(block.ref_cnt == 0 for block in pool.blocks)
     assert stats(store)["num_messages"] == 0

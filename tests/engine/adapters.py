@@ -22,18 +22,22 @@ class Adapter:
     Args:
         model_path: of the model; its oracle is made anew.
         folder: where the adapter's own folder goes.
-        number: its id, from 1; the same one gives the same weights.
+        number: its id, from 1.
+        seed: of its weights; None: its number.
 
     Attributes:
+        path: of its folder.
         request: vLLM's name for it.
         oracle: of model and adapter together.
     """
 
-    def __init__(self, model_path: Path, folder: Path, number: int) -> None:
-        path = folder / f"adapter-{number}"
+    def __init__(
+        self, model_path: Path, folder: Path, number: int, seed: int | None = None
+    ) -> None:
+        self.path = path = folder / f"adapter-{number}"
         self.request = LoRARequest(path.name, number, str(path))
         self.oracle = Oracle(model_path)
-        generator = torch.Generator().manual_seed(number)
+        generator = torch.Generator().manual_seed(number if seed is None else seed)
         tensors = {}
         for name, module in self.oracle.model.named_modules():
             if name.endswith(MODULES):
@@ -43,7 +47,7 @@ class Adapter:
                 tensors[f"base_model.model.{name}.lora_A.weight"] = down
                 tensors[f"base_model.model.{name}.lora_B.weight"] = up
                 module.weight.data += up @ down  # lora_alpha / r is 1
-        path.mkdir()
+        path.mkdir(parents=True)
         save_file(tensors, path / "adapter_model.safetensors")
         config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": MODULES}
         (path / "adapter_config.json").write_text(json.dumps(config))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,18 @@ def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path])
     assert stats["num_calls"] == stats["num_messages"] == stats["num_blocks_all_sessions"] == 0
 
 
-def _call(llm: Any, tokens: Sequence[int], adapter: Adapter | None, **wire: Any) -> Any:
-    """Run one call; `adapter` encodes it. Returns its output."""
-    params = SamplingParams(
+def _sampling(**wire: Any) -> SamplingParams:
+    return SamplingParams(
         max_tokens=8,
         temperature=0.0,
         ignore_eos=True,
         extra_args={"choreo": {"session": SESSION, **wire}},
     )
+
+
+def _call(llm: Any, tokens: Sequence[int], adapter: Adapter | None, **wire: Any) -> Any:
+    """Run one call; `adapter` encodes it. Returns its output."""
+    params = _sampling(**wire)
     prompt = {"prompt_token_ids": list(tokens)}
     request = adapter.request if adapter else None
     (output,) = llm.generate([prompt], params, lora_request=request, use_tqdm=False)
@@ -143,3 +148,38 @@ def test_one_batch_of_ordinary_requests_with_and_without_adapters(
     for prompt, adapter, output in zip(prompts, mix, _ordinary(llm, prompts, mix), strict=True):
         oracle = adapter.oracle if adapter else tiny_oracle("llama")
         _assert_answer(output, prompt, oracle, [], 0)
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["loaded in place", "only replaced"])
+def test_replaced_weights_are_another_adapter(
+    llm: Any,
+    tiny_model_path: Callable[[str], Path],
+    tmp_path: Path,
+    in_place: bool,
+) -> None:
+    """The name, the number and the path stay; what was encoded by the old weights is told apart."""
+    rng, model = random.Random(6), tiny_model_path("llama")
+    number = 3 + in_place
+    old = Adapter(model, tmp_path, number, seed=70)
+    new = Adapter(model, tmp_path / "new", number, seed=71)
+    tokens, header = random_tokens(rng, 64), random_tokens(rng, 3)
+    assert _prefill(llm, "old", tokens, old)["reused_tokens"] == 0
+    assert _call(llm, header, old, parents=["old"]).kv_transfer_params["choreo"]["exact"]
+
+    shutil.copytree(new.path, old.path, dirs_exist_ok=True)
+    old.request.load_inplace = in_place
+    assert _prefill(llm, "new", tokens, old)["reused_tokens"] == 0, "another recipe"
+    old.request.load_inplace = False
+    # Read as it was encoded, and not called exact.
+    output = _call(llm, header, old, parents=["old"])
+    assert not output.kv_transfer_params["choreo"]["exact"]
+    _assert_answer(output, header, new.oracle, [whole(old.oracle.encode(tokens))], 64)
+    exact = _call(llm, header, old, parents=["old"], exact=True)
+    _assert_answer(exact, tokens + header, new.oracle, [], 0)
+    # The old weights are gone: what they encoded cannot be encoded again.
+    utility.call(llm, "evict", SESSION, ["old"])
+    params = _sampling(parents=["old"])
+    prompt = [{"prompt_token_ids": header}]
+    (output,) = llm.generate(prompt, params, lora_request=old.request, use_tqdm=False)
+    error = output.kv_transfer_params["choreo_error"]
+    assert "have been replaced" in error["message"] and error["value"] == "old"

@@ -7,7 +7,6 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
-OPERATIONS = ("free", "close", "evict", "end", "pin", "unpin", "stats", "totals")
 _METHOD = "choreo"
 
 
@@ -17,8 +16,7 @@ def install() -> None:
 
 
 def _run(core: EngineCore, operation: str, args: list[Any]) -> Any:
-    assert operation in OPERATIONS
-    return getattr(core.scheduler.operations, operation)(*args)
+    return core.scheduler.operations.run(operation, args)
 
 
 def call(llm: Any, operation: str, *args: Any) -> Any:
@@ -26,7 +24,7 @@ def call(llm: Any, operation: str, *args: Any) -> Any:
 
     Args:
         llm: `vllm.LLM`, in process or with an engine-core process.
-        operation: one of `OPERATIONS`.
+        operation: one of `operations.OPERATIONS`.
         args: of the method of `Operations`; plain data.
     """
     client = llm.llm_engine.engine_core

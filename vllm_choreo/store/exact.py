@@ -12,25 +12,25 @@ same tokens encoded with the chain before them:
     read     A   B'  C'       B  encoded alone:          read as B', encoded with A
                               C  encoded with A and B:   read as C', encoded with A and B'
 
-A copy is a message like others: known before it is encoded, encoded when a call needs it, evicted,
-encoded again. So all that exact mode adds is the choice of what to read (`exact_chain`).
+A copy is an encoding like others: known before it is encoded, encoded when a call needs it,
+evicted, encoded again. So all that exact mode adds is the choice of what to read (`exact_chain`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan, is_text, num_span_blocks
-from vllm_choreo.store.store import Message, MessageStore
+from vllm_choreo.store.encoding import Adapter, Encoding
+from vllm_choreo.store.store import MessageStore
 
 
 @dataclass(frozen=True)
 class Link:
-    """Tokens `start … stop-1` of a message, as one parent of a call."""
+    """Tokens `start … stop-1` of an encoding, as one parent of a call."""
 
-    message: Message
+    encoding: Encoding
     start: int
     stop: int
 
@@ -40,7 +40,7 @@ class Link:
 
 
 def is_exact(
-    links: Sequence[Link], offsets: Sequence[int], new_offset: int, adapter: Any = None
+    links: Sequence[Link], offsets: Sequence[int], new_offset: int, adapter: Adapter | None = None
 ) -> bool:
     """Whether a call gives what an ordinary request on the concatenated text gives.
 
@@ -54,7 +54,7 @@ def is_exact(
     )
 
 
-def exact_chain(links: Sequence[Link], adapter: Any, store: MessageStore) -> list[Link]:
+def exact_chain(links: Sequence[Link], adapter: Adapter | None, store: MessageStore) -> list[Link]:
     """What a call in exact mode reads for its parents: themselves where they are exact, or copies.
 
     Args:
@@ -68,35 +68,35 @@ def exact_chain(links: Sequence[Link], adapter: Any, store: MessageStore) -> lis
     chain: list[Link] = []
     for link in links:
         if not _continues(chain, link, adapter):
-            parents, plan = _context(chain, store.block_size)
-            copy = store.copy(link.message, link.start, link.stop, adapter, parents, plan)
+            parents, plan = plan_after(chain, store.block_size)
+            copy = store.copy(link.encoding, link.start, link.stop, adapter, parents, plan)
             link = Link(copy, 0, copy.num_tokens)
         chain.append(link)
     return chain
 
 
-def _continues(chain: Sequence[Link], link: Link, adapter: Any) -> bool:
-    """Whether the message of `link` was encoded with exactly `chain`, right before it."""
-    message, plan = link.message, link.message.plan
+def _continues(chain: Sequence[Link], link: Link, adapter: Adapter | None) -> bool:
+    """Whether `link` was encoded with exactly `chain`, right before it."""
+    encoding, plan = link.encoding, link.encoding.plan
     assert plan is not None, "the parents of a call that is planned have their plans"
-    if link.start != 0 or message.adapter != adapter or len(chain) != len(message.parents):
+    if link.start != 0 or encoding.adapter != adapter or len(chain) != len(encoding.parents):
         return False
     position = plan.new_offset - sum(before.num_tokens for before in chain)
-    for before, parent, span in zip(chain, message.parents, plan.parents, strict=True):
-        # Messages count by identity: a name may be given again after it was freed.
+    for before, parent, span in zip(chain, encoding.parents, plan.parents, strict=True):
+        # Encodings count by identity: a name may be given again after it was freed.
         read = (parent, span.start, span.stop, span.offset)
-        if read != (before.message, before.start, before.stop, position):
+        if read != (before.encoding, before.start, before.stop, position):
             return False
         position += before.num_tokens
     return True
 
 
-def _context(chain: Sequence[Link], block_size: int) -> tuple[tuple[Message, ...], CallPlan]:
-    """The parents and the plan of a message that is encoded after `chain`, from position 0 on."""
+def plan_after(chain: Sequence[Link], block_size: int) -> tuple[tuple[Encoding, ...], CallPlan]:
+    """The parents and the plan of what is encoded after `chain`, from position 0 on."""
     spans, position = [], 0
     for link in chain:
-        spans.append(ParentPlan(link.message.id, link.start, link.stop, position))
+        spans.append(ParentPlan(link.encoding.message.id, link.start, link.stop, position))
         position += link.num_tokens
     base = block_size * sum(num_span_blocks(s.start, s.stop, block_size) for s in spans)
     plan = CallPlan(tuple(spans), position, base, True)
-    return tuple(link.message for link in chain), plan
+    return tuple(link.encoding for link in chain), plan

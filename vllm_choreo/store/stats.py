@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_choreo.store.store import Message, MessageStore
+from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.store import MessageStore
 
 
 def stats(store: MessageStore, session: str | None = None) -> dict[str, Any]:
@@ -14,62 +15,66 @@ def stats(store: MessageStore, session: str | None = None) -> dict[str, Any]:
     Args:
         session: whose messages; None: those of all sessions.
     """
-    everything = [*store.messages.values(), *store.copies.values()]
-    chosen = [m for m in everything if session in (None, m.session)]
-    now = store.clock()
+    chosen = _encodings(store, session)
+    held = store.residency.holding()
     return {
-        **_counts(chosen, now),
-        "num_copies": sum(m.copied is not None for m in chosen),
-        "num_blocks": len({b.block_id for m in chosen for b in m.blocks}),
-        "num_blocks_all_sessions": len({b.block_id for m in store.holding() for b in m.blocks}),
+        **_counts(chosen, store.clock()),
+        "num_copies": sum(e.is_copy for e in chosen),
+        "num_blocks": len({b.block_id for e in chosen for b in e.blocks}),
+        "num_blocks_all_sessions": len({b.block_id for e in held for b in e.blocks}),
         "num_evictions": store.totals["evicted_messages"],
         "block_size": store.block_size,
-        "messages": [_describe(store, m) for m in chosen],
+        "messages": [_describe(store, e) for e in chosen],
     }
 
 
 def totals(store: MessageStore) -> dict[str, Any]:
     """The numbers of all sessions together, and what happened since the engine started."""
-    blocks = {block.block_id for message in store.holding() for block in message.blocks}
-    everything = [*store.messages.values(), *store.copies.values()]
+    everything = _encodings(store, None)
     return {
         **_counts(everything, store.clock()),
-        "num_sessions": len({m.session for m in everything}),
-        "num_blocks": len(blocks),
+        "num_sessions": len({e.message.session for e in everything}),
+        "num_blocks": len({b.block_id for e in store.residency.holding() for b in e.blocks}),
         **{f"{name}_total": count for name, count in store.totals.items()},
     }
 
 
-def _counts(messages: list[Message], now: float) -> dict[str, int]:
+def _encodings(store: MessageStore, session: str | None) -> list[Encoding]:
+    """Those of messages first, then the copies."""
+    messages = store.messages(session)
+    return [*(m.own for m in messages), *(copy for m in messages for copy in m.copies.values())]
+
+
+def _counts(encodings: list[Encoding], now: float) -> dict[str, int]:
     return {
-        "num_messages": len(messages),
-        "num_tokens": sum(m.num_tokens for m in messages),
-        "num_resident": sum(m.is_resident for m in messages),
-        "num_resident_tokens": sum(m.num_encoded for m in messages),
-        "num_pinned": sum(m.pinned_until > now for m in messages),
+        "num_messages": len(encodings),
+        "num_tokens": sum(e.num_tokens for e in encodings),
+        "num_resident": sum(e.is_resident for e in encodings),
+        "num_resident_tokens": sum(e.num_encoded for e in encodings),
+        "num_pinned": sum(e.is_pinned(now) for e in encodings),
     }
 
 
-def _describe(store: MessageStore, message: Message) -> dict[str, Any]:
+def _describe(store: MessageStore, encoding: Encoding) -> dict[str, Any]:
     size = store.block_size
     return {
-        "id": message.id,
-        "is_copy": message.copied is not None,
-        "num_tokens": message.num_tokens,
-        "num_encoded": message.num_encoded,
-        "stored_position": message.stored_position,
-        "is_pinned": message.pinned_until > store.clock(),
-        "parents": [parent.id for parent in message.parents],
-        "num_readers": message.num_readers,
-        "num_waiting": message.num_waiting,
-        "failure": message.failure,
+        "id": encoding.message.id,
+        "is_copy": encoding.is_copy,
+        "num_tokens": encoding.num_tokens,
+        "num_encoded": encoding.num_encoded,
+        "stored_position": encoding.stored_position,
+        "is_pinned": encoding.is_pinned(store.clock()),
+        "parents": [parent.message.id for parent in encoding.parents],
+        "num_readers": encoding.num_readers,
+        "num_waiting": encoding.num_waiting,
+        "failure": encoding.message.failure,
         "blocks": [
             {
                 "block_id": block.block_id,
                 "ref_cnt": block.ref_cnt,
-                "num_valid_slots": min(size, message.num_encoded - i * size),
-                "position": message.stored_position + i * size,
+                "num_valid_slots": min(size, encoding.num_encoded - i * size),
+                "position": encoding.stored_position + i * size,
             }
-            for i, block in enumerate(message.blocks)
+            for i, block in enumerate(encoding.blocks)
         ],
     }

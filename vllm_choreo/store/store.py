@@ -1,123 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages and where their keys and values lie. Imports neither torch nor vllm.
+"""The messages of an engine: named in sessions, shared by digest, freed. Neither torch nor vllm.
 
-A message's *recipe* (tokens, parents, offsets) is the truth; its KV blocks are a cache of it:
-
-    generating --finish--> known, not resident --encode--> resident --evict--> known, not resident
-
-The store holds one reference on every block of a resident message; calls that read it hold
-their own, so a block returns to the pool when the last of them lets go.
+Where encodings lie and who needs them is `Residency`'s; this module says what becomes of messages.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from vllm_choreo.errors import LimitError, NameTakenError, UnknownMessageError
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
-from vllm_choreo.store.digest import recipe_digest
-from vllm_choreo.store.eviction import choose_victim, over_share
-
-
-class BlockPool(Protocol):
-    """What the store needs of vLLM's block pool."""
-
-    def touch(self, blocks: Sequence[Any]) -> None: ...
-
-    def free_blocks(self, ordered_blocks: Any) -> None: ...
-
-
-class HostTier(Protocol):
-    """Memory outside the KV cache in which evicted messages are kept."""
-
-    def save(self, message: Message) -> None:
-        """Copy its blocks out, if there is room."""
-
-    def load(self, message: Message, blocks: Sequence[Any]) -> tuple[int, int]:
-        """Copy a saved message into `blocks`; returns its stored position and its tokens."""
-
-    def discard(self, message: Message) -> None:
-        """Forget a message."""
-
-
-@dataclass(eq=False)
-class Message:
-    """One message of a session, or a copy of one.
-
-    Attributes:
-        id: of a copy, that of the message whose tokens it has; it cannot be named itself.
-        trace: what its keys and values carry traces of.
-        tenant: to whom the session belongs.
-        adapter: vLLM's LoRA request that encodes it, or None.
-        token_ids: header and generated tokens; None while they are being generated.
-        parents: the messages behind `plan.parents`, in the same order; they keep a freed parent's
-            recipe alive for as long as a message may have to be encoded again.
-        plan: how it is encoded; None until all its parents' lengths are known.
-        blocks: KV blocks that hold tokens `0 … num_encoded-1`, from its first slot on.
-        stored_position: position to which the first key is rotated now.
-        held_in_step: the step in which its blocks last changed.
-        num_readers: running calls that read it; its blocks must stay.
-        num_waiting: calls that wait for it or will read it.
-        encoder: id of the request that is making or encoding it; None when nobody is.
-        recipe: digest of what its encoding depends on; None until all of that is known.
-        open_report: what its call reported, while the client has not told yet how many of the
-            tokens it keeps; None otherwise.
-        pinned_until: until then it is evicted last; on the clock of the store.
-        failure: why it will never be complete.
-        freed: its session gave it up: no new call may name it.
-        copied: for a copy that exact calls read, the message whose tokens it has.
-        num_unreported: tokens of a copy that were encoded, but that no call has reported yet.
-    """
-
-    id: str
-    session: str
-    trace: Trace
-    tenant: str = ""
-    adapter: Any = None
-    token_ids: list[int] | None = None
-    parents: tuple[Message, ...] = ()
-    plan: CallPlan | None = None
-    blocks: list[Any] = field(default_factory=list)
-    num_encoded: int = 0
-    stored_position: int = 0
-    held_in_step: int = -1
-    num_readers: int = 0
-    num_waiting: int = 0
-    encoder: str | None = None
-    recipe: bytes | None = None
-    open_report: dict[str, Any] | None = None
-    pinned_until: float = 0.0
-    failure: str | None = None
-    freed: bool = False
-    copied: Message | None = None
-    num_unreported: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) if self.token_ids is not None else 0
-
-    @property
-    def is_known(self) -> bool:
-        """Its tokens are final."""
-        return self.token_ids is not None and self.open_report is None
-
-    @property
-    def is_resident(self) -> bool:
-        """Every token has keys and values, at the latest when the step now planned has run."""
-        return self.is_known and self.num_encoded == self.num_tokens
-
-    @property
-    def in_use(self) -> bool:
-        return self.num_readers > 0 or self.num_waiting > 0 or self.encoder is not None
+from vllm_choreo.store.digest import encoding_digest
+from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage
+from vllm_choreo.store.host_tier import HostTier
+from vllm_choreo.store.residency import BlockPool, Residency
 
 
 class MessageStore:
-    """All messages of an engine, and the order in which their blocks may be evicted."""
+    """All messages of an engine.
+
+    Args:
+        pool: vLLM's.
+        block_size: tokens in a block.
+        engine: what all encodings depend on, besides their recipes.
+        clock: in seconds, for pins.
+
+    Attributes:
+        tier: memory outside the KV cache for what is evicted, or None.
+        by_digest: the latest encoding of each digest, from which others may start.
+        totals: of messages and tokens, since the engine started.
+        step: the one being planned.
+    """
 
     def __init__(
         self,
@@ -126,198 +43,214 @@ class MessageStore:
         engine: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pool = pool
+        self.residency = Residency(pool, block_size)
         self.block_size = block_size
         self.engine = engine
         self.clock = clock
         self.tier: HostTier | None = None
-        self.messages: dict[tuple[str, str], Message] = {}
-        # Messages that hold blocks, least recently used first.
-        self._holding: OrderedDict[Message, None] = OrderedDict()
-        self.by_recipe: dict[bytes, Message] = {}
-        self.copies: dict[Hashable, Message] = {}
-        self.totals: Counter[str] = Counter()  # of messages and tokens since the engine started
-        self.step = 0  # the one being planned
+        self.by_digest: dict[bytes, Encoding] = {}
+        self.totals: Counter[str] = Counter()
+        self.step = 0
+        self._sessions: dict[str, dict[str, StoredMessage]] = {}
+
+    # -- names -----------------------------------------------------------------------------
 
     def create(
-        self, session: str, message_id: str, adapter: Any = None, tenant: str = ""
-    ) -> Message:
-        """A new message that has no tokens yet.
+        self, session: str, message_id: str, adapter: Adapter | None = None, tenant: str = ""
+    ) -> StoredMessage:
+        """A new message, whose encoding has no tokens yet.
 
         Raises:
             NameTakenError: the session has a message of that id.
         """
-        existing = self.messages.get((session, message_id))
+        existing = self.find(session, message_id)
         if existing is not None and not existing.failure:
             raise NameTakenError(
                 "this session has a message of that name; choose another, or free it first",
                 parameter="save_as",
                 value=message_id,
             )
-        message = Message(message_id, session, Trace(message_id), tenant, adapter)
-        self.messages[session, message_id] = message
+        message = StoredMessage(message_id, session, tenant)
+        message.own = Encoding(message, Trace(message_id), adapter)
+        self._sessions.setdefault(session, {})[message_id] = message
         return message
 
-    def copy(
-        self,
-        message: Message,
-        start: int,
-        stop: int,
-        adapter: Any,
-        parents: tuple[Message, ...],
-        plan: CallPlan,
-    ) -> Message:
-        """Tokens `start … stop-1` of `message` in another context: the copy, made if there is none.
+    def find(self, session: str, message_id: str) -> StoredMessage | None:
+        """The message of that id, if the session has it."""
+        return self._sessions.get(session, {}).get(message_id)
 
-        A new one is known and not resident, as if it had been evicted.
-        """
-        key = (message, start, stop, adapter.lora_int_id if adapter else 0, parents, plan)
-        if key in self.copies:
-            return self.copies[key]
-        assert message.token_ids is not None
-        trace = Trace(message.id, tuple(p.trace for p in parents), message.trace.origin)
-        copy = Message(message.id, message.session, trace, message.tenant, adapter, copied=message)
-        copy.token_ids, copy.parents, copy.plan = message.token_ids[start:stop], parents, plan
-        self.identify(copy)
-        copy.num_unreported = copy.num_tokens
-        copy.freed = any(source.freed for source in (message, *parents))
-        if not copy.freed:
-            self.copies[key] = copy
-        return copy
-
-    def copies_of(self, messages: Collection[Message]) -> set[Message]:
-        """The copies of `messages`, and all that were encoded with these or those."""
-        found = set(messages)
-        for copy in self.copies.values():  # in order: a copy comes after the copies that it reads
-            if copy.copied in found or not found.isdisjoint(copy.parents):
-                found.add(copy)
-        return found.difference(messages)
-
-    def get(self, session: str, message_id: str) -> Message:
+    def get(self, session: str, message_id: str, parameter: str = "parents") -> StoredMessage:
         """The message that a call of `session` names.
 
         Raises:
             UnknownMessageError: there is none; a message of another session looks the same.
         """
-        message = self.messages.get((session, message_id))
+        message = self.find(session, message_id)
         if message is None:
             raise UnknownMessageError(
                 "there is no such message in this session (never made, or freed)",
-                parameter="parents",
+                parameter=parameter,
                 value=message_id,
             )
         return message
 
-    def hold(self, message: Message, blocks: Sequence[Any], num_encoded: int) -> None:
-        """Make `blocks` the place of tokens `0 … num_encoded-1`, and let go of the old ones."""
-        assert message.plan is not None, "a message is encoded according to its plan"
-        held = list(blocks[: -(-num_encoded // self.block_size)])
-        position = message.stored_position if message.blocks else message.plan.base
-        self.pool.touch(held)
-        self._drop_blocks(message)
-        message.blocks, message.num_encoded = held, num_encoded
-        message.stored_position, message.held_in_step = position, self.step
-        self.use(message)
+    def messages(self, session: str | None = None) -> list[StoredMessage]:
+        """Those of a session; of all sessions if it is None."""
+        if session is not None:
+            return list(self._sessions.get(session, {}).values())
+        return [message for named in self._sessions.values() for message in named.values()]
 
-    def identify(self, message: Message) -> None:
-        """Give a message its recipe, once its tokens and its plan are known."""
-        assert message.plan is not None and message.token_ids is not None
-        parents = [parent.recipe for parent in message.parents]
-        assert None not in parents, "parents are known before their children are"
-        message.recipe = recipe_digest(
+    # -- encodings -------------------------------------------------------------------------
+
+    def identify(self, encoding: Encoding) -> None:
+        """Give an encoding its digest, once its tokens and its plan are known."""
+        assert encoding.plan is not None and encoding.token_ids is not None
+        parents = [parent.digest for parent in encoding.parents if parent.digest is not None]
+        assert len(parents) == len(encoding.parents), "parents are known before their children are"
+        encoding.digest = encoding_digest(
             self.engine,
-            message.tenant,
-            message.adapter,
-            message.token_ids,
-            message.plan,
-            [parent for parent in parents if parent],
+            encoding.message.tenant,
+            encoding.adapter,
+            encoding.token_ids,
+            encoding.plan,
+            parents,
         )
 
-    def share(self, message: Message, denied: Collection[str] = ()) -> None:
-        """Start from the full blocks of a message of the same recipe, if one holds any.
+    def known(self, encoding: Encoding) -> None:
+        """The tokens of a generated message are final: others may share them from now on."""
+        self.identify(encoding)
+        assert encoding.digest is not None
+        self.by_digest[encoding.digest] = encoding
+
+    def copy(
+        self,
+        source: Encoding,
+        start: int,
+        stop: int,
+        adapter: Adapter | None,
+        parents: tuple[Encoding, ...],
+        plan: CallPlan,
+    ) -> Encoding:
+        """Tokens `start … stop-1` of `source` in another context: a copy, made if there is none.
+
+        A new one is known and not resident, as if it had been evicted.
+        """
+        message = source.message
+        assert source.token_ids is not None
+        trace = Trace(message.id, tuple(parent.trace for parent in parents), source.trace.origin)
+        copy = Encoding(message, trace, adapter, source.token_ids[start:stop], parents, plan)
+        self.identify(copy)
+        assert copy.digest is not None
+        if copy.digest in message.copies:
+            return message.copies[copy.digest]
+        copy.num_unreported = copy.num_tokens
+        copy.is_orphan = any(encoding.is_given_up for encoding in (source, *parents))
+        if not copy.is_orphan:
+            message.copies[copy.digest] = copy
+            for parent in parents:
+                parent.readers.add(copy)
+        return copy
+
+    def share(self, encoding: Encoding, denied: Collection[str] = ()) -> None:
+        """Start from the full blocks of an encoding of the same digest, if one holds any.
 
         The last block stays private: at least one token must run, for vLLM to run the request.
         Traces of `denied` messages are not shared: what was reused would tell their tokens.
         """
-        assert message.plan is not None and message.recipe is not None
-        twin = self.by_recipe.get(message.recipe)
-        if twin and denied and (twin.session != message.session or twin.trace.carries(denied)):
-            twin = None
-        if twin and twin is not message and twin.stored_position == message.plan.base:
-            num_shared = min(twin.num_encoded, message.num_tokens - 1)
+        assert encoding.plan is not None and encoding.digest is not None
+        twin = self.by_digest.get(encoding.digest)
+        if twin and denied:
+            is_own = twin.message.session == encoding.message.session
+            twin = twin if is_own and not twin.trace.carries(denied) else None
+        if twin and twin is not encoding and twin.stored_position == encoding.plan.base:
+            num_shared = min(twin.num_encoded, encoding.num_tokens - 1)
             num_shared -= num_shared % self.block_size
-            self.hold(message, twin.blocks, num_shared)
-        self.by_recipe[message.recipe] = message
+            self.hold(encoding, twin.blocks, num_shared)
+        self.by_digest[encoding.digest] = encoding
 
-    def end(self, message: Message, num_tokens: int) -> dict[str, Any] | None:
+    def end(self, message: StoredMessage, num_tokens: int) -> dict[str, Any] | None:
         """Complete a message of which the client keeps the first `num_tokens` tokens.
 
         Returns:
             What its call reported, of these tokens; None if it was complete before.
         """
+        encoding = message.own
         report, message.open_report = message.open_report, None
-        if report is None or message.token_ids is None:
+        if report is None or encoding.token_ids is None:
             return None
-        num_dropped = message.num_tokens - num_tokens
-        del message.token_ids[num_tokens:]
-        if message.num_encoded > num_tokens:
-            message.num_encoded = num_tokens
-            num_blocks = -(-num_tokens // self.block_size)
-            self.pool.free_blocks(reversed(message.blocks[num_blocks:]))
-            del message.blocks[num_blocks:]
-        self.known(message)
+        num_dropped = encoding.num_tokens - num_tokens
+        del encoding.token_ids[num_tokens:]
+        self.residency.cut(encoding, num_tokens)
+        self.known(encoding)
         return {
             **report,
             "num_tokens": num_tokens,
             "encoded_tokens": report["encoded_tokens"] - num_dropped,
         }
 
-    def known(self, message: Message) -> None:
-        """The tokens of a generated message are final: others may share them from now on."""
-        self.identify(message)
-        assert message.recipe is not None
-        self.by_recipe[message.recipe] = message
+    # -- blocks ----------------------------------------------------------------------------
 
-    def is_settled(self, message: Message) -> bool:
+    def hold(self, encoding: Encoding, blocks: Sequence[Any], num_encoded: int) -> None:
+        """See `Residency.hold`; in the step being planned."""
+        self.residency.hold(encoding, blocks, num_encoded, self.step)
+
+    def is_settled(self, encoding: Encoding) -> bool:
         """Whether all its keys were written before the step that is being planned."""
-        return message.is_resident and message.held_in_step < self.step
+        return encoding.is_resident and encoding.held_in_step < self.step
 
-    def use(self, message: Message) -> None:
-        """Mark as most recently used."""
-        if message.blocks:
-            self._holding[message] = None
-            self._holding.move_to_end(message)
-
-    def evict(self, message: Message) -> None:
+    def evict(self, encoding: Encoding) -> None:
         """Give the blocks back; the recipe stays, and a copy in host memory if there is room."""
-        if message.blocks:
+        if encoding.blocks:
             self.totals["evicted_messages"] += 1
-            self.totals["evicted_tokens"] += message.num_encoded
-            if self.tier and self.is_settled(message):
-                self.tier.save(message)
-        self._drop_blocks(message)
+            self.totals["evicted_tokens"] += encoding.num_encoded
+            if self.tier and self.is_settled(encoding):
+                self.tier.save(encoding)
+        self.residency.drop(encoding)
 
-    def evict_one(self, protected: Sequence[Collection[Message]], waiting_too: bool) -> bool:
-        """Evict the message that `choose_victim` chooses; returns whether there was one."""
-        victim = choose_victim(self._holding, protected, waiting_too, self.clock())
+    def evict_one(self, protected: Sequence[Collection[Encoding]], waiting_too: bool) -> bool:
+        """Evict what `choose_victim` chooses; returns whether there was one."""
+        victim = self.residency.victim(protected, waiting_too, self.clock())
         if victim is None:
             return False
         self.evict(victim)
         return True
 
     def keep_to_share(self, max_blocks: int) -> None:
-        """Evict idle messages of tenants whose messages hold more than `max_blocks` blocks."""
-        for message in over_share(self._holding, max_blocks, self.clock()):
-            self.evict(message)
+        """Evict idle encodings of tenants that hold more than `max_blocks` blocks."""
+        for encoding in self.residency.over_share(max_blocks, self.clock()):
+            self.evict(encoding)
 
-    def pin(self, messages: Collection[Message], ttl: float, max_blocks: int) -> None:
-        """Evict `messages` last, for `ttl` seconds.
+    def restore(self, encoding: Encoding, blocks: Sequence[Any]) -> None:
+        """Bring an encoding back from host memory into `blocks`, before the step being planned."""
+        assert self.tier is not None and encoding.plan is not None
+        position, num_encoded = self.tier.load(encoding, blocks)
+        self.hold(encoding, blocks, num_encoded)
+        self.residency.move(encoding, position)
+        self.totals["restored_messages"] += 1
+        self.totals["restored_tokens"] += num_encoded
+
+    def empty(self) -> None:
+        """Drop all keys and values that no running call reads, host memory included.
+
+        For a change of what they were computed by: whoever reads a message has it encoded again.
+        """
+        self.by_digest.clear()
+        for encoding in self.residency.holding():
+            if not encoding.num_readers:
+                self.residency.drop(encoding)
+        if self.tier:
+            self.tier.clear()
+
+    # -- pins and the end ------------------------------------------------------------------
+
+    def pin(self, messages: Collection[StoredMessage], ttl: float, max_blocks: int) -> None:
+        """Evict the own encodings of `messages` last, for `ttl` seconds.
 
         Raises:
             LimitError: with these, pinned messages would take more than `max_blocks` blocks.
         """
         num_blocks = sum(
-            -(-message.num_tokens // self.block_size) for message in {*self.pinned(), *messages}
+            -(-message.own.num_tokens // self.block_size) for message in {*self.pinned(), *messages}
         )
         if num_blocks > max_blocks:
             raise LimitError(
@@ -329,53 +262,49 @@ class MessageStore:
         for message in messages:
             message.pinned_until = self.clock() + ttl
 
-    def pinned(self) -> list[Message]:
+    def pinned(self) -> list[StoredMessage]:
         now = self.clock()
-        return [message for message in self.messages.values() if message.pinned_until > now]
+        return [message for message in self.messages() if message.pinned_until > now]
 
-    def restore(self, message: Message, blocks: Sequence[Any]) -> None:
-        """Bring a message back from host memory into `blocks`, before the step being planned."""
-        assert self.tier is not None and message.plan is not None
-        position, num_encoded = self.tier.load(message, blocks)
-        self.hold(message, blocks, num_encoded)
-        message.stored_position = position
-        self.totals["restored_messages"] += 1
-        self.totals["restored_tokens"] += num_encoded
-
-    def free(self, message: Message) -> None:
+    def free(self, message: StoredMessage) -> None:
         """The session gives the message up: unknown to new calls, gone when the last one ends."""
         message.freed = True
-        if self.messages.get((message.session, message.id)) is message:
-            del self.messages[message.session, message.id]
-        self.settle(message)
+        named = self._sessions.get(message.session, {})
+        if named.get(message.id) is message:
+            del named[message.id]
+            if not named:
+                del self._sessions[message.session]
+        self.settle(message.own)
         # No call can list the message any more, and so none can need these.
-        orphans = self.copies_of([message])
-        if orphans:
-            self.copies = {key: copy for key, copy in self.copies.items() if copy not in orphans}
-        for copy in orphans:
-            copy.freed = True
+        for copy in copies_of([message]):
+            copy.is_orphan = True
+            if copy.digest is not None:
+                copy.message.copies.pop(copy.digest, None)
+            for parent in copy.parents:
+                parent.readers.discard(copy)
             self.settle(copy)
 
-    def settle(self, message: Message) -> None:
-        """Give back the blocks of a freed or failed message once nobody needs them."""
-        if not (message.freed or message.failure):
+    def settle(self, encoding: Encoding) -> None:
+        """Give back the blocks of an encoding that was given up, once nobody needs them."""
+        if not encoding.is_given_up:
             return
-        if message.recipe and self.by_recipe.get(message.recipe) is message:
-            del self.by_recipe[message.recipe]
-        if not message.in_use:
-            self._drop_blocks(message)
+        if encoding.digest and self.by_digest.get(encoding.digest) is encoding:
+            del self.by_digest[encoding.digest]
+        if not encoding.in_use:
+            self.residency.drop(encoding)
             if self.tier:
-                self.tier.discard(message)
+                self.tier.discard(encoding)
 
-    def holding(self) -> list[Message]:
-        """Messages that hold blocks, least recently used first."""
-        return list(self._holding)
 
-    def of_session(self, session: str) -> list[Message]:
-        return [m for (owner, _), m in self.messages.items() if owner == session]
-
-    def _drop_blocks(self, message: Message) -> None:
-        # Reversed, as vLLM frees: the tail of a message is reused first.
-        self.pool.free_blocks(reversed(message.blocks))
-        message.blocks, message.num_encoded, message.stored_position = [], 0, 0
-        self._holding.pop(message, None)
+def copies_of(messages: Iterable[StoredMessage]) -> set[Encoding]:
+    """The copies of `messages`, and all copies that were encoded with these or with them."""
+    found: set[Encoding] = set()
+    frontier = [encoding for message in messages for encoding in message.encodings]
+    while frontier:
+        encoding = frontier.pop()
+        if encoding.is_copy:
+            if encoding in found:
+                continue
+            found.add(encoding)
+        frontier += encoding.readers
+    return found

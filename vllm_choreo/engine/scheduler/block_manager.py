@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -19,6 +19,7 @@ class ChoreoKVCacheManager(KVCacheManager):
 
     book: CallBook
     mover: KeyMover | None  # None: queries are rotated, keys never move
+    let_go: Callable[[], None]  # drops all messages' keys and values that nobody reads
 
     def get_computed_blocks(
         self, request: Request, *args: Any, **kwargs: Any
@@ -60,6 +61,11 @@ class ChoreoKVCacheManager(KVCacheManager):
         """Let a new request go on in `blocks`, the last of them partly filled, without a copy."""
         self.block_pool.touch(blocks)
         self.coordinator.single_type_managers[0].req_to_blocks[request.request_id] = list(blocks)
+
+    def reset_prefix_cache(self) -> bool:
+        """As vLLM's, which wants an empty pool; messages are encoded again when they are read."""
+        self.let_go()
+        return super().reset_prefix_cache()
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Choreographed keys and values never enter the prefix cache."""

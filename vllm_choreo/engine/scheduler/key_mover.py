@@ -12,17 +12,18 @@ from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_choreo.engine.scheduler.call_book import Call, CallBook
+from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.step import BlockMove
 from vllm_choreo.semantics.positions import ParentPlan
-from vllm_choreo.store.store import Message
+from vllm_choreo.store.encoding import Encoding
 
 
 @dataclass
 class _Placement:
     """How one parent of a call is read: its blocks, and where their first key will be stored."""
 
-    message: Message
+    encoding: Encoding
     blocks: list[Any]
     stored_position: int
     delta: int = 0
@@ -40,52 +41,52 @@ class KeyMover:
         self.book = book
         self.pool = pool
         self._moves: list[BlockMove] = []
-        self._placed: dict[Call, list[_Placement]] = {}
+        self._placed: dict[ScheduledCall, list[_Placement]] = {}
 
     def take_moves(self) -> list[BlockMove]:
         """The moves of the step just planned. Those in place come first: copies may read them."""
         moves, self._moves = self._moves, []
         return sorted(moves, key=lambda move: move.src != move.dst)
 
-    def place(self, call: Call) -> list[Any]:
+    def place(self, call: ScheduledCall) -> list[Any]:
         """The parents' blocks, copies where keys must move and others read them."""
         self.withdraw(call)
         assert call.plan is not None
         placements = [
-            self._place(call, message, span)
-            for message, span in zip(call.parents, call.plan.parents, strict=True)
+            self._place(call, parent, span)
+            for parent, span in zip(call.parents, call.plan.parents, strict=True)
         ]
         self._placed[call] = placements
         return [block for placement in placements for block in placement.blocks]
 
-    def _place(self, call: Call, message: Message, span: ParentPlan) -> _Placement:
+    def _place(self, call: ScheduledCall, encoding: Encoding, span: ParentPlan) -> _Placement:
         assert call.plan is not None
-        blocks = self.book.span_blocks(message, span)
+        blocks = self.book.span_blocks(encoding, span)
         # The one place at which the query needs no rotation.
         wanted = span.offset - span.start - (call.plan.new_offset - call.plan.base)
-        delta = wanted - message.stored_position
-        if delta == 0 or not self.book.store.is_settled(message):
+        delta = wanted - encoding.stored_position
+        if delta == 0 or not self.book.store.is_settled(encoding):
             # Not settled: its keys are written in the step that is being planned, and moves come
             # before a step. The query turns instead, this once.
-            return _Placement(message, blocks, message.stored_position)
-        alone = all(block.ref_cnt == 1 for block in message.blocks)
-        if alone and not message.num_readers and call.parents.count(message) == 1:
-            return _Placement(message, blocks, wanted, delta)
+            return _Placement(encoding, blocks, encoding.stored_position)
+        alone = all(block.ref_cnt == 1 for block in encoding.blocks)
+        if alone and not encoding.num_readers and call.parents.count(encoding) == 1:
+            return _Placement(encoding, blocks, wanted, delta)
         if self.pool.get_num_free_blocks() < len(blocks):
-            return _Placement(message, blocks, message.stored_position)
-        return _Placement(message, self.pool.get_new_blocks(len(blocks)), wanted, delta, True)
+            return _Placement(encoding, blocks, encoding.stored_position)
+        return _Placement(encoding, self.pool.get_new_blocks(len(blocks)), wanted, delta, True)
 
-    def commit(self, call: Call) -> None:
+    def commit(self, call: ScheduledCall) -> None:
         """The call starts: its moves happen before this step."""
         assert call.plan is not None
         placements = self._placed.pop(call)
         for placement, span in zip(placements, call.plan.parents, strict=True):
-            message = placement.message
+            encoding = placement.encoding
             if placement.is_copy:
-                sources = self.book.span_blocks(message, span)
+                sources = self.book.span_blocks(encoding, span)
             elif placement.delta:
-                sources = placement.blocks = message.blocks
-                message.stored_position = placement.stored_position
+                sources = placement.blocks = encoding.blocks
+                self.book.store.residency.move(encoding, placement.stored_position)
             else:
                 continue
             self._moves += [
@@ -95,7 +96,7 @@ class KeyMover:
         call.stored_positions = [placement.stored_position for placement in placements]
         self._release_copies(placements)
 
-    def withdraw(self, call: Call) -> None:
+    def withdraw(self, call: ScheduledCall) -> None:
         """The call could not start."""
         self._release_copies(self._placed.pop(call, []))
 

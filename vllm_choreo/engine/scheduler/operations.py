@@ -3,54 +3,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
+from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.store import stats as store_stats
-from vllm_choreo.store.store import Message
+from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.store import copies_of
 
-if TYPE_CHECKING:
-    from vllm_choreo.engine.scheduler.scheduler import ChoreoScheduler
+OPERATIONS = ("free", "close", "evict", "end", "pin", "unpin", "stats", "totals")
 
 
 class Operations:
-    """Public methods are operations: plain data in, plain data out."""
+    """Methods named in `OPERATIONS` take and return plain data.
 
-    def __init__(self, scheduler: ChoreoScheduler) -> None:
-        self.scheduler = scheduler
-        self.store = scheduler.store
-        self.book = scheduler.book
+    Args:
+        max_pinned_blocks: of the KV cache that pinned messages may hold.
+        unsealed: the seals whose step has not been planned yet.
+        finish: the scheduler's `finish_requests`.
+    """
+
+    def __init__(
+        self,
+        book: CallBook,
+        pool: BlockPool,
+        *,
+        max_pinned_blocks: int,
+        unsealed: Callable[[], list[ScheduledCall]],
+        finish: Callable[[Iterable[str], RequestStatus], Any],
+    ) -> None:
+        self._book = book
+        self._store = book.store
+        self._pool = pool
+        self._max_pinned_blocks = max_pinned_blocks
+        self._unsealed = unsealed
+        self._finish = finish
+
+    def run(self, operation: str, args: Iterable[Any]) -> Any:
+        """Run an operation by its name; what it refuses comes back as a report of the error.
+
+        Nothing may be raised here: it would be raised in the engine core.
+        """
+        assert operation in OPERATIONS
+        try:
+            return getattr(self, operation)(*args)
+        except ChoreoError as error:
+            return {"choreo_error": error.to_report()}
 
     def free(self, session: str, message_ids: Iterable[str]) -> int:
         """Give messages up; returns how many there were."""
-        messages = [self.store.messages.get((session, m)) for m in message_ids]
+        messages = [self._store.find(session, message_id) for message_id in message_ids]
         found = [message for message in messages if message is not None]
-        self._withdraw_encodings({*found, *self.store.copies_of(found)})
+        self._withdraw_encodings({*(message.own for message in found), *copies_of(found)})
         for message in found:
-            self.store.free(message)
+            self._store.free(message)
         return len(found)
 
     def close(self, session: str) -> int:
         """Give up all messages of a session; returns how many there were."""
-        return self.free(session, [m.id for m in self.store.of_session(session)])
+        return self.free(session, [message.id for message in self._store.messages(session)])
 
     def evict(self, session: str, message_ids: Iterable[str]) -> int:
-        """Drop the blocks of messages that no running call reads; the recipes stay."""
-        messages = {self.store.get(session, message_id) for message_id in message_ids}
-        messages.update(copy for copy in self.store.copies.values() if copy.copied in messages)
+        """Drop the blocks of messages that no running call reads; the recipes stay.
+
+        Raises:
+            UnknownMessageError: there is no such message.
+        """
+        messages = {self._store.get(session, m, "messages") for m in message_ids}
+        encodings = {encoding for message in messages for encoding in message.encodings}
         # A seal that waits for its step holds its parents; without it, its message lacks a token
         # until it is read.
-        sealed = [
-            call.message for call in self.scheduler.unsealed() if messages & set(call.parents)
-        ]
-        self._withdraw_encodings(messages.union(sealed))
-        idle = [m for m in messages if m.is_known and not m.num_readers and m.encoder is None]
-        for message in idle:
-            self.store.evict(message)
-        return len(idle)
+        sealed = [call.encoding for call in self._unsealed() if encodings & set(call.parents)]
+        self._withdraw_encodings(encodings.union(sealed))
+        idle = [e for e in encodings if e.is_known and not e.num_readers and e.encoder is None]
+        for encoding in idle:
+            self._store.evict(encoding)
+        return sum(not encoding.is_copy for encoding in idle)
 
     def end(self, session: str, message_id: str, num_tokens: int) -> dict[str, Any] | None:
         """Complete an open message with its first `num_tokens` tokens; with none, fail it.
@@ -58,57 +91,66 @@ class Operations:
         Returns:
             The report of its call, or None if there is no such message that is still open.
         """
-        message = self.store.messages.get((session, message_id))
+        message = self._store.find(session, message_id)
         if message is None:
             return None
-        if message.encoder in self.book.calls:  # the client's abort is still under way
-            self.scheduler.finish_requests(message.encoder, RequestStatus.FINISHED_ABORTED)
+        if message.own.encoder in self._book.calls:  # the client's abort is still under way
+            self._finish([message.own.encoder], RequestStatus.FINISHED_ABORTED)
         if num_tokens:
-            return self.store.end(message, num_tokens)
+            return self._store.end(message, num_tokens)
         message.failure = "it was ended by the client"
-        self.store.settle(message)
+        self._store.settle(message.own)
         return None
 
     def pin(self, session: str, message_ids: Iterable[str], ttl: float) -> dict[str, Any]:
-        """Evict messages last, for `ttl` seconds; an error report if that is too much."""
-        try:
-            messages = {self.store.get(session, message_id) for message_id in message_ids}
-            self.store.pin(
-                messages, ttl, self.scheduler.num_blocks(self.scheduler.choreo_config.pinned_share)
-            )
-        except ChoreoError as error:
-            return {"choreo_error": error.to_report()}
+        """Evict messages last, for `ttl` seconds.
+
+        Raises:
+            UnknownMessageError: there is no such message.
+            LimitError: that is too much.
+        """
+        messages = {self._store.get(session, m, "messages") for m in message_ids}
+        self._store.pin(messages, ttl, self._max_pinned_blocks)
         return {"num_pinned": len(messages)}
 
     def unpin(self, session: str, message_ids: Iterable[str]) -> None:
-        """Take pins back."""
-        for message_id in message_ids:
-            self.store.get(session, message_id).pinned_until = 0.0
+        """Take pins back.
+
+        Raises:
+            UnknownMessageError: there is no such message.
+        """
+        for message in [self._store.get(session, m, "messages") for m in message_ids]:
+            message.pinned_until = 0.0
 
     def totals(self) -> dict[str, Any]:
         """The numbers of all sessions together, for metrics."""
-        return {**store_stats.totals(self.store), **self._pool_stats()}
+        return {**store_stats.totals(self._store), **self._pool_stats()}
 
     def stats(self, session: str | None = None) -> dict[str, Any]:
         """Messages, blocks and sharing; of all sessions if `session` is None."""
-        return {**store_stats.stats(self.store, session), **self._pool_stats()}
+        return {**store_stats.stats(self._store, session), **self._pool_stats()}
+
+    def let_go(self) -> None:
+        """Drop all keys and values that no running call reads; see `MessageStore.empty`."""
+        self._finish([call.id for call in self._unsealed()], RequestStatus.FINISHED_ABORTED)
+        self._store.empty()
 
     def _pool_stats(self) -> dict[str, int]:
-        pool, calls = self.scheduler.kv_cache_manager.block_pool, self.book.calls.values()
+        tier, waiting = self._store.tier, self._book.waiting.values()
         return {
-            "num_free_blocks": pool.get_num_free_blocks(),
-            "num_pool_blocks": pool.num_gpu_blocks,
-            "num_host_blocks": self.scheduler.tier.num_blocks if self.scheduler.tier else 0,
-            "num_host_blocks_used": self.scheduler.tier.num_used if self.scheduler.tier else 0,
-            "num_calls": len(self.book.calls),
-            "num_calls_waiting": sum(not c.admitted and not self.book.is_ready(c) for c in calls),
+            "num_free_blocks": self._pool.get_num_free_blocks(),
+            "num_pool_blocks": self._pool.num_gpu_blocks,
+            "num_host_blocks": tier.num_blocks if tier else 0,
+            "num_host_blocks_used": tier.num_used if tier else 0,
+            "num_calls": len(self._book.calls),
+            "num_calls_waiting": sum(not self._book.is_ready(call) for call in waiting),
         }
 
-    def _withdraw_encodings(self, messages: set[Message]) -> None:
-        """Do not seal or encode again messages that are given up, unless a call waits for them."""
+    def _withdraw_encodings(self, encodings: set[Encoding]) -> None:
+        """Do not seal or encode again what is given up, unless a call waits for it."""
         while idle := [
-            call.request.request_id
-            for call in self.book.calls.values()
-            if call.is_internal and call.message in messages and not call.message.num_waiting
+            call.id
+            for call in (self._book.calls.get(e.encoder or "") for e in encodings)
+            if call is not None and call.is_internal and not call.encoding.num_waiting
         ]:
-            self.scheduler.finish_requests(idle, RequestStatus.FINISHED_ABORTED)
+            self._finish(idle, RequestStatus.FINISHED_ABORTED)

@@ -7,18 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-BYTES_PER_GIB = 2**30
-
-
-def num_host_blocks(host_memory_gib: float, block_bytes: int) -> int:
-    """Blocks that fit into the host's memory.
-
-    Args:
-        host_memory_gib: per worker, in GiB.
-        block_bytes: of one block in all layers of a worker.
-    """
-    return int(host_memory_gib * BYTES_PER_GIB) // block_bytes
-
 
 class HostBlocks:
     """Copies of blocks of every layer, in memory of the host.

@@ -16,7 +16,7 @@ from vllm_choreo.engine.step import BlockMove, ChoreoStep
 from vllm_choreo.engine.worker.attention import ChoreoImpl
 from vllm_choreo.engine.worker.batch import BatchPlanner, LayerShape, to_device
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
-from vllm_choreo.engine.worker.host_blocks import HostBlocks, num_host_blocks
+from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
 from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.errors import UnsupportedModelError
@@ -83,19 +83,18 @@ class ChoreoModelRunner:
             impl = layers[found.layer].impl
             impl.rotation, impl.planner = found.rotation, self.planner
             impl.shape = shapes.get(found.layer)
-        self.host_blocks = self._make_host_blocks(config.host_memory_gib)
+        self.host_blocks = self._make_host_blocks(config)
         self._guard_graphs()
         if shapes:
             warm_up(layers.values(), self.planner, self._table_width)
             if config.reposition == "in_place":
                 self._move_keys([BlockMove(src=0, dst=0, delta=0)])  # block 0 is nobody's
 
-    def _make_host_blocks(self, host_memory_gib: float) -> HostBlocks | None:
-        if not host_memory_gib:
-            return None
+    def _make_host_blocks(self, config: ChoreoConfig) -> HostBlocks | None:
         caches = [layer.kv_cache for layer in self.layers.values()]
         block_bytes = sum(cache[0].numel() * cache.element_size() for cache in caches)
-        return HostBlocks(caches, num_host_blocks(host_memory_gib, block_bytes))
+        num_blocks = config.num_host_blocks(block_bytes)
+        return HostBlocks(caches, num_blocks) if num_blocks else None
 
     def _check_layout(self, layer: Any) -> None:
         def write(

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A long random life of a store: after every step, counts and blocks are those of a second book.
+
+The machine plays the scheduler: calls are opened, wait, are admitted, preempted, end; messages are
+forked, copied into other contexts (as exact mode and repairs do), shared, evicted, saved, restored,
+pinned, freed. What every call holds is written down beside the store, and compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.core.test_store import SIZE, Block, Pool
+from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.exact import Link, exact_chain, plan_after
+from vllm_choreo.store.host_tier import HostTier
+from vllm_choreo.store.store import MessageStore
+
+INDEX = st.integers(0, 1000)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call as the second book has it.
+
+    Attributes:
+        reads: what it waits for, or reads.
+        encoding: what it makes or encodes again.
+        blocks: of the request, once it is admitted.
+    """
+
+    reads: list[Encoding]
+    encoding: Encoding
+    blocks: list[Block] | None = None
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Rules do what the scheduler may do next; indices choose among what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Pool()
+        self.store = MessageStore(self.pool, SIZE)
+        self.store.tier = HostTier(9)
+        self.calls: list[Call] = []
+        self.seen: list[Encoding] = []  # all that ever were
+        self.names = 0
+
+    # -- calls -----------------------------------------------------------------------------
+
+    @rule(
+        num_tokens=st.integers(1, 11),
+        parents=st.lists(INDEX, max_size=3),
+        tenant=st.sampled_from("ab"),
+        exact=st.booleans(),
+    )
+    def open(self, num_tokens: int, parents: list[int], tenant: str, exact: bool) -> None:
+        """A prefill; in exact mode its parents are read as copies where need be."""
+        known = [m.own for m in self.store.messages(tenant) if m.own.is_known and m.own.digest]
+        chosen = [known[i % len(known)] for i in parents] if known else []
+        links = [Link(encoding, 0, encoding.num_tokens) for encoding in chosen]
+        if exact:
+            links = exact_chain(links, None, self.store)
+        self.names += 1
+        encoding = self.store.create(tenant, f"m{self.names}", tenant=tenant).own
+        encoding.token_ids = [num_tokens] * num_tokens
+        encoding.parents, encoding.plan = plan_after(links, SIZE)
+        self.store.identify(encoding)
+        self._enter(encoding)
+
+    def _enter(self, encoding: Encoding) -> None:
+        self.store.residency.set_encoder(encoding, f"r{len(self.seen)}-{self.names}")
+        self.store.residency.wait_for(encoding.parents)
+        self.calls.append(Call(list(encoding.parents), encoding))
+        self.seen += [e for e in (encoding, *encoding.parents) if e not in self.seen]
+
+    @rule(index=INDEX)
+    def encode_again(self, index: int) -> None:
+        """Evicted, or a copy that nobody has encoded yet."""
+        lacking = [
+            e for e in self.seen if e.is_known and e.plan and not e.is_resident and not e.encoder
+        ]
+        wanted = [e for e in lacking if not e.is_given_up or e.num_waiting]
+        if wanted:
+            self._enter(wanted[index % len(wanted)])
+
+    @rule(index=INDEX)
+    def admit(self, index: int) -> None:
+        """A call whose parents are all there starts, from a twin's blocks if there is one."""
+        ready = [
+            call
+            for call in self.calls
+            if call.blocks is None and all(parent.is_resident for parent in call.reads)
+        ]
+        if not ready:
+            return
+        call = ready[index % len(ready)]
+        encoding = call.encoding
+        if not encoding.num_encoded and not encoding.is_given_up:
+            self.store.share(encoding)
+        adopted = [block for parent in call.reads for block in parent.blocks]
+        num_reused = min(encoding.num_encoded, encoding.num_tokens - 1) // SIZE
+        adopted_own = encoding.blocks[:num_reused]
+        self.pool.touch([*adopted, *adopted_own])
+        own = [*adopted_own, *self.pool.new(-(-encoding.num_tokens // SIZE) - num_reused)]
+        call.blocks = [*adopted, *own]
+        self.store.residency.read(call.reads)
+        if not encoding.is_resident:
+            self.store.hold(encoding, own, encoding.num_tokens)
+
+    @rule(index=INDEX)
+    def preempt(self, index: int) -> None:
+        running = [call for call in self.calls if call.blocks is not None]
+        if running:
+            call = running[index % len(running)]
+            self.pool.free_blocks(reversed(call.blocks or []))
+            call.blocks = None
+            self.store.residency.wait_again(call.reads)
+
+    @rule(index=INDEX)
+    def end(self, index: int) -> None:
+        """A call ends, or is aborted while it waits."""
+        if not self.calls:
+            return
+        call = self.calls.pop(index % len(self.calls))
+        self.pool.free_blocks(reversed(call.blocks or []))
+        self.store.residency.leave(call.reads, reading=call.blocks is not None)
+        for parent in call.reads:
+            self.store.settle(parent)
+        self.store.residency.set_encoder(call.encoding, None)
+        self.store.settle(call.encoding)
+
+    # -- memory ----------------------------------------------------------------------------
+
+    @rule()
+    def step(self) -> None:
+        """The step that was planned runs."""
+        self.store.step += 1
+        assert self.store.tier is not None
+        self.store.tier.take_copies()
+
+    @rule(index=INDEX)
+    def evict(self, index: int) -> None:
+        idle = [e for e in self.seen if e.blocks and not e.num_readers and not e.encoder]
+        if idle:
+            self.store.evict(idle[index % len(idle)])
+
+    @rule(waiting_too=st.booleans())
+    def make_room(self, waiting_too: bool) -> None:
+        needed: list[set[Encoding]] = [{c.encoding, *c.reads} for c in self.calls[:1]]
+        self.store.evict_one(needed, waiting_too)
+
+    @rule(num_blocks=st.integers(1, 9))
+    def keep_to_share(self, num_blocks: int) -> None:
+        self.store.keep_to_share(num_blocks)
+
+    @rule(index=INDEX)
+    def restore(self, index: int) -> None:
+        tier = self.store.tier
+        assert tier is not None
+        saved = [e for e in self.seen if e in tier and not e.num_encoded and not e.encoder]
+        if saved:
+            encoding = saved[index % len(saved)]
+            tier.keep(encoding)
+            blocks = self.pool.new(tier.num_blocks_of(encoding))
+            self.store.restore(encoding, blocks)
+            self.pool.free_blocks(blocks)
+
+    @rule(index=INDEX)
+    def pin(self, index: int) -> None:
+        if messages := self.store.messages():
+            self.store.pin([messages[index % len(messages)]], 1e9, 10**9)
+
+    @precondition(lambda self: self.names > 20)
+    @rule()
+    def empty(self) -> None:
+        self.store.empty()
+
+    @rule(index=INDEX)
+    def free(self, index: int) -> None:
+        if messages := self.store.messages():
+            self.store.free(messages[index % len(messages)])
+
+    # -- what must hold --------------------------------------------------------------------
+
+    @invariant()
+    def every_reference_is_somebodys(self) -> None:
+        held: dict[Any, int] = {}
+        of_calls = [block for call in self.calls for block in call.blocks or []]
+        for block in [*of_calls, *(b for e in self.seen for b in e.blocks)]:
+            held[block] = held.get(block, 0) + 1
+        assert all(block.ref_cnt == held.get(block, 0) for block in self.pool.blocks)
+        assert set(self.store.residency.holding()) == {e for e in self.seen if e.blocks}
+        self.store.residency.check()
+
+    @invariant()
+    def every_count_is_that_of_the_calls(self) -> None:
+        for encoding in self.seen:
+            waiting = sum(c.reads.count(encoding) for c in self.calls if c.blocks is None)
+            reading = sum(c.reads.count(encoding) for c in self.calls if c.blocks is not None)
+            assert (encoding.num_waiting, encoding.num_readers) == (waiting, reading)
+            assert (encoding.encoder is not None) == any(c.encoding is encoding for c in self.calls)
+
+    @invariant()
+    def what_is_given_up_and_idle_holds_nothing(self) -> None:
+        for encoding in self.seen:
+            if encoding.is_given_up and not encoding.in_use:
+                assert not encoding.blocks and encoding not in (self.store.tier or ())
+                assert encoding not in self.store.by_digest.values()
+        assert all(
+            all(copy in parent.readers for parent in copy.parents)
+            for message in self.store.messages()
+            for copy in message.copies.values()
+        )
+
+    def teardown(self) -> None:
+        while self.calls:
+            self.end(0)
+        for message in self.store.messages():
+            self.store.free(message)
+        assert all(block.ref_cnt == 0 for block in self.pool.blocks)
+        assert not self.store.by_digest and not self.store.residency.holding()
+        assert self.store.tier is not None and self.store.tier.num_used == 0
+
+
+StoreMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=80, deadline=None)
+TestStore = StoreMachine.TestCase
+
+
+def test_a_span_of_a_copy_is_a_copy_of_its_tokens() -> None:
+    """What the machine leaves out: parts of messages."""
+    store = MessageStore(Pool(), SIZE)
+    encoding = store.create("s", "m").own
+    encoding.token_ids = [1, 2, 3]
+    encoding.parents, encoding.plan = plan_after([], SIZE)
+    store.identify(encoding)
+    (link,) = exact_chain([Link(encoding, 1, 3)], None, store)
+    assert link.encoding.token_ids == [2, 3] and link.encoding.is_copy
+    assert exact_chain([Link(encoding, 1, 3)], None, store) == [link]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests arrive: which of them are calls, and which calls can never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.request import Request
+
+from vllm_choreo.engine.scheduler.adapters import Adapters
+from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.errors import EmptyTokensError, UnsupportedOptionError
+from vllm_choreo.semantics.params import EXTRA_ARGS_KEY, FLAT_PREFIX, ChoreoParams
+
+
+class Arrivals:
+    """Enters calls into the book.
+
+    Args:
+        vllm_config: the engine's.
+        num_cache_groups: kinds of KV cache that its layers have.
+    """
+
+    def __init__(
+        self, book: CallBook, adapters: Adapters, vllm_config: Any, num_cache_groups: int
+    ) -> None:
+        self._book = book
+        self._adapters = adapters
+        self._vllm_config = vllm_config
+        self._num_cache_groups = num_cache_groups
+
+    def enter(self, request: Request) -> None:
+        """Enter a request if it is a call.
+
+        Raises:
+            ChoreoError: it can never run.
+        """
+        extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
+        if EXTRA_ARGS_KEY not in extra_args:
+            _check_flat_keys(extra_args)
+            return
+        self._check_engine()
+        params = ChoreoParams.from_extra_args(extra_args)
+        _check_options(request)
+        self._book.open(request, params, self._adapters.identify(request.lora_request))
+
+    def _check_engine(self) -> None:
+        if not self._vllm_config.cache_config.enable_prefix_caching:
+            raise UnsupportedOptionError(
+                "blocks can only be shared with prefix caching on; start the engine without "
+                "enable_prefix_caching=False",
+                parameter="enable_prefix_caching",
+                value=False,
+            )
+        if self._num_cache_groups != 1:
+            raise UnsupportedOptionError(
+                "choreography needs one kind of attention in all layers; this model has "
+                f"{self._num_cache_groups} kinds of KV cache",
+                parameter="model",
+                value=self._vllm_config.model_config.model,
+            )
+
+
+def _check_options(request: Request) -> None:
+    """Refuse what would not make one message of the tokens that the caller sees."""
+    if not request.prompt_token_ids:
+        raise EmptyTokensError("a call needs at least one new token", parameter="tokens", value=[])
+    params = request.sampling_params
+    if params is None:
+        raise UnsupportedOptionError(
+            "only generation can be choreographed", parameter="pooling_params", value=None
+        )
+    unsupported = {
+        "prompt_logprobs": params.prompt_logprobs,
+        "prompt_embeds": request.prompt_embeds,
+        "mm_features": request.mm_features or None,
+        "resumable": request.resumable or None,
+    }
+    for name, value in unsupported.items():
+        if value is not None:
+            raise UnsupportedOptionError(
+                "choreographed calls do not support this; leave it out",
+                parameter=name,
+                value=value if name == "prompt_logprobs" else "given",
+            )
+
+
+def _check_flat_keys(extra_args: Iterable[str]) -> None:
+    """
+    Raises:
+        UnsupportedOptionError: the front end did not read what is meant for us.
+    """
+    for key in extra_args:
+        if key.startswith(FLAT_PREFIX):
+            raise UnsupportedOptionError(
+                "these keys are for /v1/completions and /v1/chat/completions of a server that was "
+                f'started with --plugin choreo; elsewhere use extra_args["{EXTRA_ARGS_KEY}"]',
+                parameter=key,
+                value="given",
+            )

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a call whose parents are known to its plan, and to the virtual sequence in its request."""
+
+from __future__ import annotations
+
+from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
+from vllm_choreo.semantics.positions import (
+    CallPlan,
+    ParentPlan,
+    check_length,
+    check_text_offsets,
+    num_span_blocks,
+    resolve_offsets,
+    resolve_span,
+    virtual_tokens,
+)
+from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.exact import Link, exact_chain, is_exact
+from vllm_choreo.store.store import MessageStore
+
+
+def plan_call(
+    call: ScheduledCall, store: MessageStore, max_model_len: int
+) -> tuple[CallPlan, tuple[Encoding, ...]]:
+    """Where a call stands, and what it reads for the parents that it lists.
+
+    Raises:
+        ChoreoError: it does not fit, or is no text in exact mode.
+    """
+    params, adapter = call.params, call.encoding.adapter
+    assert params is not None, "what is encoded again has its plan"
+    links = [
+        Link(parent, *resolve_span(named.start, named.stop, parent.num_tokens, named.id))
+        for named, parent in zip(params.parents, call.parents, strict=True)
+    ]
+    lengths = [link.num_tokens for link in links]
+    offsets, new_offset = resolve_offsets(lengths, params.offsets, params.new_offset)
+    if params.exact:
+        check_text_offsets(lengths, offsets, new_offset)
+    # What an exact call reads begins with the first token of an encoding: of a copy, if need be.
+    starts = [0 if params.exact else link.start for link in links]
+    parents = tuple(
+        ParentPlan(link.encoding.message.id, start, start + link.num_tokens, offset)
+        for link, start, offset in zip(links, starts, offsets, strict=True)
+    )
+    base = store.block_size * sum(
+        num_span_blocks(parent.start, parent.stop, store.block_size) for parent in parents
+    )
+    exact = params.exact or is_exact(links, offsets, new_offset, adapter)
+    plan = CallPlan(parents, new_offset, base, exact)
+    check_length(plan, call.request.num_prompt_tokens, max_model_len)
+    if not params.exact:
+        return plan, call.parents
+    return plan, tuple(link.encoding for link in exact_chain(links, adapter, store))
+
+
+def write_virtual_sequence(call: ScheduledCall, block_size: int, max_model_len: int) -> None:
+    """Put the padded tokens of its parents before the new tokens of a call's request."""
+    plan, request = call.plan, call.request
+    assert plan is not None and request.prompt_token_ids is not None
+    num_new_tokens = request.num_prompt_tokens
+    padded = virtual_tokens(
+        [
+            (parent.token_ids or (), span.start, span.stop)
+            for parent, span in zip(call.parents, plan.parents, strict=True)
+        ],
+        block_size,
+    )
+    request.prompt_token_ids = padded + request.prompt_token_ids
+    request._all_token_ids[:0] = padded
+    request.num_prompt_tokens = len(request.prompt_token_ids)
+    # One slot stays free: the last sampled token must fit when it is encoded.
+    room = max_model_len - max(plan.base, plan.new_offset) - num_new_tokens - 1
+    request.max_tokens = max(1, min(request.max_tokens, room))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room for calls that wait: what they lack is brought back, or encoded again, in their turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
+
+from vllm_choreo.engine.scheduler.adapters import Adapters, replaced
+from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.internal import InternalRequests
+from vllm_choreo.engine.scheduler.refuse import Refusals
+from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.store.encoding import Encoding
+
+
+class Room:
+    """Prepares waiting calls at the beginning of a step.
+
+    Args:
+        enqueue: puts a request of ours into vLLM's queue, right before another one.
+    """
+
+    def __init__(
+        self,
+        book: CallBook,
+        pool: BlockPool,
+        refusals: Refusals,
+        adapters: Adapters,
+        internal: InternalRequests,
+        *,
+        enqueue: Callable[[Request, Request], None],
+    ) -> None:
+        self._book = book
+        self._store = book.store
+        self._pool = pool
+        self._refusals = refusals
+        self._adapters = adapters
+        self._internal = internal
+        self._enqueue = enqueue
+
+    def prepare_waiting(self) -> None:
+        """Resolve calls whose parents are known now; have evicted parents encoded again.
+
+        The oldest call that is not ready always gets what it needs; younger ones only what fits
+        beside, or calls would evict one another's parents in turn.
+        """
+        free: int | None = None
+        waiting = self._book.in_turn()
+        for call in waiting:  # grows while calls that encode again are entered
+            if not self._resolve(call) or self._book.is_ready(call):
+                continue
+            is_oldest = free is None or call.serves is not None
+            if free is None:
+                free = self._free_blocks()
+            for encoding in self._book.missing(call):
+                if self._restore(encoding, call):
+                    continue
+                if encoding.adapter and not self._adapters.is_current(encoding.adapter):
+                    error = replaced(encoding.adapter, encoding.message.id)
+                    self._refusals.refuse(call.beneficiary.id, error)
+                    break
+                need = -(-encoding.num_tokens // self._store.block_size)
+                if is_oldest or need <= free:
+                    free -= need
+                    waiting.append(self._encode_again(encoding, call))
+                    call.beneficiary.num_served += is_oldest
+            if self._book.runs_in_circles(call.beneficiary):
+                self._refusals.too_large(call.beneficiary)
+
+    def refuse_too_large(self, waiting: Iterable[Request], is_tried: Callable[..., bool]) -> None:
+        """Nothing runs and nothing could be started: the first ready call is too large."""
+        for request in waiting:
+            call = self._book.calls.get(request.request_id)
+            if call is not None and self._book.is_ready(call) and is_tried(request.status):
+                self._refusals.too_large(call.beneficiary)
+                return
+
+    def _resolve(self, call: ScheduledCall) -> bool:
+        """`CallBook.resolve`, with what it raises noted as the request's end."""
+        if call.id in self._refusals:
+            return False
+        try:
+            return self._book.resolve(call)
+        except ChoreoError as error:
+            self._refusals.refuse(call.id, error)
+            return False
+
+    def _restore(self, encoding: Encoding, reader: ScheduledCall) -> bool:
+        """Bring an encoding back from host memory, if it lies there and there is room for it."""
+        tier = self._store.tier
+        if tier is None or encoding not in tier:
+            return False
+        tier.keep(encoding)  # what makes room for it is saved there
+        need = tier.num_blocks_of(encoding)
+        while self._pool.get_num_free_blocks() < need:
+            if not self._store.evict_one(reader.needed(), waiting_too=False):
+                return False
+        blocks = self._pool.get_new_blocks(need)
+        self._store.restore(encoding, blocks)
+        self._pool.free_blocks(blocks)  # the store holds its own references
+        return True
+
+    def _free_blocks(self) -> int:
+        """Blocks that are free, or would be if all that is idle were evicted, and not promised."""
+        promised = sum(
+            -(-call.encoding.num_tokens // self._store.block_size)
+            for call in self._book.waiting.values()
+            if call.is_internal
+        )
+        idle = self._store.residency.num_idle_blocks
+        return self._pool.get_num_free_blocks() + idle - promised
+
+    def _encode_again(self, encoding: Encoding, serves: ScheduledCall) -> ScheduledCall:
+        """Queue a request that encodes what is lacking, right before the call it serves."""
+        self._store.totals["encoded_again_messages"] += 1
+        self._store.totals["encoded_again_tokens"] += encoding.num_tokens - encoding.num_encoded
+        request = self._internal.make(encoding, serves.request)
+        call = self._book.open_encode(request, encoding, serves)
+        self._enqueue(request, serves.request)
+        return call

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A choreographed call inside the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.v1.request import Request
+
+from vllm_choreo.semantics.params import ChoreoParams
+from vllm_choreo.semantics.positions import CallPlan
+from vllm_choreo.store.encoding import Encoding, StoredMessage
+
+
+@dataclass(eq=False)
+class ScheduledCall:
+    """A request that makes a message, or encodes one again.
+
+    Attributes:
+        request: vLLM's request; its prompt is the new tokens until `resolve`, then the virtual
+            sequence.
+        encoding: what it makes or encodes again.
+        parents: what it attends to; in exact mode, once it has its plan, copies among them.
+        params: as the caller gave them; None for an encoding again.
+        serves: the call for which this one encodes something again, or None.
+        plan: positions; None until all parents are known.
+        admitted: it runs (or is being scheduled) and reads its parents.
+        num_shared: tokens of its message that another of the same digest had encoded.
+        num_served: how often something was encoded again for its sake.
+        stored_positions: while admitted, where the first key of each parent is stored.
+        number: of its arrival.
+    """
+
+    request: Request
+    encoding: Encoding
+    parents: tuple[Encoding, ...]
+    params: ChoreoParams | None
+    serves: ScheduledCall | None = None
+    plan: CallPlan | None = None
+    admitted: bool = False
+    num_shared: int = 0
+    num_served: int = 0
+    stored_positions: Sequence[int] | None = None
+    number: int = 0
+
+    @property
+    def id(self) -> str:
+        """That of its request."""
+        return self.request.request_id
+
+    @property
+    def message(self) -> StoredMessage:
+        return self.encoding.message
+
+    @property
+    def is_internal(self) -> bool:
+        return self.params is None
+
+    @property
+    def is_decode(self) -> bool:
+        return self.params is not None and self.params.kind == "decode"
+
+    def needed(self) -> list[set[Encoding]]:
+        """What this call needs now, then what the calls that it serves need later."""
+        own = {self.encoding, *self.parents}
+        return [own, *self.serves.needed()] if self.serves else [own]
+
+    @property
+    def beneficiary(self) -> ScheduledCall:
+        """The caller's call for whose sake this one runs: itself, unless it encodes again."""
+        return self.serves.beneficiary if self.serves else self

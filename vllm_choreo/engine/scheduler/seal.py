@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a call: its blocks become its message, and the last token gets a key and a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_choreo.engine.scheduler.adapters import Adapters
+from vllm_choreo.engine.scheduler.block_manager import ChoreoKVCacheManager
+from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.internal import InternalRequests
+from vllm_choreo.engine.scheduler.refuse import Refusals
+from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
+
+_COMPLETE = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+
+
+class Sealer:
+    """Makes messages of finished requests.
+
+    Args:
+        enqueue: puts a request of ours, which holds blocks, into vLLM's queue.
+    """
+
+    def __init__(
+        self,
+        book: CallBook,
+        manager: ChoreoKVCacheManager,
+        refusals: Refusals,
+        adapters: Adapters,
+        internal: InternalRequests,
+        *,
+        enqueue: Callable[[Request], None],
+    ) -> None:
+        self._book = book
+        self._manager = manager
+        self._refusals = refusals
+        self._adapters = adapters
+        self._internal = internal
+        self._enqueue = enqueue
+
+    def close(self, call: ScheduledCall) -> dict[str, Any] | None:
+        """Turn the finished request's own blocks into its message; returns the call's report."""
+        request = call.request
+        complete = request.status in _COMPLETE
+        # A stop string is found by the client, which then aborts the request.
+        stopped = request.status == RequestStatus.FINISHED_ABORTED and bool(
+            request.sampling_params and request.sampling_params.stop and request.num_output_tokens
+        )
+        blocks = self._manager.get_blocks(call.id).blocks[0]
+        if call.is_decode and (complete or stopped):
+            self._book.finish_decode(call, blocks)
+        report, encoding, message = None, call.encoding, call.message
+        if encoding.is_known and call.plan is not None and not call.is_internal:
+            report = {"choreo": self._book.report(call)}
+        failure = None if complete or stopped else f"its request ended as {request.status.name}"
+        self._book.close(call, self._refusals.reason(call.id) or failure)
+        # An open message is not known: it has no last token yet.
+        if call.is_decode and encoding.is_known and encoding.num_encoded and not message.freed:
+            self._seal(call, blocks)
+        return report
+
+    def _seal(self, finished: ScheduledCall, blocks: Sequence[KVCacheBlock]) -> None:
+        """Give the last sampled token its keys and values, without delaying the answer.
+
+        A new request takes over the finished one's blocks, and has that one token left to run.
+        It holds blocks while it waits, and so comes first in the next step.
+        """
+        encoding = finished.encoding
+        if not self._adapters.is_current(encoding.adapter):
+            return  # it cannot be completed; who reads it is told
+        assert finished.plan is not None
+        request = self._internal.make(encoding, finished.request)
+        call = self._book.open_encode(request, encoding, None)
+        self._book.resolve(call)
+        self._book.take_over(call, finished)
+        request.num_computed_tokens = finished.plan.base + encoding.num_encoded
+        num_blocks = -(-request.num_computed_tokens // self._book.block_size)
+        self._manager.inherit(request, blocks[:num_blocks])
+        self._enqueue(request)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages as the engine knows them, and their encodings. Imports neither torch nor vllm.
+
+A message is who may name it; an encoding is its keys and values, as computed in one context by one
+model. A message has the encoding that its call made, and others of the same tokens:
+
+    message  --own-->     encoding   in the context of its call
+             --copies-->  encodings  in other contexts, by their digests
+
+An encoding has a *recipe* (tokens, parents, plan, adapter), which is the truth; its KV blocks are a
+cache of it:
+
+    generating --finish--> known, not resident --encode--> resident --evict--> known, not resident
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_choreo.semantics.positions import CallPlan
+from vllm_choreo.semantics.provenance import Trace
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter; two are equal if their weights are, whatever their names.
+
+    Attributes:
+        weights: digest of the weights.
+        request: vLLM's LoRA request that loads them.
+    """
+
+    weights: bytes
+    request: Any = field(compare=False)
+
+
+@dataclass(eq=False)
+class StoredMessage:
+    """One message of a session.
+
+    Attributes:
+        own: its encoding by the call that made it.
+        copies: its other encodings, by digest.
+        open_report: what its call reported, while the client has not told yet how many of the
+            tokens it keeps; None otherwise.
+        pinned_until: until then `own` is evicted last; on the clock of the store.
+        failure: why it will never be complete.
+        freed: its session gave it up: no new call may name it.
+    """
+
+    id: str
+    session: str
+    tenant: str = ""
+    open_report: dict[str, Any] | None = None
+    pinned_until: float = 0.0
+    failure: str | None = None
+    freed: bool = False
+    own: Encoding = field(init=False, repr=False)
+    copies: dict[bytes, Encoding] = field(default_factory=dict, repr=False)
+
+    @property
+    def encodings(self) -> list[Encoding]:
+        """All of them, its own first."""
+        return [self.own, *self.copies.values()]
+
+
+@dataclass(eq=False)
+class Encoding:
+    """Tokens of a message with their keys and values, in one context and by one model.
+
+    Blocks and counts are written by `Residency` alone.
+
+    Attributes:
+        trace: what its keys and values carry traces of.
+        adapter: that encodes it, or None.
+        token_ids: header and generated tokens, or some of them; None while they are generated.
+        parents: the encodings behind `plan.parents`, in the same order; they keep a freed parent's
+            recipe alive for as long as this one may have to be encoded again.
+        plan: how it is encoded; None until all its parents' lengths are known.
+        digest: of what it depends on; None until all of that is known.
+        is_orphan: a copy that no new call can read.
+        num_unreported: tokens of a copy that were encoded, but that no call has reported yet.
+        readers: copies that were encoded with it.
+        blocks: KV blocks that hold tokens `0 … num_encoded-1`, from its first slot on.
+        stored_position: position to which the first key is rotated now.
+        held_in_step: the step in which its blocks last changed.
+        num_readers: running calls that read it; its blocks must stay.
+        num_waiting: calls that wait for it or will read it.
+        encoder: id of the request that is making or encoding it; None when nobody is.
+    """
+
+    message: StoredMessage
+    trace: Trace
+    adapter: Adapter | None = None
+    token_ids: list[int] | None = None
+    parents: tuple[Encoding, ...] = field(default=(), repr=False)
+    plan: CallPlan | None = None
+    digest: bytes | None = None
+    is_orphan: bool = False
+    num_unreported: int = 0
+    readers: set[Encoding] = field(default_factory=set, repr=False)
+    blocks: list[Any] = field(default_factory=list)
+    num_encoded: int = 0
+    stored_position: int = 0
+    held_in_step: int = -1
+    num_readers: int = 0
+    num_waiting: int = 0
+    encoder: str | None = None
+
+    @property
+    def is_copy(self) -> bool:
+        """It is not the encoding that its message was made with."""
+        return self is not self.message.own
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) if self.token_ids is not None else 0
+
+    @property
+    def is_known(self) -> bool:
+        """Its tokens are final."""
+        return self.token_ids is not None and self.message.open_report is None
+
+    @property
+    def is_resident(self) -> bool:
+        """Every token has keys and values, at the latest when the step now planned has run."""
+        return self.is_known and self.num_encoded == self.num_tokens
+
+    @property
+    def in_use(self) -> bool:
+        return self.num_readers > 0 or self.num_waiting > 0 or self.encoder is not None
+
+    @property
+    def is_given_up(self) -> bool:
+        """No new call will read it."""
+        return self.is_orphan or self.message.freed or self.message.failure is not None
+
+    @property
+    def num_idle_blocks(self) -> int:
+        """Blocks that evicting it would give back."""
+        return 0 if self.in_use else len(self.blocks)
+
+    def is_pinned(self, now: float) -> bool:
+        """Whether it is evicted after those that are not."""
+        return self.message.pinned_until > now and not self.is_copy

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which encodings hold blocks, and who needs them: the one owner of both counts.
+
+Imports neither torch nor vllm. There is one reference on every block of an encoding that holds it,
+and calls that read it hold their own: a block returns to the pool when the last of them lets go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.eviction import choose_victim, over_share
+
+
+class BlockPool(Protocol):
+    """What is needed of vLLM's block pool."""
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Any) -> None: ...
+
+
+class Residency:
+    """Blocks and counts of all encodings; everybody else reads them.
+
+    A call waits for its parents, then reads them, and may be put back to waiting::
+
+        wait_for --> read --> leave          wait_for --> leave
+                      ^  |
+                      +--+ wait_again
+
+    Attributes:
+        num_idle_blocks: that would be given back if every idle encoding were evicted; a block that
+            two of them share counts twice.
+        num_blocks_of: held, by tenant, counted in the same way.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.num_idle_blocks = 0
+        self.num_blocks_of: Counter[str] = Counter()
+        # Encodings that hold blocks, least recently used first.
+        self._holding: OrderedDict[Encoding, None] = OrderedDict()
+
+    # -- blocks ----------------------------------------------------------------------------
+
+    def hold(self, encoding: Encoding, blocks: Sequence[Any], num_encoded: int, step: int) -> None:
+        """Make `blocks` the place of tokens `0 … num_encoded-1`, and let go of the old ones."""
+        assert encoding.plan is not None, "a message is encoded according to its plan"
+        assert not encoding.num_readers, "what is read stays where it is"
+        held = list(blocks[: -(-num_encoded // self.block_size)])
+        position = encoding.stored_position if encoding.blocks else encoding.plan.base
+        self.pool.touch(held)
+        self.drop(encoding)
+        with self._changing(encoding):
+            encoding.blocks, encoding.num_encoded = held, num_encoded
+        encoding.stored_position, encoding.held_in_step = position, step
+        self.use(encoding)
+
+    def drop(self, encoding: Encoding) -> None:
+        """Give all blocks back."""
+        assert not encoding.num_readers, "what is read stays where it is"
+        # Reversed, as vLLM frees: the tail of a message is reused first.
+        self.pool.free_blocks(reversed(encoding.blocks))
+        with self._changing(encoding):
+            encoding.blocks, encoding.num_encoded, encoding.stored_position = [], 0, 0
+        self._holding.pop(encoding, None)
+
+    def cut(self, encoding: Encoding, num_tokens: int) -> None:
+        """Give back what lies behind the first `num_tokens` tokens."""
+        if encoding.num_encoded <= num_tokens:
+            return
+        assert not encoding.num_readers, "what is read stays where it is"
+        num_blocks = -(-num_tokens // self.block_size)
+        self.pool.free_blocks(reversed(encoding.blocks[num_blocks:]))
+        with self._changing(encoding):
+            encoding.num_encoded = num_tokens
+            del encoding.blocks[num_blocks:]
+
+    def move(self, encoding: Encoding, stored_position: int) -> None:
+        """Its keys are rotated where they lie."""
+        assert encoding.blocks and not encoding.num_readers, "its one reader is about to start"
+        encoding.stored_position = stored_position
+
+    def use(self, encoding: Encoding) -> None:
+        """Mark as most recently used."""
+        if encoding.blocks:
+            self._holding[encoding] = None
+            self._holding.move_to_end(encoding)
+
+    # -- counts ----------------------------------------------------------------------------
+
+    def wait_for(self, encodings: Iterable[Encoding]) -> None:
+        """A call will read them."""
+        for encoding in encodings:
+            with self._changing(encoding):
+                encoding.num_waiting += 1
+
+    def read(self, encodings: Iterable[Encoding]) -> None:
+        """A call that waited for them reads them from now on."""
+        for encoding in encodings:
+            assert encoding.num_waiting > 0
+            with self._changing(encoding):
+                encoding.num_waiting -= 1
+                encoding.num_readers += 1
+            self.use(encoding)
+
+    def wait_again(self, encodings: Iterable[Encoding]) -> None:
+        """A call that read them lost its place; they may be evicted meanwhile."""
+        for encoding in encodings:
+            assert encoding.num_readers > 0
+            with self._changing(encoding):
+                encoding.num_readers -= 1
+                encoding.num_waiting += 1
+
+    def leave(self, encodings: Iterable[Encoding], *, reading: bool) -> None:
+        """A call that waited for them, or read them, does so no more."""
+        for encoding in encodings:
+            assert (encoding.num_readers if reading else encoding.num_waiting) > 0
+            with self._changing(encoding):
+                encoding.num_readers -= reading
+                encoding.num_waiting -= not reading
+
+    def set_encoder(self, encoding: Encoding, request_id: str | None) -> None:
+        """A request makes or encodes it; None: no request does any more."""
+        assert request_id is None or encoding.encoder is None, "one request encodes at a time"
+        with self._changing(encoding):
+            encoding.encoder = request_id
+
+    # -- choices ---------------------------------------------------------------------------
+
+    def holding(self) -> list[Encoding]:
+        """Encodings that hold blocks, least recently used first."""
+        return list(self._holding)
+
+    def victim(
+        self, protected: Sequence[Collection[Encoding]], waiting_too: bool, now: float
+    ) -> Encoding | None:
+        """See `choose_victim`."""
+        return choose_victim(self._holding, protected, waiting_too, now)
+
+    def over_share(self, max_blocks: int, now: float) -> list[Encoding]:
+        """Idle encodings of tenants that hold more than `max_blocks` blocks."""
+        if max(self.num_blocks_of.values(), default=0) <= max_blocks:
+            return []
+        return list(over_share(self._holding, max_blocks, now))
+
+    def check(self) -> None:
+        """Count everything anew; for tests. Raises AssertionError."""
+        assert all(encoding.blocks for encoding in self._holding)
+        assert self.num_idle_blocks == sum(e.num_idle_blocks for e in self._holding)
+        counted = Counter[str]()
+        for encoding in self._holding:
+            counted[encoding.message.tenant] += len(encoding.blocks)
+            assert min(encoding.num_readers, encoding.num_waiting) >= 0
+            assert len(encoding.blocks) == -(-encoding.num_encoded // self.block_size)
+        assert counted == +self.num_blocks_of
+
+    @contextmanager
+    def _changing(self, encoding: Encoding) -> Iterator[None]:
+        """Keeps the sums right while an encoding's blocks or counts change."""
+        num_idle, num_held = encoding.num_idle_blocks, len(encoding.blocks)
+        yield
+        self.num_idle_blocks += encoding.num_idle_blocks - num_idle
+        self.num_blocks_of[encoding.message.tenant] += len(encoding.blocks) - num_held
