@@ -173,7 +173,7 @@ def test_replaced_weights_are_another_adapter(
     # Read as it was encoded, and not called exact.
     output = _call(llm, header, old, parents=["old"])
     assert not output.kv_transfer_params["choreo"]["exact"]
-    _assert_answer(output, header, new.oracle, [whole(old.oracle.encode(tokens))], 64)
+    _assert_answer(output, header, new.oracle, [whole(old.oracle.encode(tokens), 0)], 64)
     exact = _call(llm, header, old, parents=["old"], exact=True)
     _assert_answer(exact, tokens + header, new.oracle, [], 0)
     # The old weights are gone: what they encoded cannot be encoded again.

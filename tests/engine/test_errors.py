@@ -218,6 +218,20 @@ def test_a_freed_message_is_unknown(neighbours: _Neighbours) -> None:
     assert isinstance(_error(output), UnknownMessageError)
 
 
+@pytest.mark.parametrize(
+    ("operation", "arguments"), [("evict", ()), ("pin", (5.0,)), ("unpin", ())]
+)
+def test_an_operation_on_a_message_that_is_gone_is_refused_by_name(
+    neighbours: _Neighbours, operation: str, arguments: tuple[float, ...]
+) -> None:
+    """Who loses a race with another one's `free` is told so; the engine raises nothing."""
+    report = utility.call(neighbours.llm, operation, SESSION, ["doc", "gone"], *arguments)
+    error = error_from_report(report["choreo_error"])
+    assert isinstance(error, UnknownMessageError)
+    assert (error.parameter, error.value) == ("messages", "gone")
+    neighbours.run_with()
+
+
 def test_a_sub_span_of_a_message_still_being_generated(neighbours: _Neighbours) -> None:
     """Only when its parent ends is it known that the sub-span lies beyond it."""
     parent, good, bad = neighbours.run_with(

@@ -176,3 +176,19 @@ def test_what_never_fits_is_refused_and_others_go_on(
         answer = c.decode([5], parents=[x], sampling_params=_params(2))
         assert len(answer.generated_token_ids) == 2
     assert _free_blocks(llm) == before
+
+
+def test_an_emptied_prefix_cache_leaves_messages_readable(
+    llm: Any, tiny_oracle: Callable[[str], Oracle]
+) -> None:
+    """vLLM wants an empty pool: messages give their blocks back, and are encoded again if read."""
+    oracle, rng = tiny_oracle("llama"), random.Random(6)
+    tokens, header = random_tokens(rng, 70), random_tokens(rng, 3)
+    with Choreography(llm) as c:
+        message = c.prefill(tokens)
+        first = c.decode(header, parents=[message], sampling_params=_params(4))
+        assert llm.reset_prefix_cache()
+        assert _free_blocks(llm) == POOL_BLOCKS - 1
+        again = c.decode(header, parents=[message], sampling_params=_params(4))
+        assert again.token_ids == first.token_ids
+        assert_greedy(again, oracle, [whole(oracle.encode(tokens), 0)], 70)
