@@ -46,8 +46,8 @@ def extension_arguments() -> dict:
         # -Wno-maybe-uninitialized: GCC 12's own intrinsics headers set it off.
         # -fno-wrapv: Python's own flags bring -fwrapv, which costs a decode step a quarter.
         extra_compile_args=[
-            "-O3", "-fno-wrapv", "-fopenmp", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi",
-            "-Wno-unused-parameter", "-Wno-maybe-uninitialized",
+            "-O3", "-fno-wrapv", "-fopenmp", "-ffp-contract=fast", "-fvisibility=hidden", "-Wall",
+            "-Wextra", "-Wno-psabi", "-Wno-unused-parameter", "-Wno-maybe-uninitialized",
         ],
         # A compiler that fails must not fail the installation.
         optional=True,

@@ -21,8 +21,15 @@ import torch
 
 from benchmarks.common import command_line, machine, machine_line, read_csv, table, write_csv
 from vllm_choreo.engine.step import RequestSpans
-from vllm_choreo.engine.worker.batch import BatchPlanner
-from vllm_choreo.ops import Rotation, SpanBatch, plan_shared_reads, span_attention
+from vllm_choreo.engine.worker.span_batcher import LayerKind, SpanBatcher, StepBatch
+from vllm_choreo.ops import (
+    LayerAttention,
+    Rotation,
+    SpanBatch,
+    SpanPlan,
+    plan_shared_reads,
+    span_attention,
+)
 
 BLOCK_SIZE = 32
 MESSAGES = 8
@@ -84,15 +91,16 @@ def make_batch(readers: int, message_tokens: int, per_message: int) -> SpanBatch
 def measure(work: Work, rounds: int) -> dict[str, list[float]]:
     """Seconds per layer of each side, per round."""
     reads = plan_shared_reads(work.batch)
-    sides = {"together": reads, "alone": None}
-    scale = work.query.shape[-1] ** -0.5
+    plans = {
+        "together": SpanPlan(work.batch, work.cos_sin, reads),
+        "alone": SpanPlan(work.batch, work.cos_sin),
+    }
+    sides = tuple(plans)
+    layer = LayerAttention(scale=work.query.shape[-1] ** -0.5)
     outputs = {name: torch.empty_like(work.query) for name in sides}
 
     def attend(name: str, cache: torch.Tensor) -> None:
-        span_attention(
-            work.query, cache, outputs[name], work.batch,
-            scale=scale, cos_sin=work.cos_sin, reads=sides[name],
-        )  # fmt: skip
+        span_attention(work.query, cache, outputs[name], plans[name], layer)
 
     for cache in work.caches:
         for name in sides:
@@ -120,10 +128,10 @@ def planning_times(rounds: int) -> dict[str, float]:
         order = torch.randperm(num_spans * per_span, dtype=torch.int32)
         own = torch.arange(num_reqs, dtype=torch.int32)[:, None] + order.numel()
         rows = torch.cat([order.expand(num_reqs, -1), own], dim=1).contiguous()
-        planner = BatchPlanner(BLOCK_SIZE, [rotation])
+        batcher = SpanBatcher(BLOCK_SIZE, [LayerKind(rotation)])
         slots = tuple(i * per_span * BLOCK_SIZE for i in range(num_spans))
         names = [f"{turn}/{r}" for r in range(num_reqs)]
-        planner.update(
+        batcher.update(
             {
                 name: RequestSpans(
                     slots, (tokens,) * num_spans, (0,) * num_spans,
@@ -136,7 +144,7 @@ def planning_times(rounds: int) -> dict[str, float]:
         for kind, grown in (("new", 5), ("kept", 6)):
             seq_lens = torch.full((num_reqs,), base + grown, dtype=torch.int32)
             began = time.perf_counter()
-            planner.batch(names, starts, seq_lens, rows)
+            batcher.batch(StepBatch(names, starts, seq_lens, rows))
             times[kind].append(1e3 * (time.perf_counter() - began))
     return {kind: statistics.median(found) for kind, found in times.items()}
 

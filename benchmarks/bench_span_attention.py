@@ -25,7 +25,7 @@ from vllm import _custom_ops as vllm_ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_choreo.ops import SpanBatch, span_attention
+from vllm_choreo.ops import LayerAttention, SpanBatch, SpanPlan, span_attention
 from vllm_choreo.ops import cpu as choreo_cpu
 from vllm_choreo.ops.layout import write_kv
 
@@ -95,10 +95,8 @@ def make_ours(s: Shape, query, cache, table, output) -> Callable[[], None]:
         block_size=s.block_size,
     )
     batch.validate(cache.shape[0])
-    scale = s.head_size**-0.5
-    return partial(
-        span_attention, query, cache, output, batch, scale=scale, cos_sin=None, impl="cpu"
-    )
+    plan, layer = SpanPlan(batch, cos_sin=None), LayerAttention(scale=s.head_size**-0.5)
+    return partial(span_attention, query, cache, output, plan, layer, impl="cpu")
 
 
 def make_vllm(s: Shape, query, cache, table, output) -> Callable[[], None]:

@@ -87,7 +87,7 @@ def install(clock: Clock, llm: Any) -> None:
         (core.scheduler, "schedule", "schedule"),
         (core.scheduler, "update_from_output", "update from output"),
         (runner, "execute_model", "prepare the batch (vLLM)"),
-        (runner.planner, "batch", "lay out spans"),
+        (runner.batcher, "batch", "lay out spans"),
         (runner, "_model_forward", "linear layers"),
         (runner.model, "compute_logits", "lm_head"),
         (runner, "sample_tokens", "sample"),

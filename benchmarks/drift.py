@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from vllm_choreo.ops import Rotation, SpanBatch, reposition_keys, span_attention
+from vllm_choreo.ops import (
+    LayerAttention,
+    Rotation,
+    SpanBatch,
+    SpanPlan,
+    reposition_keys,
+    span_attention,
+)
 from vllm_choreo.ops.layout import key_view, value_view
 from vllm_choreo.ops.reference import rotate
 
@@ -105,9 +112,8 @@ def _attend(
     )
     batch.validate(cache.shape[0])
     output = torch.empty_like(query)
-    span_attention(
-        query, cache, output, batch, scale=HEAD_SIZE**-0.5, cos_sin=rotation.cos_sin(deltas)
-    )
+    plan = SpanPlan(batch, rotation.cos_sin(deltas))
+    span_attention(query, cache, output, plan, LayerAttention(scale=HEAD_SIZE**-0.5))
     return output
 
 

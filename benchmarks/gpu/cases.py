@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_choreo.ops import Layout, Rotation, SpanBatch, plan_shared_reads, span_attention
+from vllm_choreo.ops import (
+    LayerAttention,
+    Layout,
+    Rotation,
+    SpanBatch,
+    SpanPlan,
+    plan_shared_reads,
+    span_attention,
+)
 from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.tiles import Tiles
 
@@ -85,7 +93,10 @@ def make_cache(num_blocks: int, kind: Kind, device: torch.device) -> torch.Tenso
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Arguments of `span_attention`. The batch lies in host memory, the rest on the device."""
+    """What the arguments of `span_attention` are made of.
+
+    The batch lies in host memory, the rest on the device.
+    """
 
     kind: Kind
     work: Work
@@ -120,15 +131,14 @@ class Inputs:
         batch = dataclasses.replace(self.batch, block_table=table)
         rotation = self.kind.rotation()
         cos_sin = rotation.cos_sin(self.batch.position_delta).to(device)
+        plan = SpanPlan(batch, cos_sin if self.kind.rotary_dim else None, reads, tiles)
+        layer = LayerAttention(
+            self.scale, self.kind.is_neox, self.kind.softcap, self.alibi_slopes,
+            layout=Layout.SIDE_BY_SIDE,
+        )  # fmt: skip
 
-        def call(tiles: Tiles = tiles) -> None:
-            span_attention(
-                self.query, self.kv_cache, output, batch,
-                scale=self.scale, cos_sin=cos_sin if self.kind.rotary_dim else None,
-                is_neox=self.kind.is_neox, softcap=self.kind.softcap,
-                alibi_slopes=self.alibi_slopes, reads=reads, layout=Layout.SIDE_BY_SIDE,
-                tiles=tiles, impl="triton",
-            )  # fmt: skip
+        def call() -> None:
+            span_attention(self.query, self.kv_cache, output, plan, layer, impl="triton")
 
         return call
 

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.gpu.model import Attend, Model, rope_frequencies
-from vllm_choreo.ops import Layout, Rotation, SpanBatch, plan_shared_reads, span_attention
+from vllm_choreo.ops import (
+    LayerAttention,
+    Layout,
+    Rotation,
+    SpanBatch,
+    SpanPlan,
+    plan_shared_reads,
+    span_attention,
+)
 
 BLOCK_SIZE = 16
 
@@ -158,24 +166,26 @@ class SpanAttention:
         model = engine.model
         self._engine = engine
         batch = _batch(step)
-        self._reads = plan_shared_reads(batch) if is_grouped else None
-        self._tiles = make_tiles(
-            batch, self._reads, **dataclasses.asdict(model.shape.heads),
+        reads = plan_shared_reads(batch) if is_grouped else None
+        tiles = make_tiles(
+            batch, reads, **dataclasses.asdict(model.shape.heads),
             dtype=model.dtype, device=model.device,
         )  # fmt: skip
-        self._batch = dataclasses.replace(batch, block_table=batch.block_table.to(model.device))
-        self._cos_sin = engine.rotation.cos_sin(batch.position_delta).to(model.device)
+        spans = dataclasses.replace(batch, block_table=batch.block_table.to(model.device))
+        cos_sin = engine.rotation.cos_sin(batch.position_delta).to(model.device)
+        self._plan = SpanPlan(spans, cos_sin, reads, tiles)
+        self._layer = LayerAttention(model.shape.heads.head_size**-0.5, layout=Layout.SIDE_BY_SIDE)
 
     def advance(self) -> None:
         """The next step encodes one more token of every sequence."""
-        self._tiles = self._tiles.with_own_tokens(self._tiles.own_tokens + 1)
+        tiles = self._plan.tiles
+        assert tiles is not None
+        grown = tiles.with_own_tokens(tiles.own_tokens + 1)
+        self._plan = dataclasses.replace(self._plan, tiles=grown)
 
     def __call__(self, layer: int, query: torch.Tensor, output: torch.Tensor) -> None:
-        span_attention(
-            query, self._engine.paged[layer], output, self._batch, scale=query.shape[2]**-0.5,
-            cos_sin=self._cos_sin, reads=self._reads,
-            layout=Layout.SIDE_BY_SIDE, tiles=self._tiles, impl="triton",
-        )  # fmt: skip
+        cache = self._engine.paged[layer]
+        span_attention(query, cache, output, self._plan, self._layer, impl="triton")
 
 
 def _batch(step: Step) -> SpanBatch:

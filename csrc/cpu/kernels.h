@@ -34,21 +34,15 @@ struct Reads {
   const int32_t* read_begin;        // [num_reads]
 };
 
-// One call of span_attention; arrays as in vllm_choreo/ops/spans.py (SpanBatch).
-struct AttentionArgs {
-  CacheView cache;
-  const void* query;  // [num_tokens, num_heads, head_size], strides below, last dim contiguous
-  int64_t query_token_stride;
-  int64_t query_head_stride;
-  void* output;  // like query
-  int64_t output_token_stride;
-  int64_t output_head_stride;
-  int num_heads;
+// What one step reads, the same for all layers that attend to the same spans; arrays as in
+// vllm_choreo/ops/spans.py (SpanBatch).
+struct Step {
   int num_reqs;
+  int num_spans;
+  int block_size;
   const int32_t* query_start_loc;  // [num_reqs + 1]
   const int32_t* block_table;      // [num_reqs, block_table_stride]
   int64_t block_table_stride;
-  int64_t max_blocks;              // entries in a row
   const int32_t* span_start_loc;   // [num_reqs + 1]
   const int32_t* first_slot;       // [num_spans]
   const int32_t* num_tokens;       // [num_spans]
@@ -57,10 +51,26 @@ struct AttentionArgs {
   Reads reads;
   const float* cos_sin;  // [num_spans, rotary_dim] or null
   int rotary_dim;
+};
+
+// What a layer is, in every step; as in vllm_choreo/ops/plan.py (LayerAttention).
+struct Layer {
   bool is_neox;
   float scale;
   float softcap;              // 0: none
   const float* alibi_slopes;  // [num_heads] or null
+};
+
+// One call of span_attention.
+struct AttentionArgs : Step, Layer {
+  CacheView cache;
+  const void* query;  // [num_tokens, num_heads, head_size], strides below, last dim contiguous
+  int64_t query_token_stride;
+  int64_t query_head_stride;
+  void* output;  // like query
+  int64_t output_token_stride;
+  int64_t output_head_stride;
+  int num_heads;
 };
 
 // Consecutive queries of one request, with all query heads of one KV head: rows of a tile,

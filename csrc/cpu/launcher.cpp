@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "isa.h"
-#include "plan.h"
 #include "reads.h"
 
 namespace choreo {
@@ -42,19 +41,19 @@ class Workspace {
 // Everything that the threads of one call share.
 class Run {
  public:
-  Run(const AttentionArgs& args, const Kernels& kernels)
+  Run(const AttentionArgs& args, const Tiles& tiles, const Kernels& kernels)
       : args_(args),
         kernels_(kernels),
-        plan_(make_plan(args)),
+        tiles_(tiles),
         num_heads_(args.cache.num_kv_heads),
-        open_(plan_.query_blocks.size() * num_heads_) {
-    scratch_floats_ = round_to_line(kernels.scratch_floats(plan_.max_rows, args.cache.head_size));
-    num_threads_ = std::min<int64_t>(at::get_num_threads(), plan_.tile_of_item.size());
+        open_(tiles_.query_blocks.size() * num_heads_) {
+    scratch_floats_ = round_to_line(kernels.scratch_floats(tiles_.max_rows, args.cache.head_size));
+    num_threads_ = std::min<int64_t>(at::get_num_threads(), tiles_.tile_of_item.size());
     static thread_local Workspace workspace;
-    scratch_ = workspace.reserve(num_threads_ * scratch_floats_ + plan_.num_partial_floats);
+    scratch_ = workspace.reserve(num_threads_ * scratch_floats_ + tiles_.num_partial_floats);
     partials_ = scratch_ + num_threads_ * scratch_floats_;
     for (size_t i = 0; i < open_.size(); ++i) {
-      open_[i] = plan_.query_blocks[i / num_heads_].num_partials;
+      open_[i] = tiles_.query_blocks[i / num_heads_].num_partials;
     }
   }
 
@@ -68,45 +67,45 @@ class Run {
 
  private:
   void work(float* scratch) {
-    std::vector<float*> targets(plan_.max_members);
-    const int num_items = static_cast<int>(plan_.tile_of_item.size());
+    std::vector<float*> targets(tiles_.max_members);
+    const int num_items = static_cast<int>(tiles_.tile_of_item.size());
     for (int item = next_item_++; item < num_items; item = next_item_++) {
-      const GroupTile& t = plan_.tiles[plan_.tile_of_item[item]];
+      const GroupTile& t = tiles_.list[tiles_.tile_of_item[item]];
       const int head = (item - t.first_item) / t.num_splits;
       const int split = (item - t.first_item) % t.num_splits;
       Tile tile = split_tile(t, split, args_.cache.block_size);
       tile.kv_head = head;
       for (int m = 0; m < tile.num_members; ++m) {
-        const Entry& entry = plan_.entries[t.first_entry + m];
+        const Entry& entry = tiles_.entries[t.first_entry + m];
         targets[m] = partial(entry.query_block, head, entry.first_partial + split);
       }
       kernels_.attend_tile(args_, tile, scratch, targets.data());
       for (int m = 0; m < tile.num_members; ++m) {
-        finish(plan_.entries[t.first_entry + m].query_block, head);
+        finish(tiles_.entries[t.first_entry + m].query_block, head);
       }
     }
   }
 
   // Where a partial result goes; null if it is the only one, and so the output.
   float* partial(int query_block, int head, int index) const {
-    const QueryBlock& block = plan_.query_blocks[query_block];
+    const QueryBlock& block = tiles_.query_blocks[query_block];
     if (block.num_partials == 1) return nullptr;
     return partials_ + block.offset +
-           partial_stride(args_, block.member) * (head * block.num_partials + index);
+           partial_stride(tiles_.shape, block.member) * (head * block.num_partials + index);
   }
 
   // Whoever finishes last merges; the counter orders the partial results before the merge.
   void finish(int query_block, int head) {
-    const QueryBlock& block = plan_.query_blocks[query_block];
+    const QueryBlock& block = tiles_.query_blocks[query_block];
     if (block.num_partials == 1) return;
     if (open_[query_block * num_heads_ + head].fetch_sub(1) != 1) return;
     kernels_.merge_partials(args_, block.member, head, partial(query_block, head, 0),
-                            partial_stride(args_, block.member), block.num_partials);
+                            partial_stride(tiles_.shape, block.member), block.num_partials);
   }
 
   const AttentionArgs& args_;
   const Kernels& kernels_;
-  Plan plan_;
+  const Tiles& tiles_;
   int num_heads_;
   std::vector<std::atomic<int>> open_;  // [query blocks, KV heads], partial results to come
   std::atomic<int> next_item_{0};
@@ -118,23 +117,15 @@ class Run {
 
 }  // namespace
 
-void run_span_attention(AttentionArgs args) {
-  check_blocks(args);
+void run_span_attention(const AttentionArgs& args, const Tiles& tiles) {
   if (args.num_reqs == 0 || args.query_start_loc[args.num_reqs] == 0) return;
-  if (args.reads.num_groups > 0) {
-    check_reads(args);
-    Run(args, active_kernels()).execute();
-    return;
-  }
-  const ReadsAlone alone(args);
-  args.reads = alone.view(args.num_reqs);
-  Run(args, active_kernels()).execute();
+  Run(args, tiles, active_kernels()).execute();
 }
 
 void run_reposition_keys(const RepositionArgs& args) {
   for (int move = 0; move < args.num_moves; ++move) {
-    check_block(args.src_blocks[move], args.cache);
-    check_block(args.dst_blocks[move], args.cache);
+    check_block(args.src_blocks[move], args.cache.num_blocks);
+    check_block(args.dst_blocks[move], args.cache.num_blocks);
   }
   const Kernels& kernels = active_kernels();
   const int64_t heads = args.cache.num_kv_heads;

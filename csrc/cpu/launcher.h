@@ -3,12 +3,14 @@
 #pragma once
 
 #include "kernels.h"
+#include "tiles.h"
 
 namespace choreo {
 
-// Both throw std::out_of_range if a block id in use lies outside the cache. Without reads (no
-// groups) every request reads for itself; reads of another batch throw std::invalid_argument.
-void run_span_attention(AttentionArgs args);
+// All blocks of the step lie in the cache, and its reads name spans of it (see span_plan.h).
+void run_span_attention(const AttentionArgs& args, const Tiles& tiles);
+
+// Throws std::out_of_range if a block id lies outside the cache.
 void run_reposition_keys(const RepositionArgs& args);
 
 }  // namespace choreo

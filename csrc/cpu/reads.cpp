@@ -7,24 +7,10 @@
 
 namespace choreo {
 
-void check_block(int32_t block, const CacheView& cache) {
-  if (block < 0 || block >= cache.num_blocks) {
+void check_block(int32_t block, int num_blocks) {
+  if (block < 0 || block >= num_blocks) {
     throw std::out_of_range("block id " + std::to_string(block) + " lies outside the cache of " +
-                            std::to_string(cache.num_blocks) + " blocks");
-  }
-}
-
-void check_blocks(const AttentionArgs& a) {
-  for (int req = 0; req < a.num_reqs; ++req) {
-    const int32_t* row = a.block_table + req * a.block_table_stride;
-    for (int j = a.span_start_loc[req]; j < a.span_start_loc[req + 1]; ++j) {
-      const int64_t first = a.first_slot[j];
-      const int64_t last = (first + a.num_tokens[j] - 1) / a.cache.block_size;
-      if (first < 0 || last >= a.max_blocks) {
-        throw std::out_of_range("span " + std::to_string(j) + " reaches beyond its block table");
-      }
-      for (int64_t b = first / a.cache.block_size; b <= last; ++b) check_block(row[b], a.cache);
-    }
+                            std::to_string(num_blocks) + " blocks");
   }
 }
 
@@ -32,22 +18,22 @@ namespace {
 
 // All members of a group must read the same slots: a plan made for another batch would give wrong
 // numbers without a word.
-void check_same_slots(const AttentionArgs& a, int group, int piece, const int32_t* spans,
+void check_same_slots(const Step& step, int group, int piece, const int32_t* spans,
                       const int32_t* begins) {
-  const Reads& reads = a.reads;
-  const int size = a.cache.block_size;
+  const Reads& reads = step.reads;
+  const int size = step.block_size;
   const int first_member = reads.member_start_loc[group];
   const int num_members = reads.member_start_loc[group + 1] - first_member;
   const int64_t tokens = reads.piece_tokens[piece];
-  const auto slot = [&](int m) { return int64_t{a.first_slot[spans[m]]} + begins[m]; };
+  const auto slot = [&](int m) { return int64_t{step.first_slot[spans[m]]} + begins[m]; };
   const auto row = [&](int m) {
-    return a.block_table + reads.member_req[first_member + m] * a.block_table_stride;
+    return step.block_table + reads.member_req[first_member + m] * step.block_table_stride;
   };
   for (int m = 0; m < num_members; ++m) {
     const int req = reads.member_req[first_member + m];
     const bool is_parent =
-        a.span_start_loc[req] <= spans[m] && spans[m] + 1 < a.span_start_loc[req + 1];
-    if (!is_parent || begins[m] < 0 || tokens < 1 || begins[m] + tokens > a.num_tokens[spans[m]]) {
+        step.span_start_loc[req] <= spans[m] && spans[m] + 1 < step.span_start_loc[req + 1];
+    if (!is_parent || begins[m] < 0 || tokens < 1 || begins[m] + tokens > step.num_tokens[spans[m]]) {
       throw std::out_of_range("reads: group " + std::to_string(group) +
                               " reads beyond a parent span of its member");
     }
@@ -64,21 +50,21 @@ void check_same_slots(const AttentionArgs& a, int group, int piece, const int32_
 
 }  // namespace
 
-void check_reads(const AttentionArgs& a) {
-  const Reads& reads = a.reads;
+void check_reads(const Step& step) {
+  const Reads& reads = step.reads;
   int64_t read = 0;
   for (int group = 0; group < reads.num_groups; ++group) {
     const int begin = reads.member_start_loc[group];
     const int num_members = reads.member_start_loc[group + 1] - begin;
     for (int m = begin; m < begin + num_members; ++m) {
       const int req = reads.member_req[m];
-      if (req < 0 || req >= a.num_reqs ||
-          (group < a.num_reqs && (req != group || num_members != 1))) {
+      if (req < 0 || req >= step.num_reqs ||
+          (group < step.num_reqs && (req != group || num_members != 1))) {
         throw std::out_of_range("reads: group " + std::to_string(group) + " has a wrong member");
       }
     }
     for (int p = reads.piece_start_loc[group]; p < reads.piece_start_loc[group + 1]; ++p) {
-      check_same_slots(a, group, p, reads.read_span + read, reads.read_begin + read);
+      check_same_slots(step, group, p, reads.read_span + read, reads.read_begin + read);
       read += num_members;
     }
   }

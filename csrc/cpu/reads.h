@@ -10,34 +10,32 @@
 namespace choreo {
 
 // Throws std::out_of_range if the block id lies outside the cache.
-void check_block(int32_t block, const CacheView& cache);
-
-// The same for all blocks that the spans use.
-void check_blocks(const AttentionArgs& args);
+void check_block(int32_t block, int num_blocks);
 
 // Throws std::out_of_range if the reads name what is no parent span of a member, and
 // std::invalid_argument if the members of a group do not read the same slots.
-void check_reads(const AttentionArgs& args);
+void check_reads(const Step& step);
 
-// The reads of a batch in which every request reads for itself.
+// The reads of a step in which every request reads for itself.
 class ReadsAlone {
  public:
-  explicit ReadsAlone(const AttentionArgs& a) {
-    for (int req = 0; req <= a.num_reqs; ++req) {
+  ReadsAlone() = default;
+  explicit ReadsAlone(const Step& step) {
+    for (int req = 0; req <= step.num_reqs; ++req) {
       member_start_loc_.push_back(req);
-      piece_start_loc_.push_back(a.span_start_loc[req] - req);  // own spans are left out
+      piece_start_loc_.push_back(step.span_start_loc[req] - req);  // own spans are left out
     }
-    for (int req = 0; req < a.num_reqs; ++req) {
-      for (int j = a.span_start_loc[req]; j + 1 < a.span_start_loc[req + 1]; ++j) {
-        piece_tokens_.push_back(a.num_tokens[j]);
+    for (int req = 0; req < step.num_reqs; ++req) {
+      for (int j = step.span_start_loc[req]; j + 1 < step.span_start_loc[req + 1]; ++j) {
+        piece_tokens_.push_back(step.num_tokens[j]);
         read_span_.push_back(j);
       }
     }
     read_begin_.resize(read_span_.size());
   }
 
-  Reads view(int num_reqs) const {
-    return {num_reqs,
+  Reads view() const {
+    return {static_cast<int>(member_start_loc_.size()) - 1,
             member_start_loc_.data(),
             member_start_loc_.data(),
             piece_start_loc_.data(),

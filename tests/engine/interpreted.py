@@ -127,23 +127,23 @@ def choose_graphs(runner: Any) -> list[str]:
     return modes
 
 
-def watch(planner: Any, modes: list[str]) -> list[tuple[bool, str]]:
+def watch(batcher: Any, modes: list[str]) -> list[tuple[bool, str]]:
     """Per step: whether it reads spans, and the graph that was chosen for it."""
     steps: list[tuple[bool, str]] = []
-    plan = planner.batch
+    plan = batcher.batch
 
-    def batch(request_ids: Any, query_start_loc: Any, seq_lens: Any, table: Any, *rest: Any) -> Any:
-        found = plan(request_ids, query_start_loc, seq_lens, table, *rest)
-        assert rest[0].tolist() == seq_lens.tolist(), "the host knows the lengths"
-        sent = planner._sent_table(request_ids)
-        for r, request_id in enumerate(request_ids):
-            spans = planner._requests.get(request_id)
-            num_parents = spans.base // planner.block_size if spans else 0
-            assert sent[r, :num_parents].tolist() == table[r, :num_parents].tolist()
+    def batch(step: Any) -> Any:
+        found = plan(step)
+        assert step.device_seq_lens.tolist() == step.seq_lens.tolist(), "the host knows the lengths"
+        sent = batcher._sent_table(step.request_ids)
+        for r, request_id in enumerate(step.request_ids):
+            spans = batcher._requests.get(request_id)
+            num_parents = spans.base // batcher.block_size if spans else 0
+            assert sent[r, :num_parents].tolist() == step.block_table[r, :num_parents].tolist()
         steps.append((found is not None, modes[-1]))
         return found
 
-    planner.batch = batch
+    batcher.batch = batch
     return steps
 
 
@@ -234,7 +234,7 @@ def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
     from vllm_choreo import Choreography
 
     oracle = Oracle(model_path)
-    steps = watch(runner.planner, choose_graphs(runner))
+    steps = watch(runner.batcher, choose_graphs(runner))
     check_ordinary(llm, oracle)
     check_readers(llm, oracle)
     draw = Draw(num_batches=3, max_tokens=4, max_length=40)

@@ -21,15 +21,15 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_choreo.engine.plugin import _choose_backend, configure_after
 from vllm_choreo.engine.step import RequestSpans
-from vllm_choreo.engine.worker.batch import BatchPlanner, LayerShape
 from vllm_choreo.engine.worker.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
 from vllm_choreo.engine.worker.gpu_worker import ChoreoGPUWorker
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
+from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.v1_runner import ChoreoDispatcher, ChoreoGPUModelRunner
 from vllm_choreo.engine.worker.v2_runner import ChoreoCudaGraphManager, ChoreoGPUModelRunnerV2
 from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.errors import UnsupportedOptionError
-from vllm_choreo.ops import Layout, Rotation
+from vllm_choreo.ops import LayerAttention, Layout, Rotation
 from vllm_choreo.ops.layout import write_kv
 
 SIZES = [1, 2, 4, 8]
@@ -206,11 +206,12 @@ def test_forward_over_spans(backend: Any, monkeypatch: pytest.MonkeyPatch) -> No
     cache = torch.zeros(6, size, kv_heads, 2 * head_size).transpose(1, 2)
     slots = torch.cat([torch.arange(16) + 3 * size, torch.arange(4) + size, torch.arange(3) + 80])
     write_kv(cache, slots, keys, values, Layout.SIDE_BY_SIDE)
-    planner = impl.planner = BatchPlanner(size, [])
-    planner.update({"a": RequestSpans((0,), (20,), (0,), (0,), 32)}, [])
+    batcher = SpanBatcher(size, [LayerKind(None)])
+    impl.prepare(batcher, LayerKind(None))
+    batcher.update({"a": RequestSpans((0,), (20,), (0,), (0,), 32)}, [])
     table = torch.tensor([[3, 1, 5]], dtype=torch.int32)
     loc, lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([35], dtype=torch.int32)
-    planner.running = planner.batch(["a"], loc, lens, table, lens)
+    batcher.running = batcher.batch(StepBatch(["a"], loc, lens, table, lens))
     padded = torch.cat([query[20:], random(5, heads, head_size)])
     output = torch.full_like(padded, 7.0)
     impl.forward(None, padded, keys, values, cache, object(), output)
@@ -233,7 +234,8 @@ def test_ordinary_batches_go_to_vllm(backend: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(stock, "forward", lambda *args, **kwargs: seen.append((args, kwargs)))
     arguments = [object() for _ in range(6)]
     output = torch.empty(0)
-    for impl.planner in (None, BatchPlanner(16, [])):  # before and after it is prepared
+    prepared = SpanBatcher(16, [LayerKind(None)])
+    for impl.batcher in (None, prepared):
         impl.forward(*arguments, output=output, output_scale=None)
     assert seen == [((impl, *arguments, output), {"output_scale": None})] * 2
 
@@ -275,35 +277,39 @@ def _two_readers() -> dict[str, RequestSpans]:
 
 def test_planning_reads_nothing_back_from_the_device() -> None:
     """Tensors on the device "meta" have no contents: reading one back would raise."""
-    planner = BatchPlanner(16, [ROTATION], device="meta")
+    batcher = SpanBatcher(16, [LayerKind(ROTATION)], device="meta")
     sent = {"a": [4, 5, 8], "b": [4, 5, 9], "ordinary": [7]}
-    planner.update(_two_readers(), [], sent)
-    assert "ordinary" not in planner._block_ids
+    batcher.update(_two_readers(), [], sent)
+    assert "ordinary" not in batcher._block_ids
     table = _ints([[0] * 8] * 3, "meta")
     for own in (1, 2):
         lens = [32 + own, 33 + own, 9 + own]
-        batch = planner.batch(
+        step = StepBatch(
             ["a", "b", "ordinary"], _ints([0, 1, 2, 3]), _ints(lens), table, _ints(lens, "meta")
         )
-        assert batch is not None and batch.reads is not None
+        plans = batcher.batch(step)
+        assert plans is not None and plans[0].reads is not None
+        batch = plans[0]
         assert batch.reads.groups()[-1].members == (0, 1), "planned from what the scheduler sent"
         assert batch.spans.num_tokens.tolist() == [20, own, 20, 1 + own, 9 + own]
         assert batch.spans.block_table is table
-        assert batch.cos_sin[ROTATION].device.type == "meta"
-    planner.update({}, ["a", "b"])
-    assert not planner._block_ids and not planner.reads_spans(["a", "b"])
+        assert batch.cos_sin.device.type == "meta"
+    batcher.update({}, ["a", "b"])
+    assert not batcher._block_ids and not batcher.reads_spans(["a", "b"])
 
 
 def test_tiles_are_kept_until_queries_or_work_change() -> None:
     pytest.importorskip("triton")
-    planner = BatchPlanner(16, [], tile_shapes=[SHAPE])
-    planner.update(_two_readers(), [])
+    batcher = SpanBatcher(16, [LayerKind(None, SHAPE)])
+    batcher.update(_two_readers(), [])
     table = _ints([[4, 5, *range(10, 110)], [4, 5, *range(110, 210)]])
 
     def tiles(own: int, start: Any = (0, 1, 2), exact: int | None = None) -> Any:
         lens = _ints([32 + own] * 2)
         device_lens = lens if exact is None else _ints([32 + exact] * 2)
-        return planner.batch(["a", "b"], _ints(start), lens, table, device_lens).tiles[SHAPE]
+        plans = batcher.batch(StepBatch(["a", "b"], _ints(start), lens, table, device_lens))
+        assert plans is not None
+        return plans[0].tiles
 
     first = tiles(1)
     assert first.own_tokens.tolist() == [1, 1]
@@ -314,7 +320,7 @@ def test_tiles_are_kept_until_queries_or_work_change() -> None:
     assert tiles(601).classes is grown.classes
     prefill = tiles(610, (0, 9, 10))
     assert prefill.classes is not grown.classes
-    planner.shared_reading = False
+    batcher.shared_reading = False
     assert tiles(611, (0, 9, 10)).classes is not prefill.classes
 
 
@@ -322,23 +328,22 @@ def test_tiles_are_kept_until_queries_or_work_change() -> None:
 def test_warm_up_meets_tiles_of_every_size(heads: int, kv_heads: int) -> None:
     pytest.importorskip("triton")
     shape = LayerShape(heads, kv_heads, 64, torch.bfloat16)
-    planner = BatchPlanner(16, [], tile_shapes=[shape])
+    batcher = SpanBatcher(16, [LayerKind(None, shape)])
     seen: list[Any] = []
 
     def forward(layer: Any, query: torch.Tensor, *args: Any) -> None:
-        seen.append(planner.running.tiles[shape])
-        assert query.shape == (planner.running.spans.query_start_loc[-1], heads, 64)
+        (plan,) = batcher.running
+        seen.append(plan.tiles)
+        assert query.shape == (plan.spans.query_start_loc[-1], heads, 64)
 
-    impl = SimpleNamespace(
-        shape=shape, rotation=None, logits_soft_cap=0, alibi_slopes=None, forward=forward
-    )
+    impl = SimpleNamespace(plan_index=0, attention=LayerAttention(1.0), forward=forward)
     layer = SimpleNamespace(impl=impl, kv_cache=None)
-    warm_up([layer, layer], planner, table_width=16)
+    warm_up([layer, layer], batcher, table_width=16)
     (tiles,) = seen  # of two layers alike, one is enough
     group = heads // kv_heads
     assert {c.num_rows for c in tiles.classes} >= ({16, 64, 128} if group <= 16 else {64, 128})
     assert tiles.num_partials > 0
-    assert planner.running is None and not planner.reads_spans(["0", "1", "2"])
+    assert batcher.running is None and not batcher.reads_spans(["0", "1", "2"])
 
 
 # -- host memory -----------------------------------------------------------------------------------

@@ -14,31 +14,32 @@ from vllm import SamplingParams
 from tests.engine.choreographies import LOGPROB_TOLERANCE
 from tests.engine.oracle import Oracle, Parent, assert_greedy, random_tokens, whole
 from vllm_choreo import Choreography
-from vllm_choreo.engine.worker.batch import BatchPlanner
+from vllm_choreo.engine.worker.span_batcher import SpanBatcher
 from vllm_choreo.errors import ChoreoError
 
 # RoPE with grouped heads, ALiBi, and a partial rotary embedding.
 MODELS = ["llama", "bloom", "glm4"]
 
 
-def _planner(llm: Any) -> BatchPlanner:
+def _batcher(llm: Any) -> SpanBatcher:
     core = llm.llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.worker.model_runner.planner
+    return core.model_executor.driver_worker.worker.model_runner.batcher
 
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The number of groups of several readers, for each step that had spans to read."""
     seen: list[int] = []
-    batch_of = BatchPlanner.batch
+    batch_of = SpanBatcher.batch
 
-    def batch(self: BatchPlanner, *args: Any) -> Any:
-        batch = batch_of(self, *args)
-        if batch is not None:
-            seen.append(batch.reads.num_groups - batch.spans.num_reqs if batch.reads else 0)
-        return batch
+    def batch(self: SpanBatcher, *args: Any) -> Any:
+        plans = batch_of(self, *args)
+        if plans is not None:
+            plan = plans[0]
+            seen.append(plan.reads.num_groups - plan.spans.num_reqs if plan.reads else 0)
+        return plans
 
-    monkeypatch.setattr(BatchPlanner, "batch", batch)
+    monkeypatch.setattr(SpanBatcher, "batch", batch)
     yield seen
 
 
@@ -110,11 +111,11 @@ def test_together_equals_each_alone(
         messages = c.prefill([{"tokens": random_tokens(rng, n)} for n in (70, 41, 100)])
         calls = _readers(rng, messages)
         together = c.decode(calls)
-        _planner(llm).shared_reading = False
+        _batcher(llm).shared_reading = False
         try:
             alone = c.decode(calls)
         finally:
-            _planner(llm).shared_reading = True
+            _batcher(llm).shared_reading = True
         for first, second in zip(together, alone, strict=True):
             assert first.generated_token_ids == second.generated_token_ids
             for left, right in zip(first.logprobs, second.logprobs, strict=True):

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_choreo.ops import Layout, Rotation, SharedReads, SpanBatch, span_attention
+from vllm_choreo.ops import (
+    LayerAttention,
+    Layout,
+    Rotation,
+    SharedReads,
+    SpanBatch,
+    SpanPlan,
+    span_attention,
+)
+from vllm_choreo.ops.tiles import Tiles
 
 TOLERANCE = {
     torch.float32: {"atol": 2e-5, "rtol": 2e-5},
@@ -22,7 +31,7 @@ GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @dataclass
 class Case:
-    """Arguments of span_attention."""
+    """What the arguments of span_attention are made of."""
 
     query: torch.Tensor
     kv_cache: torch.Tensor
@@ -33,30 +42,29 @@ class Case:
     alibi_slopes: torch.Tensor | None
     layout: Layout = Layout.KEYS_TRANSPOSED
 
-    def arguments(self) -> dict:
-        return {
-            "scale": self.scale,
-            "cos_sin": self.rotation.cos_sin(self.batch.position_delta),
-            "is_neox": self.rotation.is_neox,
-            "softcap": self.softcap,
-            "alibi_slopes": self.alibi_slopes,
-            "layout": self.layout,
-        }
+    def plan(
+        self,
+        reads: SharedReads | None = None,
+        tiles: Tiles | None = None,
+        device: torch.device | str = "cpu",
+    ) -> SpanPlan:
+        batch = dataclasses.replace(self.batch, block_table=self.batch.block_table.to(device))
+        cos_sin = self.rotation.cos_sin(self.batch.position_delta).to(device)
+        return SpanPlan(batch, cos_sin, reads, tiles)
+
+    def layer(self, device: torch.device | str = "cpu") -> LayerAttention:
+        slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(device)
+        return LayerAttention(
+            self.scale, self.rotation.is_neox, self.softcap, slopes, layout=self.layout
+        )
 
 
 def run(case: Case, impl: str, reads: SharedReads | None = None) -> torch.Tensor:
     """The output of an implementation, where it runs, from queries in host memory."""
     device = GPU if impl in ("triton", "xformers") else torch.device("cpu")
-    batch = dataclasses.replace(case.batch, block_table=case.batch.block_table.to(device))
-    arguments = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in case.arguments().items()
-    }
     output = torch.full_like(case.query, 7.0, device=device)
-    span_attention(
-        case.query.to(device), case.kv_cache.to(device), output, batch,
-        reads=reads, impl=impl, **arguments,
-    )  # fmt: skip
+    plan, layer = case.plan(reads, device=device), case.layer(device)
+    span_attention(case.query.to(device), case.kv_cache.to(device), output, plan, layer, impl)
     return output.cpu()
 
 

@@ -65,8 +65,8 @@ def main(arch: int) -> None:
         case = make_case(1, REQUESTS, block_size=16, **{"dtype": torch.bfloat16, **options})
         case.layout = Layout.SIDE_BY_SIDE
         span_attention(
-            case.query, case.kv_cache, torch.empty_like(case.query), case.batch, impl="triton",
-            **case.arguments(),
+            case.query, case.kv_cache, torch.empty_like(case.query), case.plan(), case.layer(),
+            "triton",
         )  # fmt: skip
         cos_sin = make_rotation(case.rotation.rotary_dim, True).cos_sin(ints([5]))
         reposition_keys(case.kv_cache, ints([1]), ints([2]), cos_sin, True, "triton", case.layout)

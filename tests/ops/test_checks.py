@@ -87,20 +87,25 @@ def test_bad_arguments_are_refused(message, impl):
     case = make_case(1, [(4, 0, [5])])
     arguments = {
         "query": case.query, "kv_cache": case.kv_cache, "output": torch.zeros_like(case.query),
-        "batch": case.batch, "impl": impl, **case.arguments(),
+        "plan": case.plan(), "layer": case.layer(), "impl": impl,
     }  # fmt: skip
     span_attention(**arguments)
+    for name, bad in BAD_ARGUMENTS[message].items():
+        owner = next((o for o in ("plan", "layer") if hasattr(arguments[o], name)), None)
+        if owner is None:
+            arguments[name] = bad
+        else:
+            arguments[owner] = dataclasses.replace(arguments[owner], **{name: bad})
     with pytest.raises(ValueError, match=message):
-        span_attention(**{**arguments, **BAD_ARGUMENTS[message]})
+        span_attention(**arguments)
 
 
 def test_unknown_implementation_is_refused():
     case = make_case(1, [(4, 0, [5])])
     with pytest.raises(ValueError, match="choose 'reference', 'cpu', 'triton', 'xformers' or None"):
         span_attention(
-            case.query, case.kv_cache, case.query.clone(), case.batch, impl="fast",
-            **case.arguments(),
-        )  # fmt: skip
+            case.query, case.kv_cache, case.query.clone(), case.plan(), case.layer(), "fast"
+        )
 
 
 def test_kernel_refuses_what_it_cannot_run(cpu_kernel):
@@ -108,8 +113,8 @@ def test_kernel_refuses_what_it_cannot_run(cpu_kernel):
     output = torch.zeros_like(case.query)
 
     def call(cache, query=case.query, batch=case.batch):
-        out = output.to(query.dtype)
-        span_attention(query, cache, out, batch, impl=cpu_kernel, **case.arguments())
+        out, plan = output.to(query.dtype), dataclasses.replace(case.plan(), spans=batch)
+        span_attention(query, cache, out, plan, case.layer(), cpu_kernel)
 
     with pytest.raises(ValueError, match="float32 and bfloat16"):
         call(case.kv_cache.double(), case.query.double())
@@ -120,7 +125,9 @@ def test_kernel_refuses_what_it_cannot_run(cpu_kernel):
         slots = torch.full_like(case.batch.first_slot, 10_000)
         call(case.kv_cache, batch=dataclasses.replace(case.batch, first_slot=slots))
     with pytest.raises(ValueError, match="multiple of 16, not 8"):
-        call(torch.zeros(40, 2, 8, 128), batch=dataclasses.replace(case.batch, block_size=8))
+        wide = case.batch.block_table.repeat(1, 4)
+        batch = dataclasses.replace(case.batch, block_size=8, block_table=wide)
+        call(torch.zeros(40, 2, 8, 128), batch=batch)
     with pytest.raises(ValueError, match="available_isas"):
         cpu.use_isa("abacus")
 
@@ -160,8 +167,9 @@ def test_default_impl_warns_once_without_the_kernels(monkeypatch, caplog):
         assert len(caplog.records) == 1 and "not built" in caplog.text
         case = make_case(1, [(1, 0, [])])
         with pytest.raises(RuntimeError, match="not built"):
-            span_attention(case.query, case.kv_cache, case.query.clone(), case.batch,
-                           impl="cpu", **case.arguments())  # fmt: skip
+            span_attention(
+                case.query, case.kv_cache, case.query.clone(), case.plan(), case.layer(), "cpu"
+            )
     finally:
         default_impl.cache_clear()
 

@@ -112,7 +112,7 @@ def test_strided_and_flat_tensors(impl):
     fused[:tokens, : heads * size] = case.query.flatten(1)
     query = fused[:, : heads * size].unflatten(1, (heads, size))
     output = torch.full((tokens + 2, heads * size), 7.0)
-    span_attention(query, case.kv_cache, output, case.batch, impl=impl, **case.arguments())
+    span_attention(query, case.kv_cache, output, case.plan(), case.layer(), impl)
     torch.testing.assert_close(output[:tokens].view_as(expected), expected)
     assert (output[tokens:] == 7.0).all()
 

@@ -96,14 +96,10 @@ def with_tiles(case: Case, tiles) -> torch.Tensor:
     names = [f.name for f in dataclasses.fields(case.batch)]
     kept = ("block_table", "block_size")
     nothing = {name: ints([0, 0]) for name in names if name not in kept}
-    batch = dataclasses.replace(case.batch, **nothing, block_table=case.batch.block_table.to(GPU))
-    arguments = case.arguments()
-    arguments["cos_sin"] = arguments["cos_sin"].to(GPU)
+    plan = case.plan(tiles=tiles, device=GPU)
+    plan = dataclasses.replace(plan, spans=dataclasses.replace(plan.spans, **nothing))
     output = torch.zeros_like(case.query, device=GPU)
-    triton.span_attention(
-        case.query.to(GPU), case.kv_cache.to(GPU), output, batch, reads=None, tiles=tiles,
-        **arguments,
-    )  # fmt: skip
+    triton.span_attention(case.query.to(GPU), case.kv_cache.to(GPU), output, plan, case.layer(GPU))
     return output.cpu()
 
 
@@ -182,5 +178,5 @@ def test_other_dtypes_are_refused():
     with pytest.raises(ValueError, match="float32, bfloat16 and float16"):
         span_attention(
             case.query.double(), case.kv_cache.double(), torch.zeros_like(case.query).double(),
-            case.batch, impl="triton", **case.arguments(),
+            case.plan(), case.layer(), "triton",
         )  # fmt: skip

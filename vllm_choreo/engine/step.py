@@ -6,8 +6,8 @@ Imports neither torch nor vllm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from vllm_choreo.semantics.positions import CallPlan, num_span_blocks
 
@@ -18,6 +18,8 @@ class RequestSpans:
 
     Attributes: one entry per parent, in slots, tokens and positions as `ops.spans.SpanBatch` has
     them; `base` is the first slot, and the stored position, of the request's own span.
+        other_groups: what groups of layers read that do not read these spans, by their number;
+            with the same base, for vLLM stores the own tokens of all layers at the same slots.
     """
 
     first_slot: tuple[int, ...]
@@ -25,6 +27,11 @@ class RequestSpans:
     stored_position: tuple[int, ...]
     position_delta: tuple[int, ...]
     base: int
+    other_groups: Mapping[int, RequestSpans] = field(default_factory=dict)
+
+    def of_group(self, group: int) -> RequestSpans:
+        """What the layers of a group read."""
+        return self.other_groups.get(group, self)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,17 @@
 
 from vllm_choreo.ops.dispatch import default_impl, reposition_keys, span_attention
 from vllm_choreo.ops.layout import Layout, UnsupportedLayoutError, detect_layout
+from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.sharing import SharedReads, plan_shared_reads
 from vllm_choreo.ops.spans import Rotation, SpanBatch
 
 __all__ = [
+    "LayerAttention",
     "Layout",
     "Rotation",
     "SharedReads",
     "SpanBatch",
+    "SpanPlan",
     "UnsupportedLayoutError",
     "default_impl",
     "detect_layout",

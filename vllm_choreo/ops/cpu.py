@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from vllm_choreo.ops.layout import Layout
+from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.spans import SpanBatch
 
@@ -17,64 +20,84 @@ from vllm_choreo.ops.spans import SpanBatch
 def unavailable_reason() -> str | None:
     """None if the extension loads, else why not."""
     try:
-        importlib.import_module("vllm_choreo._C")
+        _kernels()
     except ImportError as error:
         return str(error)
     return None
 
 
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("vllm_choreo._C")
+
+
 def available_isas() -> list[str]:
     """Instruction sets that this CPU runs and the extension has kernels for, best first."""
-    names: list[str] = torch.ops.vllm_choreo.available_isas()
+    names: list[str] = _kernels().available_isas()
     return names
 
 
 def use_isa(name: str | None) -> None:
     """Choose the kernels for the whole process, for tests and benchmarks; None: the best."""
-    torch.ops.vllm_choreo.use_isa(name or "")
+    _kernels().use_isa(name or "")
 
 
 def span_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     output: torch.Tensor,
-    batch: SpanBatch,
-    *,
-    reads: SharedReads | None,
-    scale: float,
-    cos_sin: torch.Tensor | None,
-    is_neox: bool,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    layout: Layout,
-    tiles: object = None,
+    plan: SpanPlan,
+    layer: LayerAttention,
 ) -> None:
-    """See ``vllm_choreo.ops.span_attention``; makes tiles of its own."""
-    _check_layout(layout)
-    torch.ops.vllm_choreo.span_attention(
-        query,
-        kv_cache,
-        output,
-        batch.query_start_loc,
-        batch.block_table,
-        batch.span_start_loc,
-        batch.first_slot,
-        batch.num_tokens,
-        batch.stored_position,
-        batch.position_delta,
-        scale,
-        cos_sin,
-        is_neox,
-        softcap,
-        alibi_slopes,
-        reads and reads.member_start_loc,
-        reads and reads.member_req,
-        reads and reads.piece_start_loc,
-        reads and reads.piece_tokens,
-        reads and reads.read_start_loc,
-        reads and reads.read_span,
-        reads and reads.read_begin,
+    """See ``vllm_choreo.ops.span_attention``; makes tiles of its own, once per plan."""
+    made = _plans.get(plan)
+    if made is None:
+        made = _plans[plan] = _make_plan(plan)
+    kernel_layer = _layers.get(layer)
+    if kernel_layer is None:
+        kernel_layer = _layers[layer] = _make_layer(layer)
+    _kernels().span_attention(query, kv_cache, output, made, kernel_layer)
+
+
+# What the kernels know a plan and a layer by. A plan is checked when it is first used, and copied,
+# so that later calls need not look at it again.
+_plans: WeakKeyDictionary[SpanPlan, Any] = WeakKeyDictionary()
+_layers: WeakKeyDictionary[LayerAttention, Any] = WeakKeyDictionary()
+
+
+def _make_plan(plan: SpanPlan) -> Any:
+    """
+    Raises:
+        ValueError: arrays that do not fit together, or members of a group of readers that read
+            different slots.
+        IndexError: a span or a read that reaches beyond what it is part of.
+    """
+    return _kernels().SpanPlan(
+        spans=_arrays(plan.spans),
+        reads=plan.reads and _arrays(plan.reads),
+        cos_sin=plan.cos_sin,
+        block_size=plan.spans.block_size,
     )
+
+
+def _arrays(owner: SpanBatch | SharedReads) -> dict[str, torch.Tensor]:
+    return {name: array for name, array in vars(owner).items() if isinstance(array, torch.Tensor)}
+
+
+def _make_layer(layer: LayerAttention) -> Any:
+    _check_layout(layer.layout)
+    return _kernels().LayerAttention(
+        scale=layer.scale,
+        is_neox=layer.is_neox,
+        softcap=layer.softcap,
+        alibi_slopes=layer.alibi_slopes,
+    )
+
+
+def partial_bytes(plan: SpanPlan, num_heads: int, num_kv_heads: int, head_size: int) -> int:
+    """Memory of partial results that a layer of such a shape takes, with torch's threads."""
+    found: int = _make_plan(plan).partial_bytes(num_heads, num_kv_heads, head_size)
+    return found
 
 
 def reposition_keys(
@@ -87,7 +110,7 @@ def reposition_keys(
 ) -> None:
     """See ``vllm_choreo.ops.reposition_keys``."""
     _check_layout(layout)
-    torch.ops.vllm_choreo.reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox)
+    _kernels().reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox)
 
 
 def _check_layout(layout: Layout) -> None:

@@ -13,9 +13,7 @@ import torch
 
 from vllm_choreo.ops import cpu
 from vllm_choreo.ops.layout import Layout
-from vllm_choreo.ops.sharing import SharedReads
-from vllm_choreo.ops.spans import SpanBatch
-from vllm_choreo.ops.tiles import Tiles
+from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 
 logger = logging.getLogger(__name__)
 
@@ -61,42 +59,20 @@ def span_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     output: torch.Tensor,
-    batch: SpanBatch,
-    *,
-    scale: float,
-    cos_sin: torch.Tensor | None,
-    is_neox: bool = True,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    reads: SharedReads | None = None,
-    layout: Layout = Layout.KEYS_TRANSPOSED,
-    tiles: Tiles | None = None,
+    plan: SpanPlan,
+    layer: LayerAttention,
     impl: Impl | None = None,
 ) -> None:
     """Attention of every query over all spans of its request, one softmax over them jointly.
 
-    The score of a query against key ``l`` of span ``j`` is ``scale * rot(q, delta_j) . k_l``, then
-    ``softcap * tanh(score / softcap)`` if there is a cap, then plus
-    ``slope * (seen position of the key - position of the query)`` with ALiBi.
-
     Args:
         query: ``[num_tokens, num_heads, head_size]``, float32, bfloat16 or (not on CPU) float16;
-            rows beyond ``batch.query_start_loc[-1]`` are ignored.
+            rows beyond the plan's ``query_start_loc[-1]`` are ignored.
         kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, same dtype. The own
             tokens are stored already.
         output: like ``query``, or ``[num_tokens, num_heads * head_size]``; written in place.
-        batch: what to read; ``batch.validate()`` is the caller's duty, once per step.
-        scale: factor of the dot products.
-        cos_sin: float32 ``[num_spans, rotary_dim]`` of each span's ``position_delta`` (see
-            ``Rotation.cos_sin``); None for a layer without rotary embedding.
-        is_neox: how the rotary embedding pairs dims.
-        softcap: cap of the scores, 0 for none.
-        alibi_slopes: float32 ``[num_heads]``, or None.
-        reads: ``plan_shared_reads`` of the batch: what several requests attend to is read once,
-            with the same result; None: each request reads for itself.
-        layout: of ``kv_cache``.
-        tiles: ``plan_tiles`` of the batch and the reads, for ``impl="triton"``, which otherwise
-            makes them in every call; others do without.
+        plan: what to read.
+        layer: how to score it.
         impl: None takes ``default_impl()`` of the query's device.
 
     Raises:
@@ -106,26 +82,9 @@ def span_attention(
     module = _load(impl or default_impl(query.device.type))
     if output.dim() == 2 and output.numel() == query.numel():
         output = output.view(query.shape)
-    if kv_cache.dim() == 4 and kv_cache.shape[2] != batch.block_size:
-        raise ValueError(
-            f"kv_cache has block size {kv_cache.shape[2]}, the batch {batch.block_size}"
-        )
     if module is not cpu:  # the extension's binding checks the same, in less time
-        _check_attention(query, kv_cache, output, batch, cos_sin, softcap, alibi_slopes, layout)
-    module.span_attention(
-        query,
-        kv_cache,
-        output,
-        batch,
-        scale=scale,
-        cos_sin=cos_sin,
-        is_neox=is_neox,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        reads=reads,
-        layout=layout,
-        tiles=tiles,
-    )
+        _check_attention(query, kv_cache, output, plan, layer)
+    module.span_attention(query, kv_cache, output, plan, layer)
 
 
 def reposition_keys(
@@ -165,14 +124,32 @@ def _check_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     output: torch.Tensor,
-    batch: SpanBatch,
-    cos_sin: torch.Tensor | None,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    layout: Layout,
+    plan: SpanPlan,
+    layer: LayerAttention,
 ) -> None:
     """Check shapes and dtypes, no contents: this runs for every layer."""
-    _check_cache(kv_cache, layout)
+    if kv_cache.dim() == 4 and kv_cache.shape[2] != plan.spans.block_size:
+        raise ValueError(
+            f"kv_cache has block size {kv_cache.shape[2]}, the batch {plan.spans.block_size}"
+        )
+    _check_cache(kv_cache, layer.layout)
+    _check_rows(query, kv_cache, output)
+    if layer.softcap < 0:
+        raise ValueError(f"softcap is {layer.softcap}; use 0 for none")
+    slopes, num_heads = layer.alibi_slopes, query.shape[1]
+    if slopes is not None and (
+        tuple(slopes.shape) != (num_heads,) or slopes.dtype != torch.float32
+    ):
+        raise ValueError(
+            f"alibi_slopes is {slopes.dtype} {tuple(slopes.shape)}; expected "
+            f"torch.float32 [{num_heads}]"
+        )
+    if plan.cos_sin is not None:
+        _check_cos_sin(plan.cos_sin, plan.spans.num_spans, query.shape[2])
+
+
+def _check_rows(query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor) -> None:
+    """Queries and outputs against each other and the cache."""
     if query.dim() != 3:
         raise ValueError(f"query has shape {tuple(query.shape)}; expected [tokens, heads, size]")
     num_heads, head_size = query.shape[1:]
@@ -194,17 +171,6 @@ def _check_attention(
             f"output has shape {tuple(output.shape)}, which does not match query "
             f"{tuple(query.shape)}"
         )
-    if softcap < 0:
-        raise ValueError(f"softcap is {softcap}; use 0 for none")
-    if alibi_slopes is not None and (
-        tuple(alibi_slopes.shape) != (num_heads,) or alibi_slopes.dtype != torch.float32
-    ):
-        raise ValueError(
-            f"alibi_slopes is {alibi_slopes.dtype} {tuple(alibi_slopes.shape)}; expected "
-            f"torch.float32 [{num_heads}]"
-        )
-    if cos_sin is not None:
-        _check_cos_sin(cos_sin, batch.num_spans, head_size)
 
 
 def _check_cache(kv_cache: torch.Tensor, layout: Layout) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_choreo.ops.layout import Layout, key_view, read_kv, value_view
+from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.spans import SpanBatch
 
@@ -40,34 +41,24 @@ def span_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     output: torch.Tensor,
-    batch: SpanBatch,
-    *,
-    reads: SharedReads | None,
-    scale: float,
-    cos_sin: torch.Tensor | None,
-    is_neox: bool,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    layout: Layout,
-    tiles: object = None,
+    plan: SpanPlan,
+    layer: LayerAttention,
 ) -> None:
     """See ``vllm_choreo.ops.span_attention``; one request after the other, in float32."""
-    queries = _Queries(
-        query, kv_cache, batch, scale, cos_sin, is_neox, softcap, alibi_slopes, layout
-    )
-    if reads is not None:
-        _shared(queries, reads, output)
+    queries, spans = _Queries(query, kv_cache, plan, layer), plan.spans
+    if plan.reads is not None:
+        _shared(queries, plan.reads, output)
         return
-    for r in range(batch.num_reqs):
-        first, end = batch.span_start_loc[r : r + 2].tolist()
-        sizes = batch.num_tokens.tolist()
+    for r in range(spans.num_reqs):
+        first, end = spans.span_start_loc[r : r + 2].tolist()
+        sizes = spans.num_tokens.tolist()
         scored = [queries.read(r, j, 0, sizes[j], j == end - 1) for j in range(first, end)]
         queries.store(r, [queries.attend(r, scored)], output)
 
 
 def _shared(queries: _Queries, reads: SharedReads, output: torch.Tensor) -> None:
     """Each group reads its pieces once; then every request merges what its groups found."""
-    batch = queries.batch
+    batch = queries.plan.spans
     partials: list[list[Partial]] = [[] for _ in range(batch.num_reqs)]
     for g, group in enumerate(reads.groups()):
         is_single = g < batch.num_reqs
@@ -92,41 +83,36 @@ class _Queries:
 
     query: torch.Tensor
     kv_cache: torch.Tensor
-    batch: SpanBatch
-    scale: float
-    cos_sin: torch.Tensor | None
-    is_neox: bool
-    softcap: float
-    alibi_slopes: torch.Tensor | None
-    layout: Layout
+    plan: SpanPlan
+    layer: LayerAttention
 
     def rows(self, r: int) -> slice:
-        start, stop = self.batch.query_start_loc[r : r + 2].tolist()
+        start, stop = self.plan.spans.query_start_loc[r : r + 2].tolist()
         return slice(start, stop)
 
     def read(
         self, r: int, j: int, begin: int, num_tokens: int, is_own: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores ``[group, q_len, num_kv_heads, n]`` and values ``[n, num_kv_heads, d]``."""
-        batch = self.batch
-        keys, values = read_kv(self.kv_cache, _slots(batch, r, j, begin, num_tokens), self.layout)
+        batch, cos_sin, layer = self.plan.spans, self.plan.cos_sin, self.layer
+        keys, values = read_kv(self.kv_cache, _slots(batch, r, j, begin, num_tokens), layer.layout)
         q = self.query[self.rows(r)].float()
         q_len, num_heads, head_size = q.shape
         num_kv_heads = keys.shape[1]
         own = int(batch.span_start_loc[r + 1]) - 1
         own_index = int(batch.num_tokens[own]) - q_len + torch.arange(q_len, device=q.device)
         delta = int(batch.position_delta[j])
-        if self.cos_sin is not None and delta != 0:
-            q = rotate(q, self.cos_sin[j], self.is_neox)
+        if cos_sin is not None and delta != 0:
+            q = rotate(q, cos_sin[j], layer.is_neox)
         q = q.view(q_len, num_kv_heads, num_heads // num_kv_heads, head_size)
-        scores = self.scale * torch.einsum("qhgd,khd->gqhk", q, keys.float())
-        if self.softcap:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = layer.scale * torch.einsum("qhgd,khd->gqhk", q, keys.float())
+        if layer.softcap:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
         index = begin + torch.arange(num_tokens, device=q.device)
-        if self.alibi_slopes is not None:
+        if layer.alibi_slopes is not None:
             position = int(batch.stored_position[own]) + own_index
             seen = int(batch.stored_position[j]) + index - delta
-            slopes = self.alibi_slopes.view(num_kv_heads, -1).t()[:, None, :, None]
+            slopes = layer.alibi_slopes.view(num_kv_heads, -1).t()[:, None, :, None]
             scores = scores + slopes * (seen[None, :] - position[:, None])[None, :, None, :]
         if is_own:
             hidden = index[None, :] > own_index[:, None]

@@ -70,7 +70,9 @@ class SharedReads:
             of_group = tuple(requests[members[g] : members[g + 1]])
             width = len(of_group)
             listed = [
-                Piece(num_tokens, tuple(begins[reads[g] + i * width : reads[g] + (i + 1) * width]))
+                SharedPiece(
+                    num_tokens, tuple(begins[reads[g] + i * width : reads[g] + (i + 1) * width])
+                )
                 for i, num_tokens in enumerate(tokens[pieces[g] : pieces[g + 1]])
             ]
             found.append(Group(of_group, listed))
@@ -78,7 +80,7 @@ class SharedReads:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SharedPiece:
     """Tokens that the members of a group read: ``(span, first token in it)`` per member."""
 
     num_tokens: int
@@ -90,7 +92,7 @@ class Group:
     """See ``SharedReads``."""
 
     members: tuple[int, ...]
-    pieces: list[Piece]
+    pieces: list[SharedPiece]
 
 
 def plan_shared_reads(batch: SpanBatch) -> SharedReads | None:
@@ -103,8 +105,8 @@ def plan_shared_reads(batch: SpanBatch) -> SharedReads | None:
         The groups; None if no two spans have enough tokens in common.
     """
     request_of = _parent_spans(batch)
-    alone: list[list[Piece]] = [[] for _ in range(batch.num_reqs)]
-    shared: dict[tuple[int, ...], list[Piece]] = {}
+    alone: list[list[SharedPiece]] = [[] for _ in range(batch.num_reqs)]
+    shared: dict[tuple[int, ...], list[SharedPiece]] = {}
     for piece in _pieces(batch, request_of):
         readers = tuple(request_of[span] for span, _ in piece.reads)
         if len(readers) > 1:
@@ -114,7 +116,7 @@ def plan_shared_reads(batch: SpanBatch) -> SharedReads | None:
     for readers in [r for r in shared if sum(p.num_tokens for p in shared[r]) < MIN_SHARED_TOKENS]:
         for piece in shared.pop(readers):
             for request, read in zip(readers, piece.reads, strict=True):
-                alone[request].append(Piece(piece.num_tokens, (read,)))
+                alone[request].append(SharedPiece(piece.num_tokens, (read,)))
     if not shared:
         return None
     singles = [Group((r,), pieces) for r, pieces in enumerate(alone)]
@@ -131,7 +133,7 @@ def _parent_spans(batch: SpanBatch) -> dict[int, int]:
 _Cut = tuple[int, int, int]
 
 
-def _pieces(batch: SpanBatch, request_of: dict[int, int]) -> Iterator[Piece]:
+def _pieces(batch: SpanBatch, request_of: dict[int, int]) -> Iterator[SharedPiece]:
     """The spans cut where their readers change."""
     readers: dict[tuple[_Cut, ...], list[int]] = {}
     cuts_of: dict[tuple[int, int, bytes], tuple[_Cut, ...]] = {}
@@ -158,7 +160,7 @@ def _cuts(blocks: Sequence[int], first: int, num_tokens: int, size: int) -> tupl
     )
 
 
-def _runs(readers: dict[tuple[_Cut, ...], list[int]]) -> Iterator[Piece]:
+def _runs(readers: dict[tuple[_Cut, ...], list[int]]) -> Iterator[SharedPiece]:
     """Whole spans, and runs of blocks of those that overlap others in part (sub-spans).
 
     A block that two spans cut differently is read by each alone.
@@ -176,7 +178,7 @@ def _runs(readers: dict[tuple[_Cut, ...], list[int]]) -> Iterator[Piece]:
             begin += sum(stop - start for _, start, stop in run_cuts)
     for run_cuts, reads in runs.items():
         num_tokens = sum(stop - start for _, start, stop in run_cuts)
-        yield Piece(num_tokens, tuple(sorted(reads)))
+        yield SharedPiece(num_tokens, tuple(sorted(reads)))
 
 
 def _flatten(groups: Sequence[Group]) -> SharedReads:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_choreo.ops.sharing import Group, Piece, SharedReads
+from vllm_choreo.ops.sharing import Group, SharedPiece, SharedReads
 from vllm_choreo.ops.spans import SpanBatch, ints
 
 # Rows of the tensor cores' smallest product.
@@ -123,7 +123,7 @@ def _alone(batch: SpanBatch) -> Iterator[Group]:
     start, num_tokens = ints(batch.span_start_loc), ints(batch.num_tokens)
     for r in range(batch.num_reqs):
         spans = range(start[r], start[r + 1] - 1)
-        yield Group((r,), [Piece(num_tokens[j], ((j, 0),)) for j in spans])
+        yield Group((r,), [SharedPiece(num_tokens[j], ((j, 0),)) for j in spans])
 
 
 @dataclass(eq=False)
@@ -181,7 +181,7 @@ class _Planner:
             rows = self._num_rows(len(chosen) * self.group_heads)
             self.tiles.append(_Tile(chosen, segments, rows, request if has_own else -1, own))
 
-    def _segment(self, request: int, piece: Piece) -> tuple[int, ...]:
+    def _segment(self, request: int, piece: SharedPiece) -> tuple[int, ...]:
         first_read = len(self.reads)
         for span, begin in piece.reads:
             self.reads.append((span, self.stored[span] + begin - self.delta[span]))

@@ -29,7 +29,7 @@ from xformers.ops.fmha.attn_bias import (
 from xformers.ops.fmha.triton_splitk import FwOp
 
 from vllm_choreo.ops.layout import Layout, key_view, value_view
-from vllm_choreo.ops.sharing import SharedReads
+from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.spans import SpanBatch, ints
 
 HEAD_SIZES = (16, 32, 64, 128, 256, 512)
@@ -130,16 +130,8 @@ def span_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     output: torch.Tensor,
-    batch: SpanBatch,
-    *,
-    reads: SharedReads | None,
-    scale: float,
-    cos_sin: torch.Tensor | None,
-    is_neox: bool,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    layout: Layout,
-    tiles: object = None,
+    plan: SpanPlan,
+    layer: LayerAttention,
 ) -> None:
     """See ``vllm_choreo.ops.span_attention``.
 
@@ -152,14 +144,15 @@ def span_attention(
         ValueError: dtype, head size, block size, layout, soft cap or slopes that the kernel has
             no way for.
     """
-    _refuse_unsupported(query, kv_cache, softcap, alibi_slopes, layout)
+    _refuse_unsupported(query, kv_cache, layer)
+    batch, cos_sin = plan.spans, plan.cos_sin
     num_queries, num_kv_heads = int(batch.query_start_loc[-1]), kv_cache.shape[1]
     if not num_queries:
         return
     pages_per_block = kv_cache.stride(0) // (batch.block_size * kv_cache.stride(2))
     group = query.shape[1] // num_kv_heads
-    keys = _paged(key_view(kv_cache, layout), pages_per_block, group)
-    values = _paged(value_view(kv_cache, layout), pages_per_block, group)
+    keys = _paged(key_view(kv_cache, layer.layout), pages_per_block, group)
+    values = _paged(value_view(kv_cache, layer.layout), pages_per_block, group)
     num_columns = max(ints(batch.span_start_loc.diff()))
     shape = (num_queries, num_columns, num_kv_heads, group)
     found = query.new_zeros((*shape, query.shape[2]), dtype=torch.float32)
@@ -168,13 +161,13 @@ def span_attention(
         rows, columns, spans = _rows(launch.readers, query.device)
         asked = query[rows]
         if cos_sin is not None:
-            asked = _rotate(asked, cos_sin[spans], is_neox)
+            asked = _rotate(asked, cos_sin[spans], layer.is_neox)
         inputs = fmha.Inputs(
             query=asked.unflatten(1, (num_kv_heads, group))[None],
             key=keys,
             value=values,
             attn_bias=launch.bias(batch, pages_per_block),
-            scale=scale,
+            scale=layer.scale,
             is_partial=True,
         )
         part, context = _operator(launch, batch, num_kv_heads).apply(inputs, needs_gradient=True)
@@ -205,13 +198,7 @@ def reposition_keys(
     raise ValueError("impl='xformers' cannot reposition keys: use impl='triton'")
 
 
-def _refuse_unsupported(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    layout: Layout,
-) -> None:
+def _refuse_unsupported(query: torch.Tensor, kv_cache: torch.Tensor, layer: LayerAttention) -> None:
     """
     Raises:
         ValueError: names the argument and the way out.
@@ -225,12 +212,12 @@ def _refuse_unsupported(
         raise ValueError("query lies on the CPU; impl='xformers' runs on GPUs: use impl='cpu'")
     if query.dtype not in dtypes:
         reason = f"query is {query.dtype}, none of {dtypes}"
-    elif softcap:
-        reason = f"softcap is {softcap}, not 0"
-    elif alibi_slopes is not None:
+    elif layer.softcap:
+        reason = f"softcap is {layer.softcap}, not 0"
+    elif layer.alibi_slopes is not None:
         reason = "alibi_slopes are given"
-    elif layout is not Layout.SIDE_BY_SIDE:
-        reason = f"layout is '{layout.value}', not '{Layout.SIDE_BY_SIDE.value}'"
+    elif layer.layout is not Layout.SIDE_BY_SIDE:
+        reason = f"layout is '{layer.layout.value}', not '{Layout.SIDE_BY_SIDE.value}'"
     elif head_size not in HEAD_SIZES:
         reason = f"query has head size {head_size}, none of {HEAD_SIZES}"
     elif block_size % _MIN_CHUNK:

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_choreo.engine.worker.batch import BatchPlanner, LayerShape
 from vllm_choreo.engine.worker.probe import QueryRecorder
-from vllm_choreo.ops import Layout, Rotation, default_impl, span_attention
+from vllm_choreo.engine.worker.span_batcher import LayerKind, SpanBatcher
+from vllm_choreo.ops import LayerAttention, Layout, Rotation, default_impl, span_attention
 from vllm_choreo.ops.dispatch import Impl
 
 
@@ -23,20 +23,35 @@ class ChoreoImpl:
         layout: in which vLLM's implementation stores keys and values.
         kernels: that run choreographed batches; None takes the default of the CPU.
         rotation: the layer's rotary embedding as the position probe found it; None: it has none.
-        planner: of the worker; None until choreography is prepared.
-        shape: of the layer, set together with the planner.
+        batcher: of the worker; None until choreography is prepared.
+        plan_index: of the layer's kind among the batcher's.
+        attention: what the layer is to `ops.span_attention`, set together with the batcher.
     """
 
     layout: ClassVar[Layout]
     kernels: ClassVar[Impl | None] = None
     rotation: Rotation | None = None
-    planner: BatchPlanner | None = None
-    shape: LayerShape | None = None
+    batcher: SpanBatcher | None = None
+    plan_index: int
+    attention: LayerAttention
 
     @classmethod
     def resolved_kernels(cls) -> Impl:
         """Of which module of `vllm_choreo.ops` choreographed batches run the kernels."""
         return cls.kernels or default_impl()
+
+    def prepare(self: Any, batcher: SpanBatcher, kind: LayerKind) -> None:
+        """From now on the layer reads what the batcher plans for its kind."""
+        rotation = kind.rotation
+        self.rotation, self.plan_index = rotation, batcher.kinds.index(kind)
+        self.attention = LayerAttention(
+            scale=self.scale,
+            is_neox=rotation is None or rotation.is_neox,
+            softcap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            layout=self.layout,
+        )
+        self.batcher = batcher
 
     def forward(
         self: Any,
@@ -56,27 +71,13 @@ class ChoreoImpl:
         """
         if isinstance(attn_metadata, QueryRecorder):
             return attn_metadata.record(layer, query, key, value, output)
-        batch = self.planner and self.planner.running
-        if batch is None:
+        plans = self.batcher and self.batcher.running
+        if plans is None:
             return super().forward(  # type: ignore[misc]
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
-        rotation = self.rotation
-        span_attention(
-            query,
-            kv_cache,
-            output,
-            batch.spans,
-            scale=self.scale,
-            cos_sin=None if rotation is None else batch.cos_sin[rotation],
-            is_neox=rotation is None or rotation.is_neox,
-            softcap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes,
-            reads=batch.reads,
-            layout=self.layout,
-            tiles=batch.tiles.get(self.shape),
-            impl=self.kernels,
-        )
+        plan = plans[self.plan_index]
+        span_attention(query, kv_cache, output, plan, self.attention, self.kernels)
         return output
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:

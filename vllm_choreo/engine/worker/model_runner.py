@@ -14,10 +14,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.step import BlockMove, ChoreoStep
 from vllm_choreo.engine.worker.attention import ChoreoImpl
-from vllm_choreo.engine.worker.batch import BatchPlanner, LayerShape, to_device
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
+from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, to_device
 from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.errors import UnsupportedModelError
 from vllm_choreo.ops import Rotation, detect_layout, reposition_keys
@@ -27,7 +27,7 @@ _NO_ROTATION = Rotation(inv_freq=torch.empty(0, dtype=torch.float64), is_neox=Tr
 
 class ChoreoModelRunner:
     """Before a step come the moves and copies of blocks; in it, the spans go to the attention
-    layers by `planner.running`. Mixed in before one of vLLM's runners.
+    layers by `batcher.running`. Mixed in before one of vLLM's runners.
 
     `prepare_choreography` comes before the first choreographed step.
     """
@@ -38,7 +38,7 @@ class ChoreoModelRunner:
     device: torch.device
     kv_cache_dtype: torch.dtype
 
-    planner: BatchPlanner
+    batcher: SpanBatcher
     layers: dict[str, Any]
     layer_positions: Sequence[LayerPositions]
     host_blocks: HostBlocks | None
@@ -67,28 +67,26 @@ class ChoreoModelRunner:
         self.layer_positions = probe_positions(
             self.get_model(), self.vllm_config, list(layers), self.device
         )
-        rotations = {p.rotation: None for p in self.layer_positions if p.rotation is not None}
-        shapes = {
-            name: LayerShape(
-                layer.num_heads, layer.num_kv_heads, layer.head_size, self.kv_cache_dtype
-            )
-            for name, layer in layers.items()
-            if layer.impl.resolved_kernels() == "triton"
-        }
+        kinds = {p.layer: self._kind(layers[p.layer], p.rotation) for p in self.layer_positions}
         config = ChoreoConfig.from_vllm(self.vllm_config)
-        self.planner = BatchPlanner(
-            block_size, list(rotations), config.shared_reading, self.device, shapes.values()
+        self.batcher = SpanBatcher(
+            block_size, list(dict.fromkeys(kinds.values())), config.shared_reading, self.device
         )
-        for found in self.layer_positions:
-            impl = layers[found.layer].impl
-            impl.rotation, impl.planner = found.rotation, self.planner
-            impl.shape = shapes.get(found.layer)
+        for name, kind in kinds.items():
+            layers[name].impl.prepare(self.batcher, kind)
         self.host_blocks = self._make_host_blocks(config)
         self._guard_graphs()
-        if shapes:
-            warm_up(layers.values(), self.planner, self._table_width)
+        if any(kind.shape for kind in kinds.values()):
+            warm_up(layers.values(), self.batcher, self._table_width)
             if config.reposition == "in_place":
                 self._move_keys([BlockMove(src=0, dst=0, delta=0)])  # block 0 is nobody's
+
+    def _kind(self, layer: Any, rotation: Rotation | None) -> LayerKind:
+        """What the layer shares with others."""
+        if layer.impl.resolved_kernels() != "triton":
+            return LayerKind(rotation)
+        heads = layer.num_heads, layer.num_kv_heads, layer.head_size
+        return LayerKind(rotation, LayerShape(*heads, self.kv_cache_dtype))
 
     def _make_host_blocks(self, config: ChoreoConfig) -> HostBlocks | None:
         caches = [layer.kv_cache for layer in self.layers.values()]
@@ -128,19 +126,19 @@ class ChoreoModelRunner:
         if step is None:  # a dummy run or a warm-up: it comes from no scheduler
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         block_ids = _started_blocks(scheduler_output)
-        self.planner.update(step.started, scheduler_output.finished_req_ids, block_ids)
+        self.batcher.update(step.started, scheduler_output.finished_req_ids, block_ids)
         if self.host_blocks is not None:
             self.host_blocks.copy(step.saves, step.loads)
         self._move_keys(step.moves)
         # A full graph replays vLLM's own attention; piecewise ones leave attention out.
-        self.graphs.allow_full = not self.planner.reads_spans(scheduler_output.num_scheduled_tokens)
+        self.graphs.allow_full = not self.batcher.reads_spans(scheduler_output.num_scheduled_tokens)
         self._in_step = True
         try:
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._in_step = False
             self.graphs.allow_full = True
-            self.planner.running = None
+            self.batcher.running = None
 
     def _move_keys(self, moves: Sequence[BlockMove]) -> None:
         """Rotate keys of whole blocks in every layer, in place first, then into copies."""
@@ -155,7 +153,7 @@ class ChoreoModelRunner:
             deltas = torch.tensor([move.delta for move in chosen])
             cos_sin = {
                 rotation: to_device(rotation.cos_sin(deltas), self.device)
-                for rotation in (_NO_ROTATION, *self.planner.rotations)
+                for rotation in (_NO_ROTATION, *self.batcher.rotations)
             }
             for layer in self.layers.values():
                 rotation = layer.impl.rotation or _NO_ROTATION

@@ -12,6 +12,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
+from vllm_choreo.engine.worker.span_batcher import StepBatch
 
 
 class ChoreoDispatcher(CudagraphDispatcher):
@@ -46,13 +47,14 @@ class ChoreoModelRunnerV1(ChoreoModelRunner):
         self: Any, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any
     ) -> Any:
         if self._in_step:
-            self.planner.running = self.planner.batch(
+            step = StepBatch(
                 self.input_batch.req_ids[:num_reqs],
                 self.query_start_loc.cpu[: num_reqs + 1],
                 self.optimistic_seq_lens_cpu[:num_reqs],
                 self.input_batch.block_table[0].get_device_tensor(num_reqs),
                 self.seq_lens[:num_reqs],
             )
+            self.batcher.running = self.batcher.batch(step)
         return super()._build_attention_metadata(  # type: ignore[misc]
             num_tokens, num_reqs, *args, **kwargs
         )

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
+from vllm_choreo.engine.worker.span_batcher import StepBatch
 
 
 class ChoreoCudaGraphManager(ModelCudaGraphManager):
@@ -59,13 +60,14 @@ class ChoreoModelRunnerV2(ChoreoModelRunner):
         block_tables, slot_mappings = super().prepare_attn(input_batch)  # type: ignore[misc]
         if self._in_step:
             num_reqs = input_batch.num_reqs
-            self.planner.running = self.planner.batch(
+            step = StepBatch(
                 input_batch.req_ids,
                 torch.from_numpy(input_batch.query_start_loc_np[: num_reqs + 1]),
                 input_batch.seq_lens_cpu_upper_bound[:num_reqs],
                 block_tables[0][:num_reqs],
                 input_batch.seq_lens[:num_reqs],
             )
+            self.batcher.running = self.batcher.batch(step)
         return block_tables, slot_mappings
 
 

@@ -8,7 +8,8 @@ import functools
 import torch
 import triton
 
-from vllm_choreo.ops.layout import Layout, key_view, value_view
+from vllm_choreo.ops.layout import key_view, value_view
+from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.spans import SpanBatch
 from vllm_choreo.ops.tiles import MIN_ROWS, Tiles, plan_tiles
@@ -72,21 +73,13 @@ def span_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     output: torch.Tensor,
-    batch: SpanBatch,
-    *,
-    reads: SharedReads | None,
-    scale: float,
-    cos_sin: torch.Tensor | None,
-    is_neox: bool,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    layout: Layout,
-    tiles: Tiles | None,
+    plan: SpanPlan,
+    layer: LayerAttention,
 ) -> None:
     """See ``vllm_choreo.ops.span_attention``.
 
     The block table and ``cos_sin`` lie on the query's device; without ``tiles`` the rest of the
-    batch lies in host memory.
+    plan's spans lies in host memory.
     """
     _, num_heads, head_size = query.shape
     num_kv_heads = kv_cache.shape[1]
@@ -96,17 +89,18 @@ def span_attention(
         )
     if query.stride(2) != 1 or output.stride(2) != 1:
         raise ValueError("the last dim of query and output must be contiguous")
+    tiles, table, cos_sin = plan.tiles, plan.spans.block_table, plan.cos_sin
     if tiles is None:
         tiles = make_tiles(
-            batch,
-            reads,
+            plan.spans,
+            plan.reads,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             dtype=query.dtype,
             device=query.device,
         )
-    keys, values = key_view(kv_cache, layout), value_view(kv_cache, layout)
+    keys, values = key_view(kv_cache, layer.layout), value_view(kv_cache, layer.layout)
     shape = (tiles.num_partials, num_heads)
     partial_output = query.new_empty((*shape, head_size), dtype=torch.float32)
     partial_lse = query.new_empty(shape, dtype=torch.float32)
@@ -117,20 +111,20 @@ def span_attention(
             query, *query.stride()[:2],
             keys, *keys.stride(), values, *values.stride(),
             output, *output.stride()[:2], partial_output, partial_lse,
-            batch.block_table, batch.block_table.stride(0), cos_sin, alibi_slopes,
+            table, table.stride(0), cos_sin, layer.alibi_slopes,
             tile_class.query, tile_class.request, tile_class.column, tile_class.items,
             tiles.segments, tiles.read_span, tiles.read_position,
             tiles.own_first_slot, tiles.own_tokens, tiles.own_position, tiles.query_end,
-            scale, softcap,
+            layer.scale, layer.softcap,
             NUM_ROWS=tile_class.num_rows,
             GROUP_HEADS=num_heads // num_kv_heads,
             HEAD_SIZE=head_size,
             PADDED_HEAD_SIZE=padded,
             ROTARY_DIM=0 if cos_sin is None else cos_sin.shape[1],
-            IS_NEOX=is_neox,
-            HAS_SOFTCAP=softcap > 0,
-            HAS_ALIBI=alibi_slopes is not None,
-            BLOCK_SIZE=batch.block_size,
+            IS_NEOX=layer.is_neox,
+            HAS_SOFTCAP=layer.softcap > 0,
+            HAS_ALIBI=layer.alibi_slopes is not None,
+            BLOCK_SIZE=plan.spans.block_size,
             CHUNK=_chunk_tokens(padded, query.dtype),
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             WIDEN=query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,

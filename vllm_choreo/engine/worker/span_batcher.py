@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The spans of the batch, from the scheduler's plans to what the attention layers read.
+
+requests of a step   SpanBatcher.batch
+per group of layers      spans, grouped reads         _GroupBatcher
+per kind of layer        rotation, tiles            one SpanPlan each, at LayerKind's index
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import is_not
+from typing import NamedTuple
+
+import torch
+
+from vllm_choreo.engine.step import RequestSpans
+from vllm_choreo.ops import Rotation, SharedReads, SpanBatch, SpanPlan, plan_shared_reads
+from vllm_choreo.ops.tiles import MIN_SPLIT_TOKENS, Tiles
+
+_ORDINARY = RequestSpans((), (), (), (), 0)
+
+
+class LayerShape(NamedTuple):
+    """What a layer's tiles depend on; heads are those of this worker's share."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+
+class LayerKind(NamedTuple):
+    """Layers of one kind take the same plan.
+
+    Attributes:
+        rotation: of the layer; None: it has none.
+        shape: of the layer, if its kernels take tiles (`impl="triton"`), else None.
+        group: layers of a group read the same spans, see `RequestSpans.of_group`.
+    """
+
+    rotation: Rotation | None
+    shape: LayerShape | None = None
+    group: int = 0
+
+
+class StepBatch(NamedTuple):
+    """What vLLM's runner knows of the batch of a step.
+
+    Attributes:
+        request_ids: in the order of the batch.
+        query_start_loc: int32 `[num_reqs + 1]`, in host memory.
+        seq_lens: int32 `[num_reqs]`, tokens of the virtual sequences after this step, in host
+            memory; for kernels that take tiles an upper bound will do.
+        block_table: int32 `[num_reqs, max_blocks]`, on the device.
+        device_seq_lens: the very lengths, on the device; needed for tiles.
+    """
+
+    request_ids: Sequence[str]
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    device_seq_lens: torch.Tensor | None = None
+
+
+class SpanBatcher:
+    """Keeps the spans of running requests and lays them out for a batch.
+
+    Between two steps of the same requests only the own spans grow, so the rest is kept: laying
+    out, grouping, rotating and cutting cost nothing in a decode step. Nothing here waits for a
+    device.
+
+    Args:
+        block_size: tokens in a KV block.
+        kinds: of the model's layers, each once.
+        shared_reading: see the attribute.
+        device: of the KV cache.
+
+    Attributes:
+        shared_reading: read what several requests attend to once for all of them. May be set
+            between two steps.
+        running: the plans of the step that runs now, one per kind; None while it is an ordinary
+            one, or no step at all but a dummy run.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        kinds: Sequence[LayerKind],
+        shared_reading: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.block_size = block_size
+        self.kinds = tuple(kinds)
+        self.shared_reading = shared_reading
+        self.device = torch.device(device)
+        self.running: Sequence[SpanPlan] | None = None
+        self._requests: dict[str, RequestSpans] = {}
+        self._block_ids: dict[str, Sequence[int]] = {}
+        self._laid_out: list[RequestSpans] = []
+        self._groups = [
+            _GroupBatcher(block_size, group, self.kinds, self.device)
+            for group in dict.fromkeys(kind.group for kind in self.kinds)
+        ]
+
+    @property
+    def rotations(self) -> list[Rotation]:
+        """That the layers have, each once."""
+        return list({kind.rotation: None for kind in self.kinds if kind.rotation is not None})
+
+    def update(
+        self,
+        started: Mapping[str, RequestSpans],
+        finished: Iterable[str],
+        block_ids: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """Take in what the scheduler sent with a step.
+
+        Args:
+            started: spans of the requests that start, or start again.
+            finished: requests that ended.
+            block_ids: of requests that start; needed where the block table lies on a device.
+        """
+        for request_id in finished:
+            self._requests.pop(request_id, None)
+            self._block_ids.pop(request_id, None)
+        self._requests.update(started)
+        self._block_ids.update({r: ids for r, ids in (block_ids or {}).items() if r in started})
+
+    def reads_spans(self, request_ids: Iterable[str]) -> bool:
+        """Whether any of the requests reads more than its own tokens."""
+        found = (self._requests.get(request_id, _ORDINARY) for request_id in request_ids)
+        return any(spans.first_slot or spans.other_groups for spans in found)
+
+    def batch(self, step: StepBatch) -> list[SpanPlan] | None:
+        """The plan of each kind; None if every request reads its own tokens only."""
+        if not self.reads_spans(step.request_ids):
+            return None
+        requests = [self._requests.get(request_id, _ORDINARY) for request_id in step.request_ids]
+        # By identity: the spans of a request that starts again are a new object, and may lie in
+        # other blocks.
+        is_new = len(requests) != len(self._laid_out) or any(map(is_not, requests, self._laid_out))
+        host_table = None
+        if is_new:
+            is_host = step.block_table.device.type == "cpu"
+            host_table = step.block_table if is_host else self._sent_table(step.request_ids)
+            for group in self._groups:
+                group.lay_out(requests)
+            self._laid_out = requests
+        plans: dict[int, SpanPlan] = {}
+        for group in self._groups:
+            plans.update(group.batch(step, host_table, self.shared_reading))
+        return [plans[index] for index in range(len(self.kinds))]
+
+    def _sent_table(self, request_ids: Sequence[str]) -> torch.Tensor:
+        """The block table in host memory, as far as the scheduler sent it when requests started.
+
+        What requests got since then holds own tokens only, which planning does not look up.
+        """
+        rows = [_int32(self._block_ids.get(request_id, ())) for request_id in request_ids]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+class _GroupBatcher:
+    """The part of a `SpanBatcher` for the layers of one group."""
+
+    def __init__(
+        self, block_size: int, group: int, kinds: Sequence[LayerKind], device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.group = group
+        self.device = device
+        self._kinds = {i: kind for i, kind in enumerate(kinds) if kind.group == group}
+        self._columns: dict[str, torch.Tensor] = {}
+        self._own: torch.Tensor = torch.empty(0, dtype=torch.int64)
+        self._bases: torch.Tensor = torch.empty(0, dtype=torch.int32)
+        self._device_bases: torch.Tensor = self._bases
+        self._cos_sin: dict[Rotation | None, torch.Tensor | None] = {}
+        self._reads: SharedReads | None = None
+        self._tiles: dict[LayerShape | None, Tiles] = {}
+        self._tiled_for: tuple[bool, list[int]] | None = None
+        self._tiled_own: torch.Tensor = self._bases
+
+    def lay_out(self, requests: Sequence[RequestSpans]) -> None:
+        """Flatten the spans; each request's own span comes last and is not rotated."""
+        with_own = [
+            dataclasses.replace(
+                spans,
+                first_slot=(*spans.first_slot, spans.base),
+                num_tokens=(*spans.num_tokens, 0),
+                stored_position=(*spans.stored_position, spans.base),
+                position_delta=(*spans.position_delta, 0),
+            )
+            for spans in (request.of_group(self.group) for request in requests)
+        ]
+        ends = list(accumulate(len(request.first_slot) for request in with_own))
+        self._columns = {
+            name: _int32([x for request in with_own for x in getattr(request, name)])
+            for name in ("first_slot", "num_tokens", "stored_position", "position_delta")
+        }
+        self._columns["span_start_loc"] = _int32([0, *ends])
+        self._own = torch.tensor(ends, dtype=torch.int64) - 1
+        self._bases = _int32([request.base for request in with_own])
+        self._device_bases = to_device(self._bases, self.device)
+        deltas = self._columns["position_delta"]
+        self._cos_sin = {
+            rotation: None if rotation is None else to_device(rotation.cos_sin(deltas), self.device)
+            for rotation in {kind.rotation for kind in self._kinds.values()}
+        }
+
+    def batch(
+        self, step: StepBatch, host_table: torch.Tensor | None, shared_reading: bool
+    ) -> dict[int, SpanPlan]:
+        """The plans of the group's kinds, by the kinds' indices.
+
+        Args:
+            step: of the requests that were laid out last.
+            host_table: the block table in host memory; None: since the step before only the own
+                spans have grown, as vLLM lets its sequences.
+            shared_reading: as in `SpanBatcher`.
+        """
+        own = step.seq_lens - self._bases
+        num_tokens = self._columns["num_tokens"].clone()
+        num_tokens[self._own] = own
+        spans = SpanBatch(
+            query_start_loc=step.query_start_loc,
+            block_table=step.block_table,
+            block_size=self.block_size,
+            **{**self._columns, "num_tokens": num_tokens},
+        )
+        if host_table is not None:
+            spans.validate()
+            self._reads = plan_shared_reads(dataclasses.replace(spans, block_table=host_table))
+        reads = self._reads if shared_reading else None
+        tiles = self._tiles_of(step, spans, reads, own, is_new=host_table is not None)
+        return {
+            index: SpanPlan(spans, self._cos_sin[kind.rotation], reads, tiles.get(kind.shape))
+            for index, kind in self._kinds.items()
+        }
+
+    def _tiles_of(
+        self,
+        step: StepBatch,
+        spans: SpanBatch,
+        reads: SharedReads | None,
+        own: torch.Tensor,
+        is_new: bool,
+    ) -> dict[LayerShape | None, Tiles]:
+        """Per shape of a layer, how its work is cut."""
+        shapes = {kind.shape for kind in self._kinds.values() if kind.shape is not None}
+        if not shapes:
+            return {}
+        if is_new or not self._tiles_serve(spans, reads, own):
+            from vllm_choreo.ops.triton import make_tiles
+
+            self._tiles = {
+                shape: make_tiles(spans, reads, device=self.device, **shape._asdict())
+                for shape in shapes
+            }
+            self._tiled_for = (reads is None, spans.query_start_loc.tolist())
+            self._tiled_own = own
+        assert step.device_seq_lens is not None
+        own_tokens = step.device_seq_lens - self._device_bases
+        return {shape: tiles.with_own_tokens(own_tokens) for shape, tiles in self._tiles.items()}
+
+    def _tiles_serve(self, spans: SpanBatch, reads: SharedReads | None, own: torch.Tensor) -> bool:
+        """Whether the last step's tiles do.
+
+        They hold for the same queries; own spans that grow leave the shares of the work uneven.
+        """
+        if self._tiled_for != (reads is None, spans.query_start_loc.tolist()):
+            return False
+        return not bool((own > 2 * self._tiled_own.clamp(min=MIN_SPLIT_TOKENS)).any())
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device, without waiting for what runs there."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _int32(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)

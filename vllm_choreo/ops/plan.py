@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two halves of an attention call: what a step reads, and what a layer is.
+
+    span_attention(query, kv_cache, output, plan, layer)
+
+A *plan* is made once per step for all layers that are alike; a *layer* once per model. Every
+implementation takes both, and makes of them what its kernels need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_choreo.ops.layout import Layout
+from vllm_choreo.ops.sharing import SharedReads
+from vllm_choreo.ops.spans import SpanBatch
+from vllm_choreo.ops.tiles import Tiles
+
+
+@dataclass(frozen=True, eq=False)
+class SpanPlan:
+    """What a step reads, for the layers of one rotation. Its tensors are not written after.
+
+    Attributes:
+        spans: of all requests; ``spans.validate()`` is the caller's duty.
+        cos_sin: float32 ``[num_spans, rotary_dim]`` of each span's ``position_delta`` (see
+            ``Rotation.cos_sin``); None for layers without rotary embedding.
+        reads: ``plan_shared_reads`` of the spans: what several requests attend to is read once,
+            with the same result; None: each request reads for itself.
+        tiles: ``make_tiles`` of spans and reads, for ``impl="triton"``, which otherwise makes
+            them in every call; others do without.
+    """
+
+    spans: SpanBatch
+    cos_sin: torch.Tensor | None
+    reads: SharedReads | None = None
+    tiles: Tiles | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerAttention:
+    """What an attention layer is, whatever it reads.
+
+    The score of a query against key ``l`` of span ``j`` is ``scale * rot(q, delta_j) . k_l``, then
+    ``softcap * tanh(score / softcap)`` if there is a cap, then plus
+    ``slope * (seen position of the key - position of the query)`` with ALiBi.
+
+    Attributes:
+        scale: factor of the dot products.
+        is_neox: how the rotary embedding pairs dims, see ``Rotation``.
+        softcap: cap of the scores, 0 for none.
+        alibi_slopes: float32 ``[num_heads]``, or None.
+        layout: of the layer's KV cache.
+    """
+
+    scale: float
+    is_neox: bool = True
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    layout: Layout = Layout.KEYS_TRANSPOSED
