@@ -18,7 +18,7 @@ _AT_ONCE = Metrics(submitted=0.0, waiting=None, ttft=0.0, latency=0.0)
 
 
 class Script:
-    """Has the interface of `Choreography`; every answer is a piece of a text.
+    """A `Facade` (vllm_choreo.api.protocol); every answer is a piece of a text.
 
     Args:
         tokenizer: of the model.
@@ -35,18 +35,21 @@ class Script:
         self._lengths = lengths
         self._count = 0
 
-    def prefill(self, tokens: Any, parents: Any = ()) -> Any:
+    def prefill(self, tokens: Any, **options: Any) -> Any:
         if isinstance(tokens, str):
-            return self._message(tokens, parents, [])
+            return self._message(tokens, options.get("parents", ()), [])
         return [self._message(item["tokens"], item.get("parents", ()), []) for item in tokens]
 
-    def decode(self, header: Any, parents: Any = (), sampling_params: Any = None) -> Any:
+    def decode(self, header: Any, **options: Any) -> Any:
         if isinstance(header, str):
-            return self._message(header, parents, self._answer(header))
+            return self._message(header, options["parents"], self._answer(header))
         return [
             self._message(item["header"], item["parents"], self._answer(item["header"]))
             for item in header
         ]
+
+    def free(self, *messages: Any) -> None:
+        """Nothing is kept."""
 
     def _answer(self, header: str) -> list[int]:
         (length,) = (length for word, length in self._lengths.items() if word in header)

@@ -11,7 +11,7 @@ from vllm_choreo.workflows.record.transcript import Transcript
 
 
 class Notes:
-    """Has the interface of `Choreography`; answers the `replies` in turn, then "…".
+    """A `Facade` (vllm_choreo.api.protocol); answers the `replies` in turn, then "…".
 
     Attributes:
         batches: how many calls each decode made.
@@ -30,25 +30,28 @@ class Notes:
         self.count = 0
         self.clock = 0
 
-    def prefill(self, tokens: Any, **arguments: Any) -> Any:
+    def prefill(self, tokens: Any, **options: Any) -> Any:
         many = isinstance(tokens, list)
-        items = tokens if many else [{"tokens": tokens, **arguments}]
+        items = tokens if many else [{"tokens": tokens, **options}]
         messages = [self._message(item["tokens"], item, "") for item in items]
         self.clock += 1
         return messages if many else messages[0]
 
-    def decode(self, header: Any, sampling_params: Any = None, **arguments: Any) -> Any:
+    def decode(self, header: Any, **options: Any) -> Any:
         many = isinstance(header, list)
-        items = header if many else [{"header": header, **arguments}]
+        items = header if many else [{"header": header, **options}]
         self.batches.append(len(items))
         messages = []
         for item in items:
-            params = item.get("sampling_params", sampling_params)
+            params = item.get("sampling_params", options.get("sampling_params"))
             message = self._message(item["header"], item, self._reply(params))
             self.sampling[message.id] = params
             messages.append(message)
         self.clock += 1
         return messages if many else messages[0]
+
+    def free(self, *messages: Any) -> None:
+        """Nothing is kept."""
 
     def _reply(self, params: Any) -> str:
         extra = (params and params.extra_args) or {}

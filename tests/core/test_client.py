@@ -18,6 +18,7 @@ from vllm.sampling_params import BeamSearchParams
 
 import vllm_choreo.engine.utility as utility
 from vllm_choreo import AsyncChoreography, Choreography
+from vllm_choreo.api.outcomes import Outcome
 from vllm_choreo.api.session import Session
 from vllm_choreo.errors import (
     ChoreoError,
@@ -34,7 +35,8 @@ from vllm_choreo.errors import (
     UnsupportedOptionError,
     UnsupportedVersionError,
 )
-from vllm_choreo.semantics.message import Metrics, Outcome
+from vllm_choreo.semantics.call import CallSpec, linked_specs
+from vllm_choreo.semantics.message import Metrics
 
 VOCAB_SIZE, MAX_MODEL_LEN = 512, 256
 Two = SamplingParams(max_tokens=2)
@@ -689,13 +691,14 @@ def test_a_session_keeps_to_its_limits(llm: Any, name: str, limit: int) -> None:
     limits = {"max_messages_per_session": 99, "max_tokens_per_session": 99}
     limits[f"max_{name}_per_session"] = limit
     session = Session(FakeTokenizer(), model_config(), limits=SimpleNamespace(**limits))
-    (a,), _ = session.plan("prefill", "abc", {})
+    (a,) = session.plan([CallSpec("prefill", "abc")])
     session.entries.finished(a, ChoreoError("failed"))
-    first = session.plan_each([{"tokens": "abcd", "save_as": "a"}, {"tokens": "efgh"}])
+    specs = linked_specs([{"tokens": "abcd", "save_as": "a"}, {"tokens": "efgh"}])
+    first = session.plan(specs, linked=True)
     with pytest.raises(LimitError, match=name):
-        session.plan("prefill", "x", {})
+        session.plan([CallSpec("prefill", "x")])
     session.entries.freed([first[0].id])
-    session.plan("prefill", "x", {})
+    session.plan([CallSpec("prefill", "x")])
 
 
 def test_streamed_pieces_make_up_the_message() -> None:

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.core.scripted_server import SESSION, body_of
 from vllm_choreo.client import Logprob
-from vllm_choreo.client.answers import Events, message_of
-from vllm_choreo.client.requests import calls_of, each_call, evicting, freeing, pinning, unpinning
-from vllm_choreo.client.sampling import sampling_fields
+from vllm_choreo.client.exchanges import Events, evicting, freeing, pinning, unpinning
 from vllm_choreo.errors import (
     ChoreoError,
     OffsetError,
@@ -20,19 +19,36 @@ from vllm_choreo.errors import (
     UnknownMessageError,
     UnsupportedOptionError,
 )
+from vllm_choreo.semantics.call import asked, asked_copy, linked_specs
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.wire.calls import call_json
+from vllm_choreo.wire.messages import message_of
+from vllm_choreo.wire.sampling import sampling_fields
 
 
 def message(name: str = "doc") -> Message:
     return message_of(body_of(name), 0.0)
 
 
-def call(kind: str, tokens: Any, **shared: Any) -> dict[str, Any]:
+def calls_of(
+    kind: str, tokens: Any, options: dict[str, Any], denied: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], bool]:
+    """The JSON of each call, and whether they are a list."""
+    given = asked(kind, tokens, options, denied)
+    return [call_json(spec) for spec in given.calls], given.is_list
+
+
+def call(kind: str, tokens: Any, **options: Any) -> dict[str, Any]:
     """The JSON of one call."""
-    (only,), many = calls_of(kind, tokens, shared, ())
+    (only,), many = calls_of(kind, tokens, options)
     assert not many
     return only
+
+
+def copy(named: Any) -> dict[str, Any]:
+    """The JSON of a copy."""
+    return call_json(asked_copy(named, {}).calls[0])
 
 
 # -- what is sent --------------------------------------------------------------------------------
@@ -63,8 +79,8 @@ def test_all_ways_to_name_a_parent() -> None:
 
 
 def test_a_copy_names_the_message_or_its_part() -> None:
-    assert call("prefill", None, copy_of=message())["copy_of"] == f"{SESSION}/doc"
-    part = call("prefill", None, copy_of=(message(), 1, 2))
+    assert copy(message())["copy_of"] == f"{SESSION}/doc"
+    part = copy((message(), 1, 2))
     assert part == {"type": "prefill", "copy_of": {"id": f"{SESSION}/doc", "start": 1, "stop": 2}}
 
 
@@ -92,7 +108,8 @@ def test_what_is_given_for_all_reaches_each_item_that_has_none() -> None:
 
 
 def test_calls_of_both_kinds_tell_by_their_keys() -> None:
-    sent = each_call([{"tokens": "a"}, {"header": "b"}, {"copy_of": "c"}], ["x"])
+    specs = linked_specs([{"tokens": "a"}, {"header": "b"}, {"copy_of": "c"}], ["x"])
+    sent = [call_json(spec) for spec in specs]
     assert [(item["type"], item["deny"]) for item in sent] == [
         ("prefill", ["x"]),
         ("decode", ["x"]),
@@ -136,13 +153,13 @@ def test_what_is_refused_before_it_is_sent(
     tokens: Any, shared: dict[str, Any], error: type[ChoreoError], parameter: str
 ) -> None:
     with pytest.raises(error) as refused:
-        calls_of("decode", tokens, shared, ())
+        calls_of("decode", tokens, shared)
     assert refused.value.parameter == parameter
 
 
 def test_a_prefill_samples_nothing() -> None:
     with pytest.raises(UnsupportedOptionError, match="prefill samples nothing"):
-        calls_of("prefill", [{"tokens": "a", "sampling_params": {"seed": 1}}], {}, ())
+        calls_of("prefill", [{"tokens": "a", "sampling_params": {"seed": 1}}], {})
 
 
 def test_where_messages_are() -> None:

@@ -33,7 +33,6 @@ from tests.core.scripted_server import (
 from vllm_choreo import AsyncChoreoClient, ChoreoClient
 from vllm_choreo.cli import main as cli
 from vllm_choreo.client import ServerError
-from vllm_choreo.client.answers import message_of
 from vllm_choreo.errors import (
     ChoreoError,
     EngineRestartedError,
@@ -45,6 +44,7 @@ from vllm_choreo.errors import (
     UnknownMessageError,
 )
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.wire.messages import message_of
 
 
 def message(name: str) -> Message:

@@ -118,9 +118,20 @@ def test_an_unknown_error_type_is_still_an_error() -> None:
 
 def test_client_modules_load_neither_torch_nor_vllm() -> None:
     names = ("errors", "semantics.params", "semantics.message", "api.session", "api.baseline")
+    names += ("semantics.call", "wire.calls", "wire.messages", "wire.refusals", "client")
     names += ("api.choreography", "api.async_choreography", "workflows.parallel_debate")
     names += ("workflows.tree_of_thoughts", "store.store", "store.exact", "store.host_tier")
     imports = "; ".join(f"import vllm_choreo.{name}" for name in names)
     code = f"import sys; {imports}; print([m for m in ('torch', 'vllm') if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_the_client_imports_nothing_of_the_facades_in_process() -> None:
+    code = (
+        "import sys, vllm_choreo.client; "
+        "rooms = ('api', 'store', 'engine', 'ops', 'server'); "
+        "print([m for m in sys.modules if m.startswith(tuple(f'vllm_choreo.{r}' for r in rooms))])"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

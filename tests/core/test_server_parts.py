@@ -28,11 +28,12 @@ from vllm_choreo.errors import (
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.server import documents
-from vllm_choreo.server.answers import message_json, results_json, usage_json
+from vllm_choreo.server.answers import results_json
 from vllm_choreo.server.errors import as_choreo_error, error_json, status_of
 from vllm_choreo.server.page import MAX_MESSAGES, session_page
 from vllm_choreo.server.plugin import check_one_process
 from vllm_choreo.server.tenants import tenant_of
+from vllm_choreo.wire.messages import message_json, usage_json
 
 
 def message(name: str = "a", *parents: str, **changes: Any) -> Message:

@@ -15,13 +15,13 @@ from vllm import SamplingParams
 from tests.server.serving import Server
 from tests.server.test_client import ANNA, GREEDY, SHED
 from vllm_choreo import ChoreoClient, Choreography
-from vllm_choreo.client.sampling import SENT
 from vllm_choreo.errors import (
     ChoreoError,
     OffsetError,
     UnsupportedOptionError,
 )
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.wire.sampling import SENT
 
 
 class _NoEngine:

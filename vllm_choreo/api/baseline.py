@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_choreo.semantics.message import Call, Message, Metrics, Outcome, Usage
+from vllm_choreo.api.planned import PlannedCall
+from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.params import ParentSpan
 
 
-def prompt_token_ids(call: Call, messages: Mapping[str, Message]) -> list[int]:
+def prompt_token_ids(call: PlannedCall, messages: Mapping[str, Message]) -> list[int]:
     """The prompt of `call`: parents, sub-spans cut out, then the header."""
     prompt: list[int] = []
     for span in call.params.parents:
@@ -29,7 +30,7 @@ def span_token_ids(span: ParentSpan, token_ids: Sequence[int]) -> Sequence[int]:
     return token_ids[span.start : span.stop]
 
 
-def stored_message(call: Call, messages: Mapping[str, Message], submitted: float) -> Message:
+def stored_message(call: PlannedCall, messages: Mapping[str, Message], submitted: float) -> Message:
     """The message of a prefill: nothing was computed and no time was spent."""
     return Message(
         id=call.id,
@@ -48,11 +49,11 @@ def stored_message(call: Call, messages: Mapping[str, Message], submitted: float
     )
 
 
-def report(call: Call, outcome: Outcome) -> dict[str, Any]:
-    """What the engine's report would say: prefix-cache hits are `reused_tokens`."""
-    num_prompt = len(outcome.output.prompt_token_ids)
-    num_generated = len(outcome.output.outputs[0].token_ids)
-    reused = outcome.output.num_cached_tokens or 0
+def report(call: PlannedCall, output: Any) -> dict[str, Any]:
+    """What the engine's report would say of a `RequestOutput`; hits are `reused_tokens`."""
+    num_prompt = len(output.prompt_token_ids)
+    num_generated = len(output.outputs[0].token_ids)
+    reused = output.num_cached_tokens or 0
     return {
         "position": num_prompt - len(call.token_ids),
         "exact": True,

@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a session by id, on the client's side: pending, complete, failed or freed."""
+"""The messages of a session by id, on the client's side: pending or complete, and what is gone.
+
+A session may run for weeks, so what it keeps of messages that were freed, and of calls that failed,
+is bounded:
+
+    numbers    the session counts them: one below the counter that is not live is gone
+    names      the latest `MAX_GONE`, and those whose `Message` the caller still holds; others are
+               forgotten, and can be given again
+    errors     their text alone
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
+from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.errors import (
     ChoreoError,
     FreedMessageError,
@@ -15,106 +26,141 @@ from vllm_choreo.errors import (
     ParentFailedError,
     UnknownMessageError,
 )
-from vllm_choreo.semantics.message import Call, Message
+from vllm_choreo.semantics.call import Result
+from vllm_choreo.semantics.call import message_id as named_id
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.provenance import histories_hold
 
-
-@dataclass(frozen=True)
-class _Freed:
-    """What is left of a message that was freed: its id stays taken, for ids are never reused."""
+# Of messages that were freed and calls that failed: how many are remembered by their ids. About
+# 150 bytes each.
+MAX_GONE = 10_000
+_FREED = ""  # what is remembered of a message that was freed; of a failed call its error's text
 
 
 class Entries:
-    """What has become of each id: a Call while it is generated, then its Message or the error.
+    """What has become of each id: its call while it is generated, then its Message; or it is gone.
 
     Args:
         session: the id of the session; ids are `session/name`.
         limits: has `max_messages_per_session` and `max_tokens_per_session`; None: no limits.
+
+    Attributes:
+        num_tokens: of all messages that are pending or complete; of pending ones as far as it is
+            known.
+        count: ids that are numbers were given below it; the session counts.
     """
 
     def __init__(self, session: str, limits: Any = None) -> None:
         self.session = session
         self.closed = False
+        self.num_tokens = 0
+        self.count = 0
         self._limits = limits
-        self._states: dict[str, Call | Message | ChoreoError | _Freed] = {}
-        self._num_tokens: dict[str, int] = {}  # of those that are pending or complete
+        self._live: dict[str, PlannedCall | Message] = {}
+        self._gone: OrderedDict[str, str] = OrderedDict()
+        # While somebody holds a freed message, its id must not come to mean another one.
+        self._held: WeakValueDictionary[str, Message] = WeakValueDictionary()
 
-    @property
-    def num_tokens(self) -> int:
-        """Of all messages that are pending or complete; of pending ones as far as it is known."""
-        return sum(self._num_tokens.values())
-
-    def started(self, calls: Iterable[Call]) -> None:
+    def started(self, calls: Iterable[PlannedCall]) -> None:
         """Reserve the ids of planned calls."""
         for call in calls:
-            self._states[call.id] = call
-            self._num_tokens[call.id] = len(call.token_ids)
+            self._gone.pop(call.id, None)
+            self._enter(call.id, call)
 
-    def withdrawn(self, calls: Iterable[Call]) -> None:
+    def withdrawn(self, calls: Iterable[PlannedCall]) -> None:
         """Give the ids of calls back that were not submitted."""
         for call in calls:
-            del self._states[call.id], self._num_tokens[call.id]
+            self._leave(call.id)
 
-    def finished(self, call: Call, result: Message | ChoreoError) -> None:
+    def finished(self, call: PlannedCall, result: Result) -> None:
         """Record how a call ended. One that ended after the session was closed leaves no trace."""
-        if self.closed:
+        if self._live.get(call.id) is not call:
             return
-        self._states[call.id] = result
         if isinstance(result, Message):
-            self._num_tokens[call.id] = result.num_tokens
+            self._enter(call.id, result)
         else:
-            self._num_tokens.pop(call.id, None)
+            self._leave(call.id)
+            self._remember(call.id, str(result) or type(result).__name__)
 
     def freed(self, message_ids: Iterable[str]) -> None:
         for message_id in message_ids:
-            self._states[message_id] = _Freed()
-            self._num_tokens.pop(message_id, None)
+            message = self._leave(message_id)
+            if not self._was_numbered(message_id):
+                self._remember(message_id, _FREED)
+            if isinstance(message, Message):
+                self._held[message_id] = message
 
     def close(self) -> bool:
         """Forget everything; False if that was done before."""
         was_open, self.closed = not self.closed, True
-        self._states.clear()
-        self._num_tokens.clear()
+        self._live.clear()
+        self._gone.clear()
+        self.num_tokens = 0
         return was_open
+
+    def _enter(self, message_id: str, entry: PlannedCall | Message) -> None:
+        before = self._live.get(message_id)
+        self.num_tokens += len(entry.token_ids) - (len(before.token_ids) if before else 0)
+        self._live[message_id] = entry
+
+    def _leave(self, message_id: str) -> PlannedCall | Message | None:
+        entry = self._live.pop(message_id, None)
+        self.num_tokens -= len(entry.token_ids) if entry else 0
+        return entry
+
+    def _remember(self, message_id: str, reason: str) -> None:
+        self._gone[message_id] = reason
+        self._gone.move_to_end(message_id)
+        if len(self._gone) > MAX_GONE:
+            self._gone.popitem(last=False)
+
+    def _was_freed(self, message_id: str) -> bool:
+        """Whether the id was a message's, as far as it is known; or long ago a failed call's."""
+        if message_id in self._gone:
+            return self._gone[message_id] == _FREED
+        return message_id in self._held or self._was_numbered(message_id)
+
+    def _was_numbered(self, message_id: str) -> bool:
+        session, _, name = message_id.partition("/")
+        is_number = name.isascii() and name.isdecimal() and str(int(name[:19])) == name
+        return session == self.session and is_number and int(name) < self.count
 
     # -- looking up --------------------------------------------------------------------------
 
     def messages(self) -> dict[str, Message]:
         """The live messages by id."""
-        return {key: state for key, state in self._states.items() if isinstance(state, Message)}
+        return {key: entry for key, entry in self._live.items() if isinstance(entry, Message)}
 
-    def resolve(self, parameter: str, named: Any) -> str:
-        """The id of a message, of a pending call, of an id, or of a `save_as` name."""
-        named = named if isinstance(named, str) else getattr(named, "id", None)
-        if not isinstance(named, str):
-            raise ChoreoError(
-                "a message is named by its Message or its id", parameter=parameter, value=named
-            )
+    def resolve(self, named: str) -> str:
+        """The id of a message that is named by its id or its `save_as` name."""
         return named if "/" in named else f"{self.session}/{named}"
 
-    def get(self, parameter: str, message_id: str) -> Call | Message:
+    def get(self, parameter: str, message_id: str) -> PlannedCall | Message:
         """The live entry of an id.
 
         Raises:
             UnknownMessageError, FreedMessageError, ParentFailedError: why there is none.
         """
-        state = self._states.get(message_id)
-        if isinstance(state, (Call, Message)):
-            return state
-        if isinstance(state, ChoreoError):
+        if message_id in self._live:
+            return self._live[message_id]
+        if failure := self._gone.get(message_id):
             raise ParentFailedError(
-                f"the call that should have made this message failed ({state}); call it again",
+                f"the call that should have made this message failed ({failure}); call it again",
                 parameter=parameter,
                 value=message_id,
             )
-        if isinstance(state, _Freed):
+        if self._was_freed(message_id):
+            known = message_id in self._gone or message_id in self._held
             raise FreedMessageError(
-                "the message was freed; free messages after their last use",
+                f"the message was freed{'' if known else ', or its call failed'}; free messages "
+                "after their last use",
                 parameter=parameter,
                 value=message_id,
             )
+        forgotten = "; it may be one that was freed long ago" if len(self._gone) >= MAX_GONE else ""
         raise UnknownMessageError(
             "no message of this session; the calls of one list do not see one another, and "
-            "messages of other sessions are out of reach",
+            f"messages of other sessions are out of reach{forgotten}",
             parameter=parameter,
             value=message_id,
         )
@@ -127,9 +173,9 @@ class Entries:
             ChoreoError: the message is still being generated, or the session is closed.
         """
         self.check_open()
-        message_id = self.resolve(parameter, named)
+        message_id = self.resolve(named_id(named, parameter))
         entry = self.get(parameter, message_id)
-        if isinstance(entry, Call):
+        if isinstance(entry, PlannedCall):
             raise ChoreoError(
                 "the message is still being generated: await it first",
                 parameter=parameter,
@@ -137,23 +183,26 @@ class Entries:
             )
         return entry
 
-    def denied(self, given: Any) -> tuple[str, ...]:
-        """The ids of messages that are to be denied; freed ones are accepted.
+    def denied(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The ids of messages that are to be denied, each once; freed ones are accepted.
+
+        A name that is neither live nor remembered is accepted if a live message carries its
+        traces. If none does, denying it would change nothing; it is refused, for a name that was
+        misspelt must not permit what it was meant to deny.
 
         Raises:
-            ChoreoError: no list.
-            UnknownMessageError: no such message was ever made in this session.
+            UnknownMessageError: no such message was ever made in this session, or it is forgotten.
         """
-        if given is None:
-            return ()
-        if isinstance(given, (str, Message)) or not isinstance(given, Sequence):
-            raise ChoreoError("deny must be a list of messages", parameter="deny", value=given)
-        self.check_open()
-        ids = tuple(self.resolve("deny", named) for named in given)
+        ids = tuple(dict.fromkeys(map(self.resolve, names)))
+        unknown = {i for i in ids if i not in self._live and i not in self._gone}
+        unknown = {i for i in unknown if not self._was_freed(i)}
+        if unknown:
+            unknown -= histories_hold((entry.trace for entry in self._live.values()), unknown)
         for message_id in ids:
-            if message_id not in self._states:
+            if message_id in unknown:
                 raise UnknownMessageError(
-                    "no message of this session; make it before you deny it",
+                    "no message of this session, and none that a message carries traces of: make "
+                    "it before you deny it, or leave it out if it was freed long ago",
                     parameter="deny",
                     value=message_id,
                 )
@@ -169,14 +218,13 @@ class Entries:
                 value=self.session,
             )
 
-    def check_new(self, calls: Sequence[Call]) -> None:
+    def check_new(self, calls: Sequence[PlannedCall]) -> None:
         """Refuse calls whose names are taken, or for which there is no room."""
         seen: set[str] = set()
         for call in calls:
-            state = self._states.get(call.id)
             # The name of a failed call may be used again: there is no message of that name.
-            taken = state is not None and not isinstance(state, ChoreoError)
-            if taken or call.id in seen:
+            is_freed = self._gone.get(call.id) == _FREED or call.id in self._held
+            if call.id in self._live or is_freed or call.id in seen:
                 raise NameTakenError(
                     "a message of this name exists, or existed: choose another name",
                     parameter="save_as",
@@ -186,8 +234,8 @@ class Entries:
         if self._limits is not None:
             self._check_limits(calls)
 
-    def _check_limits(self, calls: Sequence[Call]) -> None:
-        num_messages = len(self._num_tokens) + len(calls)
+    def _check_limits(self, calls: Sequence[PlannedCall]) -> None:
+        num_messages = len(self._live) + len(calls)
         num_tokens = self.num_tokens + sum(len(call.token_ids) for call in calls)
         for name, wanted in (("messages", num_messages), ("tokens", num_tokens)):
             limit = getattr(self._limits, f"max_{name}_per_session")

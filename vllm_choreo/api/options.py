@@ -12,7 +12,7 @@ def checked_sampling_params(kind: str, given: Any, model_config: Any) -> Any:
     """The sampling parameters of a call: the caller's, or the model's defaults.
 
     Args:
-        kind: "prefill", which has none, or "decode".
+        kind: "prefill", which samples nothing, or "decode".
         given: `vllm.SamplingParams`, or None.
         model_config: vLLM's.
 
@@ -20,12 +20,6 @@ def checked_sampling_params(kind: str, given: Any, model_config: Any) -> Any:
         UnsupportedOptionError: an option that does not make one message per call.
     """
     if kind == "prefill":
-        if given is not None:
-            raise UnsupportedOptionError(
-                "prefill samples nothing: leave sampling_params out, or call decode",
-                parameter="sampling_params",
-                value=given,
-            )
         return None
     from vllm import SamplingParams
 

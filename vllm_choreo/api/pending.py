@@ -7,8 +7,11 @@ import asyncio
 from collections.abc import AsyncIterator, Generator
 from typing import Any
 
+from vllm_choreo.api.outcomes import Outcome
+from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.message import Call, Message, Outcome, Piece
+from vllm_choreo.semantics.call import Result, ended
+from vllm_choreo.semantics.message import Message, Piece
 
 
 class Pending:
@@ -19,13 +22,13 @@ class Pending:
         call: the call as it was planned.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: PlannedCall) -> None:
         self.id = call.id
         self.call = call
         self._queue: Any = None  # the engine's outputs, once it knows the call
         self._latest: Outcome | None = None
         self._changed = asyncio.Event()
-        self._future: asyncio.Future[Message | ChoreoError] | None = None
+        self._future: asyncio.Future[Result] | None = None
 
     def __await__(self) -> Generator[Any, None, Message]:
         return self._message().__await__()
@@ -36,7 +39,7 @@ class Pending:
             raise result
         return result
 
-    async def result(self) -> Message | ChoreoError:
+    async def result(self) -> Result:
         """What the call comes to."""
         assert self._future is not None
         try:
@@ -77,8 +80,3 @@ class Pending:
     def _update(self, outcome: Outcome) -> None:
         self._latest = outcome
         self._changed.set()
-
-
-def ended() -> ChoreoError:
-    """What a call comes to that is cancelled."""
-    return ChoreoError("the call was ended before it was complete")

@@ -1,42 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tenant's session on the client's side: which messages there are, and which calls are legal.
 
-`plan` turns what the caller wrote into `Call`s, or refuses all of them before any is submitted.
-Both facades (`Choreography`, `AsyncChoreography`) and both modes share it.
+`plan` turns `CallSpec`s into `PlannedCall`s, or refuses all of them before any is submitted. Both
+facades (`Choreography`, `AsyncChoreography`) and both modes share it.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_choreo.api.entries import Entries
 from vllm_choreo.api.options import checked_sampling_params
+from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.errors import ChoreoError, CyclicParentsError, EmptyTokensError, TooLongError
-from vllm_choreo.semantics.message import Call, Message
-from vllm_choreo.semantics.params import ChoreoParams, ParentSpan, check_span
+from vllm_choreo.semantics.call import CALL_MODES, CallSpec, Tokenized, content_name, message_ids
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.params import ChoreoParams, ParentSpan
 from vllm_choreo.semantics.positions import check_text_offsets, resolve_span
 from vllm_choreo.semantics.provenance import Trace, trace_of
 
-CALL_MODES = ("choreo", "exact")
-# With a list of calls, these may be given once for all of them.
-_FOR_ALL = ("sampling_params", "mode", "deny")
-_OPTIONS = ("parents", "offsets", "new_offset", "save_as", *_FOR_ALL)
-# What a call is of: the keys, and the kind of call that each makes.
-_CONTENTS = {"tokens": "prefill", "header": "decode", "copy_of": "prefill"}
+DEFAULT_PIN_SECONDS = 600.0
 # "/" separates session and name, and plain numbers are the ids that we choose.
 _NAME = re.compile(r"(?!\d+$)[A-Za-z0-9_.:-]{1,128}")
-
-
-@dataclass(frozen=True)
-class Tokenized:
-    """Text that the caller has tokenised, as the session would: without special tokens added."""
-
-    text: str
-    token_ids: tuple[int, ...]
 
 
 class Session:
@@ -68,124 +56,58 @@ class Session:
 
     # -- planning ----------------------------------------------------------------------------
 
-    def plan(
-        self, kind: str, tokens: Any, shared: Mapping[str, Any], denied: Sequence[str] = ()
-    ) -> tuple[list[Call], bool]:
-        """Validate a call, or a list of calls; reserve nothing unless all of it is right.
+    def plan(self, specs: Sequence[CallSpec], *, linked: bool = False) -> list[PlannedCall]:
+        """Validate calls; reserve nothing unless all of them are right.
 
         Args:
-            kind: "prefill" or "decode".
-            tokens: text, token ids, or a list of dicts.
-            shared: the other arguments of the call by name; None means not given.
-            denied: ids of messages that are denied to every call, besides those in `shared`.
-
-        Returns:
-            The calls, and whether a list was asked for.
+            specs: what is asked.
+            linked: later calls may name earlier ones; otherwise they do not see one another.
 
         Raises:
             ChoreoError: the first reason why a call is refused.
         """
         self.entries.check_open()
-        shared = {**shared, "deny": (*denied, *self.entries.denied(shared.get("deny")))}
-        many = isinstance(tokens, Sequence) and bool(tokens) and isinstance(tokens[0], Mapping)
-        if many:
-            items = [self._item(item, shared, ("tokens", "header")) for item in tokens]
-        else:
-            items = [{**shared, "tokens": tokens}]
-        count = self._count
-        try:
-            calls = [self._call(kind, item) for item in items]
-            self.entries.check_new(calls)
-        except ChoreoError:
-            self._count = count
-            raise
-        self.entries.started(calls)
-        return calls, many
-
-    def plan_each(self, items: Sequence[Any], denied: Sequence[str] = ()) -> list[Call]:
-        """Validate calls of both kinds, of which later ones may name earlier ones.
-
-        Args:
-            items: dicts like those of a parallel list, with one of the keys `header` (a decode),
-                `tokens` and `copy_of` (a prefill).
-            denied: ids of messages that are denied to every call.
-
-        Raises:
-            ChoreoError: the first reason why a call is refused; then nothing is reserved.
-        """
-        self.entries.check_open()
         count, calls = self._count, []
         try:
-            for item in items:
-                full = self._item(item, {"deny": tuple(denied)}, tuple(_CONTENTS))
-                kind = next(_CONTENTS[key] for key in _CONTENTS if key in item)
-                call = self._call(kind, full)
-                self.entries.check_new([call])
-                self.entries.started([call])
-                calls.append(call)
+            for group in [[spec] for spec in specs] if linked else [specs]:
+                planned = [self._planned(spec) for spec in group]
+                self.entries.check_new(planned)
+                self.entries.started(planned)
+                calls += planned
         except ChoreoError:
             self.entries.withdrawn(calls)
             self._count = count
             raise
+        self.entries.count = self._count
         return calls
 
-    def _item(
-        self, item: Any, shared: Mapping[str, Any], contents: Sequence[str]
-    ) -> dict[str, Any]:
-        """One dict of a list, checked and completed with what is given for all of them."""
-        if not isinstance(item, Mapping):
-            raise ChoreoError("a parallel list holds dicts alone", parameter="tokens", value=item)
-        for key, value in shared.items():
-            if key not in _FOR_ALL and value is not None:
-                raise ChoreoError(
-                    f"with a list of calls, give {key} in each dict", parameter=key, value=value
-                )
-        known = {*_OPTIONS, *contents}
-        for key in item:
-            if key not in known:
-                raise ChoreoError(
-                    f"unknown key; the keys are {', '.join(sorted(known))}",
-                    parameter=str(key),
-                    value=item[key],
-                )
-        if sum(key in item for key in contents) != 1:
-            raise ChoreoError(
-                f"each dict needs either {' or '.join(contents)}",
-                parameter=contents[0],
-                value=dict(item),
-            )
-        full = {**shared, **item}
-        full["deny"] = (*shared["deny"], *self.entries.denied(item.get("deny")))
-        full["tokens"] = item.get("header", item.get("tokens"))
-        return full
-
-    def _call(self, kind: str, item: Mapping[str, Any]) -> Call:
-        message_id = self._new_id(item.get("save_as"))
-        copied = item.get("copy_of")
-        copy_of = None if copied is None else self._parent(copied, message_id, "message")
-        if copy_of is None:
-            token_ids, text = self._tokens(kind, item["tokens"])
+    def _planned(self, spec: CallSpec) -> PlannedCall:
+        message_id = self._new_id(spec.save_as)
+        copied = spec.content if isinstance(spec.content, ParentSpan) else None
+        if copied is None:
+            token_ids, text = self._tokens(spec)
         else:
-            token_ids, text = self._copied(copy_of)
+            copied = self._span(copied, message_id, "message")
+            token_ids, text = self._copied(copied)
         sampling_params = checked_sampling_params(
-            kind, item.get("sampling_params"), self._model_config
+            spec.kind, spec.sampling_params, self._model_config
         )
-        params = ChoreoParams(
-            parents=self._parents(item.get("parents"), message_id),
-            offsets=item.get("offsets"),
-            new_offset=item.get("new_offset"),
+        params = spec.params(
+            parents=tuple(self._span(span, message_id, "parents") for span in spec.parents),
             save_as=message_id,
-            kind=kind,
             session=self.id,
             tenant=self.tenant,
             open_end=sampling_params is not None and bool(sampling_params.stop),
-            exact=self._mode(item.get("mode")) == "exact",
-            deny=tuple(dict.fromkeys(item["deny"])),
-            copy_of=copy_of and copy_of.id,
+            exact=self._mode(spec.mode) == "exact",
+            deny=self.entries.denied(spec.deny),
+            copy_of=copied and copied.id,
         )
-        self._check_length(params.parents, len(token_ids))
-        self._check_offsets(params)
-        return Call(text, token_ids, params, sampling_params, self._trace(params))
+        lengths = self._lengths(params.parents)
+        self._check_length(params.parents, lengths, len(token_ids))
+        # Where a parent's length is not known yet, the engine checks.
+        if params.exact and len(lengths) == len(params.parents):
+            check_text_offsets(lengths, params.offsets, params.new_offset)
+        return PlannedCall(text, token_ids, params, sampling_params, self._trace(params))
 
     def _mode(self, given: Any) -> str:
         if given is None or (given in CALL_MODES and self.mode == "baseline"):
@@ -197,14 +119,6 @@ class Session:
                 value=given,
             )
         return str(given)
-
-    def _copied(self, span: ParentSpan) -> tuple[tuple[int, ...], str]:
-        """The token ids of a message that is to be encoded anew, or of a part, and their text."""
-        message = self.entries.complete("message", span.id)
-        start, stop = resolve_span(span.start, span.stop, message.num_tokens, span.id)
-        token_ids = message.token_ids[start:stop]
-        is_whole = len(token_ids) == message.num_tokens
-        return token_ids, message.text if is_whole else self._tokenizer.decode(token_ids)
 
     def _trace(self, params: ChoreoParams) -> Trace:
         """What the message will carry traces of.
@@ -220,39 +134,6 @@ class Session:
         trace.check(params.deny)
         return trace.as_text() if is_text else trace
 
-    def _tokens(self, kind: str, tokens: Any) -> tuple[tuple[int, ...], str]:
-        """The token ids of text or ids, and their text."""
-        name = "header" if kind == "decode" else "tokens"
-        if isinstance(tokens, Tokenized):
-            ids, text = tokens.token_ids, tokens.text
-            tokens = text  # what the caller gave, for errors
-        elif isinstance(tokens, str):
-            ids = tuple(self._tokenizer.encode(tokens, add_special_tokens=False))
-            text = tokens
-        elif isinstance(tokens, Sequence) and not isinstance(tokens, (bytes, bytearray)):
-            ids = tuple(tokens)
-            vocab_size = self._model_config.get_vocab_size()
-            for token in ids:
-                if type(token) is not int or not 0 <= token < vocab_size:
-                    raise ChoreoError(
-                        f"a token id is an int from 0 to {vocab_size - 1}; for parallel calls "
-                        "give a list of dicts",
-                        parameter=name,
-                        value=token,
-                    )
-            text = self._tokenizer.decode(ids)
-        else:
-            raise ChoreoError(
-                f"{name} must be text, token ids, or a list of dicts", parameter=name, value=tokens
-            )
-        if not ids:
-            raise EmptyTokensError(
-                "a message needs at least one token; leave the call out if there is nothing to say",
-                parameter=name,
-                value=tokens,
-            )
-        return ids, text
-
     def _new_id(self, save_as: Any) -> str:
         if save_as is None:
             self._count += 1
@@ -265,42 +146,84 @@ class Session:
             )
         return f"{self.id}/{save_as}"
 
+    def deniable(self, messages: Any) -> tuple[str, ...]:
+        """The ids of messages that calls are to be denied. Raises ChoreoError: see `Entries`."""
+        self.entries.check_open()
+        return self.entries.denied(message_ids(messages, "deny"))
+
+    def stats(self) -> dict[str, Any]:
+        """What the client itself knows of a session: `messages` and their `tokens`."""
+        messages = self.entries.messages().values()
+        return {"messages": len(messages), "tokens": sum(m.num_tokens for m in messages)}
+
+    # -- the new tokens ----------------------------------------------------------------------
+
+    def _tokens(self, spec: CallSpec) -> tuple[tuple[int, ...], str]:
+        """The token ids of text or ids, and their text."""
+        name, content = content_name(spec.kind), spec.content
+        if isinstance(content, Tokenized):
+            ids, text = content.token_ids, content.text
+        elif isinstance(content, str):
+            ids = tuple(self._tokenizer.encode(content, add_special_tokens=False))
+            text = content
+        else:
+            assert not isinstance(content, ParentSpan), "copies have their tokens"
+            ids, vocab_size = content, self._model_config.get_vocab_size()
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise ChoreoError(
+                        f"a token id is an int from 0 to {vocab_size - 1}",
+                        parameter=name,
+                        value=token,
+                    )
+            text = self._tokenizer.decode(ids)
+        if not ids:
+            raise EmptyTokensError(
+                "a message needs at least one token; leave the call out if there is nothing to say",
+                parameter=name,
+                value=text or [],
+            )
+        return ids, text
+
+    def _copied(self, span: ParentSpan) -> tuple[tuple[int, ...], str]:
+        """The token ids of a message that is to be encoded anew, or of a part, and their text."""
+        message = self.entries.complete("message", span.id)
+        start, stop = resolve_span(span.start, span.stop, message.num_tokens, span.id)
+        token_ids = message.token_ids[start:stop]
+        is_whole = len(token_ids) == message.num_tokens
+        return token_ids, message.text if is_whole else self._tokenizer.decode(token_ids)
+
     # -- parents -----------------------------------------------------------------------------
 
-    def _parents(self, parents: Any, message_id: str) -> tuple[ParentSpan, ...]:
-        if parents is None:
-            return ()
-        if isinstance(parents, (str, Message)) or not isinstance(parents, Sequence):
-            raise ChoreoError(
-                "parents must be a list of messages", parameter="parents", value=parents
-            )
-        return tuple(self._parent(parent, message_id) for parent in parents)
-
-    def _parent(self, parent: Any, message_id: str, parameter: str = "parents") -> ParentSpan:
-        start = stop = None
-        named = parent
-        if isinstance(parent, Sequence) and not isinstance(parent, str):
-            if len(parent) != 3:
-                raise ChoreoError(
-                    "a parent is a message, an id, or (message, start, stop)",
-                    parameter=parameter,
-                    value=parent,
-                )
-            named, start, stop = parent
-        parent_id = self.entries.resolve(parameter, named)
-        if parent_id == message_id:
+    def _span(self, span: ParentSpan, new_id: str, parameter: str) -> ParentSpan:
+        """The same span under the id of its message, which exists."""
+        message_id = self.entries.resolve(span.id)
+        if message_id == new_id:
             raise CyclicParentsError(
-                "a call cannot be its own parent", parameter=parameter, value=parent_id
+                "a call cannot be its own parent", parameter=parameter, value=message_id
             )
-        entry = self.entries.get(parameter, parent_id)
-        check_span(start, stop, entry.num_tokens if isinstance(entry, Message) else None, parent)
-        return ParentSpan(parent_id, start, stop)
+        self.entries.get(parameter, message_id)
+        return span._replace(id=message_id)
 
-    # -- limits and options ------------------------------------------------------------------
+    def _lengths(self, parents: Sequence[ParentSpan]) -> list[int]:
+        """Of the parents that are complete, in tokens.
 
-    def _check_length(self, parents: Sequence[ParentSpan], num_new: int) -> None:
+        Raises:
+            SpanError: a sub-span does not lie inside its message.
+        """
+        lengths = []
+        for span in parents:
+            entry = self.entries.get("parents", span.id)
+            if isinstance(entry, Message):
+                start, stop = resolve_span(span.start, span.stop, entry.num_tokens, span.id)
+                lengths.append(stop - start)
+        return lengths
+
+    def _check_length(
+        self, parents: Sequence[ParentSpan], lengths: Sequence[int], num_new: int
+    ) -> None:
         """Refuse what cannot fit whatever the engine does; it knows the exact limit itself."""
-        total = num_new + sum(self._lengths(parents))
+        total = num_new + sum(lengths)
         limit = self._model_config.max_model_len
         if total >= limit:
             raise TooLongError(
@@ -309,18 +232,3 @@ class Session:
                 parameter="parents",
                 value=f"{len(parents)} parents, {num_new} new tokens",
             )
-
-    def _check_offsets(self, params: ChoreoParams) -> None:
-        """In exact mode; where a parent's length is not known yet, the engine checks."""
-        lengths = self._lengths(params.parents)
-        if params.exact and len(lengths) == len(params.parents):
-            check_text_offsets(lengths, params.offsets, params.new_offset)
-
-    def _lengths(self, parents: Sequence[ParentSpan]) -> list[int]:
-        """Of the parents that are complete, in tokens."""
-        spans = [(span, self.entries.get("parents", span.id)) for span in parents]
-        return [
-            (entry.num_tokens if span.stop is None else span.stop) - (span.start or 0)
-            for span, entry in spans
-            if isinstance(entry, Message)
-        ]

@@ -37,9 +37,9 @@ How a client differs, for there is a network between:
   complete, `submit` it, or give both calls names (`save_as`) and send them as one list.
 """
 
-from vllm_choreo.client.answers import Logprob
-from vllm_choreo.client.asynchronous import AsyncChoreoClient, Pending
+from vllm_choreo.client.asynchronous import AsyncChoreoClient, PendingAnswer
 from vllm_choreo.client.failures import ServerError
 from vllm_choreo.client.sync import ChoreoClient
+from vllm_choreo.wire.messages import Logprob
 
-__all__ = ["AsyncChoreoClient", "ChoreoClient", "Logprob", "Pending", "ServerError"]
+__all__ = ["AsyncChoreoClient", "ChoreoClient", "Logprob", "PendingAnswer", "ServerError"]

@@ -11,30 +11,41 @@ engine starts the child itself, without a round trip.
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
 
-from vllm_choreo.api.choreography import check_mode
-from vllm_choreo.api.pending import ended
-from vllm_choreo.client import answers, requests
-from vllm_choreo.client.answers import Events
-from vllm_choreo.client.endpoint import Endpoint
+from vllm_choreo.client import exchanges
+from vllm_choreo.client.base import ClientBase
+from vllm_choreo.client.exchanges import Events, Exchange, Request
 from vllm_choreo.client.failures import ServerError, closed, content_of, cut_off, no_answer
-from vllm_choreo.client.requests import Request
 from vllm_choreo.errors import ChoreoError, EngineRestartedError, UnknownSessionError
+from vllm_choreo.semantics.call import (
+    Asked,
+    CallSpec,
+    DecodeOptions,
+    ReadOptions,
+    Result,
+    asked,
+    asked_copy,
+    ended,
+    linked_specs,
+    one_spec,
+    submitted_spec,
+)
 from vllm_choreo.semantics.message import Message, Piece
 
+_T = TypeVar("_T")
 
-class Pending:
+
+class PendingAnswer:
     """A submitted call. `await` it for its `Message`; name it as a parent before that.
 
     Attributes:
@@ -43,7 +54,7 @@ class Pending:
 
     def __init__(self, message_id: str) -> None:
         self.id = message_id
-        self._future: asyncio.Future[Message | ChoreoError] = asyncio.Future()
+        self._future: asyncio.Future[Result] = asyncio.Future()
 
     def __await__(self) -> Generator[Any, None, Message]:
         return self._message().__await__()
@@ -54,12 +65,12 @@ class Pending:
             raise result
         return result
 
-    async def result(self) -> Message | ChoreoError:
+    async def result(self) -> Result:
         """What the call comes to: its message, or why there is none."""
         # Shielded: that one of several readers gives up does not stop the call for the others.
         return await asyncio.shield(self._future)
 
-    def _settle(self, result: Message | ChoreoError) -> None:
+    def _settle(self, result: Result) -> None:
         if not self._future.done():
             self._future.set_result(result)
 
@@ -69,13 +80,12 @@ class _Shared:
     """What a client and its views under a policy have in common."""
 
     http: httpx.AsyncClient
-    opening: Request
     session: str = ""  # until it is open
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
-class AsyncChoreoClient:
+class AsyncChoreoClient(ClientBase):
     """A session on a server, with the methods of `AsyncChoreography`. Arguments: `ChoreoClient`.
 
     The session is opened by `async with`, by `await client.open()`, or by the first call.
@@ -89,12 +99,8 @@ class AsyncChoreoClient:
         timeout: float = 600.0,
         ttl_seconds: float | None = None,
     ) -> None:
-        check_mode(mode)
-        self.mode = mode
-        self._endpoint = Endpoint(base_url, api_key, timeout)
-        http = httpx.AsyncClient(**self._endpoint.options())
-        self._shared = _Shared(http, requests.opening(mode, ttl_seconds))
-        self._denied: tuple[str, ...] = ()
+        super().__init__(base_url, api_key, mode, timeout, ttl_seconds)
+        self._shared = _Shared(httpx.AsyncClient(**self._endpoint.options()))
 
     @property
     def session(self) -> str:
@@ -115,35 +121,25 @@ class AsyncChoreoClient:
         """
         async with self._shared.lock:
             if not self._shared.session:
-                self._shared.session = (await self._send(self._shared.opening))["id"]
+                self._shared.session = await self._exchange(self._opening)
         return self._shared.session
 
-    async def prefill(self, tokens: Any, **arguments: Any) -> Any:
-        """See `Choreography.prefill`.
+    async def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
+        """See `Choreography.prefill`."""
+        return await self._run(asked("prefill", tokens, options, self._denied))
 
-        Its arguments are `parents`, `offsets`, `new_offset`, `save_as`, `mode` and `deny`.
-        """
-        requests.check_arguments(arguments, requests.PREFILL_ARGUMENTS)
-        return await self._run("prefill", tokens, arguments)
+    async def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
+        """See `ChoreoClient.decode`."""
+        return await self._run(asked("decode", header, options, self._denied))
 
-    async def decode(self, header: Any, **arguments: Any) -> Any:
-        """See `ChoreoClient.decode`: as for prefill, and `sampling_params`."""
-        requests.check_arguments(arguments, requests.DECODE_ARGUMENTS)
-        return await self._run("decode", header, arguments)
-
-    async def reencode(self, message: Any, **arguments: Any) -> Message:
-        """See `Choreography.reencode`; the message must be complete. Arguments as for prefill."""
-        requests.check_arguments(arguments, requests.PREFILL_ARGUMENTS)
-        clean: Message = await self._run("prefill", None, {**arguments, "copy_of": message})
+    async def reencode(self, message: Any, **options: Unpack[ReadOptions]) -> Message:
+        """See `Choreography.reencode`; the message must be complete."""
+        clean: Message = await self._run(asked_copy(message, options, self._denied))
         return clean
 
-    def deny(self, *messages: Any) -> AsyncChoreoClient:
-        """See `ChoreoClient.deny`; a pending call can be denied, too."""
-        view = copy.copy(self)
-        view._denied = (*self._denied, *requests.ids_of(messages, "deny"))
-        return view
-
-    async def submit(self, *, header: Any = None, tokens: Any = None, **arguments: Any) -> Pending:
+    async def submit(
+        self, *, header: Any = None, tokens: Any = None, **options: Unpack[DecodeOptions]
+    ) -> PendingAnswer:
         """Start one call: a decode of `header`, or a prefill of `tokens`.
 
         Returns when the server has accepted it; the handle, and its `save_as` name, can be named as
@@ -153,44 +149,38 @@ class AsyncChoreoClient:
             ChoreoError: the call is illegal, or a parent has failed by now. Reasons that only the
                 engine knows, and parents that fail later, are raised when the handle is awaited.
         """
-        if (header is None) == (tokens is None):
-            raise ChoreoError("submit needs either header or tokens", parameter="header")
-        requests.check_arguments(arguments, requests.DECODE_ARGUMENTS)
-        kind = "prefill" if header is None else "decode"
-        call = requests.one_call(
-            kind, tokens if header is None else header, arguments, self._denied
-        )
-        (pending,) = await self._submit([call])
+        (pending,) = await self._submit([submitted_spec(header, tokens, options, self._denied)])
         return pending
 
-    async def submit_all(self, items: Sequence[Any]) -> list[Pending]:
+    async def submit_all(self, calls: Sequence[Any]) -> list[PendingAnswer]:
         """See `AsyncChoreography.submit_all`; one request, and one that stands or falls as a whole.
 
         Raises:
             ChoreoError: one of the calls is illegal; nothing was submitted.
         """
-        return await self._submit(requests.each_call(items, self._denied))
+        return await self._submit(linked_specs(calls, self._denied))
 
-    async def stream_decode(self, header: Any, **arguments: Any) -> AsyncIterator[Piece]:
+    async def stream_decode(
+        self, header: Any, **options: Unpack[DecodeOptions]
+    ) -> AsyncIterator[Piece]:
         """Generate and yield `Piece`s; the last one carries the message.
 
         A caller that leaves the loop early ends the call; nothing of it is kept.
         """
-        requests.check_arguments(arguments, requests.DECODE_ARGUMENTS)
-        call = requests.one_call("decode", header, arguments, self._denied)
+        spec = one_spec("decode", header, options, self._denied)
         start = time.perf_counter()
-        stream = await self._stream([call])
+        stream = await self._stream([spec])
         num_chars = num_tokens = 0
-        result: Message | ChoreoError = cut_off(self._endpoint)
+        result: Result = cut_off(self._endpoint)
         async with aclosing(self._events(stream)) as events:
             async for event in events:
-                if answers.is_chunk(event):
+                if exchanges.is_chunk(event):
                     piece = Piece(event["text"], tuple(event["token_ids"]))
                     num_chars += len(piece.text)
                     num_tokens += len(piece.token_ids)
                     yield piece
                 else:
-                    result = answers.result_of(event, start)
+                    result = exchanges.result_of(event, start)
         if isinstance(result, ChoreoError):
             raise result
         yield Piece(
@@ -199,28 +189,27 @@ class AsyncChoreoClient:
 
     async def message(self, named: Any) -> Message:
         """See `ChoreoClient.message`."""
-        body = await self._send(requests.fetching(await self.open(), named))
-        return answers.message_of(body, submitted=0.0)
+        return await self._exchange(exchanges.fetching(await self.open(), named))
 
     async def free(self, *messages: Any) -> None:
         """See `Choreography.free`."""
-        await self._send_all(requests.freeing(await self.open(), messages))
+        await self._send_all(exchanges.freeing(await self.open(), messages))
 
     async def evict(self, *messages: Any) -> None:
         """See `Choreography.evict`."""
-        await self._send_all(requests.evicting(await self.open(), messages))
+        await self._send_all(exchanges.evicting(await self.open(), messages))
 
     async def pin(self, *messages: Any, ttl: float | None = None) -> None:
         """See `ChoreoClient.pin`."""
-        await self._send_all(requests.pinning(await self.open(), messages, ttl))
+        await self._send_all(exchanges.pinning(await self.open(), messages, ttl))
 
     async def unpin(self, *messages: Any) -> None:
         """See `Choreography.unpin`."""
-        await self._send_all(requests.unpinning(await self.open(), messages))
+        await self._send_all(exchanges.unpinning(await self.open(), messages))
 
     async def stats(self) -> dict[str, Any]:
         """See `ChoreoClient.stats`."""
-        return answers.stats_of(await self._send(requests.reading(await self.open())))
+        return await self._exchange(exchanges.stats(await self.open()))
 
     async def close(self) -> None:
         """End the calls that are running and free all messages; see `ChoreoClient.close`."""
@@ -233,7 +222,7 @@ class AsyncChoreoClient:
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
             if shared.session:
-                await self._send(requests.closing(shared.session))
+                await self._exchange(exchanges.closing(shared.session))
         except (UnknownSessionError, EngineRestartedError):
             pass  # there is nothing left to free
         finally:
@@ -258,25 +247,26 @@ class AsyncChoreoClient:
 
     # -- talking to the server -----------------------------------------------------------------
 
-    async def _run(self, kind: str, tokens: Any, arguments: dict[str, Any]) -> Any:
-        planned, many = requests.calls_of(kind, tokens, arguments, self._denied)
-        session = await self.open()
-        start = time.perf_counter()
-        body = await self._send(requests.running(session, planned, many))
-        return answers.messages_of(body, start) if many else answers.message_of(body, start)
+    async def _run(self, asked: Asked) -> Any:
+        return await self._exchange(exchanges.running(await self.open(), asked))
 
-    async def _submit(self, planned: Sequence[dict[str, Any]]) -> list[Pending]:
-        for call in planned:
-            call.setdefault("save_as", f"call-{secrets.token_hex(8)}")
+    async def _exchange(self, exchange: Exchange[_T]) -> _T:
+        submitted = time.perf_counter()
+        return exchange.read(await self._send(exchange.request), submitted)
+
+    async def _submit(self, specs: Sequence[CallSpec]) -> list[PendingAnswer]:
+        specs = [
+            replace(spec, save_as=spec.save_as or f"call-{secrets.token_hex(8)}") for spec in specs
+        ]
         start = time.perf_counter()
-        stream = await self._stream(planned)
-        pending = [Pending(f"{self.session}/{call['save_as']}") for call in planned]
+        stream = await self._stream(specs)
+        pending = [PendingAnswer(f"{self.session}/{spec.save_as}") for spec in specs]
         task = asyncio.create_task(self._read(stream, pending, start))
         task.add_done_callback(functools.partial(self._finish, pending))
         self._shared.tasks.add(task)
         return pending
 
-    def _finish(self, pending: Sequence[Pending], task: asyncio.Task[ChoreoError]) -> None:
+    def _finish(self, pending: Sequence[PendingAnswer], task: asyncio.Task[ChoreoError]) -> None:
         """Settle what an answer left open, also that of a reader that never came to run."""
         self._shared.tasks.discard(task)
         rest = ended() if task.cancelled() else task.result()
@@ -291,9 +281,9 @@ class AsyncChoreoClient:
         response = await self._answer(request)
         return content_of(self._endpoint, response.status_code, response.content)
 
-    async def _stream(self, planned: Sequence[dict[str, Any]]) -> httpx.Response:
+    async def _stream(self, specs: Sequence[CallSpec]) -> httpx.Response:
         """The answer to calls, to be read as it comes: the server has accepted all of them."""
-        response = await self._answer(requests.streaming(await self.open(), planned), stream=True)
+        response = await self._answer(exchanges.streaming(await self.open(), specs), stream=True)
         if not response.is_success:
             body = b"".join([data async for data in self._bytes(response)])
             content_of(self._endpoint, response.status_code, body)  # raises
@@ -327,7 +317,7 @@ class AsyncChoreoClient:
                     yield event
 
     async def _read(
-        self, stream: httpx.Response, pending: Sequence[Pending], start: float
+        self, stream: httpx.Response, pending: Sequence[PendingAnswer], start: float
     ) -> ChoreoError:
         """Read the answer of submitted calls; returns what those that it leaves out came to.
 
@@ -336,8 +326,14 @@ class AsyncChoreoClient:
         try:
             async with aclosing(self._events(stream)) as events:
                 async for event in events:
-                    if not answers.is_chunk(event):
-                        pending[event["index"]]._settle(answers.result_of(event, start))
+                    if not exchanges.is_chunk(event):
+                        pending[event["index"]]._settle(exchanges.result_of(event, start))
         except ChoreoError as error:
             return error
         return cut_off(self._endpoint)
+
+
+if TYPE_CHECKING:
+    from vllm_choreo.api.protocol import AsyncFacade
+
+    _is_one: type[AsyncFacade] = AsyncChoreoClient

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 
 from vllm_choreo.client.endpoint import Endpoint
-from vllm_choreo.errors import ChoreoError, FreedMessageError, error_from_report
+from vllm_choreo.errors import ChoreoError, FreedMessageError
+from vllm_choreo.wire.refusals import refusal_of
 
 _START = "`vllm serve MODEL --plugin choreo`"
 _MAX_CHARS = 200  # of an answer that is quoted
@@ -90,19 +91,11 @@ def content_of(endpoint: Endpoint, status: int, body: bytes) -> Any:
         return content
     error = content.get("error") if isinstance(content, dict) else None
     if isinstance(error, dict):
-        refusal = error_of(error)
+        refusal = refusal_of(error)
         # vLLM itself refuses requests under types that are not ours.
         if type(refusal).__name__ == error.get("type") or status in (400, 413, 422):
             raise refusal
     raise ServerError(_advice(status, body), value=endpoint.base_url, may_have_run=status >= 500)
-
-
-def error_of(error: dict[str, Any]) -> ChoreoError:
-    """The error of an error object: `message`, `type`, `param` and `value`."""
-    param, value = error.get("param"), error.get("value")
-    report = {"parameter": param, "value": value, "type": error.get("type")}
-    report = {key: entry for key, entry in report.items() if entry is not None}
-    return error_from_report({"message": error.get("message", "refused"), **report})
 
 
 def _advice(status: int, body: bytes) -> str:

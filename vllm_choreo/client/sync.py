@@ -3,24 +3,25 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
 
-from vllm_choreo.api.choreography import check_mode
-from vllm_choreo.client import answers, requests
-from vllm_choreo.client.endpoint import Endpoint
+from vllm_choreo.client import exchanges
+from vllm_choreo.client.base import ClientBase
+from vllm_choreo.client.exchanges import Exchange, Request
 from vllm_choreo.client.failures import ServerError, closed, content_of, no_answer
-from vllm_choreo.client.requests import Request
 from vllm_choreo.errors import EngineRestartedError, UnknownSessionError
+from vllm_choreo.semantics.call import Asked, DecodeOptions, ReadOptions, asked, asked_copy
 from vllm_choreo.semantics.message import Message
 
+_T = TypeVar("_T")
 
-class ChoreoClient:
+
+class ChoreoClient(ClientBase):
     """A session on a server, with the methods of `vllm_choreo.Choreography`.
 
     Args:
@@ -44,13 +45,11 @@ class ChoreoClient:
         timeout: float = 600.0,
         ttl_seconds: float | None = None,
     ) -> None:
-        check_mode(mode)
-        self.mode = mode
-        self._endpoint = Endpoint(base_url, api_key, timeout)
+        super().__init__(base_url, api_key, mode, timeout, ttl_seconds)
         self._http = httpx.Client(**self._endpoint.options())
-        self._denied: tuple[str, ...] = ()
+        self._session = ""
         try:
-            self._session: str = self._send(requests.opening(mode, ttl_seconds))["id"]
+            self._session = self._exchange(self._opening)
         except BaseException:
             self._http.close()
             raise
@@ -60,83 +59,41 @@ class ChoreoClient:
         """The id of the session; the ids of its messages begin with it."""
         return self._session
 
-    def prefill(
-        self,
-        tokens: Any,
-        *,
-        parents: Sequence[Any] | None = None,
-        offsets: Sequence[int] | None = None,
-        new_offset: int | None = None,
-        save_as: str | None = None,
-        mode: str | None = None,
-        deny: Sequence[Any] | None = None,
-    ) -> Any:
+    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
         """See `Choreography.prefill`."""
-        shared = _shared(parents, offsets, new_offset, save_as, mode, deny)
-        return self._run("prefill", tokens, shared)
+        return self._run(asked("prefill", tokens, options, self._denied))
 
-    def decode(
-        self,
-        header: Any,
-        *,
-        parents: Sequence[Any] | None = None,
-        offsets: Sequence[int] | None = None,
-        new_offset: int | None = None,
-        sampling_params: Any = None,
-        save_as: str | None = None,
-        mode: str | None = None,
-        deny: Sequence[Any] | None = None,
-    ) -> Any:
+    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
         """See `Choreography.decode`.
 
         `sampling_params` are `vllm.SamplingParams`, or a dict of their fields.
         """
-        shared = _shared(parents, offsets, new_offset, save_as, mode, deny)
-        return self._run("decode", header, {**shared, "sampling_params": sampling_params})
+        return self._run(asked("decode", header, options, self._denied))
 
-    def reencode(
-        self,
-        message: Any,
-        *,
-        parents: Sequence[Any] | None = None,
-        offsets: Sequence[int] | None = None,
-        new_offset: int | None = None,
-        save_as: str | None = None,
-        mode: str | None = None,
-        deny: Sequence[Any] | None = None,
-    ) -> Message:
+    def reencode(self, message: Any, **options: Unpack[ReadOptions]) -> Message:
         """See `Choreography.reencode`."""
-        shared = _shared(parents, offsets, new_offset, save_as, mode, deny)
-        clean: Message = self._run("prefill", None, {**shared, "copy_of": message})
+        clean: Message = self._run(asked_copy(message, options, self._denied))
         return clean
-
-    def deny(self, *messages: Any) -> ChoreoClient:
-        """See `Choreography.deny`; that the messages exist is checked with the next call."""
-        view = copy.copy(self)
-        view._denied = (*self._denied, *requests.ids_of(messages, "deny"))
-        return view
 
     def message(self, named: Any) -> Message:
         """See `Choreography.message`; `metrics.submitted` is 0, for it is not the client's."""
-        return answers.message_of(
-            self._send(requests.fetching(self._session, named)), submitted=0.0
-        )
+        return self._exchange(exchanges.fetching(self._session, named))
 
     def free(self, *messages: Any) -> None:
         """See `Choreography.free`."""
-        self._send_all(requests.freeing(self._session, messages))
+        self._send_all(exchanges.freeing(self._session, messages))
 
     def evict(self, *messages: Any) -> None:
         """See `Choreography.evict`."""
-        self._send_all(requests.evicting(self._session, messages))
+        self._send_all(exchanges.evicting(self._session, messages))
 
     def pin(self, *messages: Any, ttl: float | None = None) -> None:
         """See `Choreography.pin`; without `ttl`, for as long as the server allows."""
-        self._send_all(requests.pinning(self._session, messages, ttl))
+        self._send_all(exchanges.pinning(self._session, messages, ttl))
 
     def unpin(self, *messages: Any) -> None:
         """See `Choreography.unpin`."""
-        self._send_all(requests.unpinning(self._session, messages))
+        self._send_all(exchanges.unpinning(self._session, messages))
 
     def stats(self) -> dict[str, Any]:
         """The server's numbers on the session.
@@ -145,7 +102,7 @@ class ChoreoClient:
         `id`, `mode` and `model`; `created` and `expires_at`, in Unix seconds; and what else the
         server tells.
         """
-        return answers.stats_of(self._send(requests.reading(self._session)))
+        return self._exchange(exchanges.stats(self._session))
 
     def close(self) -> None:
         """Free all messages of the session. Closing twice, or after the server did, does nothing.
@@ -156,7 +113,7 @@ class ChoreoClient:
         if self._http.is_closed:
             return
         try:
-            self._send(requests.closing(self._session))
+            self._exchange(exchanges.closing(self._session))
         except (UnknownSessionError, EngineRestartedError):
             pass  # there is nothing left to free
         finally:
@@ -180,11 +137,12 @@ class ChoreoClient:
 
     # -- talking to the server -----------------------------------------------------------------
 
-    def _run(self, kind: str, tokens: Any, shared: dict[str, Any]) -> Any:
-        planned, many = requests.calls_of(kind, tokens, shared, self._denied)
-        start = time.perf_counter()
-        body = self._send(requests.running(self._session, planned, many))
-        return answers.messages_of(body, start) if many else answers.message_of(body, start)
+    def _run(self, asked: Asked) -> Any:
+        return self._exchange(exchanges.running(self._session, asked))
+
+    def _exchange(self, exchange: Exchange[_T]) -> _T:
+        submitted = time.perf_counter()
+        return exchange.read(self._send(exchange.request), submitted)
 
     def _send_all(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -200,14 +158,7 @@ class ChoreoClient:
         return content_of(self._endpoint, response.status_code, response.content)
 
 
-def _shared(
-    parents: Any, offsets: Any, new_offset: Any, save_as: Any, mode: Any, deny: Any
-) -> dict[str, Any]:
-    return {
-        "parents": parents,
-        "offsets": offsets,
-        "new_offset": new_offset,
-        "save_as": save_as,
-        "mode": mode,
-        "deny": deny,
-    }
+if TYPE_CHECKING:
+    from vllm_choreo.api.protocol import SessionFacade
+
+    _is_one: type[SessionFacade] = ChoreoClient

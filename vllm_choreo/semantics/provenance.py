@@ -13,7 +13,7 @@ the engine refuses whatever reaches it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from vllm_choreo.errors import DeniedMessageError
 
@@ -74,6 +74,21 @@ class Trace:
                     seen.add(source)
                     steps.append((source, index))
         return steps
+
+
+def histories_hold(traces: Iterable[Trace], ids: Collection[str]) -> set[str]:
+    """Those of `ids` that one of the messages has, or carries traces of. Each node is seen once."""
+    wanted, frontier = frozenset(ids), list(traces)
+    found: set[str] = set()
+    seen: set[Trace] = set()
+    while frontier:
+        trace = frontier.pop()
+        if trace in seen:
+            continue
+        seen.add(trace)
+        found |= {trace.id} & wanted
+        frontier += [*trace.parents, *([trace.origin] if trace.origin else [])]
+    return found
 
 
 def trace_of(

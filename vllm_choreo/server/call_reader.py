@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client sent, as the calls of `AsyncChoreography.submit_all`."""
+"""What a client sent, as `CallSpec`s: text is tokenised, chats are rendered."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from vllm import SamplingParams
 from vllm.renderers.params import ChatParams
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
-from vllm_choreo.api.session import Tokenized
 from vllm_choreo.errors import ChoreoError, LimitError, TooLongError, UnsupportedOptionError
+from vllm_choreo.semantics.call import CallSpec, Tokenized
+from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.server.errors import as_choreo_error
 from vllm_choreo.server.schemas import (
     MAX_PARENTS,
@@ -46,7 +47,7 @@ class CallReader:
         self._max_tokens: int = online_renderer.model_config.max_model_len
         self._max_chars: int = self._max_tokens * self._tokenizer.max_chars_per_token
 
-    async def read(self, bodies: Sequence[CallBody]) -> list[dict[str, Any]]:
+    async def read(self, bodies: Sequence[CallBody]) -> list[CallSpec]:
         """The calls of a request, in their order.
 
         Raises:
@@ -62,27 +63,29 @@ class CallReader:
             )
         return [await self._call(body) for body in bodies]
 
-    async def _call(self, body: CallBody) -> dict[str, Any]:
+    async def _call(self, body: CallBody) -> CallSpec:
         _check_form(body)
-        call: dict[str, Any] = {
-            "parents": [_parent(parent) for parent in body.parents],
-            "offsets": body.offsets,
-            "new_offset": body.new_offset,
-            "save_as": body.save_as,
-            "mode": body.mode,
-            "deny": body.deny,
-            **self._sampling(body.sampling_params),
-        }
+        return CallSpec(
+            body.type,
+            await self._content(body),
+            parents=tuple(map(_span, body.parents)),
+            offsets=body.offsets,
+            new_offset=body.new_offset,
+            save_as=body.save_as,
+            mode=body.mode,
+            deny=tuple(body.deny or ()),
+            sampling_params=_sampling(body.sampling_params),
+        )
+
+    async def _content(self, body: CallBody) -> Tokenized | tuple[int, ...] | ParentSpan:
         if body.copy_of is not None:
-            return {**call, "copy_of": _parent(body.copy_of)}
-        is_decode = body.type == "decode"
+            return _span(body.copy_of)
         content = body.content
         if body.messages is not None:
-            content = await self._rendered(body.messages, is_decode)
+            content = await self._rendered(body.messages, body.type == "decode")
         assert content is not None
         self._check_size(content)
-        tokens = await self._tokenized(content) if isinstance(content, str) else content
-        return {**call, "header" if is_decode else "tokens": tokens}
+        return await self._tokenized(content) if isinstance(content, str) else tuple(content)
 
     async def _tokenized(self, text: str) -> Tokenized:
         """In a thread: a megabyte takes half a second, in which others are to be served."""
@@ -124,27 +127,28 @@ class CallReader:
             ) from error
         return prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
 
-    def _sampling(self, body: SamplingBody | None) -> dict[str, Any]:
-        if body is None:
-            return {}
-        fields = body.model_dump(exclude_none=True)
-        for key in fields.get("extra_args", {}):
-            if key.startswith(_RESERVED):
-                raise UnsupportedOptionError(
-                    "the engine's own arguments are no options of a call",
-                    parameter=f"sampling_params.extra_args.{key}",
-                )
-        if "logit_bias" in fields:
-            fields["logit_bias"] = {int(key): bias for key, bias in fields["logit_bias"].items()}
-        try:
-            for name in _OBJECTS.keys() & fields.keys():
-                fields[name] = _object(name, fields[name])
-            return {"sampling_params": SamplingParams(**fields)}
-        except Exception as error:
-            ours = as_choreo_error(error)
-            if ours is None:
-                raise
-            raise ours from error
+
+def _sampling(body: SamplingBody | None) -> SamplingParams | None:
+    if body is None:
+        return None
+    fields = body.model_dump(exclude_none=True)
+    for key in fields.get("extra_args", {}):
+        if key.startswith(_RESERVED):
+            raise UnsupportedOptionError(
+                "the engine's own arguments are no options of a call",
+                parameter=f"sampling_params.extra_args.{key}",
+            )
+    if "logit_bias" in fields:
+        fields["logit_bias"] = {int(key): bias for key, bias in fields["logit_bias"].items()}
+    try:
+        for name in _OBJECTS.keys() & fields.keys():
+            fields[name] = _object(name, fields[name])
+        return SamplingParams(**fields)
+    except Exception as error:
+        ours = as_choreo_error(error)
+        if ours is None:
+            raise
+        raise ours from error
 
 
 def _object(name: str, given: dict[str, Any]) -> Any:
@@ -177,5 +181,7 @@ def _check_form(body: CallBody) -> None:
         )
 
 
-def _parent(parent: str | ParentBody) -> Any:
-    return parent if isinstance(parent, str) else (parent.id, parent.start, parent.stop)
+def _span(parent: str | ParentBody) -> ParentSpan:
+    if isinstance(parent, str):
+        return ParentSpan(parent)
+    return ParentSpan(parent.id, parent.start, parent.stop)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors as answers: which status a `ChoreoError` has, and its body.
-
-{"error": {"message": what is wrong and what to do, "type": the class, "param": which argument,
-           "value": what was given, as short text, "code": the HTTP status}}
-"""
+"""Errors as answers: which status a `ChoreoError` has; its body is `{"error": refusal_json}`."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ from vllm_choreo.errors import (
     NameTakenError,
     UnknownSessionError,
 )
+from vllm_choreo.wire.refusals import refusal_json
 
 _STATUS: dict[type[ChoreoError], int] = {
     UnknownSessionError: 404,
@@ -44,14 +41,7 @@ def status_of(error: ChoreoError) -> int:
 
 def error_json(error: ChoreoError, status: int | None = None) -> dict[str, Any]:
     """The value of `error` in an answer; `status` where it is not that of the class."""
-    report = error.to_report()
-    return {
-        "message": error.message,
-        "type": report["type"],
-        "param": error.parameter or None,
-        "value": None if error.value is None else report["value"],
-        "code": status_of(error) if status is None else status,
-    }
+    return refusal_json(error, status_of(error) if status is None else status)
 
 
 def error_response(error: ChoreoError, status: int | None = None) -> JSONResponse:

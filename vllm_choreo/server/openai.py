@@ -25,15 +25,17 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_choreo.api.outcomes import Outcome, metrics_of
 from vllm_choreo.api.pending import Pending
 from vllm_choreo.errors import ChoreoError, LimitError, SpanError, UnsupportedOptionError
-from vllm_choreo.semantics.message import Message, Outcome, metrics_of
-from vllm_choreo.server.answers import usage_json
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.server.errors import as_choreo_error, error_json
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.schemas import MAX_PARENTS
 from vllm_choreo.server.sessions import OpenSession, Sessions, unknown_session
 from vllm_choreo.server.tenants import tenant_of
+from vllm_choreo.wire.messages import usage_json
 
 _SESSION = "choreo_session"
 _ARGUMENTS = {
@@ -180,8 +182,8 @@ def _read(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     return arguments, session_id
 
 
-def _parent(text: Any) -> Any:
-    """`id`, `name` or either with `[start:stop]` behind it, as `decode` takes it."""
+def _parent(text: Any) -> ParentSpan:
+    """`id`, `name` or either with `[start:stop]` behind it."""
     match = _PARENT.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise SpanError(
@@ -189,10 +191,8 @@ def _parent(text: Any) -> Any:
             parameter="parents",
             value=text,
         )
-    if match["start"] is None:
-        return match["id"]
     start, stop = (int(match[end]) if match[end] else None for end in ("start", "stop"))
-    return match["id"], start, stop
+    return ParentSpan(match["id"], start, stop)
 
 
 def _session(sessions: Sessions, tenant: str, session_id: str | None) -> OpenSession:

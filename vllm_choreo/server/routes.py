@@ -16,12 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from vllm_choreo.errors import ChoreoError, FreedMessageError, LimitError, UnknownMessageError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server import documents
-from vllm_choreo.server.answers import (
-    list_json,
-    message_json,
-    results_json,
-    short_message_json,
-)
+from vllm_choreo.server.answers import list_json, results_json
 from vllm_choreo.server.body import ChoreoRoute
 from vllm_choreo.server.errors import PATH_NAME, error_response
 from vllm_choreo.server.page import session_page
@@ -30,6 +25,7 @@ from vllm_choreo.server.schemas import CallsBody, MessagesBody, PinBody, Session
 from vllm_choreo.server.sessions import OpenSession, Sessions
 from vllm_choreo.server.streaming import EventStream
 from vllm_choreo.server.tenants import tenant_of
+from vllm_choreo.wire.messages import message_json, short_message_json
 
 _CLIENT_GONE = 499  # nobody reads it; it is seen in vLLM's metrics of requests
 

@@ -6,20 +6,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 from starlette.requests import Request
 from vllm.logger import init_logger
 
 from vllm_choreo.api.pending import Pending
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.call import CallSpec, Result
 from vllm_choreo.semantics.message import Message, Piece
 from vllm_choreo.server.errors import as_choreo_error
 from vllm_choreo.server.sessions import OpenSession, Sessions, unknown_session
 
 logger = init_logger("vllm.choreo.server")
-
-Result = Message | ChoreoError
 
 
 class Run:
@@ -39,7 +37,7 @@ class Run:
 
     @classmethod
     async def start(
-        cls, sessions: Sessions, session: OpenSession, calls: Sequence[dict[str, Any]]
+        cls, sessions: Sessions, session: OpenSession, calls: Sequence[CallSpec]
     ) -> Run:
         """Submit calls.
 

@@ -19,7 +19,7 @@ from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.server.answers import usage_json
+from vllm_choreo.wire.messages import usage_json
 
 logger = init_logger("vllm.choreo.server")
 

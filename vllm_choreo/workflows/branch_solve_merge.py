@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_choreo.api.protocol import Facade
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.workflows.chat import assistant, user
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
@@ -22,7 +24,7 @@ MERGE = "Merge both stories into one that makes sense and uses all of these word
 
 
 def branch_solve_merge(
-    c: Any,
+    c: Facade,
     concepts: Sequence[str],
     *,
     variant: str = "serial",
@@ -59,8 +61,8 @@ def _branches(concepts: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _solve(
-    c: Any, log: Transcript, branches: Sequence[Sequence[str]], sampling_params: Any
-) -> list[Any]:
+    c: Facade, log: Transcript, branches: Sequence[Sequence[str]], sampling_params: Any
+) -> list[Message]:
     calls = [
         {
             "header": user(WRITE.format(", ".join(words))) + assistant(f"Story {number}:"),
@@ -71,7 +73,7 @@ def _solve(
     return log.add_all("solve", ["story 1", "story 2"], c.decode(calls))
 
 
-def _as_text(c: Any, log: Transcript, first: Any, second: Any) -> list[Any]:
+def _as_text(c: Facade, log: Transcript, first: Message, second: Message) -> list[Message]:
     """Both stories encoded again, as one text."""
     one = log.add("as text", "story 1", c.prefill(first.token_ids))
     two = log.add("as text", "story 2", c.prefill(second.token_ids, parents=[one]))

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm_choreo.api.protocol import Facade
 from vllm_choreo.workflows.chat import assistant, user
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 
 
 def direct(
-    c: Any,
+    c: Facade,
     question: str,
     *,
     sampling_params: Any = None,

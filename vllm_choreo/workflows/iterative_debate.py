@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from vllm_choreo.api.protocol import Facade
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.workflows.chat import assistant, system, user
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
@@ -30,7 +32,7 @@ CONCLUDE = "The debate is over. Give the right answer to the question, and how i
 
 
 def iterative_debate(
-    c: Any,
+    c: Facade,
     question: str,
     *,
     rounds: int = 3,
@@ -54,7 +56,7 @@ def iterative_debate(
     requests = [{"tokens": user(t), "parents": [moderator, task]} for t in (JUDGE, CONCLUDE)]
     judge, conclude = log.add_all("task", ["judge", "conclude"], c.prefill(requests))
 
-    turns: list[Any] = []
+    turns: list[Message] = []
     for number in range(1, rounds + 1):
         for side, role in (("affirmative", affirmative), ("negative", negative)):
             heard = [role, task, *turns]
@@ -71,8 +73,13 @@ def iterative_debate(
 
 
 def _say(
-    c: Any, log: Transcript, stage: str, author: str, parents: list[Any], sampling_params: Any
-) -> Any:
+    c: Facade,
+    log: Transcript,
+    stage: str,
+    author: str,
+    parents: list[Message],
+    sampling_params: Any,
+) -> Message:
     answer = c.decode(
         assistant(f"{author.capitalize()}:"),
         parents=parents,

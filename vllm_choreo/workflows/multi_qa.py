@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.workflows.chat import assistant, user
 from vllm_choreo.workflows.record.transcript import Step, Transcript
@@ -15,7 +16,7 @@ ASK = "Answer both questions, each in one line."
 
 
 def multi_qa(
-    c: Any,
+    c: Facade,
     questions: Sequence[str],
     *,
     variant: str = "serial",

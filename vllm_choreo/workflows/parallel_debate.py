@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_choreo.api.protocol import Facade
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.workflows.chat import assistant, system, user
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
@@ -20,7 +22,7 @@ REVISE = "Read the other answers. Say what is wrong with them, then give your fi
 
 
 def parallel_debate(
-    c: Any,
+    c: Facade,
     question: str,
     *,
     agents: int | Sequence[str] = 3,
@@ -43,7 +45,7 @@ def parallel_debate(
     history = [[*role, task] for role in _roles(c, log, agents)]
     names = _names(len(history))
 
-    answers: list[Any] = []
+    answers: list[Message] = []
     for number in range(1, rounds + 1):
         calls = [
             {
@@ -67,7 +69,7 @@ def _names(count: int) -> list[str]:
     return [f"agent {number}" for number in range(1, count + 1)]
 
 
-def _roles(c: Any, log: Transcript, agents: int | Sequence[str]) -> list[list[Any]]:
+def _roles(c: Facade, log: Transcript, agents: int | Sequence[str]) -> list[list[Message]]:
     """What each agent reads before all else: its role, or nothing."""
     if isinstance(agents, int):
         return [[] for _ in range(agents)]

@@ -19,7 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.workflows.chat import assistant, system, user
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
@@ -51,13 +53,13 @@ class _Agent:
     """One player: what it alone may read, and the talk as it hears it."""
 
     name: str
-    system: Any
-    plan: Any = None
-    talk: list[Any] = field(default_factory=list)
+    system: Message
+    plan: Message
+    talk: list[Message] = field(default_factory=list)
 
 
 def prisoners_dilemma(
-    c: Any,
+    c: Facade,
     *,
     strategies: Sequence[str] = ("none", "none"),
     leak: str = "both",
@@ -88,7 +90,7 @@ def prisoners_dilemma(
     rules = log.add("rules", "rules", c.prefill(user(RULES)))
     agents = _agents(c, log, rules, strategies, sampling_params)
 
-    public: list[Any] = []  # the talk as the other one hears it
+    public: list[Message] = []  # the talk as the other one hears it
     for number in range(1, rounds + 1):
         for agent, other in (agents, agents[::-1]):
             said = _speak(c, log, f"round {number}", agent, rules, sampling_params)
@@ -111,31 +113,29 @@ def _check(strategies: Sequence[str], leak: str) -> None:
 
 
 def _agents(
-    c: Any, log: Transcript, rules: Any, strategies: Sequence[str], sampling_params: Any
+    c: Facade, log: Transcript, rules: Message, strategies: Sequence[str], sampling_params: Any
 ) -> list[_Agent]:
     """Both players with their plans."""
     texts = [
         system(SYSTEM.format(name, other, STRATEGIES[strategy]))
         for name, other, strategy in zip(NAMES, NAMES[::-1], strategies, strict=True)
     ]
-    messages = log.add_all("rules", NAMES, c.prefill([{"tokens": text} for text in texts]))
-    agents = [_Agent(*pair) for pair in zip(NAMES, messages, strict=True)]
+    prompts = log.add_all("rules", NAMES, c.prefill([{"tokens": text} for text in texts]))
     calls = [
         {
             "header": assistant("My secret plan:"),
-            "parents": [agent.system, rules],
+            "parents": [prompt, rules],
             "sampling_params": seeded(sampling_params, number),
         }
-        for number, agent in enumerate(agents)
+        for number, prompt in enumerate(prompts)
     ]
-    for agent, plan in zip(agents, log.add_all("plans", NAMES, c.decode(calls)), strict=True):
-        agent.plan = plan
-    return agents
+    plans = log.add_all("plans", NAMES, c.decode(calls))
+    return [_Agent(*each) for each in zip(NAMES, prompts, plans, strict=True)]
 
 
 def _speak(
-    c: Any, log: Transcript, stage: str, agent: _Agent, rules: Any, sampling_params: Any
-) -> Any:
+    c: Facade, log: Transcript, stage: str, agent: _Agent, rules: Message, sampling_params: Any
+) -> Message:
     said = c.decode(
         assistant(f"{agent.name}:"),
         parents=[agent.system, rules, agent.plan, *agent.talk],
@@ -145,18 +145,22 @@ def _speak(
 
 
 def _as_heard(
-    c: Any, log: Transcript, leak: str, speaker: _Agent, said: Any, public: Sequence[Any]
-) -> Any:
+    c: Facade, log: Transcript, leak: str, speaker: _Agent, said: Message, public: Sequence[Message]
+) -> Message:
     """The utterance with what it may carry; encoded again unless that is all."""
     if leak == "both":
         return said
-    carried = {"system": [speaker.system], "plan": [speaker.plan], "none": []}[leak]
-    heard = c.prefill(said.token_ids, parents=[*carried, *public])
+    carried: dict[str, list[Message]] = {
+        "system": [speaker.system],
+        "plan": [speaker.plan],
+        "none": [],
+    }
+    heard = c.prefill(said.token_ids, parents=[*carried[leak], *public])
     return log.add("as heard", speaker.name, heard)
 
 
 def _decisions(
-    c: Any, log: Transcript, rules: Any, agents: Sequence[_Agent], sampling_params: Any
+    c: Facade, log: Transcript, rules: Message, agents: Sequence[_Agent], sampling_params: Any
 ) -> list[str]:
     calls = [
         {

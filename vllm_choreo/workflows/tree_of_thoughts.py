@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_choreo.api.protocol import Facade
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.workflows.chat import assistant, system, user
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
@@ -23,7 +25,7 @@ FINISH = "Write the final answer, following the candidate above."
 
 
 def tree_of_thoughts(
-    c: Any,
+    c: Facade,
     question: str,
     *,
     candidates: int = 8,
@@ -62,7 +64,7 @@ def tree_of_thoughts(
     return log.finish([answer.generated_text])
 
 
-def _roles(c: Any, log: Transcript, voters: int | Sequence[str]) -> list[list[Any]]:
+def _roles(c: Facade, log: Transcript, voters: int | Sequence[str]) -> list[list[Message]]:
     """What each voter reads before all else: its role, or nothing. Equal roles are one message."""
     if isinstance(voters, int):
         return [[] for _ in range(voters)]
@@ -72,7 +74,9 @@ def _roles(c: Any, log: Transcript, voters: int | Sequence[str]) -> list[list[An
     return [[messages[texts.index(text)]] for text in voters]
 
 
-def _think(c: Any, log: Transcript, task: Any, count: int, sampling_params: Any) -> list[Any]:
+def _think(
+    c: Facade, log: Transcript, task: Message, count: int, sampling_params: Any
+) -> list[Message]:
     calls = [
         {
             "header": assistant(f"Candidate {number}:"),
@@ -85,7 +89,9 @@ def _think(c: Any, log: Transcript, task: Any, count: int, sampling_params: Any)
     return log.add_all("candidates", authors, c.decode(calls))
 
 
-def _vote(c: Any, log: Transcript, readings: Sequence[Any], sampling_params: Any) -> list[Any]:
+def _vote(
+    c: Facade, log: Transcript, readings: Sequence[Sequence[Message]], sampling_params: Any
+) -> list[Message]:
     calls = [
         {
             "header": assistant("The best is candidate number"),

@@ -12,9 +12,9 @@ the one message follows the other.
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.call import ReadOptions
+from vllm_choreo.semantics.message import Message
 
 VARIANTS = ("baseline", "serial", "parallel")
 
@@ -25,9 +25,9 @@ def check_variant(variant: str) -> None:
         raise ChoreoError(f"variant must be one of {VARIANTS}", parameter="variant", value=variant)
 
 
-def layout(variant: str, first: Any, second: Any) -> dict[str, Any]:
+def layout(variant: str, first: Message, second: Message) -> ReadOptions:
     """The arguments of a call that reads both messages: `parents`, and where it sees them."""
-    arguments: dict[str, Any] = {"parents": [first, second]}
+    arguments: ReadOptions = {"parents": [first, second]}
     if variant == "parallel":
         arguments["offsets"] = [0, 0]
         arguments["new_offset"] = max(first.num_tokens, second.num_tokens)

@@ -8,8 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.api.choreography import MODES
 from vllm_choreo.cli.run.engine import DEFAULT_MAX_MODEL_LEN
+from vllm_choreo.semantics.call import MODES
 from vllm_choreo.workflows.prisoners_dilemma import LEAKS, STRATEGIES
 from vllm_choreo.workflows.variants import VARIANTS
 

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.call import DecodeOptions, ReadOptions, is_list_of_calls
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.workflows.record.transcript import Transcript
 
 
 class Replay:
-    """Has the interface of `Choreography`: hands every call to `c`, with forced tokens.
+    """A `Facade` that hands every call to `c`, with forced tokens.
 
     Args:
-        c: a `Choreography`, in any mode.
+        c: a facade, in any mode.
         transcript: of the same program, with the same inputs. Who reads whom is not compared: a
             variant of a workflow that differs in that alone can be replayed.
 
@@ -33,36 +35,36 @@ class Replay:
     `c`.
     """
 
-    def __init__(self, c: Any, transcript: Transcript) -> None:
+    def __init__(self, c: Facade, transcript: Transcript) -> None:
         self.mode = c.mode
         self._c = c
         self._recorded = [step.message for step in transcript.steps]
         self._count = 0
 
-    def prefill(self, tokens: Any, **arguments: Any) -> Any:
+    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
         """See `Choreography.prefill`.
 
         Raises:
             ChoreoError: the program makes another call than was recorded.
         """
-        items = tokens if _is_list_of_calls(tokens) else [{"tokens": tokens}]
+        items = tokens if is_list_of_calls(tokens) else [{"tokens": tokens}]
         self._next("prefill", items)
-        return self._c.prefill(tokens, **arguments)
+        return self._c.prefill(tokens, **options)
 
-    def decode(self, header: Any, *, sampling_params: Any = None, **arguments: Any) -> Any:
+    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
         """See `Choreography.decode`; of the sampling parameters, only what is reported counts.
 
         Raises:
             ChoreoError: the program makes another call than was recorded, or the engine does not
                 know forced tokens.
         """
-        many = _is_list_of_calls(header)
-        items = header if many else [{"header": header, **arguments}]
+        many, asked = is_list_of_calls(header), options.get("sampling_params")
+        items = header if many else [{"header": header, **options}]
         recorded = self._next("decode", items)
         calls = []
         for item, message in zip(items, recorded, strict=True):
-            asked = item.get("sampling_params") or sampling_params
-            calls.append({**item, "sampling_params": _forcing(message, asked)})
+            params = _forcing(message, item.get("sampling_params") or asked)
+            calls.append({**item, "sampling_params": params})
         messages = self._c.decode(calls)
         for message, expected in zip(messages, recorded, strict=True):
             _check_forced(message, expected)
@@ -102,10 +104,6 @@ class Replay:
                 raise _differs(f"call {self._count + 1} was not this {kind}", given)
             self._count += 1
         return recorded
-
-
-def _is_list_of_calls(tokens: Any) -> bool:
-    return not isinstance(tokens, str) and bool(tokens) and isinstance(tokens[0], Mapping)
 
 
 def _begins(message: Message, given: Any) -> bool:
@@ -149,3 +147,7 @@ def _differs(reason: str, value: Any = None) -> ChoreoError:
         parameter="transcript",
         value=value,
     )
+
+
+if TYPE_CHECKING:
+    _is_one: type[Facade] = Replay

@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.semantics.message import Message, Metrics, Usage
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.wire.messages import message_of, record_json
 from vllm_choreo.workflows.record.check import check_transcript
 
 FORMAT = 1  # of the JSON form
@@ -147,38 +147,17 @@ def _plain(value: Any) -> Any:
 
 
 def _step_to_json(step: Step, start: float) -> dict[str, Any]:
-    message = step.message
+    message, record = step.message, record_json(step.message)
     return {
         "stage": step.stage,
         "author": step.author,
         "kind": "decode" if message.generated_token_ids else "prefill",
-        "id": message.id,
-        "parents": [[span.id, span.start, span.stop] for span in message.parents],
-        "position": message.position,
-        "num_tokens": message.num_tokens,
-        "token_ids": list(message.token_ids),
-        "text": message.text,
-        "generated_token_ids": list(message.generated_token_ids),
-        "generated_text": message.generated_text,
-        "finish_reason": message.finish_reason,
-        "usage": asdict(message.usage),
-        "metrics": {**asdict(message.metrics), "submitted": message.metrics.submitted - start},
+        **record,
+        "parents": [list(span) for span in message.parents],
+        "metrics": {**record["metrics"], "submitted": message.metrics.submitted - start},
     }
 
 
 def _step_from_json(data: Mapping[str, Any]) -> Step:
-    message = Message(
-        id=data["id"],
-        text=data["text"],
-        token_ids=tuple(data["token_ids"]),
-        num_tokens=data["num_tokens"],
-        position=data["position"],
-        parents=tuple(ParentSpan(*span) for span in data["parents"]),
-        generated_text=data["generated_text"],
-        generated_token_ids=tuple(data["generated_token_ids"]),
-        logprobs=None,
-        finish_reason=data["finish_reason"],
-        usage=Usage(**data["usage"]),
-        metrics=Metrics(**data["metrics"]),
-    )
+    message = message_of(data, data["metrics"]["submitted"])
     return Step(data["stage"], data["author"], message)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AsyncRunner`: planned calls on an AsyncLLM, from their submission to their messages."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_choreo.api import baseline
+from vllm_choreo.api.outcomes import (
+    Outcome,
+    Report,
+    baseline_result,
+    checked_answer,
+    choreo_result,
+    end_arguments,
+    end_report,
+    ends_here,
+    engine_params,
+    engine_prompt,
+    metrics_of,
+    report_of,
+)
+from vllm_choreo.api.pending import Pending
+from vllm_choreo.api.planned import PlannedCall
+from vllm_choreo.api.session import Session
+from vllm_choreo.errors import ChoreoError, ParentFailedError
+from vllm_choreo.semantics.call import Result, ended
+
+
+class AsyncRunner:
+    """The calls of one session that are running.
+
+    Args:
+        async_llm: vLLM's.
+        session: is told what each call comes to.
+    """
+
+    def __init__(self, async_llm: Any, session: Session) -> None:
+        self.mode = session.mode
+        self._llm = async_llm
+        self._entries = session.entries
+        self._pending: dict[str, Pending] = {}
+
+    async def submit(self, calls: Sequence[PlannedCall]) -> list[Pending]:
+        """Hand calls over to the engine, in their order: a parent always comes before its child."""
+        pending = [Pending(call) for call in calls]
+        self._pending.update({handle.id: handle for handle in pending})
+        for handle in pending:
+            start, parents = time.perf_counter(), self._pending_parents(handle.call)
+            if self.mode != "baseline":
+                try:
+                    handle._queue = await self._add(handle.call, handle.call.token_ids)
+                except BaseException:
+                    await self.cancel(pending)
+                    raise
+            handle._future = asyncio.create_task(self._life(handle, parents, start))
+        return pending
+
+    async def results(self, pending: Sequence[Pending]) -> list[Result]:
+        """What the calls come to; if the caller gives up before, they are ended."""
+        try:
+            return await asyncio.gather(*(call.result() for call in pending))
+        finally:
+            await self.cancel(pending)
+
+    def reserve(self, call: PlannedCall) -> Pending:
+        """The handle of a call that somebody else runs, up to `conclude`."""
+        pending = Pending(call)
+        pending._future = asyncio.get_running_loop().create_future()
+        self._pending[pending.id] = pending
+        return pending
+
+    async def conclude(self, pending: Pending, outcome: Outcome | None) -> None:
+        """Settle a reserved call; see `AsyncChoreography.conclude`."""
+        call = pending.call
+        result: Result = ended()
+        try:
+            if outcome is not None:
+                result = choreo_result(call, outcome, await self._report(call, outcome))
+            elif call.params.open_end:
+                await self.utility("end", *end_arguments(call, None))
+        finally:
+            self._forget([pending], result)
+            assert pending._future is not None
+            if not pending._future.done():
+                pending._future.set_result(result)
+
+    async def cancel(self, pending: Sequence[Pending]) -> None:
+        """End calls that are running; nothing of them is kept."""
+        futures = [call._future for call in pending if call._future and not call._future.done()]
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+        # Calls whose task had not begun to run could not tidy up after themselves.
+        unread = [handle for handle in pending if handle.id in self._pending]
+        for handle in unread:
+            if handle._queue is not None:
+                await self._abort(handle.call, handle._queue)
+        self._forget(unread, ended())
+
+    async def cancel_all(self) -> None:
+        """End all calls that are running."""
+        await self.cancel(list(self._pending.values()))
+
+    async def utility(self, operation: str, *args: Any) -> Any:
+        """Run an operation of the engine. Raises ChoreoError: it is refused."""
+        if self.mode == "baseline":
+            return None
+        from vllm_choreo.engine.utility import call_async
+
+        return checked_answer(await call_async(self._llm, operation, *args))
+
+    # -- one call ---------------------------------------------------------------------------------
+
+    async def _life(self, handle: Pending, parents: Sequence[Pending], start: float) -> Result:
+        """The life of one call, up to its message."""
+        result: Result = ended()
+        try:
+            if self.mode == "baseline":
+                result = await self._baseline_result(handle, parents, start)
+            else:
+                outcome = await self._read(handle, handle._queue, start)
+                report = await self._report(handle.call, outcome)
+                result = choreo_result(handle.call, outcome, report)
+        except ChoreoError as error:
+            result = error
+        finally:
+            self._forget([handle], result)
+        return result
+
+    async def _baseline_result(
+        self, handle: Pending, parents: Sequence[Pending], start: float
+    ) -> Result:
+        """The prompt is the text of the parents, once they are complete."""
+        for parent in parents:
+            if isinstance(await parent.result(), ChoreoError):
+                raise ParentFailedError(
+                    "the call that makes this parent failed; call it again",
+                    parameter="parents",
+                    value=parent.id,
+                )
+        call, messages = handle.call, self._entries.messages()
+        if not call.is_decode:
+            return baseline.stored_message(call, messages, start)
+        handle._queue = await self._add(call, baseline.prompt_token_ids(call, messages))
+        return baseline_result(call, await self._read(handle, handle._queue, start))
+
+    def _pending_parents(self, call: PlannedCall) -> list[Pending]:
+        parents = {span.id: self._pending.get(span.id) for span in call.params.parents}
+        return [parent for parent in parents.values() if parent is not None]
+
+    async def _report(self, call: PlannedCall, outcome: Outcome) -> Report:
+        """What the engine says of a finished call."""
+        if not ends_here(call, outcome):
+            return report_of(outcome)
+        return end_report(await self.utility("end", *end_arguments(call, outcome)))
+
+    async def _add(self, call: PlannedCall, prompt: Sequence[int]) -> Any:
+        params = engine_params(call, self.mode)
+        return await self._llm.add_request(call.id, engine_prompt(prompt), params)
+
+    async def _read(self, handle: Pending, queue: Any, start: float) -> Outcome:
+        """Read a request's outputs to the end; a cancelled reader aborts the request."""
+        first: float | None = None
+        try:
+            while True:
+                output = queue.get_nowait() or await queue.get()
+                now = time.perf_counter()
+                first = now if first is None else first
+                outcome = Outcome(output, metrics_of(output, start, first, now))
+                if output.finished:
+                    return outcome
+                handle._update(outcome)
+        except asyncio.CancelledError:
+            await self._abort(handle.call, queue)
+            raise
+        finally:
+            queue.close()
+
+    async def _abort(self, call: PlannedCall, queue: Any) -> None:
+        await self._llm.abort(queue.request_id, internal=True)
+        if call.params.open_end:
+            await self.utility("end", *end_arguments(call, None))
+
+    def _forget(self, pending: Sequence[Pending], result: Result) -> None:
+        for handle in pending:
+            self._pending.pop(handle.id, None)
+            self._entries.finished(handle.call, result)

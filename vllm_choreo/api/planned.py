@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PlannedCall`: a call that a session has validated, before it is submitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_choreo.semantics.params import ChoreoParams
+from vllm_choreo.semantics.provenance import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedCall:
+    """One validated call.
+
+    Attributes:
+        text, token_ids: the new tokens, and their text.
+        params: what the engine is told; `params.save_as` is the message's id.
+        sampling_params: the caller's for decode, None for prefill.
+        trace: what the message that it makes will carry traces of.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    params: ChoreoParams
+    sampling_params: Any
+    trace: Trace
+
+    @property
+    def id(self) -> str:
+        assert self.params.save_as is not None
+        return self.params.save_as
+
+    @property
+    def is_decode(self) -> bool:
+        return self.params.kind == "decode"

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both clients are: a session on a server, under a policy."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+from vllm_choreo.client import exchanges
+from vllm_choreo.client.endpoint import Endpoint
+from vllm_choreo.semantics.call import check_mode, message_ids
+
+
+class ClientBase:
+    """
+    Args:
+        base_url: of the server, for example "http://127.0.0.1:8000".
+        api_key: one of those that the server was started with; None if it asks for none.
+        mode: "choreo", "exact" or "baseline", as for `Choreography`.
+        timeout: the longest time to wait for an answer, in seconds.
+        ttl_seconds: the server closes the session if it is not used for so long; None: the
+            server's default, which is also the longest.
+
+    Raises:
+        ChoreoError: no such mode, no address, or no time.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        mode: str = "choreo",
+        timeout: float = 600.0,
+        ttl_seconds: float | None = None,
+    ) -> None:
+        check_mode(mode)
+        self.mode = mode
+        self._endpoint = Endpoint(base_url, api_key, timeout)
+        self._opening = exchanges.opening(mode, ttl_seconds)
+        self._denied: tuple[str, ...] = ()
+
+    def deny(self, *messages: Any) -> Self:
+        """See `Choreography.deny`; that the messages exist is checked with the next call."""
+        view = copy.copy(self)
+        view._denied = (*self._denied, *message_ids(messages, "deny"))
+        return view

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of a server, and how its answer is read: all of a client that does no I/O.
+
+An `Exchange` is a request and the reader of its answer; both clients send the one and pass the
+other on. What can be seen without the session is refused here, by the same errors as
+`Choreography` raises; the rest is for the server to judge.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+
+from vllm_choreo.errors import ChoreoError, UnknownMessageError
+from vllm_choreo.semantics.call import Asked, CallSpec, Result, message_id
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.wire.calls import call_json
+from vllm_choreo.wire.messages import message_of
+from vllm_choreo.wire.refusals import refusal_of
+
+_SESSIONS = "/v1/choreo/sessions"
+_END = "[DONE]"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Request:
+    """An HTTP request: `path` follows the server's address, `body` is JSON."""
+
+    method: str
+    path: str
+    body: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Exchange(Generic[_T]):
+    """A request, and what its answer means.
+
+    Attributes:
+        read: makes the result of the answer's JSON and of when the request was made, on the clock
+            of `time.perf_counter`. Raises ChoreoError: a call failed.
+    """
+
+    request: Request
+    read: Callable[[Any, float], _T]
+
+
+# -- sessions ------------------------------------------------------------------------------------
+
+
+def opening(mode: str, ttl_seconds: float | None) -> Exchange[str]:
+    """Open a session; its id."""
+    ttl = {} if ttl_seconds is None else {"ttl_seconds": ttl_seconds}
+    body = _json({"mode": mode, **ttl}, "ttl_seconds")
+    return Exchange(Request("POST", _SESSIONS, body), lambda answer, _: str(answer["id"]))
+
+
+def stats(session: str) -> Exchange[dict[str, Any]]:
+    """The numbers of a session, all on one level."""
+    return Exchange(Request("GET", f"{_SESSIONS}/{session}"), lambda answer, _: _stats_of(answer))
+
+
+def closing(session: str) -> Exchange[None]:
+    """Close a session."""
+    return Exchange(Request("DELETE", f"{_SESSIONS}/{session}"), _nothing)
+
+
+def _stats_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    about = {key: value for key, value in body.items() if key not in ("object", "usage")}
+    return {**about, **body["usage"]}
+
+
+def _nothing(body: Any, submitted: float) -> None:
+    """Of an answer that says no more than that it was done."""
+
+
+# -- calls ---------------------------------------------------------------------------------------
+
+
+def running(session: str, asked: Asked) -> Exchange[Any]:
+    """Run calls, and answer when all are complete: a list, or the one that is given."""
+    calls = [call_json(spec) for spec in asked.calls]
+    body = {"calls": calls} if asked.is_list else calls[0]
+    request = Request("POST", f"{_SESSIONS}/{session}/messages", _json(body, "calls"))
+
+    def read(answer: Any, submitted: float) -> Any:
+        items = answer["data"] if asked.is_list else [answer]
+        return asked.answer([result_of(item, submitted) for item in items])
+
+    return Exchange(request, read)
+
+
+def streaming(session: str, specs: Sequence[CallSpec]) -> Request:
+    """Run a list of calls, and answer as they go on."""
+    body = {"calls": [call_json(spec) for spec in specs], "stream": True}
+    return Request("POST", f"{_SESSIONS}/{session}/messages", _json(body, "calls"))
+
+
+def result_of(body: Mapping[str, Any], submitted: float) -> Result:
+    """What a call came to: a message object, or that of an error."""
+    if body["object"] == "error":
+        return refusal_of(body["error"])
+    return message_of(body, submitted)
+
+
+def is_chunk(event: Mapping[str, Any]) -> bool:
+    """Whether an event of a stream is a piece of a message, not its end."""
+    return bool(event["object"] == "choreo.message.chunk")
+
+
+class Events:
+    """The objects of a stream of server-sent events, as the bytes come in.
+
+    Bytes are cut at line feeds only: text in JSON may hold the other ends of lines.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """The objects that are complete with `data`."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            name, _, value = line.decode().partition(":")
+            if name == "data" and value.strip() != _END:
+                yield json.loads(value)
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+def fetching(session: str, named: Any) -> Exchange[Message]:
+    """Ask for a message; `metrics.submitted` is 0, for it is not on the client's clock."""
+    (path,) = _message_paths(session, [named])
+    return Exchange(Request("GET", path), lambda answer, _: message_of(answer, submitted=0.0))
+
+
+def freeing(session: str, messages: Sequence[Any]) -> list[Request]:
+    """Free messages, one after the other."""
+    return [Request("DELETE", path) for path in _message_paths(session, messages)]
+
+
+def evicting(session: str, messages: Sequence[Any]) -> list[Request]:
+    """Drop the cached keys and values of messages, one after the other."""
+    return [Request("POST", f"{path}/evict") for path in _message_paths(session, messages)]
+
+
+def pinning(session: str, messages: Sequence[Any], ttl: float | None) -> list[Request]:
+    """Pin messages, one after the other."""
+    body = _json({} if ttl is None else {"ttl_seconds": ttl}, "ttl")
+    paths = _message_paths(session, messages)
+    return [Request("POST", f"{path}/pin", body) for path in paths]
+
+
+def unpinning(session: str, messages: Sequence[Any]) -> list[Request]:
+    """Unpin messages, one after the other."""
+    return [Request("DELETE", f"{path}/pin") for path in _message_paths(session, messages)]
+
+
+def _message_paths(session: str, messages: Sequence[Any]) -> list[str]:
+    """Where messages are. None of them is asked for if one is of another session."""
+    paths = []
+    for named in messages:
+        found = message_id(named, "messages")
+        owner, slash, name = found.partition("/")
+        if not slash:
+            owner, name = session, found
+        if owner != session or not name or "/" in name:
+            raise UnknownMessageError(
+                "no message of this session", parameter="messages", value=found
+            )
+        # Names hold dots, and "." and ".." are steps in a path.
+        escaped = quote(name, safe="", errors="replace").replace(".", "%2E")
+        paths.append(f"{_SESSIONS}/{session}/messages/{escaped}")
+    return paths
+
+
+def _json(body: Any, parameter: str) -> bytes:
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise ChoreoError(
+            f"this cannot be sent as JSON ({error})", parameter=parameter, value=body
+        ) from error

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What a caller asks of one call: `CallSpec`, from the facade to the wire. No torch, no vllm.
+
+    c.decode("Say:", parents=[doc])        arguments   \
+    c.decode([{"header": "Say:", ...}])    dicts        >  CallSpec  >  the session, or JSON
+    POST .../messages {"content": ...}     JSON        /
+
+Whoever makes a `CallSpec` checks its form, here and once: which keys there are, and what names a
+message. Numbers are checked by `ChoreoParams`, and by the session what only it can know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.params import ChoreoParams, ParentSpan, check_span
+
+CALL_MODES = ("choreo", "exact")
+MODES = (*CALL_MODES, "baseline")
+
+Result = Message | ChoreoError  # what a call comes to
+
+
+class ReadOptions(TypedDict, total=False):
+    """The options of a call, as keyword arguments and as keys of a dict; None: not given.
+
+    Attributes:
+        parents: the messages that the new one attends to: each a `Message`, a pending call, an id,
+            a `save_as` name, or `(message, start, stop)`.
+        offsets: the position at which each parent is seen; None in place of one: after the parent
+            before it; omitted: all of them so, the first from 0.
+        new_offset: the position of the first new token; omitted: after the last parent.
+        save_as: a name for the message; its id is `session/name`.
+        mode: "choreo" or "exact"; omitted: that of the session.
+        deny: messages of which the call may read no trace (docs/exactness.md).
+        adapter: the LoRA adapter that encodes the new tokens and generates: in process a
+            `vllm.lora.request.LoRARequest`, over HTTP a name that the server knows. Omitted: that
+            of the session; the name of the model: none. Parents are read as they were encoded.
+    """
+
+    parents: Sequence[Any] | None
+    offsets: Sequence[int | None] | None
+    new_offset: int | None
+    save_as: str | None
+    mode: str | None
+    deny: Sequence[Any] | None
+    adapter: Any
+
+
+class DecodeOptions(ReadOptions, total=False):
+    """Those of a call that generates.
+
+    Attributes:
+        sampling_params: `vllm.SamplingParams`; over HTTP also a dict of their fields.
+    """
+
+    sampling_params: Any
+
+
+# With a list of calls, these may be given once for all of them.
+_FOR_ALL = ("sampling_params", "mode", "deny", "adapter")
+# What a call is of: the keys of a dict, and the kind of call that each makes.
+_CONTENTS = {"header": "decode", "tokens": "prefill", "copy_of": "prefill"}
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """Text that the caller has tokenised, as the session would: without special tokens added."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """What a caller asks of one call. Messages are named as the caller named them: `name` or id.
+
+    Attributes:
+        kind: "prefill" or "decode".
+        content: the new tokens: text, token ids, text with its tokens, or the message (or part of
+            one) whose tokens are encoded anew.
+        sampling_params: `vllm.SamplingParams`, fields of them (HTTP), or None.
+        parents, offsets, new_offset, save_as, mode, deny, adapter: see `ReadOptions`.
+    """
+
+    kind: str
+    content: str | tuple[int, ...] | Tokenized | ParentSpan
+    parents: tuple[ParentSpan, ...] = ()
+    offsets: Sequence[int | None] | None = None
+    new_offset: int | None = None
+    save_as: str | None = None
+    mode: str | None = None
+    deny: tuple[str, ...] = ()
+    adapter: Any = None
+    sampling_params: Any = None
+
+    def __post_init__(self) -> None:
+        if self.kind == "prefill" and self.sampling_params is not None:
+            raise UnsupportedOptionError(
+                "prefill samples nothing: leave sampling_params out, or call decode",
+                parameter="sampling_params",
+                value=self.sampling_params,
+            )
+        if isinstance(self.content, ParentSpan):
+            check_span(self.content.start, self.content.stop, None, self.content)
+
+    def params(self, **engine_side: Any) -> ChoreoParams:
+        """What the engine is told, checked; `engine_side` says what the session adds or resolves.
+
+        Raises:
+            ChoreoError: as `ChoreoParams`.
+        """
+        own = {
+            "parents": self.parents,
+            "offsets": self.offsets,
+            "new_offset": self.new_offset,
+            "kind": self.kind,
+            "deny": self.deny,
+        }
+        return ChoreoParams(**{**own, **engine_side})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The calls that one call of a method asks for: one, or a parallel list."""
+
+    calls: tuple[CallSpec, ...]
+    is_list: bool
+
+    def answer(self, results: Sequence[Result]) -> Any:
+        """What the method returns: the message, or a list of them.
+
+        Raises:
+            ChoreoError: the first error among `results`; its `results` are all of them.
+        """
+        for result in results:
+            if isinstance(result, ChoreoError):
+                result.results = list(results)
+                raise result
+        return list(results) if self.is_list else results[0]
+
+
+# -- from what a caller wrote --------------------------------------------------------------------
+
+
+def asked(kind: str, content: Any, options: Mapping[str, Any], denied: Sequence[str] = ()) -> Asked:
+    """The calls of `prefill(content, **options)` or `decode(content, **options)`.
+
+    Args:
+        kind: "prefill" or "decode".
+        content: text, token ids, or a list of dicts.
+        options: `ReadOptions` or `DecodeOptions`.
+        denied: ids of messages that are denied to every call, besides those in `options`.
+
+    Raises:
+        TypeError: no such option.
+        ChoreoError: the first reason why a call is refused.
+    """
+    known = DecodeOptions if kind == "decode" else ReadOptions
+    options = _checked(options, known, denied)
+    if not is_list_of_calls(content):
+        return Asked((_spec(kind, _content(kind, content), options),), False)
+    for key, value in options.items():
+        if key not in _FOR_ALL and value is not None:
+            raise ChoreoError(
+                f"with a list of calls, give {key} in each dict", parameter=key, value=value
+            )
+    items = [_item(item, options, ("tokens", "header")) for item in content]
+    specs = (_spec(kind, _content(kind, given), item) for _, given, item in items)
+    return Asked(tuple(specs), True)
+
+
+def one_spec(
+    kind: str, content: Any, options: Mapping[str, Any], denied: Sequence[str] = ()
+) -> CallSpec:
+    """The call of a method that takes no list.
+
+    Raises:
+        TypeError, ChoreoError: as `asked`, or it is a list.
+    """
+    if is_list_of_calls(content):
+        raise ChoreoError("a list of calls needs decode or prefill", parameter="header")
+    return _spec(kind, _content(kind, content), _checked(options, DecodeOptions, denied))
+
+
+def submitted_spec(
+    header: Any, tokens: Any, options: Mapping[str, Any], denied: Sequence[str] = ()
+) -> CallSpec:
+    """The call of `submit(header=...)` or `submit(tokens=...)`.
+
+    Raises:
+        TypeError, ChoreoError: both or neither were given, or as `one_spec`.
+    """
+    if (header is None) == (tokens is None):
+        raise ChoreoError("submit needs either header or tokens", parameter="header")
+    kind, content = ("prefill", tokens) if header is None else ("decode", header)
+    return one_spec(kind, content, options, denied)
+
+
+def asked_copy(message: Any, options: Mapping[str, Any], denied: Sequence[str] = ()) -> Asked:
+    """The call of `reencode(message, **options)`.
+
+    Raises:
+        TypeError, ChoreoError: as `asked`.
+    """
+    options = _checked(options, ReadOptions, denied)
+    return Asked((_spec("prefill", parent_span(message, "message"), options),), False)
+
+
+def linked_specs(items: Sequence[Any], denied: Sequence[str] = ()) -> list[CallSpec]:
+    """Calls of both kinds, of which later ones may name earlier ones.
+
+    Args:
+        items: dicts like those of a parallel list, each with one of the keys `header` (a decode),
+            `tokens` and `copy_of` (a prefill); or `CallSpec`s, which are passed on.
+        denied: ids of messages that are denied to every dict's call.
+
+    Raises:
+        ChoreoError: the first reason why a call is refused.
+    """
+    specs = []
+    for item in items:
+        if isinstance(item, CallSpec):
+            specs.append(item)
+            continue
+        key, given, options = _item(item, {"deny": tuple(denied)}, tuple(_CONTENTS))
+        kind = _CONTENTS[key]
+        content = parent_span(given, "message") if key == "copy_of" else _content(kind, given)
+        specs.append(_spec(kind, content, options))
+    return specs
+
+
+def is_list_of_calls(content: Any) -> bool:
+    """Whether `content` is a parallel list, not text or token ids."""
+    return isinstance(content, Sequence) and bool(content) and isinstance(content[0], Mapping)
+
+
+def _checked(options: Mapping[str, Any], form: type, denied: Sequence[str]) -> dict[str, Any]:
+    """The options with all that is denied. Raises TypeError: `form` has no such option."""
+    known = form.__annotations__
+    for name in options:
+        if name not in known:
+            raise TypeError(f"unexpected argument {name!r}; the arguments are {', '.join(known)}")
+    return {**options, "deny": (*denied, *message_ids(options.get("deny"), "deny"))}
+
+
+def _item(
+    item: Any, options: Mapping[str, Any], contents: Sequence[str]
+) -> tuple[str, Any, dict[str, Any]]:
+    """One dict of a list: the key of its content, that content, and all its options."""
+    if not isinstance(item, Mapping):
+        raise ChoreoError("a parallel list holds dicts alone", parameter="tokens", value=item)
+    known = {*DecodeOptions.__annotations__, *contents}
+    for key in item:
+        if key not in known:
+            raise ChoreoError(
+                f"unknown key; the keys are {', '.join(sorted(known))}",
+                parameter=str(key),
+                value=item[key],
+            )
+    given = [key for key in contents if key in item]
+    if len(given) != 1:
+        raise ChoreoError(
+            f"each dict needs either {' or '.join(contents)}",
+            parameter=contents[0],
+            value=dict(item),
+        )
+    deny = (*options["deny"], *message_ids(item.get("deny"), "deny"))
+    return given[0], item[given[0]], {**options, **item, "deny": deny}
+
+
+def _spec(kind: str, content: Any, options: Mapping[str, Any]) -> CallSpec:
+    return CallSpec(
+        kind,
+        content,
+        parents=tuple(parent_span(named) for named in _list(options.get("parents"), "parents")),
+        offsets=options.get("offsets"),
+        new_offset=options.get("new_offset"),
+        save_as=options.get("save_as"),
+        mode=options.get("mode"),
+        deny=tuple(dict.fromkeys(options["deny"])),
+        adapter=options.get("adapter"),
+        sampling_params=options.get("sampling_params"),
+    )
+
+
+def content_name(kind: str) -> str:
+    """What the new tokens of a call are called, for errors."""
+    return "header" if kind == "decode" else "tokens"
+
+
+def _content(kind: str, given: Any) -> str | tuple[int, ...]:
+    name = content_name(kind)
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, Sequence) or isinstance(given, (bytes, bytearray)):
+        raise ChoreoError(
+            f"{name} must be text, token ids, or a list of dicts", parameter=name, value=given
+        )
+    for token in given:
+        if type(token) is not int:
+            raise ChoreoError(
+                "a token id is an int; for parallel calls give a list of dicts",
+                parameter=name,
+                value=token,
+            )
+    return tuple(given)
+
+
+# -- messages by what names them -----------------------------------------------------------------
+
+
+def message_id(named: Any, parameter: str) -> str:
+    """The id or name of a message, of a pending call, of an id, or of a `save_as` name.
+
+    Raises:
+        ChoreoError: none of these.
+    """
+    found = named if isinstance(named, str) else getattr(named, "id", None)
+    if not isinstance(found, str):
+        raise ChoreoError(
+            "a message is named by its Message or its id", parameter=parameter, value=named
+        )
+    return found
+
+
+def message_ids(messages: Any, parameter: str) -> tuple[str, ...]:
+    """The ids or names of a list of messages; None is an empty one.
+
+    Raises:
+        ChoreoError: no list, or as `message_id`.
+    """
+    return tuple(message_id(named, parameter) for named in _list(messages, parameter))
+
+
+def parent_span(parent: Any, parameter: str = "parents") -> ParentSpan:
+    """The tokens that a caller names: a message, or `(message, start, stop)`.
+
+    Raises:
+        ChoreoError: neither. Whether there are such tokens is checked later.
+    """
+    if isinstance(parent, str) or not isinstance(parent, Sequence):
+        return ParentSpan(message_id(parent, parameter))
+    if len(parent) != 3:
+        raise ChoreoError(
+            "a parent is a message, an id, or (message, start, stop)",
+            parameter=parameter,
+            value=parent,
+        )
+    named, start, stop = parent
+    return ParentSpan(message_id(named, parameter), start, stop)
+
+
+def _list(given: Any, parameter: str) -> Sequence[Any]:
+    if given is None:
+        return ()
+    # A message, too, is no list; that it is no `Sequence` is what tells.
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise ChoreoError(
+            f"{parameter} must be a list of messages", parameter=parameter, value=given
+        )
+    return given
+
+
+# -- of a session --------------------------------------------------------------------------------
+
+
+def check_mode(mode: str) -> None:
+    """Raises ChoreoError: no such mode."""
+    if mode not in MODES:
+        raise ChoreoError(f"mode must be one of {MODES}", parameter="mode", value=mode)
+
+
+def ended() -> ChoreoError:
+    """What a call comes to that is cancelled."""
+    return ChoreoError("the call was ended before it was complete")

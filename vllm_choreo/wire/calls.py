@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CallSpec` -> the JSON of a call, which `server/call_reader.py` reads into a `CallSpec` again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_choreo.semantics.call import CallSpec, Tokenized
+from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.wire.sampling import sampling_fields
+
+
+def call_json(spec: CallSpec) -> dict[str, Any]:
+    """The call as JSON; what was not given is left out.
+
+    Raises:
+        ChoreoError: an option of the wrong type or number, or one that JSON cannot carry.
+    """
+    params = spec.params()  # refuses offsets and sub-spans, as the engine would
+    call = {
+        "type": spec.kind,
+        **_content_json(spec),
+        "parents": [_span_json(span) for span in params.parents] or None,
+        "offsets": None if params.offsets is None else list(params.offsets),
+        "new_offset": params.new_offset,
+        "save_as": spec.save_as,
+        "mode": spec.mode,
+        "deny": list(params.deny) or None,
+        "sampling_params": sampling_fields(spec.sampling_params),
+    }
+    return {key: value for key, value in call.items() if value is not None}
+
+
+def _content_json(spec: CallSpec) -> dict[str, Any]:
+    """The new tokens: text, token ids, or the message whose tokens are taken."""
+    content = spec.content
+    if isinstance(content, ParentSpan):
+        return {"copy_of": _span_json(content)}
+    if isinstance(content, Tokenized):
+        return {"content": list(content.token_ids)}
+    return {"content": content if isinstance(content, str) else list(content)}
+
+
+def _span_json(span: ParentSpan) -> str | dict[str, Any]:
+    """An id alone, or with the ends that were given."""
+    given = {key: end for key, end in span._asdict().items() if end is not None}
+    return given if len(given) > 1 else span.id

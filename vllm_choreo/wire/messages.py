@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Message` <-> JSON: in the answers of a server, and in transcripts.
+
+Both hold the same record of a message; an answer adds what a client may want to know of it, a
+transcript when it was submitted. `server/documents.py` describes the answers to OpenAPI.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_choreo.semantics.message import Message, Metrics, Usage
+from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.provenance import Trace
+
+# From the clock of `time.perf_counter`, on which calls are timed, to seconds since 1970.
+_EPOCH = time.time() - time.perf_counter()
+# JSON knows no infinity; vLLM's own routes answer the same for a token that was masked.
+_LEAST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """As `vllm.logprobs.Logprob`: of a token, natural; `rank` 1 is the likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def record_json(message: Message) -> dict[str, Any]:
+    """What answers and transcripts both tell of a message; logprobs are left out."""
+    metrics = message.metrics
+    return {
+        "id": message.id,
+        "position": message.position,
+        "num_tokens": message.num_tokens,
+        "token_ids": list(message.token_ids),
+        "text": message.text,
+        "generated_token_ids": list(message.generated_token_ids),
+        "generated_text": message.generated_text,
+        "finish_reason": message.finish_reason,
+        "usage": asdict(message.usage),
+        "metrics": {"waiting": metrics.waiting, "ttft": metrics.ttft, "latency": metrics.latency},
+    }
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """The message object of an answer."""
+    return {
+        **short_message_json(message),
+        **record_json(message),
+        "logprobs": _logprobs_json(message.logprobs),
+        "usage": usage_json(message),
+        "provenance": sorted(message.provenance),
+    }
+
+
+def short_message_json(message: Message) -> dict[str, Any]:
+    """A message in the list of a session: without its text and what follows from it."""
+    return {
+        "id": message.id,
+        "object": "choreo.message",
+        "created": int(_EPOCH + message.metrics.submitted),
+        "session": message.id.partition("/")[0],
+        "type": "prefill" if message.finish_reason is None else "decode",
+        "num_tokens": message.num_tokens,
+        "position": message.position,
+        "parents": [parent._asdict() for parent in message.parents],
+        "finish_reason": message.finish_reason,
+    }
+
+
+def usage_json(message: Message) -> dict[str, Any]:
+    """`usage` of an answer: of OpenAI's form, with our numbers, in tokens.
+
+    The prompt is what the call read: its parents and its header. Whatever a call reads or writes
+    is either reused or encoded, so their sum is the total.
+    """
+    return _usage_json(message.usage, len(message.generated_token_ids))
+
+
+def total_usage_json(messages: Sequence[Message]) -> dict[str, Any]:
+    """The sums over `messages`; exact if all of them are."""
+    parts = [message.usage for message in messages]
+    total = Usage(
+        exact=all(part.exact for part in parts),
+        reused_tokens=sum(part.reused_tokens for part in parts),
+        repositioned_tokens=sum(part.repositioned_tokens for part in parts),
+        encoded_tokens=sum(part.encoded_tokens for part in parts),
+    )
+    return _usage_json(total, sum(len(message.generated_token_ids) for message in messages))
+
+
+def _usage_json(usage: Usage, num_generated: int) -> dict[str, Any]:
+    total = usage.reused_tokens + usage.encoded_tokens
+    return {
+        "prompt_tokens": total - num_generated,
+        "completion_tokens": num_generated,
+        "total_tokens": total,
+        "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
+        **asdict(usage),
+    }
+
+
+def _logprobs_json(logprobs: Any) -> list[dict[str, Any]] | None:
+    """VLLM's logprobs of the generated tokens: one map per token, from token ids."""
+    if logprobs is None:
+        return None
+    return [
+        {
+            str(token): {
+                "logprob": value.logprob if math.isfinite(value.logprob) else _LEAST_LOGPROB,
+                "rank": value.rank,
+                "decoded_token": value.decoded_token,
+            }
+            for token, value in at_position.items()
+        }
+        for at_position in logprobs
+    ]
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def message_of(body: Mapping[str, Any], submitted: float) -> Message:
+    """The message of a record, with what an answer adds to it.
+
+    Args:
+        body: of an answer, or of a transcript.
+        submitted: when the call was submitted, on the clock of `time.perf_counter`.
+    """
+    usage, metrics = body["usage"], body["metrics"]
+    return Message(
+        id=body["id"],
+        text=body["text"],
+        token_ids=tuple(body["token_ids"]),
+        num_tokens=body["num_tokens"],
+        position=body["position"],
+        parents=tuple(map(_span_of, body["parents"])),
+        generated_text=body["generated_text"],
+        generated_token_ids=tuple(body["generated_token_ids"]),
+        logprobs=_logprobs_of(body.get("logprobs")),
+        finish_reason=body["finish_reason"],
+        usage=Usage(
+            exact=usage["exact"],
+            reused_tokens=usage["reused_tokens"],
+            repositioned_tokens=usage["repositioned_tokens"],
+            encoded_tokens=usage["encoded_tokens"],
+        ),
+        metrics=Metrics(submitted, metrics["waiting"], metrics["ttft"], metrics["latency"]),
+        # The server tells the closure of the history, and the closure is all that a client reads.
+        trace=Trace(body["id"], tuple(Trace(source) for source in body.get("provenance", ()))),
+    )
+
+
+def _span_of(parent: Mapping[str, Any] | Sequence[Any]) -> ParentSpan:
+    """A parent as answers write it, or as transcripts do: `[id, start, stop]`."""
+    return ParentSpan(**parent) if isinstance(parent, Mapping) else ParentSpan(*parent)
+
+
+def _logprobs_of(entries: Any) -> list[dict[int, Logprob]] | None:
+    if entries is None:
+        return None
+    return [{int(token): Logprob(**found) for token, found in entry.items()} for entry in entries]
