@@ -194,7 +194,7 @@ def run_choreography(choreography: Choreography, batches: list[list[PlannedCall]
     """Run all batches through the public API; a batch of one call is made as a single call."""
     done: list[Ran] = []
     for batch in batches:
-        ready = [_resolve(call, done) for call in batch]
+        ready = [resolve_call(call, done) for call in batch]
         is_decode = batch[0].sampling_params is not None
         run = choreography.decode if is_decode else choreography.prefill
         if len(batch) == 1:
@@ -219,7 +219,7 @@ _Resolved = tuple[
 ]
 
 
-def _resolve(call: PlannedCall, done: list[Ran]) -> _Resolved:
+def resolve_call(call: PlannedCall, done: list[Ran]) -> _Resolved:
     """The arguments of the API, and the numbers that they stand for."""
     if call.continues is not None:
         spans, offsets, new_offset = _context_of(done[call.continues], call.continues)
