@@ -40,7 +40,7 @@ def embedded_model_path() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`tiny_model_path(name)`: the folder of a tiny random model, written on first use."""
-    from tests.engine.models import make_tiny_model
+    from vllm_choreo.smallmodel.tiny import make_tiny_model
 
     folder = tmp_path_factory.mktemp("tiny_models")
     return cache(lambda name: make_tiny_model(name, folder))

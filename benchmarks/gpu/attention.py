@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.common import median, spread
 from benchmarks.gpu import launching, oracle, rivals
 from benchmarks.gpu.cases import Heads, Inputs, Kind, Work, make_inputs
 from benchmarks.gpu.measure import Clock, Floors, measure_floors
 from benchmarks.gpu.report import Bar, Report, Sheet
+from benchmarks.harness.stats import median, spread
 from vllm_choreo.ops import SharedReads
 
 MODELS = {"Llama-3.1-8B": Heads(32, 8, 128), "Qwen3-14B": Heads(40, 8, 128)}

@@ -7,9 +7,9 @@ import dataclasses
 
 import torch
 
-from benchmarks.gpu.engine import BLOCK_SIZE, Engine, Tokens
 from benchmarks.gpu.model import Model, Shape
 from benchmarks.gpu.report import Report
+from benchmarks.gpu.toy_engine import BLOCK_SIZE, Tokens, ToyEngine
 
 # Relative, of logits after two layers.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -25,7 +25,7 @@ def check(report: Report, shape: Shape) -> bool:
             device=report.device, max_position=512, num_slots=_NUM_BLOCKS * BLOCK_SIZE,
             use_graphs=report.device.type == "cuda",
         )  # fmt: skip
-        for way, error in _errors(Engine(model, _NUM_BLOCKS)).items():
+        for way, error in _errors(ToyEngine(model, _NUM_BLOCKS)).items():
             report.say(f"{way} = plain text, {dtype}: error {error:.1e} (allowed {tolerance:.0e})")
             if not error < tolerance:
                 is_right = False
@@ -33,7 +33,7 @@ def check(report: Report, shape: Shape) -> bool:
     return is_right
 
 
-def _errors(engine: Engine) -> dict[str, float]:
+def _errors(engine: ToyEngine) -> dict[str, float]:
     torch.manual_seed(0)
     system, question, *headers = (torch.randint(256, (n,)).tolist() for n in (37, 18, 5, 3))
     texts = [system + question + header for header in headers]
@@ -46,7 +46,7 @@ def _errors(engine: Engine) -> dict[str, float]:
     return {way: float((x - plain).norm() / plain.norm()) for way, x in found.items()}
 
 
-def _plain(engine: Engine, text: list[int]) -> torch.Tensor:
+def _plain(engine: ToyEngine, text: list[int]) -> torch.Tensor:
     """One pass over a whole text, with attention by a dense causal mask."""
     engine.reset()
     sequence = Tokens(list(text))
@@ -67,7 +67,7 @@ def _plain(engine: Engine, text: list[int]) -> torch.Tensor:
 
 
 def _chain(
-    engine: Engine, system: list[int], question: list[int], headers: list[list[int]]
+    engine: ToyEngine, system: list[int], question: list[int], headers: list[list[int]]
 ) -> torch.Tensor:
     """Messages that are encoded elsewhere than they are read; two headers read them together."""
     engine.reset()
@@ -85,7 +85,7 @@ def _chain(
     return logits.double()
 
 
-def _requests(engine: Engine, texts: list[list[int]], is_gathered: bool) -> torch.Tensor:
+def _requests(engine: ToyEngine, texts: list[list[int]], is_gathered: bool) -> torch.Tensor:
     """Whole texts, one after the other, so that the later ones find a prefix in the cache."""
     engine.reset()
     found = []

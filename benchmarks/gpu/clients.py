@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.engine import Engine, SpanAttention, Step, Tokens
 from benchmarks.gpu.model import Attend
+from benchmarks.gpu.toy_engine import SpanAttention, Step, Tokens, ToyEngine
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class Client:
         prefilled: tokens that they encoded.
     """
 
-    engine: Engine
+    engine: ToyEngine
     decode_steps: int
     mode: str
     rounds: list[Round] = field(default_factory=list)

@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.common import median, spread, with_spread
 from benchmarks.gpu import oracle
 from benchmarks.gpu.cases import Heads, Kind, Work, make_cache, make_inputs
 from benchmarks.gpu.measure import Clock, Floors
 from benchmarks.gpu.report import Bar, Report
+from benchmarks.harness.stats import median, spread
+from benchmarks.harness.tables import with_spread
 from vllm_choreo.ops import Layout, reposition_keys
 
 LLAMA = Heads(32, 8, 128)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.common import median
+from benchmarks.harness.stats import median
 
 Call = Callable[[], object]
 

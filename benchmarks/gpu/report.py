@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import table
+from benchmarks.harness.tables import table
 
 DRY = "DRY RUN on CPU, kernels interpreted: no number here is a measurement"
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import median, with_spread
 from benchmarks.gpu import chain
 from benchmarks.gpu.cases import Heads
 from benchmarks.gpu.clients import Choreographed, Client, ReEncoded
-from benchmarks.gpu.engine import BLOCK_SIZE, Engine
 from benchmarks.gpu.measure import Clock, Floors, measure_floors
 from benchmarks.gpu.model import Model, Shape
 from benchmarks.gpu.report import Bar, Report, Sheet
+from benchmarks.gpu.toy_engine import BLOCK_SIZE, ToyEngine
+from benchmarks.harness.stats import median
+from benchmarks.harness.tables import with_spread
 from vllm_choreo.workflows.iterative_debate import iterative_debate
 from vllm_choreo.workflows.parallel_debate import parallel_debate
 from vllm_choreo.workflows.problems import algebra
@@ -30,7 +31,7 @@ ADVICE = "\n\nReason step by step, and put the final answer in \\boxed{}."
 # Ratios of mean times to first token: those of Table 5 of "Prompt Choreography".
 BARS = {"tree of thoughts": 3.5, "iterative debate": 2.0, "parallel debate": 6.2}
 OURS = "choreographed"
-SIDES: dict[str, Callable[[Engine, int], Client]] = {
+SIDES: dict[str, Callable[[ToyEngine, int], Client]] = {
     OURS: functools.partial(Choreographed, mode="choreo"),
     "encoded again, SDPA": functools.partial(ReEncoded, mode="baseline", is_gathered=True),
     "encoded again, our kernel": functools.partial(ReEncoded, mode="baseline"),
@@ -69,7 +70,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
     )  # fmt: skip
     if model.graph_failure:
         report.note(f"no CUDA graphs, the host launches every kernel: {model.graph_failure[:300]}")
-    engine = Engine(model, num_blocks)
+    engine = ToyEngine(model, num_blocks)
     floors = measure_floors(Clock(report.device), args.repeats)
     report.say(f"{shape.num_weights() / 1e9:.2f} billion weights, {shape.num_layers} layers")
     sheet, rounds = report.sheet("step", COLUMNS), report.sheet("step_rounds", ROUND_COLUMNS)
@@ -111,7 +112,7 @@ def _workflows(is_tiny: bool) -> dict[str, Callable[[Any], Any]]:
 
 
 def _in_turn(
-    engine: Engine,
+    engine: ToyEngine,
     name: str,
     workflow: Callable[[Any], Any],
     number: int,

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import agreement, quality_page
-from benchmarks.bench_quality import MODES, TASKS, WAYS, score
+from benchmarks.quality import agreement
+from benchmarks.quality import page as quality_page
+from benchmarks.quality.tasks import MODES, TASKS, WAYS, score
 
 A, B = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.5, 0.25])
 
@@ -100,7 +101,7 @@ def test_the_debates_table_counts_answers_that_never_differ() -> None:
         for way, kl in (("exact", "0"), ("choreo", "0.1"), ("alone", "0.2"))
         for i, first in enumerate(("8", "3", "8", "1"))
     ]
-    table = agreement.section(rows)
+    table = quality_page.agreement_table(rows)
     assert table.count("2 of 4") == 3 and "0.2 [0.2, 0.2]" in table
     *_, drift = quality_page.findings(task_rows(-0.3, -0.1, 10), leak_rows(-1, 1), rows)
     assert "0.1 nats" in drift and "the distance is more: 0.2 nats" in drift

@@ -9,7 +9,7 @@ import statistics
 import numpy as np
 import pytest
 
-from benchmarks.stats import bootstrap_interval, paired_ratio_interval, wilson_interval
+from benchmarks.harness.stats import bootstrap_interval, paired_ratio_interval, wilson_interval
 
 
 @pytest.mark.parametrize(

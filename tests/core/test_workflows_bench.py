@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.bench_workflows import CostModel
-from benchmarks.script import Script
+from benchmarks.harness.cost_model import CostModel
+from benchmarks.harness.script import Script
 from tests.core.notes import Notes
 from vllm_choreo.workflows.parallel_debate import parallel_debate
 from vllm_choreo.workflows.record.replay import Replay

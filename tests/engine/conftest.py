@@ -17,8 +17,8 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import pytest
 import torch
 
-from tests.engine.models import MAX_MODEL_LEN
 from tests.engine.oracle import Oracle
+from vllm_choreo.smallmodel.tiny import MAX_MODEL_LEN
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -9,7 +9,8 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from benchmarks import bench_shared_reading, breakdown
+from benchmarks.attention.shared_work import planning_times
+from benchmarks.ttft import breakdown
 from vllm_choreo import Choreography
 
 
@@ -33,5 +34,5 @@ def test_the_time_to_first_token_has_parts(
 
 
 def test_the_planning_of_a_batch_is_timed() -> None:
-    times = bench_shared_reading.planning_times(3)
+    times = planning_times(3)
     assert 0.0 < times["kept"] < times["new"]

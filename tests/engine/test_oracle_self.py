@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE
-from tests.engine.models import LOGIT_STD, TINY_MODELS
 from tests.engine.oracle import Encoded, Oracle, Parent, whole
+from vllm_choreo.smallmodel.tiny import LOGIT_STD, TINY_MODELS
 
 # Differences between two float32 evaluations of the same thing in another order; measured at most
 # 2e-5 on these models, and a tenth of what the engine is allowed.

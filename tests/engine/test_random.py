@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.engine.choreographies import Draw, check, draw_choreography
-from tests.engine.models import TINY_MODELS
 from tests.engine.oracle import Oracle
 from vllm_choreo import Choreography
+from vllm_choreo.smallmodel.tiny import TINY_MODELS
 
 _NUM_SEEDS = 21  # times 10 architectures: 210 choreographies
 _NUM_EMBEDDED = 12

@@ -20,11 +20,11 @@ from vllm import SamplingParams
 
 from tests.engine.choreographies import check, draw_choreography
 from tests.engine.conftest import BLOCK_SIZE, start_engine, stop_engine
-from tests.engine.models import TINY_MODELS, TinyModel, make_tiny_model
 from tests.engine.oracle import Oracle, random_tokens
 from vllm_choreo import Choreography
 from vllm_choreo.engine import utility
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.smallmodel.tiny import TINY_MODELS, TinyModel, make_tiny_model
 
 # The smallest pool in which vLLM has room for one sequence of the greatest length, 2,048 tokens.
 POOL_BLOCKS = 66

@@ -12,10 +12,10 @@ import tokenizers
 import transformers
 from vllm import SamplingParams
 
-from tests.engine.models import VOCAB_SIZE, make_tiny_model
 from vllm_choreo import Choreography
 from vllm_choreo.errors import OffsetError
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.smallmodel.tiny import VOCAB_SIZE, make_tiny_model
 from vllm_choreo.workflows.branch_solve_merge import branch_solve_merge
 from vllm_choreo.workflows.direct import direct
 from vllm_choreo.workflows.iterative_debate import iterative_debate

@@ -7,7 +7,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from tests.server.serving import Server
+from benchmarks.harness.serving import Server
 
 
 class Caller:

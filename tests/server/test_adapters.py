@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.harness.serving import MODEL_NAME, start_server
 from tests.engine.adapters import Adapter
 from tests.engine.oracle import Oracle, assert_choices, random_tokens, whole
-from tests.server.serving import MODEL_NAME, Session, start_server
+from tests.server.serving import Session
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 from vllm import SamplingParams
 
 import vllm_choreo.client
+from benchmarks.harness.serving import Server
 from tests.engine.test_workflows import WORKFLOWS
-from tests.server.serving import Server
 from vllm_choreo import ChoreoClient
 from vllm_choreo.client import Logprob
 from vllm_choreo.errors import (

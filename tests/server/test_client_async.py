@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.serving import Server
+from benchmarks.harness.serving import Server
 from tests.server.test_client import ANNA, GREEDY, SHED
 from vllm_choreo import AsyncChoreoClient
 from vllm_choreo.errors import (

@@ -12,7 +12,7 @@ import pytest
 import transformers
 from vllm import SamplingParams
 
-from tests.server.serving import Server
+from benchmarks.harness.serving import Server
 from tests.server.test_client import ANNA, GREEDY, SHED
 from vllm_choreo import ChoreoClient, Choreography
 from vllm_choreo.errors import (

@@ -18,7 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import KEYS, Server, Session, start_server, wait_until_nothing_is_left
+from benchmarks.harness.serving import KEYS, Server, start_server
+from tests.server.serving import Session, wait_until_nothing_is_left
 from vllm_choreo import ChoreoClient
 from vllm_choreo.errors import (
     ChoreoError,

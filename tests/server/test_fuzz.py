@@ -30,7 +30,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.server.serving import Server, Session, start_server, wait_until_nothing_is_left
+from benchmarks.harness.serving import Server, start_server
+from tests.server.serving import Session, wait_until_nothing_is_left
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.server.schemas import OneCallBody, SamplingBody
 

@@ -19,7 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import KEYS, Server, Session, start_server
+from benchmarks.harness.serving import KEYS, Server, start_server
+from tests.server.serving import Session
 from tests.server.test_routes import GREEDY, LONG, error_of
 
 SETTINGS = {

@@ -19,7 +19,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.serving import KEYS, MODEL_NAME, Server, Session
+from benchmarks.harness.serving import KEYS, MODEL_NAME, Server
+from tests.server.serving import Session
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.server.metrics import POLL_SECONDS
 

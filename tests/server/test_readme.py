@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.serving import KEYS, Server
+from benchmarks.harness.serving import KEYS, Server
 
 README = Path(__file__).parents[2] / "README.md"
 

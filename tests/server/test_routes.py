@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import Server, Session
+from benchmarks.harness.serving import Server
+from tests.server.serving import Session
 from vllm_choreo.server import documents
 
 GREEDY = {"temperature": 0, "max_tokens": 6}

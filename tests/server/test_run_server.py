@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.serving import MODEL_NAME, Server
+from benchmarks.harness.serving import MODEL_NAME, Server
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.run.options import WORKFLOWS
 from vllm_choreo.workflows.record.transcript import Transcript

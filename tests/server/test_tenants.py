@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import KEYS, Server, Session
+from benchmarks.harness.serving import KEYS, Server
+from tests.server.serving import Session
 from tests.server.test_routes import GREEDY, SHED, error_of
 
 # Every route of a session: method, what follows the session's path, and a legal body.

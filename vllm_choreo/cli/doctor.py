@@ -4,9 +4,7 @@
 Three questions: how do positions enter each attention layer (the probe that every engine runs at
 its start); which attention kernel runs; and do choreographed calls give what HuggingFace gives?
 
-The last one knows nothing of rotations, neither the probe's nor anybody's. A key at another
-position is had by encoding the message anew with everything that it attends to shifted along,
-which by definition changes nothing else: HuggingFace places the keys itself.
+The last one knows nothing of rotations, neither the probe's nor anybody's: see `reference`.
 """
 
 from __future__ import annotations
@@ -19,32 +17,22 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from vllm_choreo.errors import ChoreoError
+from vllm_choreo.cli.reference import Made, Reference, num_unlike_greedy
 
 # Float32 on both sides; one wrong position costs a hundred times as much.
 LOGPROB_TOLERANCE = 2e-3
-# Where HuggingFace's two best tokens are closer than this, either is right.
-TIE = 1e-3
 ANSWER_TOKENS = 8
 MAX_MODEL_LEN = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
-    """A message as it was asked for, to be encoded by HuggingFace.
+class Asked:
+    """A call that was made: the engine's message, and what the reference is asked."""
 
-    Attributes:
-        handle: the engine's `Message`.
-        parents: `(message, start, stop, offset)`.
-        new_offset: position of its first token.
-    """
-
-    handle: Any
-    parents: tuple[tuple[Made, int, int, int], ...]
-    new_offset: int
+    message: Any
+    made: Made
 
 
 @dataclass(frozen=True)
@@ -179,7 +167,7 @@ def _describe(kind: tuple[Any, ...]) -> str:
 # -- the engine's answers --------------------------------------------------------------------------
 
 
-def _run_cases(llm: Any) -> list[tuple[str, Made]]:
+def _run_cases(llm: Any) -> list[tuple[str, Asked]]:
     """A handful of choreographed calls that no prefix cache could serve, but for the first."""
     from vllm import SamplingParams
 
@@ -195,21 +183,22 @@ def _run_cases(llm: Any) -> list[tuple[str, Made]]:
 
         def make(
             num_tokens: int,
-            parents: Sequence[tuple[Made, int, int, int]] = (),
+            parents: Sequence[tuple[Asked, int, int, int]] = (),
             new_offset: int = 0,
             is_decode: bool = True,
-        ) -> Made:
+        ) -> Asked:
             arguments: dict[str, Any] = {
-                "parents": [(m.handle, start, stop) for m, start, stop, _ in parents],
+                "parents": [(asked.message, start, stop) for asked, start, stop, _ in parents],
                 "offsets": [offset for *_, offset in parents],
                 "new_offset": new_offset,
             }
             tokens = rng.choices(usable, k=num_tokens)
             if is_decode:
-                handle = c.decode(tokens, sampling_params=params, **arguments)
+                message = c.decode(tokens, sampling_params=params, **arguments)
             else:
-                handle = c.prefill(tokens, **arguments)
-            return Made(handle, tuple(parents), new_offset)
+                message = c.prefill(tokens, **arguments)
+            read = tuple((asked.made, start, stop, at) for asked, start, stop, at in parents)
+            return Asked(message, Made(message.token_ids, read, new_offset))
 
         # Lengths on both sides of a block's, so that there is padding.
         a = make(45, is_decode=False)
@@ -229,96 +218,23 @@ def _run_cases(llm: Any) -> list[tuple[str, Made]]:
 # -- HuggingFace's answers -------------------------------------------------------------------------
 
 
-def _compare(model: str, cases: Sequence[tuple[str, Made]]) -> list[Verdict]:
-    import inspect
-
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    reference = (
-        _untouched_class(model)
-        .from_pretrained(model, dtype="float32", attn_implementation="eager")
-        .eval()
-    )
-    if "position_ids" not in inspect.signature(reference.forward).parameters:
-        raise ChoreoError(
-            "HuggingFace's model takes no positions, so its answers cannot be compared; the probe "
-            "above is all that the doctor can say of it",
-            parameter="model",
-            value=Path(model).name,
-        )
-    memo: dict[tuple[Made, int], tuple[Any, Any]] = {}
-    return [_verdict(name, made, reference, memo) for name, made in cases]
+def _compare(model: str, cases: Sequence[tuple[str, Asked]]) -> list[Verdict]:
+    reference = Reference(model)
+    return [_verdict(name, asked, reference) for name, asked in cases]
 
 
-def _untouched_class(model: str) -> Any:
-    """HuggingFace's class of the model, from a fresh copy of its module.
-
-    Where vLLM runs a model on HuggingFace's own classes, it decorates them for its compilation,
-    after which they work within an engine alone.
-    """
-    import importlib.util
-
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    public = AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(model))]
-    spec = importlib.util.find_spec(public.__module__)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, public.__name__)
-
-
-def _verdict(name: str, made: Made, reference: Any, memo: dict[Any, Any]) -> Verdict:
-    message = made.handle
-    logprobs = _encode(reference, made, made.new_offset, memo)[1].log_softmax(-1)
-    num_header = message.num_tokens - len(message.generated_token_ids)
-    agreed, difference = 0, 0.0
-    for i, token in enumerate(message.generated_token_ids):
-        row = logprobs[num_header + i - 1]
-        agreed += bool(row.max() - row[token] <= TIE)
-        for other, entry in message.logprobs[i].items():
-            difference = max(difference, abs(float(row[other]) - entry.logprob))
-    return Verdict(name, agreed, len(message.generated_token_ids), difference)
-
-
-def _encode(reference: Any, made: Made, at: int, memo: dict[Any, Any]) -> tuple[Any, Any]:
-    """Encode a message and all that it attends to, shifted so that it begins at position `at`.
-
-    Args:
-        memo: what was encoded before, by message and position.
-
-    Returns:
-        Its keys and values, `(key, value)` per layer, float32 `[1, num_kv_heads, n, head_size]`;
-        and its logits, float32 `[n, vocab_size]`.
-    """
-    import torch
-    from transformers import DynamicCache
-
-    if (made, at) in memo:
-        return memo[made, at]
-    cache, shift = DynamicCache(), at - made.new_offset
-    num_past = 0
-    for parent, start, stop, offset in made.parents:
-        encoded, _ = _encode(reference, parent, offset + shift - start, memo)
-        for layer, (key, value) in enumerate(encoded):
-            cache.update(key[:, :, start:stop], value[:, :, start:stop], layer)
-        num_past += stop - start
-    tokens = torch.tensor([made.handle.token_ids])
-    num_tokens = tokens.shape[1]
-    hidden = torch.full((num_tokens, num_tokens), torch.finfo(torch.float32).min).triu(1)
-    mask = torch.cat([torch.zeros(num_tokens, num_past), hidden], dim=1)
-    with torch.inference_mode():
-        logits = reference(
-            input_ids=tokens,
-            attention_mask=mask[None, None],
-            position_ids=torch.arange(at, at + num_tokens)[None],
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[0]
-    own = [(layer.keys[:, :, num_past:], layer.values[:, :, num_past:]) for layer in cache.layers]
-    memo[made, at] = own, logits
-    return own, logits
+def _verdict(name: str, asked: Asked, reference: Reference) -> Verdict:
+    message = asked.message
+    generated = message.generated_token_ids
+    logits = reference.logits(asked.made)
+    logprobs = logits.log_softmax(-1)
+    num_header = message.num_tokens - len(generated)
+    difference = 0.0
+    for row, entries in zip(logprobs[num_header - 1 :], message.logprobs, strict=False):
+        for token, entry in entries.items():
+            difference = max(difference, abs(float(row[token]) - entry.logprob))
+    agreed = len(generated) - num_unlike_greedy(logits, num_header, generated)
+    return Verdict(name, agreed, len(generated), difference)
 
 
 def verdicts_table(verdicts: Sequence[Verdict]) -> str:

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a run: CSV files, the machine in words, the command."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parent.parent
+RESULTS = BENCHMARKS / "results"
+RESULTS_PAGE = BENCHMARKS / "RESULTS.md"
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on; names neither the host nor any folder."""
+    import torch
+    import vllm
+
+    import vllm_choreo
+
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "isa": _isa(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "vllm_choreo": vllm_choreo.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    found = {key.strip(): value.strip() for key, value in fields.items()}
+    name = found.get("model name", platform.machine())
+    return f"{name} (family {found.get('cpu family', '?')}, model {found.get('model', '?')})"
+
+
+def _isa() -> str:
+    from vllm_choreo.ops import cpu
+
+    return cpu.available_isas()[0] if cpu.unavailable_reason() is None else "none (slow path)"
+
+
+def command_line() -> str:
+    """How this program was started, for the record."""
+    spec = sys.modules["__main__"].__spec__
+    program = "?" if spec is None else spec.name.removesuffix(".__main__")
+    return " ".join(["python -m", program, *sys.argv[1:]])
+
+
+def record() -> dict[str, Any]:
+    """The columns that every row of a run's CSV files ends with: machine, versions, command."""
+    return {**machine(), "command": command_line()}
+
+
+def write_csv(name: str, rows: Sequence[Mapping[str, Any]], **constant: Any) -> Path:
+    """Write `results/<name>.csv`; `constant` values are repeated in every row."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.csv"
+    full = [{**row, **constant} for row in rows]
+    names = list(dict.fromkeys(key for row in full for key in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(full)
+    return path
+
+
+def read_csv(name: str) -> list[dict[str, str]]:
+    """The rows of `results/<name>.csv`; none if it was never written."""
+    path = RESULTS / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def machine_line(rows: Sequence[Mapping[str, str]]) -> str:
+    """The machine of a CSV file, and the command that wrote it."""
+    row = rows[0]
+    return (
+        f"`{row['command']}`, {row['date']}. {row['cpu']}, {row['cores']} cores, "
+        f"{row['threads']} threads, kernels {row['isa']}, Python {row['python']}, torch "
+        f"{row['torch']}, vLLM {row['vllm']}, vllm-choreo {row['vllm_choreo']}."
+    )

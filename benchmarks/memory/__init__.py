@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What do messages take in memory: shared by calls, and over a long session?"""

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a server stay right under load and abuse?"""

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workflows against vLLM's prefix caching: time to first token, and end to end.
+
+    python -m benchmarks.workflows [--questions 2] [--passes 6] [--answer-tokens 64]
+    python -m benchmarks.workflows --full [--questions 3]
+    python -m benchmarks.workflows --processes [--passes 2]
+
+Tree of thoughts (identical voters), iterative debate and parallel debate on mathematical questions.
+Each question's answers are generated once without choreography, then replayed, token by token, on
+every side in turn: see `benchmarks.harness.sides`. `--full` has answers as long as those of the
+paper's Table 5; the bars count there alone, for what a call saves grows with what it need not
+encode again. `--processes` is the check against stock vLLM, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.cost_model import CostModel, num_prefilled
+from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.sides import (
+    ON_ONE_ENGINE,
+    SIDES,
+    WORKFLOWS,
+    Room,
+    Side,
+    passes,
+    replay_in_turn,
+)
+from benchmarks.workflows import page
+from vllm_choreo.workflows.record.transcript import Transcript
+
+ROOM = Room(kv_cache_gib=3, max_model_len=8192)
+ADVICE = "\n\nReason step by step, and put the final answer in \\boxed{}."
+
+
+def main() -> int:
+    args = _arguments()
+    name = page.CHECK if args.processes else page.DECIDED
+    tasks: list[tuple[str, Path]] = []
+    runs: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, sides in passes(args.sides, args.passes, ROOM, args.processes):
+            if not tasks:
+                tasks = _record(sides[1], Path(folder), args)
+            if number == 1 or args.processes:
+                for side in sides:  # what is done once only shall not be timed
+                    side.replay(tasks[0][1])
+                found = _steps(sides, number)
+                steps += found
+            runs += _pass(sides, tasks, number, CostModel(found))
+    write_csv(name, runs, **record())
+    write_csv(f"{name}_steps", steps, **record())
+    print(page.section())
+    return int(page.is_full(runs) and not args.processes and not page.bars_reached(runs))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="lengths as in the paper; an hour")
+    parser.add_argument("--processes", action="store_true", help="the check against stock vLLM")
+    parser.add_argument("--questions", type=int, default=2)
+    parser.add_argument("--passes", type=int, help="6; with --processes: 2")
+    parser.add_argument("--answer-tokens", type=int, default=64)
+    parser.add_argument("--verdict-tokens", type=int, default=16, help="votes and moderator")
+    if "--full" in sys.argv:
+        lengths = {"answer_tokens": page.FULL_ANSWER_TOKENS, "verdict_tokens": 100}
+        parser.set_defaults(questions=3, **lengths)
+    args = parser.parse_args()
+    args.sides = list(SIDES) if args.processes else list(ON_ONE_ENGINE)
+    args.passes = args.passes or (2 if args.processes else 6)
+    return args
+
+
+def _record(side: Side, folder: Path, args: argparse.Namespace) -> list[tuple[str, Path]]:
+    """Transcripts of every workflow on every question: (id of the question, file)."""
+    from vllm_choreo.workflows.problems import algebra, counting
+
+    count = (args.questions + 1) // 2
+    pairs = zip(algebra(count), counting(count), strict=True)
+    problems = [problem for pair in pairs for problem in pair][: args.questions]
+    verdicts = {"tree_of_thoughts": "vote_params", "iterative_debate": "verdict_params"}
+    tasks: list[tuple[str, Path]] = []
+    for problem in problems:
+        for workflow in WORKFLOWS:
+            path = folder / f"{len(tasks)}.json"
+            lengths = {"sampling_params": args.answer_tokens}
+            if workflow in verdicts:
+                lengths[verdicts[workflow]] = args.verdict_tokens
+            inputs = {"question": problem.question + ADVICE}
+            side.ask("record", workflow=workflow, inputs=inputs, lengths=lengths, path=str(path))
+            tasks.append((problem.id, path))
+            print(f"recorded {workflow} on {problem.id}", flush=True)
+    return tasks
+
+
+def _steps(sides: Sequence[Side], number: int) -> list[dict[str, Any]]:
+    """What a step takes on each side, by its tokens."""
+    return [
+        {"side": side.name, "block_size": side.ask("block_size"), **row, "pass": number}
+        for side in sides
+        for row in side.ask("steps", repeats=3)
+    ]
+
+
+def _pass(
+    sides: Sequence[Side], tasks: Sequence[tuple[str, Path]], number: int, model: CostModel
+) -> list[dict[str, Any]]:
+    rows = []
+    for turn, (question, path) in enumerate(tasks):
+        runs = replay_in_turn(sides, path, turn + number)
+        rows += [_row(number, question, side, run, model) for side, run in runs.items()]
+        seconds = {side: round(run.seconds, 2) for side, run in runs.items()}
+        print(f"pass {number} {question} {runs['choreo'].workflow}: {seconds}", flush=True)
+    return rows
+
+
+def _row(
+    number: int, question: str, side: str, run: Transcript, model: CostModel
+) -> dict[str, Any]:
+    ttfts = [step.message.metrics.ttft for step in run.decodes()]
+    expected = model.first_tokens(run)
+    return {
+        "pass": number,
+        "question": question,
+        "workflow": run.title,
+        "side": side,
+        "seconds": round(run.seconds, 4),
+        "calls": len(ttfts),
+        "ttft_mean_s": round(statistics.mean(ttfts), 5),
+        "ttft_median_s": round(statistics.median(ttfts), 5),
+        "decode_step_s": round(_decode_step_seconds(run), 6),
+        "expected_ttft_mean_s": round(statistics.mean(expected), 5),
+        "expected_prefill_s": round(model.prefill_seconds(run), 5),
+        # Without the generated tokens: what had to be encoded before a token could be sampled.
+        "prefilled_tokens": sum(map(num_prefilled, run.steps)),
+        "generated_tokens": sum(len(s.message.generated_token_ids) for s in run.steps),
+        "longest_answer": max(len(s.message.generated_token_ids) for s in run.steps),
+    }
+
+
+def _decode_step_seconds(run: Transcript) -> float:
+    """Mean seconds between the tokens of a call, over all calls."""
+    messages = [step.message for step in run.decodes()]
+    seconds = sum(m.metrics.latency - m.metrics.ttft for m in messages)
+    return seconds / sum(len(m.generated_token_ids) - 1 for m in messages)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
