@@ -18,6 +18,7 @@ import random
 import sys
 import tempfile
 import time
+import warnings
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def main() -> int:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ["OMP_NUM_THREADS"] = "1"  # so small a model gains nothing from more
+    warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory() as folder:
         rows = _run(_start_engine(Path(folder)), args.calls)
