@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.harness.record import record, write_csv
 from benchmarks.memory.page import flat, long_session_section
 
-LIST = 50  # calls in parallel
+LIST = 100  # calls, half of them prefills in one list, half of them answers in another
 KEPT = 400  # messages that are there at any time
 PER_SAMPLE = 1000
 HEADER_TOKENS, ANSWER_TOKENS = (3, 12), 2
@@ -63,6 +63,8 @@ def _start_engine(folder: Path) -> Any:
 
     return LLM(
         str(model), dtype="float32", max_model_len=512, max_num_seqs=LIST, block_size=32,
+        # Few, so that all of the pool has been written to soon: until then memory grows by it.
+        num_gpu_blocks_override=4 * KEPT,
         enforce_eager=True, enable_prefix_caching=True, use_tqdm_on_load=False, seed=0,
     )  # fmt: skip
 
