@@ -60,10 +60,10 @@ def runner_of(llm: Any) -> Any:
 
 def set_shared_reading(llm: Any, is_shared: bool) -> None:
     """Let calls that read the same message read it together, or each by itself."""
-    planner = runner_of(llm).planner
-    if not hasattr(planner, "shared_reading"):
+    batcher = runner_of(llm).batcher
+    if not hasattr(batcher, "shared_reading"):
         raise RuntimeError("this engine has no grouped reading to turn on or off")
-    planner.shared_reading = is_shared
+    batcher.shared_reading = is_shared
 
 
 def kv_block_bytes(llm: Any) -> int:

@@ -96,9 +96,7 @@ class Load:
 
         kept = {message.id for message in self.messages}
         found = [
-            m.id
-            for m in scheduler_of(self.llm).store.messages(self.c.session)
-            if m.id not in kept
+            m.id for m in scheduler_of(self.llm).store.messages(self.c.session) if m.id not in kept
         ]
         call(self.llm, "free", self.c.session, found)
 

@@ -10,6 +10,13 @@ from typing import Any
 from vllm import SamplingParams
 
 from benchmarks.attention.shared_work import planning_times
+from benchmarks.harness.engine import (
+    kv_block_bytes,
+    runner_of,
+    scheduler_of,
+    set_shared_reading,
+)
+from benchmarks.harness.steps import StepWatch
 from benchmarks.ttft import breakdown
 from vllm_choreo import Choreography
 
@@ -36,3 +43,23 @@ def test_the_time_to_first_token_has_parts(
 def test_the_planning_of_a_batch_is_timed() -> None:
     times = planning_times(3)
     assert 0.0 < times["kept"] < times["new"]
+
+
+def test_what_benchmarks_switch_and_watch_is_there(
+    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]
+) -> None:
+    llm = engine_slot(tiny_model_path("llama"))
+    set_shared_reading(llm, False)
+    set_shared_reading(llm, True)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with Choreography(llm) as c:
+        doc = c.prefill(list(range(5, 45)))
+        with StepWatch(llm) as watch:
+            c.decode([7], parents=[doc], sampling_params=params)
+        assert len(watch.decode_seconds(1)) >= 2
+        assert watch.peak_blocks() > 0 and kv_block_bytes(llm) > 0
+        scheduler = scheduler_of(llm)
+        assert any(m.id == doc.id for m in scheduler.store.messages(c.session))
+    # What moves keys, which the policies switch and count.
+    assert hasattr(scheduler, "mover") and hasattr(scheduler.kv_cache_manager, "mover")
+    assert callable(runner_of(llm)._move_keys)
