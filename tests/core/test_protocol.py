@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.script import Script
+from benchmarks.harness.script import Script
 from tests.core.notes import Notes
 from vllm_choreo import AsyncChoreoClient, AsyncChoreography, ChoreoClient, Choreography
 from vllm_choreo.api.protocol import AsyncFacade, Facade, SessionFacade
