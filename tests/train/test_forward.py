@@ -16,7 +16,6 @@ import torch
 import transformers
 
 from tests.engine.choreographies import Draw
-from tests.engine.models import TINY_MODELS
 from tests.engine.oracle import Oracle, random_tokens
 from tests.train.packings import draw_calls, load, oracle_logprobs, packed_model
 from vllm_choreo.errors import (
@@ -26,6 +25,7 @@ from vllm_choreo.errors import (
     TooLongError,
     UnsupportedModelError,
 )
+from vllm_choreo.smallmodel.tiny import TINY_MODELS
 from vllm_choreo.train.forward import PackedModel
 from vllm_choreo.train.packing import PackedCall, Packing, SeenSpan, pack, pack_as_text
 
