@@ -8,6 +8,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 TORCH_INDEX_URL ?=
 # More arguments for the command that a target runs: make test ARGS="tests/core -x"
 ARGS ?=
+# Set: make test runs exhaustive grids, too.
+ALL ?=
+# Of vLLM, for make check-vllm; the installed one if empty.
+VERSION ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,13 +20,15 @@ PACKAGE := $(VENV)/.package-installed
 SOURCES := $(shell find csrc -type f 2>/dev/null)
 CLANG_SOURCES := $(filter %.cpp %.h %.hpp %.cu %.cuh,$(SOURCES))
 
-.PHONY: help setup demo test lint format bench soak clean
+.PHONY: help setup programs demo test check-vllm lint format bench soak clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make setup   install vLLM for CPU and this package into $(VENV)"
+	@echo "make programs  install what some tests run by apt: Chromium, curl, jq (needs root)"
 	@echo "make demo    run the demo on a small real model"
-	@echo "make test    run the tests        (ARGS=\"tests/core -x\")"
+	@echo "make test    run the tests        (ARGS=\"tests/core -x\"; ALL=1: exhaustive grids, too)"
+	@echo "make check-vllm  compare what is used of vLLM with another version (VERSION=0.33.0)"
 	@echo "make lint    ruff, mypy, clang-format: check only"
 	@echo "make format  ruff, clang-format: change the files"
 	@echo "make bench   run the benchmarks   (ARGS=...)"
@@ -41,11 +47,17 @@ $(PACKAGE): $(ENGINE) tools/setup.sh pyproject.toml setup.py $(SOURCES)
 	@bash tools/setup.sh package
 	@touch $@
 
+programs:
+	@bash tools/programs.sh
+
 demo: $(PACKAGE)
 	@$(BIN)/vllm-choreo demo $(ARGS)
 
 test: $(PACKAGE)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(if $(ALL),--all) $(ARGS)
+
+check-vllm: $(PACKAGE)
+	@$(BIN)/python -m tools.vllm_check $(VERSION) $(ARGS)
 
 lint: $(PACKAGE)
 	@echo "== ruff check" && $(BIN)/ruff check .

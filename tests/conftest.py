@@ -11,6 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.selection import (  # noqa: F401  hooks of pytest
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_make_collect_report,
+    pytest_runtest_makereport,
+)
+
 # vLLM and OpenMP read these when they are imported, hence before any test module is.
 # A value that is set already wins, so that a run can be changed from outside.
 _ENVIRONMENT = {
@@ -44,12 +51,3 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
     folder = tmp_path_factory.mktemp("tiny_models")
     return cache(lambda name: make_tiny_model(name, folder))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no GPU."""
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

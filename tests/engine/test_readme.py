@@ -38,7 +38,7 @@ def test_commands_exist(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", sorted(set(re.findall(r"(?:^|`)make (\w+)", README, re.MULTILINE)))
+    "target", sorted(set(re.findall(r"(?:^|`)make ([\w-]+)", README, re.MULTILINE)))
 )
 def test_make_targets_exist(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

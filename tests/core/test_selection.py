@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--no-skips` and `--all`: what CI asks of the tests, on tests made for that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+_MODULES = {
+    "marked": '@pytest.mark.skipif(True, reason="no Chromium")\ndef test_it():\n    pass\n',
+    "inside": 'def test_it():\n    pytest.skip("no Chromium")\n',
+    "module": 'pytest.skip("no Chromium", allow_module_level=True)\n',
+    "fixture": """
+@pytest.fixture
+def browser():
+    pytest.skip("no Chromium")
+
+def test_it(browser):
+    pass
+""",
+}
+_OTHERS = """
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("n", range(3))
+def test_grid(n):
+    pass
+
+@pytest.mark.xfail(strict=True)
+def test_expected_to_fail():
+    assert False
+"""
+_GPU = "@pytest.mark.gpu\ndef test_it():\n    pass\n"
+
+
+def _run(folder: Path, modules: dict[str, str], *options: str) -> str:
+    """What pytest says of made modules, on one line."""
+    for name, text in modules.items():
+        (folder / f"test_{name}.py").write_text(f"import pytest\n{text}")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n    exhaustive\n")
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.selection", "-q", "-rfE", *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+    )
+    return f"{done.stdout}\nstatus {done.returncode}"
+
+
+def test_a_skip_fails_where_none_is_allowed(tmp_path: Path) -> None:
+    modules = {**_MODULES, "others": _OTHERS}
+    allowed = _run(tmp_path, modules)
+    assert "4 skipped, 3 deselected, 1 xfailed" in allowed and "status 0" in allowed
+    # An error at collection ends the run before any test; hence without that module for the rest.
+    refused = _run(tmp_path, modules, "--no-skips", "--ignore=test_module.py")
+    assert "3 deselected, 1 xfailed" in refused and "status 1" in refused
+    assert "1 failed" in refused and "2 errors" in refused
+    assert refused.count("--no-skips: Skipped: no Chromium") >= 3
+    module = _run(tmp_path, modules, "--no-skips", "test_module.py")
+    assert "--no-skips: Skipped: no Chromium" in module and "status 2" in module
+
+
+def test_a_missing_gpu_may_skip(tmp_path: Path) -> None:
+    done = _run(tmp_path, {"gpu": _GPU}, "--no-skips")
+    assert ("1 passed" if torch.cuda.is_available() else "1 skipped") in done
+
+
+def test_grids_run_when_all_tests_are_asked_for(tmp_path: Path) -> None:
+    done = _run(tmp_path, {"others": _OTHERS}, "--all", "--no-skips")
+    assert "3 passed, 1 xfailed" in done and "status 0" in done
