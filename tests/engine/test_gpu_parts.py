@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,6 +146,34 @@ def test_worker_and_scheduler_of_a_gpu_engine(vllm_config: VllmConfig) -> None:
     with pytest.raises(UnsupportedOptionError) as caught:
         configure_after(vllm_config)
     assert caught.value.parameter == "enable_dbo"
+
+
+@pytest.mark.parametrize("mode", CUDAGraphMode)
+def test_modes_without_piecewise_graphs_are_warned_of(
+    vllm_config: VllmConfig, mode: CUDAGraphMode, caplog_vllm: pytest.LogCaptureFixture
+) -> None:
+    vllm_config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
+    vllm_config.compilation_config.cudagraph_mode = mode
+    configure_after(vllm_config)
+    warnings = [r.getMessage() for r in caplog_vllm.records if "cudagraph_mode" in r.getMessage()]
+    if mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY):
+        (warning,) = warnings
+        assert f"cudagraph_mode={mode.name} " in warning and "eagerly" in warning
+        assert "cudagraph_mode=FULL_AND_PIECEWISE" in warning
+    else:
+        assert not warnings
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """vLLM's loggers do not pass their lines on, and in tests drop most of them."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.WARNING)
+    yield caplog
+    logger.setLevel(level)
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize(

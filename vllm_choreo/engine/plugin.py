@@ -143,10 +143,13 @@ def configure_after(vllm_config: Any) -> None:
         return
     _refuse_unsupported(vllm_config)
     ChoreoConfig.from_vllm(vllm_config)  # a wrong setting fails here, not in a worker
+    from vllm_choreo.engine.worker import graphs
+
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     name = "ChoreoAsyncScheduler" if scheduler.async_scheduling else "ChoreoScheduler"
     scheduler.scheduler_cls = f"{_ENGINE}.scheduler.scheduler.{name}"
     parallel.worker_cls = _WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+    graphs.warn_of_eager_steps(vllm_config)
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:

@@ -63,9 +63,8 @@ class ChoreoModelRunner:
             self._check_layout(layer)
         if self.lora_config:
             correct_adapters(self.lora_manager)
-            self._set_active_loras((0,), (0,), set())  # the probe's one token has no adapter
         self.layer_positions = probe_positions(
-            self.get_model(), self.vllm_config, list(layers), self.device
+            self.get_model(), self.vllm_config, list(layers), self.device, self._without_adapters
         )
         kinds = {p.layer: self._kind(layers[p.layer], p.rotation) for p in self.layer_positions}
         config = ChoreoConfig.from_vllm(self.vllm_config)
@@ -80,6 +79,11 @@ class ChoreoModelRunner:
             warm_up(layers.values(), self.batcher, self._table_width)
             if config.reposition == "in_place":
                 self._move_keys([BlockMove(src=0, dst=0, delta=0)])  # block 0 is nobody's
+
+    def _without_adapters(self: Any, num_tokens: int) -> None:
+        """Have the next run of the model use no adapter for so many tokens."""
+        if self.lora_config:
+            self._set_active_loras((0,) * num_tokens, (0,) * num_tokens, set())
 
     def _kind(self, layer: Any, rotation: Rotation | None) -> LayerKind:
         """What the layer shares with others."""
@@ -192,6 +196,8 @@ def _check_layer(name: str, layer: Any, block_size: int) -> None:
         found = "attention sinks"
     elif layer.kv_sharing_target_layer_name is not None:
         found = "keys and values shared with another layer"
+    elif getattr(layer, "attention_chunk_size", None):
+        found = f"attention in chunks of {layer.attention_chunk_size} tokens"
     elif getattr(impl, "use_alibi_sqrt", False) or getattr(impl, "chunk_lookback", -1) >= 0:
         found = "chunks, or biases by the root of the distance"
     elif layer.kv_cache.shape[2] != block_size:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The position probe: which rotary embedding has each layer?
 
-One token at a time is run through the loaded model, at several positions. With one token,
+One token is run through the loaded model, at several positions at once. With every token alone,
 attention is the identity on values, so nothing in the model depends on the position but the
 rotation of queries and keys: between two positions they must differ exactly by one of the
 rotations that the model's modules declare, or not at all. Whatever does not fit is refused.
@@ -9,7 +9,7 @@ rotations that the model's modules declare, or not at all. Whatever does not fit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +18,27 @@ from vllm.forward_context import set_forward_context
 
 from vllm_choreo.errors import UnsupportedModelError
 from vllm_choreo.ops import Rotation
+from vllm_choreo.ops.reference import rotate
 
 # Relative error of a rotated query, by dtype: a few units in the last place of its largest
 # entries, after a rotation computed by the model in its own precision. Angles in float32 carry
 # a relative error of 6e-8, times up to 8,191 positions: 5e-4.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 4e-2, torch.float16: 8e-3}
+# Of a query's length, in which the errors of its entries average out. A model that scales queries
+# by 1 + 0.1 log(1 + p // 8192) has 7e-2 at its first step.
+_LENGTH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1.5e-2, torch.float16: 3e-3}
+# Beyond 8,191 positions, and unless the position is a power of two, by which products are exact.
+_ANGLE_ERROR = 2.4e-7
+_NEAR = 8191
 
 
 @dataclass
 class QueryRecorder:
-    """Takes the place of attention metadata: records queries and keys, passes values through."""
+    """Takes the place of attention metadata: records queries and keys, passes values through.
+
+    Attributes:
+        queries, keys: per layer, float32 `[num_tokens, heads, head_size]`, in host memory.
+    """
 
     queries: dict[str, torch.Tensor] = field(default_factory=dict)
     keys: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -40,7 +51,7 @@ class QueryRecorder:
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """Shapes: query, output `[1, num_heads, head_size]`; key, value with num_kv_heads."""
+        """Shapes: query, output `[num_tokens, num_heads, head_size]`; key, value alike."""
         self.queries[layer.layer_name] = query.detach().to("cpu", torch.float32, copy=True)
         self.keys[layer.layer_name] = key.detach().to("cpu", torch.float32, copy=True)
         group = query.shape[1] // value.shape[1]
@@ -142,59 +153,140 @@ def _frequencies(table: torch.Tensor, num_positions: int, name: str) -> torch.Te
 
 @torch.inference_mode()
 def probe_positions(
-    model: torch.nn.Module, vllm_config: Any, layers: Sequence[str], device: torch.device
+    model: torch.nn.Module,
+    vllm_config: Any,
+    layers: Sequence[str],
+    device: torch.device,
+    before_run: Callable[[int], None] = lambda num_tokens: None,
 ) -> list[LayerPositions]:
     """Find out, and prove, the rotation of every attention layer.
 
     Args:
         model: loaded; its attention layers run our backend.
         layers: names of its attention layers.
+        before_run: called with the number of tokens before the model is run.
 
     Raises:
         UnsupportedModelError: a layer in which positions act in any other way.
     """
-    max_position = vllm_config.model_config.max_model_len
-    candidates: list[Rotation | None] = [None, *declared_rotations(model, max_position)]
-    far = max(2, min(max_position - 1, 4099))
-    records = {p: _record(model, vllm_config, p, layers, device) for p in (0, 1, far)}
-    tolerance = _TOLERANCE[vllm_config.model_config.dtype]
-    return [_match(layer, candidates, records, tolerance) for layer in layers]
+    config = vllm_config.model_config
+    room = vllm_config.scheduler_config.max_num_batched_tokens
+
+    def run(positions: Sequence[int]) -> list[QueryRecorder]:
+        records = []
+        for part in (positions[i : i + room] for i in range(0, len(positions), room)):
+            before_run(len(part))
+            records.append(_record(model, vllm_config, part, layers, device))
+        return records
+
+    candidates: list[Rotation | None] = [None, *declared_rotations(model, config.max_model_len)]
+    positions = probed_positions(config.max_model_len)
+    records = run(positions)
+    found = []
+    for layer in layers:
+        vectors = _Vectors.of(layer, positions, records)
+        found.append(_match(layer, candidates, vectors, config.dtype))
+        _refuse_scaled(vectors, _LENGTH_TOLERANCE[config.dtype], run)
+    return found
+
+
+def probed_positions(max_model_len: int) -> list[int]:
+    """The positions at which models are run: powers of two, the last one, and one in between."""
+    powers = [1 << i for i in range(max_model_len.bit_length())]
+    chosen = {0, *powers, 4099, max_model_len - 1}
+    return sorted(p for p in chosen if p < max_model_len)
 
 
 def _record(
     model: torch.nn.Module,
     vllm_config: Any,
-    position: int,
+    positions: Sequence[int],
     layers: Sequence[str],
     device: torch.device,
 ) -> QueryRecorder:
-    """Run one token at `position` and record what every layer asks."""
+    """Run a token at each of the positions and record what every layer asks."""
     recorder = QueryRecorder()
     # Of the dtype that vLLM's runners give: a compiled model takes no other.
     token_id = min(7, vllm_config.model_config.get_vocab_size() - 1)
-    token = torch.full((1,), token_id, dtype=torch.int32, device=device)
-    with set_forward_context(dict.fromkeys(layers, recorder), vllm_config, num_tokens=1):
-        model(input_ids=token, positions=torch.full((1,), position, device=device))
+    tokens = torch.full((len(positions),), token_id, dtype=torch.int32, device=device)
+    metadata = dict.fromkeys(layers, recorder)
+    with set_forward_context(metadata, vllm_config, num_tokens=len(positions)):
+        model(input_ids=tokens, positions=torch.tensor(positions, device=device))
     return recorder
 
 
+@dataclass(frozen=True)
+class _Vectors:
+    """What a layer asked: queries and keys, float32 `[positions, heads, head_size]`."""
+
+    layer: str
+    positions: Sequence[int]
+    parts: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, layer: str, positions: Sequence[int], records: Sequence[QueryRecorder]) -> _Vectors:
+        """
+        Raises:
+            UnsupportedModelError: the layer did not run.
+        """
+        if any(layer not in record.queries for record in records):
+            raise UnsupportedModelError(
+                "the layer did not run when a token was put through the model, so its positions "
+                'cannot be verified; run this model without the plugin (VLLM_PLUGINS="")',
+                parameter="model",
+                value=layer,
+            )
+        queries = torch.cat([record.queries[layer] for record in records])
+        keys = torch.cat([record.keys[layer] for record in records])
+        return cls(layer, positions, (queries, keys))
+
+    def rotation_error(self, rotation: Rotation | None) -> float:
+        """Largest deviation from the first position's vectors, rotated; lengths do not count."""
+        worst = 0.0
+        for vectors in self.parts:
+            expected = vectors[:1].expand_as(vectors)
+            if rotation is not None:
+                cos_sin = rotation.cos_sin(torch.tensor(self.positions))
+                expected = rotate(expected, cos_sin[:, None], rotation.is_neox)
+            lengths = vectors.norm(dim=-1, keepdim=True) / expected.norm(dim=-1, keepdim=True)
+            off = (expected * lengths.nan_to_num(1.0) - vectors).abs().amax((1, 2))
+            largest = vectors.abs().amax((1, 2))
+            errors = torch.where(largest > 0, off / largest, off) - self._slack(rotation)
+            worst = max(worst, float(errors.max()))
+        return worst
+
+    def _slack(self, rotation: Rotation | None) -> torch.Tensor:
+        """What the model's float32 angles are off by, `[positions]`."""
+        if rotation is None:
+            return torch.zeros(len(self.positions))
+        fastest = float(rotation.inv_freq.abs().max())
+        is_exact = [p <= _NEAR or p & (p - 1) == 0 for p in self.positions]
+        return torch.tensor(
+            [0.0 if e else _ANGLE_ERROR * fastest * p
+             for p, e in zip(self.positions, is_exact, strict=True)]
+        )  # fmt: skip
+
+    def first_scaled(self, tolerance: float) -> tuple[int, float] | None:
+        """Index of the first position at which a vector has another length than at position 0,
+        and the factor; None if there is none.
+        """
+        for i in range(len(self.positions)):
+            for vectors in self.parts:
+                length, start = vectors[i].norm(dim=-1), vectors[0].norm(dim=-1)
+                factors = length / start.clamp(min=1e-30)
+                worst = float(factors[(factors - 1).abs().argmax()])
+                if bool(start.max() > 0) and abs(worst - 1) > tolerance:
+                    return i, worst
+        return None
+
+
 def _match(
-    layer: str,
-    candidates: Sequence[Rotation | None],
-    records: dict[int, QueryRecorder],
-    tolerance: float,
+    layer: str, candidates: Sequence[Rotation | None], vectors: _Vectors, dtype: torch.dtype
 ) -> LayerPositions:
     """The one candidate by which the layer's queries and keys differ between positions."""
-    if any(layer not in record.queries for record in records.values()):
-        raise UnsupportedModelError(
-            "the layer did not run when one token was put through the model, so its positions "
-            'cannot be verified; run this model without the plugin (VLLM_PLUGINS="")',
-            parameter="model",
-            value=layer,
-        )
-    errors = [_error(layer, candidate, records) for candidate in candidates]
+    errors = [vectors.rotation_error(candidate) for candidate in candidates]
     best = min(range(len(candidates)), key=errors.__getitem__)
-    if errors[best] > tolerance:
+    if errors[best] > _TOLERANCE[dtype]:
         raise UnsupportedModelError(
             "between two positions the queries of this layer do not differ by a rotation that "
             f"the model declares (closest: relative error {errors[best]:.2g}). Learned absolute "
@@ -206,29 +298,30 @@ def _match(
     return LayerPositions(layer, candidates[best], errors[best])
 
 
-def _error(layer: str, rotation: Rotation | None, records: dict[int, QueryRecorder]) -> float:
-    """Largest deviation from `rotation`, over positions, queries and keys."""
-    worst = 0.0
-    for position, record in records.items():
-        for start, end in (
-            (records[0].queries[layer], record.queries[layer]),
-            (records[0].keys[layer], record.keys[layer]),
-        ):
-            expected = start if rotation is None else rotate(start, rotation, position)
-            scale = float(end.abs().max()) or 1.0
-            worst = max(worst, float((expected - end).abs().max()) / scale)
-    return worst
-
-
-def rotate(vectors: torch.Tensor, rotation: Rotation, delta: int) -> torch.Tensor:
-    """`vectors` (float32 `[..., head_size]`) turned by `delta` positions."""
-    half, dim = rotation.rotary_dim // 2, rotation.rotary_dim
-    cos, sin = rotation.cos_sin(torch.tensor([delta]))[0].split(half)
-    turned, rest = vectors[..., :dim], vectors[..., dim:]
-    if rotation.is_neox:
-        a, b = turned[..., :half], turned[..., half:]
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    else:
-        a, b = turned[..., ::2], turned[..., 1::2]
-        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-    return torch.cat([turned, rest], dim=-1)
+def _refuse_scaled(
+    vectors: _Vectors, tolerance: float, run: Callable[[Sequence[int]], list[QueryRecorder]]
+) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the layer's queries change their length with the position.
+    """
+    scaled = vectors.first_scaled(tolerance)
+    if scaled is None:
+        return
+    index, factor = scaled
+    below, first = vectors.positions[index - 1], vectors.positions[index]
+    while first - below > 1:
+        middle = (below + first) // 2
+        at_middle = _Vectors.of(vectors.layer, [0, middle], run([0, middle]))
+        if found := at_middle.first_scaled(tolerance):
+            first, factor = middle, found[1]
+        else:
+            below = middle
+    raise UnsupportedModelError(
+        f"this layer scales its queries by their position: from position {first} on, there by "
+        f"{factor:.4g}. Such positions cannot be choreographed yet: start the engine with "
+        f"max_model_len={first} or less, or run this model without the plugin "
+        '(VLLM_PLUGINS="")',
+        parameter="model",
+        value=vectors.layer,
+    )

@@ -6,7 +6,7 @@ import torch
 
 from vllm_choreo.engine.step import RequestSpans
 from vllm_choreo.engine.worker.span_batcher import LayerKind, SpanBatcher, StepBatch
-from vllm_choreo.ops import Rotation
+from vllm_choreo.ops import LayerAttention, Rotation, SpanBatch, SpanPlan, cpu, span_attention
 
 SIZE = 4
 ROTATION = Rotation(torch.tensor([1.0], dtype=torch.float64), is_neox=True)
@@ -92,3 +92,61 @@ def test_each_reads_alone_if_so_set(batcher):
     assert step(batcher, rows, [21, 22]).reads is None
     batcher.shared_reading = True
     assert step(batcher, rows, [22, 23]).reads is not None
+
+
+# -- groups of layers ------------------------------------------------------------------------------
+
+
+def attend(plan: SpanPlan, rotation: Rotation | None) -> torch.Tensor:
+    """What a layer with random contents finds by a plan, the same contents in every call."""
+    generator = torch.Generator().manual_seed(3)
+    query, cache = torch.randn(2, 4, 32, generator=generator), torch.zeros(20, 2, 16, 64)
+    cache.normal_(generator=generator)
+    output = torch.empty_like(query)
+    layer = LayerAttention(scale=0.3, is_neox=rotation is None or rotation.is_neox)
+    span_attention(query, cache, output, plan, layer)
+    return output
+
+
+def test_layers_of_two_groups_read_other_spans_in_one_step():
+    """As after a repair of some layers: their keys lie in other blocks, one parent is left out."""
+    rotation = Rotation(torch.rand(16, dtype=torch.float64), is_neox=True)
+    kinds = [LayerKind(rotation), LayerKind(None), LayerKind(rotation, group=7)]
+    repaired = RequestSpans((16,), (11,), (0,), (5,), base=48)
+    spans = RequestSpans((0, 16), (9, 14), (0, 0), (2, 3), base=48, other_groups={7: repaired})
+    batcher = SpanBatcher(16, kinds)
+    batcher.update({"a": spans, "b": RequestSpans((0,), (9,), (0,), (0,), base=16)}, [])
+    table = ints([[3, 5, 8, 9], [3, 11, 0, 0]])
+    for grown in (1, 2):
+        batch = StepBatch(["a", "b"], ints([0, 1, 2]), ints([48 + grown, 16 + grown]), table)
+        plans = batcher.batch(batch)
+        assert plans[0].spans is plans[1].spans, "layers that read alike share what is laid out"
+        for plan, found, deltas in (
+            (plans[0], [(0, 9), (16, 14)], [2, 3, 0, 0, 0]),
+            (plans[2], [(16, 11)], [5, 0, 0, 0]),
+        ):
+            first = ints([*(f for f, _ in found), 48, 0, 16])
+            sizes = ints([*(n for _, n in found), grown, 9, grown])
+            stored = ints([0] * len(found) + [48, 0, 16])
+            starts = ints([0, len(found) + 1, len(found) + 3])
+            expected = SpanBatch(
+                ints([0, 1, 2]), table, starts, first, sizes, stored, ints(deltas), 16
+            )
+            alone = SpanPlan(expected, rotation.cos_sin(ints(deltas)))
+            torch.testing.assert_close(attend(plan, rotation), attend(alone, rotation))
+        assert not torch.allclose(attend(plans[0], rotation)[0], attend(plans[2], rotation)[0])
+    batcher.update({}, ["a", "b"])
+    assert not batcher.reads_spans(["a", "b"])
+
+
+def test_what_a_plan_was_made_of_may_change_after():
+    """vLLM fills the block table anew for each step; a plan is of the step that it was made for."""
+    if cpu.unavailable_reason() is not None:
+        pytest.skip("the C++ kernels are not built")
+    table = ints([[3, 5, 8, 9], [4, 11, 0, 0]])
+    batcher = SpanBatcher(16, [LayerKind(None)])
+    batcher.update({"a": RequestSpans((0,), (20,), (0,), (0,), base=32)}, [])
+    (plan,) = batcher.batch(StepBatch(["a", "b"], ints([0, 1, 2]), ints([33, 2]), table))
+    before = attend(plan, None)
+    table.fill_(-1)
+    torch.testing.assert_close(attend(plan, None), before, atol=0, rtol=0)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose positions act in other ways than by rotation are refused at start, at any length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.engine.conftest import start_engine, stop_engine
+from vllm_choreo.errors import UnsupportedModelError
+
+MAX_MODEL_LEN = 16_384
+ORIGINAL = 8_192  # beyond it queries are scaled
+_SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 65_536,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+def _mistral() -> transformers.PretrainedConfig:
+    """As Ministral 3: queries grow with the logarithm of their position."""
+    scaling = {"original_max_position_embeddings": ORIGINAL, "beta": 0.1}
+    return transformers.MistralConfig(**_SIZES, sliding_window=None, llama_4_scaling=scaling)
+
+
+def _llama4(**options: Any) -> transformers.PretrainedConfig:
+    """A layer with RoPE and one without, of dense feed-forward networks."""
+    return transformers.Llama4TextConfig(
+        **_SIZES, intermediate_size_mlp=192, num_local_experts=2, interleave_moe_layer_step=3,
+        no_rope_layers=[1, 0], architectures=["Llama4ForCausalLM"], **options,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def write_model(tiny_model_path: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    def write(config: transformers.PretrainedConfig) -> Path:
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(tmp_path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model_path("llama"))
+        tokenizer.save_pretrained(tmp_path)
+        return tmp_path
+
+    return write
+
+
+def _refusal(path: Path, **options: Any) -> UnsupportedModelError:
+    with pytest.raises(UnsupportedModelError) as caught:
+        stop_engine(start_engine(path, **options))
+    assert caught.value.parameter == "model"
+    assert 'VLLM_PLUGINS=""' in caught.value.message
+    return caught.value
+
+
+def test_queries_scaled_by_position_are_refused(write_model: Callable[..., Path]) -> None:
+    """Silently wrong beyond the original length otherwise, which no short text shows."""
+    path = write_model(_mistral())
+    refused = _refusal(path, max_model_len=MAX_MODEL_LEN)
+    assert "from position 8192 on, there by 1.069" in refused.message
+    assert "max_model_len=8192 or less" in refused.message
+    # The way out that it names.
+    stop_engine(start_engine(path, max_model_len=ORIGINAL))
+
+
+def test_layers_without_rope_that_scale_queries_are_refused(
+    write_model: Callable[..., Path],
+) -> None:
+    """vLLM has them scale in engines of more than 32,768 tokens."""
+    config = _llama4(floor_scale=ORIGINAL, attention_chunk_size=None)
+    refused = _refusal(write_model(config), max_model_len=40_000)
+    assert "layers.1" in str(refused.value)
+    assert "max_model_len=8191 or less" in refused.message
+
+
+def test_chunked_attention_is_refused(write_model: Callable[..., Path]) -> None:
+    config = _llama4(attention_chunk_size=64)
+    refused = _refusal(write_model(config), disable_hybrid_kv_cache_manager=True)
+    assert "chunks of 64 tokens" in refused.message
