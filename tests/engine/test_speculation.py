@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,7 @@ NGRAMS = {
 
 @pytest.fixture(scope="module")
 def llm(tiny_model_path: Callable[[str], Path]) -> Iterator[Any]:
-    """An engine in a process of its own: where vLLM has imported numba, as it does to look up
-    n-grams, no further engine starts in the same process.
-    """
+    """An engine in a process of its own, as of a server."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         engine = start_engine(
@@ -73,3 +73,19 @@ def test_drafts_are_taken_and_left(llm: Any, oracle: Oracle) -> None:
             assert_greedy(answer, oracle, parents, len(doc) + len(encoded[0]))
     drafted, accepted = (b - a for a, b in zip(before, _num_drafted(llm), strict=True))
     assert 0 < accepted < drafted
+
+
+_SECOND_ENGINE = """
+import vllm_choreo
+vllm_choreo.register()
+from vllm.platforms import current_platform
+current_platform.register_triton_kernel_overrides()  # as every engine does when it starts
+import vllm.v1.spec_decode.ngram_proposer
+current_platform.register_triton_kernel_overrides()
+"""
+
+
+def test_a_second_engine_may_start_after_one_that_looked_up_ngrams() -> None:
+    """That one imports numba, over whose objects vLLM's search for kernels stumbles."""
+    done = subprocess.run([sys.executable, "-c", _SECOND_ENGINE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

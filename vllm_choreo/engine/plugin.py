@@ -8,6 +8,7 @@ installed vLLM is a version for which they were read.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
 from vllm_choreo.config import ChoreoConfig
@@ -47,6 +48,7 @@ def install() -> None:
     from vllm_choreo.engine import utility
 
     _hook_command_line(type(current_platform))
+    _hook_kernels(type(current_platform))
     if current_platform.is_cpu() or current_platform.is_cuda():
         _hook_configuration(type(current_platform))
         utility.install()
@@ -57,6 +59,16 @@ def install() -> None:
             current_platform.device_name,
         )
     _installed = True
+
+
+def _hook_kernels(platform: Any) -> None:
+    """Let vLLM replace its Triton kernels once in a process, not with every engine.
+
+    To do it again changes nothing, but looks through all modules, and stumbles over numba's: after
+    an engine that speculates by n-grams no other would start.
+    """
+    register = platform.register_triton_kernel_overrides
+    platform.register_triton_kernel_overrides = staticmethod(cache(register))
 
 
 def _hook_command_line(platform: Any) -> None:
