@@ -46,6 +46,8 @@ def stored_message(call: PlannedCall, messages: Mapping[str, Message], submitted
         usage=Usage(exact=True, reused_tokens=0, repositioned_tokens=0, encoded_tokens=0),
         metrics=Metrics(submitted=submitted, waiting=None, ttft=0.0, latency=0.0),
         trace=call.trace,
+        offsets=call.params.offsets,
+        new_offset=call.params.new_offset,
     )
 
 

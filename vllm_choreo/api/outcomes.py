@@ -172,4 +172,6 @@ def message_from(call: PlannedCall, outcome: Outcome, report: Mapping[str, Any])
         ),
         metrics=outcome.metrics,
         trace=call.trace,
+        offsets=call.params.offsets,
+        new_offset=call.params.new_offset,
     )

@@ -66,6 +66,10 @@ class Message:
         logprobs: as vLLM's `CompletionOutput.logprobs`, of the generated tokens; None if not asked.
         finish_reason: "stop", "length" or "repetition"; None for a prefill.
         usage, metrics: see `Usage`, `Metrics`.
+        offsets, new_offset: where the call asked its parents to be seen and its tokens to stand;
+            None: omitted, one after the other. Text has no such places, hence they count for
+            nothing in baseline mode; but a program that is recorded there can be trained on as if
+            it were choreographed.
         trace: the history of its keys and values, from which `provenance` is read.
     """
 
@@ -82,6 +86,8 @@ class Message:
     usage: Usage
     metrics: Metrics
     trace: Trace = _NO_TRACE
+    offsets: tuple[int, ...] | None = None
+    new_offset: int | None = None
 
     @property
     def provenance(self) -> frozenset[str]:

@@ -118,6 +118,12 @@ class ShortMessageAnswer(_Answer):
 class MessageAnswer(ShortMessageAnswer):
     """A message."""
 
+    offsets: list[int] | None = Field(
+        description="Where the call asked its parents to be seen; null: one after the other."
+    )
+    new_offset: int | None = Field(
+        description="Where it asked the message to stand; null: after the last parent."
+    )
     text: str = Field(description="What was sent, then what was generated.")
     token_ids: list[int]
     generated_text: str

@@ -27,6 +27,7 @@ class PackedModel:
     Attributes:
         model: the same object, for its parameters, device and modes.
         rotations: of every attention layer, proven by running the model.
+        has_adapter: whether it is a `PeftModel`.
 
     Raises:
         UnsupportedModelError: its positions or its attention cannot be choreographed; says why.
@@ -41,7 +42,7 @@ class PackedModel:
         make_precise(base)
         if has_adapter:
             gate_adapter(model)
-        self._has_adapter = has_adapter
+        self.has_adapter = has_adapter
         self.rotations = prove_rotations(base)
         config = base.config.get_text_config()
         self._context = getattr(config, "max_position_embeddings", None)
@@ -104,7 +105,7 @@ class PackedModel:
                 parameter="calls",
                 value=end,
             )
-        if adapted is not None and not self._has_adapter:
+        if adapted is not None and not self.has_adapter:
             raise ChoreoError(
                 "the model has no adapter: wrap it by peft.get_peft_model before",
                 parameter="adapted",

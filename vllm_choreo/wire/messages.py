@@ -41,6 +41,8 @@ def record_json(message: Message) -> dict[str, Any]:
     return {
         "id": message.id,
         "position": message.position,
+        "offsets": None if message.offsets is None else list(message.offsets),
+        "new_offset": message.new_offset,
         "num_tokens": message.num_tokens,
         "token_ids": list(message.token_ids),
         "text": message.text,
@@ -158,6 +160,8 @@ def message_of(body: Mapping[str, Any], submitted: float) -> Message:
         metrics=Metrics(submitted, metrics["waiting"], metrics["ttft"], metrics["latency"]),
         # The server tells the closure of the history, and the closure is all that a client reads.
         trace=Trace(body["id"], tuple(Trace(source) for source in body.get("provenance", ()))),
+        offsets=None if body.get("offsets") is None else tuple(body["offsets"]),
+        new_offset=body.get("new_offset"),
     )
 
 

@@ -36,6 +36,8 @@ _STEP = {
         "latency": float,
     },
 }
+# Files of before there were any lack them.
+_PLACES = {"offsets": ([int], None), "new_offset": (int, None)}
 _TRANSCRIPT = {
     "workflow": str,
     "mode": str,
@@ -50,6 +52,8 @@ def check_transcript(data: Any) -> None:
     """Raises ValueError: some part of it is missing, or of another type than `to_json` writes."""
     check_form(data, _TRANSCRIPT, "the file")
     for i, step in enumerate(data["steps"]):
+        for name, form in _PLACES.items():
+            check_form(step.get(name), form, f"steps[{i}].{name}")
         for name in ("token_ids", "generated_token_ids"):
             if any(token < 0 for token in step[name]):
                 raise ValueError(f"steps[{i}].{name} must hold token ids, which are 0 or more")
