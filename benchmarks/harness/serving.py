@@ -74,16 +74,16 @@ def start_server(
         keys: API keys; none: no key is asked for.
         env: changes to the environment.
         options: of the command, `max_model_len=512` for `--max-model-len 512`; True for a flag, a
-            list for several values.
+            list for several values, None to leave out one that is set by default.
     """
     port = _free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model_path)]
-    command += _arguments(_defaults(settings, keys) | {"port": port} | options)
+    command += arguments_of(_defaults(settings, keys) | {"port": port} | options)
     log = folder / f"server-{port}.log"
     with open(log, "wb") as output:
         process = subprocess.Popen(
             command,
-            env=_environment(env or {}),
+            env=environment(env),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -118,22 +118,28 @@ def _defaults(settings: Mapping[str, Any] | None, keys: Sequence[str]) -> dict[s
     return options
 
 
-def _arguments(options: Mapping[str, Any]) -> list[str]:
+def arguments_of(options: Mapping[str, Any]) -> list[str]:
+    """Of a command of vLLM: `max_model_len=512` for `--max-model-len 512`, True for a flag, None
+    for an option that is left out.
+    """
     arguments = []
     for name, value in options.items():
+        if value is None:
+            continue
         arguments.append(f"--{name.replace('_', '-')}")
         if value is not True:
             arguments += [str(item) for item in (value if isinstance(value, list) else [value])]
     return arguments
 
 
-def _environment(changes: Mapping[str, str]) -> dict[str, str]:
-    environment = {key: os.environ[key] for key in os.environ if key not in _NOT_FOR_SERVERS}
-    environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """That of this process, as a server, or another process with an engine, needs it."""
+    variables = {key: os.environ[key] for key in os.environ if key not in _NOT_FOR_SERVERS}
+    variables.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Two threads of a step wait for one another, on a busy machine for seconds, and a client that
     # is to act while a call runs gets its turn too late.
-    environment["OMP_NUM_THREADS"] = "1"
-    return {**environment, **changes}
+    variables["OMP_NUM_THREADS"] = "1"
+    return {**variables, **(changes or {})}
 
 
 def _free_port() -> int:

@@ -672,16 +672,35 @@ def test_a_request_of_the_callers_own_makes_a_message() -> None:
         pending = c.begin("ab", sampling_params=Two, save_as="mine")
         child = await c.submit(header="c", parents=["mine"], sampling_params=Two)
         params = pending.call.params.apply(pending.call.sampling_params)
-        engine.add_request("own", {"prompt_token_ids": list(pending.call.token_ids)}, params)
+        prompt = {"prompt_token_ids": list(pending.call.token_ids)}
+        engine.add_request("own", prompt, params)
+        await c.submitted(pending, FakeQueue(engine, "own"))
         engine.advance("own")
         output = engine.advance("own")
         message = await c.conclude(pending, Outcome(output, Metrics(0.0, None, 1.0, 2.0)))
         assert message.text == "abde" and c.message("mine") is message
         assert (await child).parents[0].id == message.id
-        ended = c.begin("x", sampling_params=SamplingParams(stop=["e"]))
+
+    in_session(program)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["", "late"])
+def test_a_request_of_the_callers_own_is_aborted_with_its_call(is_late: bool) -> None:
+    """Also if the engine has it only after the call was ended."""
+
+    async def program(c: AsyncChoreography, engine: FakeEngine) -> None:
+        stopping = SamplingParams(stop=["e"])
+        pending = c.begin("x", sampling_params=stopping)
+        engine.add_request("own", {"prompt_token_ids": [120]}, stopping)
+        if is_late:
+            await c.cancel([pending])
+        await c.submitted(pending, FakeQueue(engine, "own"))
+        if not is_late:
+            await c.cancel([pending])
+        assert engine.aborted == ["own"] and not engine.running
+        assert engine.operations == [("end", c.session, pending.id, 0)]
         with pytest.raises(ChoreoError, match="ended"):
-            await c.conclude(ended, None)
-        assert engine.operations == [("end", c.session, ended.id, 0)]
+            await pending
 
     in_session(program)
 

@@ -113,6 +113,7 @@ def test_messages_tell_where_they_come_from() -> None:
         (UnknownMessageError("x", parameter="parents"), 400),
         (UnknownMessageError("x", parameter="name"), 404),
         (FreedMessageError("x", parameter="name"), 404),
+        (ChoreoError("unknown field", parameter="name"), 400),
         (UnknownSessionError("x", parameter="session"), 404),
         (NameTakenError("x"), 409),
         (LimitError("x", parameter="max_request_bytes"), 413),

@@ -108,7 +108,7 @@ BAD: dict[str, Callable[[Any], Any]] = {
     "unpin a freed message": lambda c: c.unpin("gone"),
 }
 # Where the server, which sees JSON, has a name of its own for what is wrong.
-_OF_JSON = ("content", "name", "sampling_params.", "ttl")
+_OF_JSON = ("content", "copy_of", "name", "sampling_params.", "ttl")
 
 
 @pytest.fixture(scope="module")

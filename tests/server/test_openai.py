@@ -316,6 +316,30 @@ def test_refused_calls_name_the_key(
     assert session.usage()["messages"] == 1
 
 
+@pytest.mark.parametrize(
+    "xargs",
+    [
+        b'{"choreo_new_offset": 1, "choreo_new_offset": 2}',
+        b'{"choreo_parents": [], "choreo_mode": "exact", "choreo_parents": ["p"]}',
+        b'{"other": 1}, "vllm_xargs": {"choreo_parents": []}',
+    ],
+)
+@pytest.mark.parametrize("route", ["completions", "chat"])
+def test_a_key_that_stands_twice(
+    route: str, xargs: bytes, server: Server, session: Session, call: Caller
+) -> None:
+    body = call.body(route, "Hm", {}, {})
+    body |= body.pop("extra_body")
+    body.pop("vllm_xargs")
+    content = json.dumps(body)[:-1].encode() + b', "vllm_xargs": ' + xargs + b"}"
+    path = "/v1/chat/completions" if route == "chat" else "/v1/completions"
+    headers = {"Content-Type": "application/json"}
+    with server.client() as client:
+        answer = client.post(path, content=content, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert "stands twice" in answer.json()["error"]["message"]
+
+
 def test_several_prompts_are_refused(call: Caller) -> None:
     for prompt in (["a", "b"], [[5, 6], [7]]):
         with pytest.raises(openai.BadRequestError) as refused:

@@ -46,13 +46,13 @@ REFUSED: list[tuple[Any, str, str, str | None]] = [
     ({"content": 3}, "ChoreoError", "content", "3"),
     ({"content": True}, "ChoreoError", "content", "True"),
     ({"content": {"a": 1}}, "ChoreoError", "content", "dict of 1"),
-    ({"content": ""}, "EmptyTokensError", "header", ""),
-    ({"content": "", "type": "prefill"}, "EmptyTokensError", "tokens", ""),
-    ({"content": []}, "EmptyTokensError", "header", "[]"),
+    ({"content": ""}, "EmptyTokensError", "content", ""),
+    ({"content": "", "type": "prefill"}, "EmptyTokensError", "content", ""),
+    ({"content": []}, "EmptyTokensError", "content", "[]"),
     ({"content": [1, 2.0]}, "ChoreoError", "content.1", "2.0"),
     ({"content": [1, True]}, "ChoreoError", "content.1", "True"),
     ({"content": [-1]}, "ChoreoError", "content.0", "-1"),
-    ({"content": [10**6]}, "ChoreoError", "header", "1000000"),
+    ({"content": [10**6]}, "ChoreoError", "content", "1000000"),
     ({"content": [10**30]}, "ChoreoError", "content.0", ""),
     ({"content": [5] * 3000}, "TooLongError", "content", None),
     ({"content": "word " * 40_000}, "TooLongError", "content", None),
@@ -67,10 +67,12 @@ REFUSED: list[tuple[Any, str, str, str | None]] = [
     ({"messages": [{"role": "user"}]}, "ChoreoError", "messages.0.content", None),
     ({"messages": [{"role": 1, "content": "x"}]}, "ChoreoError", "messages.0.role", "1"),
     ({"copy_of": "known"}, "ChoreoError", "type", "decode"),
-    ({"copy_of": "nobody", "type": "prefill"}, "UnknownMessageError", "message", ""),
+    ({"copy_of": "nobody", "type": "prefill"}, "UnknownMessageError", "copy_of", ""),
     (decode(type="encode"), "ChoreoError", "type", "encode"),
     (decode(type=None), "ChoreoError", "type", None),
     (decode(header="y"), "ChoreoError", "header", "y"),
+    (decode(name="y"), "ChoreoError", "name", "y"),
+    (decode(temperature=1), "ChoreoError", "temperature", "1"),
     (decode(stream=1), "ChoreoError", "stream", "1"),
     (decode(mode="baseline"), "ChoreoError", "mode", "baseline"),
     (decode(parents="known"), "ChoreoError", "parents", "known"),
@@ -113,15 +115,15 @@ REFUSED: list[tuple[Any, str, str, str | None]] = [
     (sampling(max_tokens=0), "ChoreoError", "sampling_params.max_tokens", "0"),
     (sampling(max_tokens="1"), "ChoreoError", "sampling_params.max_tokens", "1"),
     (sampling(max_tokens=10**20), "ChoreoError", "sampling_params.max_tokens", ""),
-    (sampling(temperature=-1), "ChoreoError", "temperature", "-1.0"),
+    (sampling(temperature=-1), "ChoreoError", "sampling_params.temperature", "-1.0"),
     (sampling(temperature=True), "ChoreoError", "sampling_params.temperature", "True"),
-    (sampling(top_p=2), "ChoreoError", "top_p", "2.0"),
-    (sampling(logprobs=10_000), "ChoreoError", "logprobs", "10000"),
+    (sampling(top_p=2), "ChoreoError", "sampling_params.top_p", "2.0"),
+    (sampling(logprobs=10_000), "ChoreoError", "sampling_params.logprobs", "10000"),
     (sampling(seed=2**64), "ChoreoError", "sampling_params.seed", ""),
     (sampling(logit_bias={"x": 1}), "ChoreoError", "sampling_params.logit_bias.x", "x"),
-    (sampling(logit_bias={"999999999": 1}), "ChoreoError", "logit_bias", ""),
-    (sampling(n=2), "UnsupportedOptionError", "n", "2"),
-    (sampling(prompt_logprobs=1), "UnsupportedOptionError", "prompt_logprobs", "1"),
+    (sampling(logit_bias={"999999999": 1}), "ChoreoError", "sampling_params.logit_bias", ""),
+    (sampling(n=2), "UnsupportedOptionError", "sampling_params.n", "2"),
+    (sampling(prompt_logprobs=1), "UnsupportedOptionError", "sampling_params.prompt_logprobs", "1"),
     (
         sampling(extra_args={"choreo": {"session": "other"}}),
         *("UnsupportedOptionError", "sampling_params.extra_args.choreo", None),
@@ -134,6 +136,7 @@ REFUSED: list[tuple[Any, str, str, str | None]] = [
         {"type": "prefill", "content": "x", "sampling_params": {"max_tokens": 1}},
         *("UnsupportedOptionError", "sampling_params", ""),
     ),
+    ({"calls": [decode(), decode(content="")]}, "EmptyTokensError", "content", ""),
     ({"calls": []}, "ChoreoError", "calls", "list of 0"),
     ({"calls": {}}, "ChoreoError", "calls", "dict of 0"),
     ({"calls": [decode(), decode(parent=[])]}, "ChoreoError", "calls.1.parent", "list of 0"),
@@ -180,6 +183,37 @@ def test_what_is_not_json(shared: Session, content: bytes) -> None:
     answer = shared.client.post(f"{shared.path}/messages", content=content, headers=JSON)
     error = error_of(answer, 400)
     assert error["type"] == "ChoreoError" and len(answer.content) < 1000
+
+
+TWICE = {
+    "at the top": (b'{"content": "x", "content": "y"}', '"content" stands twice'),
+    "the same value": (b'{"content": "x", "content": "x"}', "at line 1 column"),
+    "written differently": (b'{"content": "x", "\\u0063ontent": "y"}', '"content"'),
+    "inside": (b'{"content": "x",\n "sampling_params": {"n": 1, "n": 1}}', "line 2 column 34"),
+    "in a list": (b'{"calls": [{}, {"parents": [{"id": "a", "id": "b"}]}]}', '"id"'),
+    "in what is dropped": (b'{"content": {"n": 1, "n": 1}, "content": "x"}', '"n"'),
+    "empty": (b'{"content": "x", "": 1, "": 2}', '""'),
+    "unknown": (b'{"%b": 1, "%b": 2}' % (b"n" * 1000, b"n" * 1000), "n" * 50),
+    "behind a line": (b'{"a\\nb": 1, "a\\nb": 2}', "stands twice"),
+}
+
+
+@pytest.mark.parametrize(("content", "told"), TWICE.values(), ids=TWICE)
+def test_a_key_that_stands_twice(shared: Session, content: bytes, told: str) -> None:
+    """Two readers of such a body may differ in what it says."""
+    answer = shared.client.post(f"{shared.path}/messages", content=content, headers=JSON)
+    error = error_of(answer, 400)
+    assert (error["type"], error["param"]) == ("ChoreoError", "body"), error
+    assert told in error["message"] and "stands twice" in error["message"]
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize("path", ["/v1/choreo/sessions", "/messages/known/pin"])
+def test_a_key_that_stands_twice_in_other_bodies(shared: Session, path: str) -> None:
+    path = path if path.startswith("/v1") else shared.path + path
+    content = b'{"ttl_seconds": 1, "ttl_seconds": 2}'
+    answer = shared.client.post(path, content=content, headers=JSON)
+    assert "ttl_seconds" in error_of(answer, 400)["message"]
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])

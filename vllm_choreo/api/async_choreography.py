@@ -123,8 +123,9 @@ class AsyncChoreography:
     def begin(self, header: Any, **options: Unpack[DecodeOptions]) -> Pending:
         """Reserve a decode whose request the caller hands to the engine himself.
 
-        The request's parameters must pass through `pending.call.params.apply`, and its last output
-        has to be given to `conclude`. Meanwhile the handle can be named as a parent.
+        The request's parameters must pass through `pending.call.params.apply`; when the engine has
+        it, call `submitted`, and give its last output to `conclude`, or end it with `cancel`.
+        Meanwhile the handle can be named as a parent.
 
         Raises:
             ChoreoError: the call is illegal, or the session is in baseline mode.
@@ -138,12 +139,20 @@ class AsyncChoreography:
         (call,) = self._session.plan([one_spec("decode", header, options, self._denied)])
         return self._runner.reserve(call)
 
-    async def conclude(self, pending: Pending, outcome: Outcome | None) -> Message:
+    async def submitted(self, pending: Pending, queue: Any) -> None:
+        """The engine has the request of a call that `begin` reserved: who ends the call, or closes
+        the session, aborts it from now on.
+
+        Args:
+            queue: where its outputs arrive, as `AsyncLLM.add_request` returns it.
+        """
+        await self._runner.submitted(pending, queue)
+
+    async def conclude(self, pending: Pending, outcome: Outcome) -> Message:
         """Make the message of a request that was run by the caller of `begin`.
 
         Args:
-            outcome: its last output, with all text and tokens; None: it was ended, and nothing of
-                it is kept.
+            outcome: its last output, with all text and tokens.
 
         Raises:
             ChoreoError: the engine refused or ended the call.

@@ -67,21 +67,24 @@ class AsyncRunner:
             await self.cancel(pending)
 
     def reserve(self, call: PlannedCall) -> Pending:
-        """The handle of a call that somebody else runs, up to `conclude`."""
+        """The handle of a call that somebody else runs: then `submitted` and `conclude`."""
         pending = Pending(call)
         pending._future = asyncio.get_running_loop().create_future()
         self._pending[pending.id] = pending
         return pending
 
-    async def conclude(self, pending: Pending, outcome: Outcome | None) -> None:
+    async def submitted(self, pending: Pending, queue: Any) -> None:
+        """The engine has a reserved call; see `AsyncChoreography.submitted`."""
+        pending._queue = queue
+        if pending.id not in self._pending:  # it was ended meanwhile
+            await self._abort(pending.call, queue)
+
+    async def conclude(self, pending: Pending, outcome: Outcome) -> None:
         """Settle a reserved call; see `AsyncChoreography.conclude`."""
         call = pending.call
         result: Result = ended()
         try:
-            if outcome is not None:
-                result = choreo_result(call, outcome, await self._report(call, outcome))
-            elif call.params.open_end:
-                await self.utility("end", *end_arguments(call, None))
+            result = choreo_result(call, outcome, await self._report(call, outcome))
         finally:
             self._forget([pending], result)
             assert pending._future is not None

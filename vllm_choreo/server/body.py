@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a request's body: bounded, strict JSON, and errors in our own terms.
-
-Python's own JSON parser takes what JSON does not have (NaN, lone surrogates, nesting up to the
-recursion limit); that of pydantic refuses it.
-"""
+"""Reading a request's body: bounded, strict JSON, and errors in our own terms."""
 
 from __future__ import annotations
 
@@ -12,18 +8,17 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_choreo.errors import ChoreoError, LimitError, OffsetError, SpanError
-from vllm_choreo.server.errors import BODY_LIMIT, as_choreo_error
+from vllm_choreo.server.errors import BODY_LIMIT, as_choreo_error, renamed
+from vllm_choreo.server.schemas import SamplingBody
+from vllm_choreo.server.strict_json import MAX_PART_CHARS, read_json
 
 # What follows a body that is too long is read and dropped, so that its sender comes to read the
 # answer; but not for ever.
 _DROPPED_BODIES = 16
-# Of the name of a field in an error: names that are unknown may be of any length.
-_MAX_PART_CHARS = 64
 
 
 class BoundedRequest(Request):
@@ -59,7 +54,7 @@ class BoundedRequest(Request):
         """
         Raises:
             LimitError: as for `body`.
-            ChoreoError: it is not JSON.
+            ChoreoError: as for `read_json`, or it is not said to be JSON.
         """
         if not hasattr(self, "_json"):
             content = await self.body()
@@ -70,10 +65,7 @@ class BoundedRequest(Request):
                     parameter="Content-Type",
                     value=content_type,
                 )
-            try:
-                self._json = from_json(content, allow_inf_nan=False)
-            except ValueError as error:
-                raise ChoreoError(f"the body is not JSON: {error}", parameter="body") from None
+            self._json = read_json(content)
         return self._json
 
 
@@ -97,11 +89,14 @@ class ChoreoRoute(APIRoute):
                 ours = as_choreo_error(error)
                 if ours is None:
                     raise
-                raise ours from error
+                raise renamed(ours, _NAMES) from error
 
         return checked
 
 
+# What arguments of Python are called in a body.
+_NAMES = {"header": "content", "tokens": "content", "message": "copy_of"}
+_NAMES |= {name: f"sampling_params.{name}" for name in SamplingBody.model_fields}
 # Where a wrong value has an error class of its own, by the field that it stands in.
 _CLASSES: dict[str, type[ChoreoError]] = {
     "offsets": OffsetError,
@@ -135,9 +130,7 @@ def _path(location: Sequence[Any]) -> list[str]:
 
     That has the part of the request in front, and tags of unions (<tag>) between.
     """
-    return [
-        str(part)[:_MAX_PART_CHARS] for part in location[1:] if str(part)[0:1] not in ("<", "[")
-    ]
+    return [str(part)[:MAX_PART_CHARS] for part in location[1:] if str(part)[0:1] not in ("<", "[")]
 
 
 def _outline(value: Any) -> Any:

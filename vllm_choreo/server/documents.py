@@ -68,7 +68,7 @@ class CachedTokens(_Answer):
     cached_tokens: int
 
 
-class Usage(_Answer):
+class UsageAnswer(_Answer):
     """Tokens that a call read and wrote, and where they came from."""
 
     prompt_tokens: int = Field(description="Of the parents, and of the header.")
@@ -131,7 +131,7 @@ class MessageAnswer(ShortMessageAnswer):
     logprobs: list[dict[str, LogprobAnswer]] | None = Field(
         description="Of each generated token: from token ids to their logprobs; null: not asked."
     )
-    usage: Usage
+    usage: UsageAnswer
     metrics: Times
     provenance: list[str] = Field(
         description="Ids of the messages that it carries traces of, itself left out."
@@ -207,7 +207,7 @@ class ResultsAnswer(_Answer):
 
     object: Literal["list"]
     data: list[MessageAnswer | FailedCallAnswer]
-    usage: Usage
+    usage: UsageAnswer
 
 
 class ChunkAnswer(_Answer):

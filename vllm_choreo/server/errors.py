@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -12,8 +14,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_choreo.errors import (
     ChoreoError,
     EngineRestartedError,
+    FreedMessageError,
     LimitError,
     NameTakenError,
+    UnknownMessageError,
     UnknownSessionError,
 )
 from vllm_choreo.wire.refusals import refusal_json
@@ -26,7 +30,8 @@ _STATUS: dict[type[ChoreoError], int] = {
 }
 # The one limit that no later request can meet unchanged.
 BODY_LIMIT = "max_request_bytes"
-# The parameter of a message that is missing where the path of the request should lead.
+# The parameter of a message that is missing where the path of the request should lead. A body may
+# have a field of this name, too: a wrong one.
 PATH_NAME = "name"
 
 
@@ -34,7 +39,7 @@ def status_of(error: ChoreoError) -> int:
     """The HTTP status of an error; 400 for what the caller can mend."""
     if isinstance(error, LimitError) and error.parameter == BODY_LIMIT:
         return 413
-    if error.parameter == PATH_NAME:
+    if error.parameter == PATH_NAME and isinstance(error, (UnknownMessageError, FreedMessageError)):
         return 404
     return _STATUS.get(type(error), 400)
 
@@ -48,6 +53,23 @@ def error_response(error: ChoreoError, status: int | None = None) -> JSONRespons
     """The answer to a request that failed as a whole."""
     content = error_json(error, status)
     return JSONResponse({"error": content}, status_code=content["code"])
+
+
+async def answer_error(request: Request, error: Exception) -> JSONResponse:
+    """The handler of every request that is refused as a whole, at whichever route."""
+    assert isinstance(error, ChoreoError)
+    request.app.state.choreo.refused(error)
+    return error_response(error)
+
+
+def renamed(error: ChoreoError, names: Mapping[str, str]) -> ChoreoError:
+    """The error with the name of its parameter in a request.
+
+    Args:
+        names: of parameters, by what they are called in Python; others keep their names.
+    """
+    parameter = names.get(error.parameter, error.parameter)
+    return type(error)(error.message, parameter=parameter, value=error.value)
 
 
 def as_choreo_error(error: Exception) -> ChoreoError | None:

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChoreoEndpoints`: how vLLM's API server gets our routes."""
+"""`ChoreoEndpoints`: how vLLM's API server gets our routes.
+
+vLLM goes on without a plugin that cannot be imported, and would serve without the routes that were
+asked for. So this module imports next to nothing: what it needs is imported when vLLM calls it,
+where an error ends the server.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
-from starlette.datastructures import State
-from starlette.requests import Request
-from starlette.responses import Response
-
-from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
-from vllm_choreo.server import metrics, openai
-from vllm_choreo.server.call_reader import CallReader
-from vllm_choreo.server.errors import error_response
-from vllm_choreo.server.guard import guarded
-from vllm_choreo.server.routes import router
-from vllm_choreo.server.sessions import Sessions
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.datastructures import State
 
 
 class ChoreoEndpoints:
@@ -32,14 +29,24 @@ class ChoreoEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
+        from vllm_choreo.server.errors import answer_error
+        from vllm_choreo.server.routes import router
+
         app.include_router(router)
-        app.add_exception_handler(ChoreoError, _answer_error)
+        app.add_exception_handler(ChoreoError, answer_error)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """
         Raises:
             UnsupportedOptionError: several API servers; a session lives in one.
         """
+        from vllm_choreo.config import ChoreoConfig
+        from vllm_choreo.server import metrics
+        from vllm_choreo.server.call_reader import CallReader
+        from vllm_choreo.server.guard import guarded
+        from vllm_choreo.server.openai import handlers
+        from vllm_choreo.server.sessions import Sessions
+
         check_one_process(args)
         config = ChoreoConfig.from_vllm(engine_client.vllm_config).server
         llm = guarded(engine_client, state.openai_serving_responses)
@@ -47,14 +54,7 @@ class ChoreoEndpoints:
         state.choreo_reader = CallReader(state.online_renderer)
         state.choreo.start_expiry()
         metrics.start(state.choreo, engine_client)
-        openai.init_state(state, llm)
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    """Of every request that is refused as a whole, at whichever route."""
-    assert isinstance(error, ChoreoError)
-    request.app.state.choreo.refused(error)
-    return error_response(error)
+        handlers.init_state(state, llm)
 
 
 def check_one_process(args: Namespace) -> None:

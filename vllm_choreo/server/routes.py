@@ -7,13 +7,16 @@ Bodies and answers are described in `schemas.py` and `documents.py`, errors in `
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Request, Security
 from fastapi.security import HTTPBearer
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from vllm_choreo.errors import ChoreoError, FreedMessageError, LimitError, UnknownMessageError
+from vllm_choreo.api.async_choreography import AsyncChoreography
+from vllm_choreo.errors import ChoreoError, LimitError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server import documents
 from vllm_choreo.server.answers import list_json, results_json
@@ -152,10 +155,13 @@ async def make_messages(request: Request, session: OwnSession, body: MessagesBod
     ones may name earlier ones as parents, by their `save_as`. If one of them is illegal, none is
     run. A client that goes away ends its calls.
     """
-    sessions, is_list = _sessions(request), isinstance(body, CallsBody)
-    with session.used():
+    run, is_list = Run(_sessions(request), session), isinstance(body, CallsBody)
+    try:
         calls = await request.app.state.choreo_reader.read(body.calls if is_list else [body])
-        run = await Run.start(sessions, session, calls)
+        await run.submit(calls)
+    except BaseException:
+        run.leave(is_answered=True)
+        raise
     if body.stream:
         return EventStream(run)
     results = await unless_gone(request, run)
@@ -184,18 +190,25 @@ async def list_messages(session: OwnSession) -> Response:
 # -- one message ---------------------------------------------------------------------------------
 
 
-def _message(session: OwnSession, name: Name) -> Message:
-    """The message of a path.
+# What the session, and the engine, call a message that is not there.
+_MESSAGE = ("message", "messages", "parents")
+
+
+@contextmanager
+def _message(session: OpenSession, name: str) -> Iterator[tuple[Message, AsyncChoreography]]:
+    """The message of a path, and the session, which is used meanwhile.
 
     Raises:
-        UnknownMessageError, FreedMessageError: there is none; they are answered with 404.
+        UnknownMessageError, FreedMessageError: there is none, or it is freed meanwhile; they are
+            answered with 404.
         ChoreoError: it is still being generated, or its call failed.
     """
     with session.used() as choreography:
         try:
-            return choreography.message(f"{session.id}/{name}")
-        except (UnknownMessageError, FreedMessageError) as error:
-            error.parameter, error.value = PATH_NAME, name
+            yield choreography.message(f"{session.id}/{name}"), choreography
+        except ChoreoError as error:
+            if error.parameter in _MESSAGE:
+                error.parameter, error.value = PATH_NAME, name
             raise
 
 
@@ -207,7 +220,8 @@ def _message(session: OwnSession, name: Name) -> Message:
 )
 async def read_message(session: OwnSession, name: Name) -> Response:
     """A message with its text, as it was answered when it was made."""
-    return JSONResponse(message_json(_message(session, name)))
+    with _message(session, name) as (message, _):
+        return JSONResponse(message_json(message))
 
 
 @router.delete(
@@ -218,8 +232,7 @@ async def read_message(session: OwnSession, name: Name) -> Response:
 )
 async def free_message(session: OwnSession, name: Name) -> Response:
     """Free a message. Messages that have read it stay as they are."""
-    message = _message(session, name)
-    with session.used() as choreography:
+    with _message(session, name) as (message, choreography):
         await choreography.free(message)
     return JSONResponse({"id": message.id, "object": "choreo.message.deleted", "deleted": True})
 
@@ -232,8 +245,7 @@ async def free_message(session: OwnSession, name: Name) -> Response:
 )
 async def evict_message(session: OwnSession, name: Name) -> Response:
     """Drop a message's keys and values; a call that reads it encodes them again."""
-    message = _message(session, name)
-    with session.used() as choreography:
+    with _message(session, name) as (message, choreography):
         await choreography.evict(message)
     return JSONResponse({"id": message.id, "object": "choreo.message", "evicted": True})
 
@@ -256,8 +268,7 @@ async def pin_message(
             parameter="max_pin_seconds",
             value=seconds,
         )
-    message = _message(session, name)
-    with session.used() as choreography:
+    with _message(session, name) as (message, choreography):
         await choreography.pin(message, ttl=seconds)
     return JSONResponse(_pin_json(message, seconds))
 
@@ -270,8 +281,7 @@ async def pin_message(
 )
 async def unpin_message(session: OwnSession, name: Name) -> Response:
     """Take a pin back; that of a message that is not pinned, too."""
-    message = _message(session, name)
-    with session.used() as choreography:
+    with _message(session, name) as (message, choreography):
         await choreography.unpin(message)
     return JSONResponse(_pin_json(message, None))
 

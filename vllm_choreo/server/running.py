@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of one request, from their submission until the client has its answer or went away."""
+"""The calls of one request, from before they are submitted until the client has its answer or went
+away.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 from starlette.requests import Request
 from vllm.logger import init_logger
 
+from vllm_choreo.api.outcomes import Outcome
 from vllm_choreo.api.pending import Pending
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import CallSpec, Result
@@ -21,42 +25,46 @@ logger = init_logger("vllm.choreo.server")
 
 
 class Run:
-    """Calls that run for a request.
+    """The calls of a request.
 
-    `leave` must be called when the request is over. Calls that are not complete by then are ended,
-    and messages of which the client did not hear the end are freed: a client that went away leaves
-    nothing behind.
+    It keeps the session from expiring as long as there is the request, and `leave` must be called
+    when that is over. Calls that are not complete by then are ended, and messages of which the
+    client did not hear are freed: a client that went away leaves nothing behind.
+
+        Run(sessions, session)      the session is kept open
+          submit(calls)             calls that the session runs: `results`, or `events`, tell how
+                                    they end
+          begin, submitted,         a call whose request somebody else hands to the engine, and
+            conclude                reads the outputs of
+        leave(is_answered=)         nothing is left that nobody was told of
+
+    Attributes:
+        pending: the calls.
     """
 
-    def __init__(self, sessions: Sessions, session: OpenSession, pending: Sequence[Pending]):
-        self.pending = pending
+    def __init__(self, sessions: Sessions, session: OpenSession) -> None:
+        self.pending: list[Pending] = []
         self._sessions = sessions
         self._session = session
-        self._results: dict[int, Result] = {}
-        session.num_users += 1
+        self._results: dict[str, Result] = {}  # by the id of the call
+        session.enter()
 
-    @classmethod
-    async def start(
-        cls, sessions: Sessions, session: OpenSession, calls: Sequence[CallSpec]
-    ) -> Run:
-        """Submit calls.
+    # -- calls that the session runs ---------------------------------------------------------
 
+    async def submit(self, calls: Sequence[CallSpec]) -> None:
+        """
         Raises:
             UnknownSessionError: the session was closed meanwhile.
-            ChoreoError: one of them is illegal; nothing was submitted.
+            ChoreoError: one of the calls is illegal; nothing was submitted.
         """
         try:
-            pending = await session.choreography.submit_all(calls)
-        except ChoreoError:
-            if not sessions.is_open(session):  # it was closed since it was looked up
-                raise unknown_session() from None
-            raise
-        return cls(sessions, session, pending)
+            self.pending += await self._session.choreography.submit_all(calls)
+        except ChoreoError as error:
+            raise self._as_told(error) from None
 
     async def results(self) -> list[Result]:
         """What each call came to, when all are over."""
-        await asyncio.gather(*(self._end_of(index) for index in range(len(self.pending))))
-        return [self._results[index] for index in range(len(self.pending))]
+        return list(await asyncio.gather(*map(self._end_of, self.pending)))
 
     async def events(self) -> AsyncIterator[tuple[int, Piece | Result]]:
         """What the calls generate, as it comes, each with the index of its call.
@@ -79,29 +87,71 @@ class Run:
                 task.cancel()
 
     async def _pass_on(self, index: int, queue: asyncio.Queue[tuple[int, Piece | Result]]) -> None:
+        pending = self.pending[index]
         with suppress(Exception):  # which are told by `_end_of`
-            async for piece in self.pending[index].pieces():
+            async for piece in pending.pieces():
                 if piece.text or piece.token_ids:
                     await queue.put((index, Piece(piece.text, piece.token_ids)))
-        await queue.put((index, await self._end_of(index)))
+        await queue.put((index, await self._end_of(pending)))
 
-    async def _end_of(self, index: int) -> Result:
-        pending = self.pending[index]
+    async def _end_of(self, pending: Pending) -> Result:
         try:
             result = await pending.result()
         except Exception as error:
             result = as_choreo_error(error) or self._own_error(error)
-        if isinstance(result, ChoreoError) and not self._sessions.is_open(self._session):
-            result = unknown_session()  # it was closed meanwhile
-        self._results[index] = result
-        self._sessions.ended(self._session, pending.call.params.kind, result)
+        result = self._ended(pending, result)
         if isinstance(result, ChoreoError):
-            self._sessions.refused(result)
+            self.refused(result)
         return result
 
     def _own_error(self, error: Exception) -> ChoreoError:
         logger.error("a call ended with an error of the server", exc_info=error)
         return ChoreoError("the server failed; its log tells why")
+
+    # -- a call whose request somebody else runs ---------------------------------------------
+
+    def begin(self, header: Any, **arguments: Any) -> Pending:
+        """Reserve a decode: see `AsyncChoreography.begin`.
+
+        Raises:
+            UnknownSessionError: the session was closed meanwhile.
+            ChoreoError: the call is illegal.
+        """
+        try:
+            pending = self._session.choreography.begin(header, **arguments)
+        except ChoreoError as error:
+            raise self._as_told(error) from None
+        self.pending.append(pending)
+        return pending
+
+    async def submitted(self, pending: Pending, queue: Any) -> None:
+        """The engine has the request, and answers in `queue`."""
+        await self._session.choreography.submitted(pending, queue)
+
+    async def conclude(self, pending: Pending, outcome: Outcome) -> Result:
+        """What the call came to, from the last output of its request."""
+        try:
+            result: Result = await self._session.choreography.conclude(pending, outcome)
+        except ChoreoError as error:
+            result = error
+        return self._ended(pending, result)
+
+    # -- how they end ------------------------------------------------------------------------
+
+    def _as_told(self, error: ChoreoError) -> ChoreoError:
+        """`error`, or that the session was closed, which is why then."""
+        return error if self._sessions.is_open(self._session) else unknown_session()
+
+    def _ended(self, pending: Pending, result: Result) -> Result:
+        if isinstance(result, ChoreoError):
+            result = self._as_told(result)
+        self._results[pending.id] = result
+        self._sessions.ended(self._session, pending.call.params.kind, result)
+        return result
+
+    def refused(self, error: ChoreoError) -> None:
+        """Count an error that is told inside an answer."""
+        self._sessions.refused(error)
 
     def leave(self, *, is_answered: bool) -> None:
         """The request is over.
@@ -109,27 +159,23 @@ class Run:
         Args:
             is_answered: whether the client has all results.
         """
-        if is_answered:
-            self._release()
+        if is_answered or not self.pending:
+            self._session.leave()
         else:
             self._sessions.in_background(self._drop())
-
-    def _release(self) -> None:
-        with self._session.used():  # its time to live begins anew
-            self._session.num_users -= 1
 
     async def _drop(self) -> None:
         choreography = self._session.choreography
         try:
             await choreography.cancel(self.pending)
-            for index, pending in enumerate(self.pending):
-                if index not in self._results:
+            for pending in self.pending:
+                if pending.id not in self._results:
                     self._sessions.abandoned(self._session, pending.call.params.kind)
             made = [result for result in self._results.values() if isinstance(result, Message)]
             with suppress(ChoreoError):  # somebody else freed one, or closed the session
                 await choreography.free(*made)
         finally:
-            self._release()
+            self._session.leave()
 
 
 async def unless_gone(request: Request, run: Run) -> list[Result] | None:

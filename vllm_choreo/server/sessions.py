@@ -54,14 +54,13 @@ class OpenSession:
         tenant: whose it is.
         created: in seconds since 1970.
         ttl_seconds: how long it stays open unused.
-        num_users: requests that use it now; it does not expire while there is one.
     """
 
     choreography: AsyncChoreography
     tenant: str
     ttl_seconds: float
     created: float = field(default_factory=time.time)
-    num_users: int = 0
+    _num_users: int = 0  # it does not expire while there is one
     _last_used: float = field(default_factory=time.monotonic)
 
     @property
@@ -71,18 +70,27 @@ class OpenSession:
     @property
     def expires_in(self) -> float:
         """Seconds until it expires if nobody uses it; negative if it has."""
-        since = 0.0 if self.num_users else time.monotonic() - self._last_used
+        since = 0.0 if self._num_users else time.monotonic() - self._last_used
         return self.ttl_seconds - since
+
+    def enter(self) -> None:
+        """Keep the session from expiring until `leave`."""
+        self._num_users += 1
+
+    def leave(self) -> None:
+        """End what `enter` began; the time to live begins anew."""
+        assert self._num_users > 0, "left more often than entered"
+        self._num_users -= 1
+        self._last_used = time.monotonic()
 
     @contextmanager
     def used(self) -> Iterator[AsyncChoreography]:
-        """Keeps the session from expiring; its time to live begins anew at the end."""
-        self.num_users += 1
+        """The session entered, and left at the end."""
+        self.enter()
         try:
             yield self.choreography
         finally:
-            self.num_users -= 1
-            self._last_used = time.monotonic()
+            self.leave()
 
 
 class Sessions:
@@ -110,9 +118,17 @@ class Sessions:
     # -- opening and finding -----------------------------------------------------------------
 
     def open(
-        self, tenant: str, mode: str = "choreo", ttl_seconds: float | None = None
+        self,
+        tenant: str,
+        mode: str = "choreo",
+        ttl_seconds: float | None = None,
+        *,
+        is_limited: bool = True,
     ) -> OpenSession:
         """Open a session.
+
+        Args:
+            is_limited: whether the limits of a session hold for its messages.
 
         Raises:
             LimitError: too many are open, or the time to live is too long.
@@ -125,7 +141,8 @@ class Sessions:
         _check_limit("max_sessions", len(self._sessions) + 1, config.max_sessions)
         ttl = config.session_ttl_seconds if ttl_seconds is None else ttl_seconds
         _check_limit("session_ttl_seconds", ttl, config.session_ttl_seconds)
-        choreography = AsyncChoreography(self._llm, mode, tenant=tenant, limits=config)
+        limits = config if is_limited else None
+        choreography = AsyncChoreography(self._llm, mode, tenant=tenant, limits=limits)
         session = OpenSession(choreography, tenant, ttl)
         self._sessions[tenant, session.id] = session
         for observer in self.observers:

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's answers to choreographed requests, with our numbers and in the terms of its routes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
+
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.server.errors import as_choreo_error, error_json, renamed
+from vllm_choreo.server.openai.engine_client import CallClient
+from vllm_choreo.server.openai.reading import ARGUMENTS, SESSION_KEY
+from vllm_choreo.wire.messages import usage_json
+
+# What the arguments of a call are called in a request to vLLM's routes.
+_NAMES = {name: f"vllm_xargs.{key}" for key, name in ARGUMENTS.items()}
+_NAMES |= {"session": f"vllm_xargs.{SESSION_KEY}", "header": "prompt"}
+
+
+def with_numbers(answer: Any, message: Message) -> Any:
+    """VLLM's answer with our usage, and what the message is called."""
+    answer.usage = UsageInfo(**{**answer.usage.model_dump(), **usage_json(message)})
+    answer.choreo = _choreo_json(message)
+    return answer
+
+
+def event_with_numbers(event: str, client: CallClient) -> str:
+    """An event of a stream: with our usage on the last, and the message's id once it is complete.
+
+    Args:
+        event: a line of server-sent events as vLLM writes it, with the empty line behind it.
+    """
+    data = event.removeprefix("data: ")
+    if not data.startswith("{"):
+        return event
+    chunk = json.loads(data)
+    if "error" in chunk:
+        if client.error is not None:
+            client.refused(client.error)
+            chunk = {"error": error_json(in_terms_of_xargs(client.error))}
+    else:
+        usage = chunk.pop("usage", None)
+        if client.message is not None:
+            client.is_told = True
+            chunk["choreo"] = _choreo_json(client.message)
+            if usage and not chunk["choices"]:
+                chunk["usage"] = {**usage, **usage_json(client.message)}
+    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def in_terms_of_xargs(error: Exception) -> ChoreoError:
+    """The error with the name that the parameter has in a request to vLLM's routes."""
+    ours = as_choreo_error(error)
+    assert ours is not None
+    return renamed(ours, _NAMES)
+
+
+def _choreo_json(message: Message) -> dict[str, Any]:
+    session = message.id.partition("/")[0]
+    return {"id": message.id, "session": session, "position": message.position}

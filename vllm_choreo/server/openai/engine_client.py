@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CallClient`: the engine as one choreographed request sees it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from vllm_choreo.api.outcomes import Outcome, metrics_of
+from vllm_choreo.api.pending import Pending
+from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.server.guard import choreo_keys
+from vllm_choreo.server.running import Run
+
+
+class CallClient:
+    """The engine client of one request: vLLM's own, but `generate` makes a message.
+
+    Args:
+        llm: an engine client that takes choreographed requests.
+        run: of the request; ends with `leave`.
+        arguments: of the decode, as `AsyncChoreography.decode` takes them.
+
+    Attributes:
+        message: what the request made, once it is complete.
+        error: why it made none.
+        is_told: whether the client was sent the message; one that it was not told of is freed.
+        on_submitted: is called when the engine has the call, from when on others may name it.
+    """
+
+    def __init__(self, llm: Any, run: Run, arguments: dict[str, Any]) -> None:
+        self.message: Message | None = None
+        self.error: ChoreoError | None = None
+        self.is_told = False
+        self.on_submitted: Callable[[], None] = lambda: None
+        self._llm = llm
+        self._run = run
+        self._arguments = arguments
+        self._start: Callable[[], Any] | None = None
+        self._pending: Pending | None = None
+        self._queue: Any = None
+        self._submitted = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        """As `AsyncLLM.generate`, for the prompt as the header of a decode."""
+        assert self._start is None, "requests of several prompts are refused"
+        self._start = lambda: self._submit(prompt, sampling_params, request_id, options)
+        return self._outputs()
+
+    async def submit(self) -> bool:
+        """Hand the request to the engine if vLLM has asked for it; False: vLLM has refused it."""
+        if self._start is None:
+            return False
+        if self._pending is None:
+            await self._start()
+        return True
+
+    async def _submit(
+        self, prompt: Any, sampling_params: Any, request_id: str, options: dict[str, Any]
+    ) -> None:
+        if prompt["type"] != "token":
+            raise UnsupportedOptionError(
+                "a message is made of text: leave pictures and sound out",
+                parameter="header",
+                value=prompt["type"],
+            )
+        params = sampling_params.clone()
+        keys = choreo_keys(params.extra_args)
+        params.extra_args = {k: v for k, v in params.extra_args.items() if k not in keys} or None
+        self._submitted = time.perf_counter()
+        header = prompt["prompt_token_ids"]
+        pending = self._run.begin(header, sampling_params=params, **self._arguments)
+        # Nothing else runs in between: who names the message as a parent comes to the engine later.
+        self._pending, params = pending, pending.call.params.apply(params)
+        self._queue = await self._llm.add_request(request_id, prompt, params, **options)
+        await self._run.submitted(pending, self._queue)
+        self.on_submitted()
+
+    async def _outputs(self) -> AsyncGenerator[Any, None]:
+        """VLLM's outputs; the last one when the message is complete."""
+        await self.submit()
+        whole, first = None, None
+        while True:
+            output = self._queue.get_nowait() or await self._queue.get()
+            now = time.perf_counter()
+            first = now if first is None else first
+            if whole is None:
+                whole = output if output.finished else copy.deepcopy(output)
+            else:
+                whole.add(output, aggregate=True)
+            if output.finished:
+                metrics = metrics_of(output, self._submitted, _first_token(output, first), now)
+                await self._conclude(Outcome(whole, metrics))
+                output.kv_transfer_params = None  # our report, not vLLM's
+                yield output
+                return
+            yield output
+
+    async def _conclude(self, outcome: Outcome) -> None:
+        assert self._pending is not None
+        result = await self._run.conclude(self._pending, outcome)
+        if isinstance(result, ChoreoError):
+            self.error = result
+            raise result
+        self.message = result
+
+    def refused(self, error: ChoreoError) -> None:
+        """Count an error with which the client is answered inside a stream."""
+        self._run.refused(error)
+
+    def leave(self) -> None:
+        """The request is over."""
+        self._run.leave(is_answered=self.is_told)
+
+
+def _first_token(output: Any, seen: float) -> float:
+    """When the first token was there. Without a stream, all are seen at once: vLLM tells when."""
+    told = output.metrics.first_token_ts if output.metrics is not None else 0.0
+    return min(seen, told or seen)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's handlers of /v1/completions and /v1/chat/completions, which also choreograph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from starlette.datastructures import State
+from starlette.requests import Request
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.server.guard import choreo_keys
+from vllm_choreo.server.openai.answering import event_with_numbers, in_terms_of_xargs, with_numbers
+from vllm_choreo.server.openai.engine_client import CallClient
+from vllm_choreo.server.openai.reading import check_form, read_arguments
+from vllm_choreo.server.running import Run
+from vllm_choreo.server.sessions import OpenSession, Sessions
+from vllm_choreo.server.strict_json import read_json
+from vllm_choreo.server.tenants import tenant_of
+
+
+def init_state(state: State, llm: Any) -> None:
+    """Let the handlers of vLLM's routes choreograph.
+
+    Args:
+        state: of the app, with `choreo`, the server's sessions.
+        llm: an engine client that takes choreographed requests.
+    """
+    for name, handler in (
+        ("openai_serving_completion", ChoreoServingCompletion),
+        ("openai_serving_chat", ChoreoServingChat),
+    ):
+        serving = getattr(state, name)
+        # vLLM names the classes of its handlers; the subclasses only add to them.
+        serving.__class__ = handler
+        serving.choreo_sessions, serving.choreo_llm = state.choreo, llm
+
+
+class ChoreoServingCompletion(OpenAIServingCompletion):
+    """vLLM's handler of /v1/completions."""
+
+    async def create_completion(self, request: Any, raw_request: Request | None = None) -> Any:
+        if not choreo_keys(request.vllm_xargs):
+            return await super().create_completion(request, raw_request)
+        if "add_special_tokens" not in request.model_fields_set:
+            # The prompt is the next piece of a text, not its beginning.
+            request.add_special_tokens = False
+        return await _answer(self, OpenAIServingCompletion.create_completion, request, raw_request)
+
+
+class ChoreoServingChat(OpenAIServingChat):
+    """vLLM's handler of /v1/chat/completions."""
+
+    async def create_chat_completion(self, request: Any, raw_request: Request | None = None) -> Any:
+        if not choreo_keys(request.vllm_xargs):
+            return await super().create_chat_completion(request, raw_request)
+        return await _answer(self, OpenAIServingChat.create_chat_completion, request, raw_request)
+
+
+async def _answer(
+    serving: Any, create: Callable[..., Any], body: Any, raw_request: Request | None
+) -> Any:
+    """What vLLM's handler makes of a choreographed request.
+
+    Raises:
+        ChoreoError: the request is refused, or failed in the engine before anything was answered.
+    """
+    assert raw_request is not None, "requests of the routes come with it"
+    try:
+        check_form(body)
+        # As they were sent: vLLM's model takes true for 1, and of two equal keys the last.
+        sent = read_json(await raw_request.body())
+        arguments, session_id = read_arguments(sent["vllm_xargs"])
+        session = _session(serving.choreo_sessions, tenant_of(raw_request), session_id)
+        client = CallClient(serving.choreo_llm, Run(serving.choreo_sessions, session), arguments)
+        return await run_call(serving, create, body, client, raw_request)
+    except (ChoreoError, EngineDeadError) as error:
+        raise in_terms_of_xargs(error) from None
+
+
+def _session(sessions: Sessions, tenant: str, session_id: str | None) -> OpenSession:
+    if session_id is None:
+        return sessions.default_session(tenant)
+    return sessions.session(tenant, session_id)
+
+
+async def run_call(
+    serving: Any,
+    create: Callable[..., Any],
+    body: Any,
+    client: CallClient,
+    raw_request: Request | None = None,
+) -> Any:
+    """Let vLLM's handler answer a request that makes one message.
+
+    Args:
+        serving: the handler.
+        create: its method; takes `serving`, `body` and `raw_request`.
+        client: runs the call; it is left at the end.
+
+    Raises:
+        ChoreoError: as `_answer`; parameters have the names that they have in Python.
+    """
+    # Handlers keep nothing from request to request; this one has an engine client of its own.
+    serving = copy.copy(serving)
+    serving.engine_client = client
+    if body.stream:
+        return await _begun(client, lambda: create(serving, body, raw_request))
+    try:
+        answer = await create(serving, body, raw_request)
+        client.is_told = client.message is not None
+    finally:
+        client.leave()
+    return answer if client.message is None else with_numbers(answer, client.message)
+
+
+async def _begun(client: CallClient, create: Callable[[], Any]) -> Any:
+    """The stream of an answer, once the engine has the request: what is refused has a status."""
+    events = _events(client, create)
+    answer = await anext(events)
+    if isinstance(answer, ErrorResponse):
+        await events.aclose()
+        return answer
+    return events
+
+
+async def _events(client: CallClient, create: Callable[[], Any]) -> AsyncGenerator[Any, None]:
+    """VLLM's answer, which is a stream or an error; then the events of the stream.
+
+    Whoever has taken the answer need not take any event: what is left of an abandoned generator is
+    tidied up when it is collected.
+    """
+    try:
+        answer = await create()
+        is_stream = await client.submit()
+        yield answer
+        if is_stream:
+            async for event in answer:
+                yield event_with_numbers(event, client)
+    finally:
+        client.leave()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request to vLLM's routes says of its call: the keys in `vllm_xargs`, and what else it may
+have.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from vllm_choreo.errors import ChoreoError, LimitError, SpanError, UnsupportedOptionError
+from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.server.guard import choreo_keys
+from vllm_choreo.server.schemas import MAX_PARENTS
+
+SESSION_KEY = "choreo_session"
+# The arguments of a decode, by key.
+ARGUMENTS = {
+    f"choreo_{name}": name
+    for name in ("parents", "offsets", "new_offset", "save_as", "mode", "deny")
+}
+_PARENT = re.compile(r"(?P<id>[^\[\]]+)(\[(?P<start>\d{0,9}):(?P<stop>\d{0,9})\])?")
+
+
+def check_form(body: Any) -> None:
+    """Refuse what does not make one message of one prompt.
+
+    Raises:
+        UnsupportedOptionError: it does not.
+    """
+    for parameter, (is_refused, advice) in _refused(body).items():
+        if is_refused:
+            value = getattr(body, parameter, True)
+            value = f"{len(value)} items" if isinstance(value, (list, bytes)) else value
+            raise UnsupportedOptionError(advice, parameter=parameter, value=value)
+
+
+def _refused(body: Any) -> dict[str, tuple[bool, str]]:
+    """Whether each option is refused, and what to do instead."""
+    prompt: Any = getattr(body, "prompt", None)
+    is_list = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    options = body.stream_options
+    return {
+        "prompt": (is_list, "each call makes one message: send one prompt"),
+        "prompt_embeds": (
+            getattr(body, "prompt_embeds", None) is not None,
+            "a message has tokens: send a prompt",
+        ),
+        "n": (body.n not in (None, 1), "each call makes one message: send it n times"),
+        "use_beam_search": (body.use_beam_search, "beams do not make one message"),
+        "echo": (body.echo, "the answer is what was generated; the message has both"),
+        "cache_salt": (
+            body.cache_salt is not None,
+            "messages never enter the prefix cache, and are shared inside a tenant alone: leave "
+            "the salt out, or use another API key",
+        ),
+        "stream_options.continuous_usage_stats": (
+            options is not None and bool(options.continuous_usage_stats),
+            "where the tokens came from is known at the end: ask for include_usage",
+        ),
+    }
+
+
+def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """The arguments of `AsyncChoreography.decode`, and the session if one is named.
+
+    Raises:
+        LimitError: too many parents.
+        ChoreoError: an unknown key, or a value that has not the form of its key.
+    """
+    for key in choreo_keys(xargs):
+        if key not in ARGUMENTS and key != SESSION_KEY:
+            raise ChoreoError(
+                f"unknown key; the keys are {', '.join((*ARGUMENTS, SESSION_KEY))}",
+                parameter=f"vllm_xargs.{key}",
+                value=xargs[key],
+            )
+    session_id = xargs.get(SESSION_KEY)
+    if session_id is not None and not isinstance(session_id, str):
+        raise ChoreoError("the id of a session is a string", parameter="session", value=session_id)
+    arguments = {name: xargs[key] for key, name in ARGUMENTS.items() if key in xargs}
+    parents = arguments.get("parents")
+    if isinstance(parents, list):
+        if len(parents) > MAX_PARENTS:
+            raise LimitError(
+                f"a call has up to {MAX_PARENTS} parents", parameter="parents", value=len(parents)
+            )
+        arguments["parents"] = [_parent(parent) for parent in parents]
+    return arguments, session_id
+
+
+def _parent(text: Any) -> ParentSpan:
+    """`id`, `name` or either with `[start:stop]` behind it."""
+    match = _PARENT.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise SpanError(
+            'a parent is "name", "session/name", or one of them with "[start:stop]" behind it',
+            parameter="parents",
+            value=text,
+        )
+    start, stop = (int(match[end]) if match[end] else None for end in ("start", "stop"))
+    return ParentSpan(match["id"], start, stop)
