@@ -134,4 +134,5 @@ DECLARED = (
     "vllm.outputs.RequestOutput.kv_transfer_params",
     # The server
     f"{_SERVE}.openai.models.serving.OpenAIServingModels.model_name()",
+    f"{_SERVE}.launchers.run_batch.init_app_state(engine_client, state, args, supported_tasks)",
 )

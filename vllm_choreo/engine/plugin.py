@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine import command_line
+from vllm_choreo.engine import batch_runner, command_line
 from vllm_choreo.engine.compat import check_version
 from vllm_choreo.errors import UnsupportedOptionError
 
@@ -97,6 +97,7 @@ def _hook_configuration(platform: Any) -> None:
         configure_before(vllm_config)
         check_and_update(vllm_config)
         configure_after(vllm_config)
+        batch_runner.hook(command_line.PLUGIN)
 
     platform.check_and_update_config = classmethod(check_and_update_config)
 

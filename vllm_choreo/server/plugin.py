@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChoreoEndpoints`: how vLLM's API server gets our routes.
+"""`ChoreoEndpoints`: how vLLM's API server gets our routes, and its batch runner our handlers.
 
 vLLM goes on without a plugin that cannot be imported, and would serve without the routes that were
 asked for. So this module imports next to nothing: what it needs is imported when vLLM calls it,
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ChoreoEndpoints:
-    """Entry point of `vllm.endpoint_plugins`; vLLM makes one for each API server.
+    """Entry point of `vllm.endpoint_plugins`; vLLM makes one for each API server, or batch.
 
     After `init_state`, `app.state.choreo` is the `Sessions` of the server and `choreo_reader` its
     `CallReader`.
@@ -28,10 +28,14 @@ class ChoreoEndpoints:
     name = "choreo"
     required_tasks = ("generate",)
 
+    def __init__(self) -> None:
+        self._has_routes = False  # a batch has none
+
     def attach_router(self, app: FastAPI) -> None:
         from vllm_choreo.server.errors import answer_error
         from vllm_choreo.server.routes import router
 
+        self._has_routes = True
         app.include_router(router)
         app.add_exception_handler(ChoreoError, answer_error)
 
@@ -44,17 +48,20 @@ class ChoreoEndpoints:
         from vllm_choreo.server import metrics
         from vllm_choreo.server.call_reader import CallReader
         from vllm_choreo.server.guard import guarded
-        from vllm_choreo.server.openai import handlers
+        from vllm_choreo.server.openai import batch, handlers
         from vllm_choreo.server.sessions import Sessions
 
         check_one_process(args)
         config = ChoreoConfig.from_vllm(engine_client.vllm_config).server
         llm = guarded(engine_client, state.openai_serving_responses)
         state.choreo = Sessions(llm, config, state.openai_serving_models.model_name())
-        state.choreo_reader = CallReader(state.online_renderer)
-        state.choreo.start_expiry()
         metrics.start(state.choreo, engine_client)
-        handlers.init_state(state, llm)
+        if self._has_routes:
+            state.choreo_reader = CallReader(state.online_renderer)
+            state.choreo.start_expiry()
+            handlers.init_state(state, llm)
+        else:
+            batch.init_batch(state, llm)
 
 
 def check_one_process(args: Namespace) -> None:
