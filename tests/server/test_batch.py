@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.serving import MODEL_NAME, Server, arguments_of, environment
 from tests.server.openai_calls import Caller
-from tests.server.serving import MODEL_NAME, Server, arguments_of, environment
 
 NUM_TOKENS = 6
 QUESTIONS = {
