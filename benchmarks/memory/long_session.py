@@ -3,10 +3,12 @@
 
     python -m benchmarks.memory.long_session [--calls 100000]
 
-Parallel lists of short calls, each of which reads some of the messages before; messages that got
-old are freed, so the session holds about as many at any time. The engine core is a process of its
-own, of a tiny random model. After every thousand calls both processes collect garbage, and what
-they hold of the machine's memory is noted.
+Parallel lists of short calls of three generations: documents, notes that read documents, answers
+that read both. Messages that got old are freed, so the session holds equally many at any time. No
+message descends from more than two others: what a message was encoded with is kept as long as the
+message, in tokens, so that it can be encoded again, and a lineage without end would grow without
+end. The engine core is a process of its own, of a tiny random model. After every thousand calls
+both processes collect garbage, and what they hold of the machine's memory is noted.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ from typing import Any
 from benchmarks.harness.record import record, write_csv
 from benchmarks.memory.page import flat, long_session_section
 
-LIST = 100  # calls, half of them prefills in one list, half of them answers in another
-KEPT = 400  # messages that are there at any time
+# Calls per turn, a list for each generation.
+DOCUMENTS, NOTES, ANSWERS = 40, 30, 30
+TURN = DOCUMENTS + NOTES + ANSWERS
+KEPT_TURNS = 4  # whose messages are there at any time
 PER_SAMPLE = 1000
-HEADER_TOKENS, ANSWER_TOKENS = (3, 12), 2
+HEADER_TOKENS, ANSWER_TOKENS = 8, 2  # alike: oneDNN keeps something for each size of a step
 PARENTS = 3
 VOCAB = (3, 512)  # of the tiny model, special tokens left out
 
@@ -62,9 +66,9 @@ def _start_engine(folder: Path) -> Any:
     from vllm import LLM
 
     return LLM(
-        str(model), dtype="float32", max_model_len=512, max_num_seqs=LIST, block_size=32,
+        str(model), dtype="float32", max_model_len=512, max_num_seqs=TURN, block_size=32,
         # Few, so that all of the pool has been written to soon: until then memory grows by it.
-        num_gpu_blocks_override=4 * KEPT,
+        num_gpu_blocks_override=16 * TURN,
         enforce_eager=True, enable_prefix_caching=True, use_tqdm_on_load=False, seed=0,
     )  # fmt: skip
 
@@ -77,33 +81,33 @@ def _run(llm: Any, num_calls: int) -> list[dict[str, Any]]:
 
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     rng = random.Random(0)
-    kept: deque[Any] = deque()
+    turns: deque[list[Any]] = deque()
     rows: list[dict[str, Any]] = []
     began = time.perf_counter()
     with Choreography(llm) as c:
-        kept.extend(c.prefill([{"tokens": _tokens(rng)} for _ in range(KEPT)]))
-        for done in range(0, num_calls + 1, LIST):
+        for done in range(0, num_calls + 1, TURN):
             if done % PER_SAMPLE == 0:
                 rows.append(_sample(llm, c, done, time.perf_counter() - began))
                 print(rows[-1], flush=True)
-            kept.extend(_calls(c, rng, list(kept), params))
-            c.free(*(kept.popleft() for _ in range(LIST)))
+            turns.append(_turn(c, rng, params))
+            if len(turns) > KEPT_TURNS:
+                c.free(*turns.popleft())
     return rows
 
 
-def _tokens(rng: random.Random) -> list[int]:
-    return [rng.randrange(*VOCAB) for _ in range(rng.randint(*HEADER_TOKENS))]
+def _turn(c: Any, rng: random.Random, params: Any) -> list[Any]:
+    """The messages of one turn."""
 
+    def tokens() -> list[int]:
+        return [rng.randrange(*VOCAB) for _ in range(HEADER_TOKENS)]
 
-def _calls(c: Any, rng: random.Random, kept: list[Any], params: Any) -> list[Any]:
-    """The messages of a parallel list, half of them prefilled, half of them answers."""
-    calls = [
-        {"tokens" if i < LIST // 2 else "header": _tokens(rng), "parents": rng.sample(kept, k)}
-        for i in range(LIST)
-        for k in [rng.randint(1, PARENTS)]
-    ]
-    prefilled = c.prefill(calls[: LIST // 2])
-    return [*prefilled, *c.decode(calls[LIST // 2 :], sampling_params=params)]
+    def some(messages: list[Any]) -> list[Any]:
+        return rng.sample(messages, rng.randint(1, PARENTS))
+
+    documents = c.prefill([{"tokens": tokens()} for _ in range(DOCUMENTS)])
+    notes = c.prefill([{"tokens": tokens(), "parents": some(documents)} for _ in range(NOTES)])
+    calls = [{"header": tokens(), "parents": some([*documents, *notes])} for _ in range(ANSWERS)]
+    return [*documents, *notes, *c.decode(calls, sampling_params=params)]
 
 
 def _sample(llm: Any, c: Any, done: int, seconds: float) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def long_session_section() -> str:
     return "\n\n".join(
         [
             "## Memory: one long session",
-            f"{int(last['calls']):,} short calls in one session, in parallel lists, each reading "
+            f"{int(last['calls']):,} short calls in one session, in parallel lists, most reading "
             f"some of about {int(last['messages']):,} messages that are there at a time; old ones "
             "are freed. What the two processes hold of the machine's memory, after garbage was "
             f"collected, in MB, and by how many bytes per call it grows after the first "
