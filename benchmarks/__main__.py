@@ -27,13 +27,13 @@ from benchmarks.sweep import page as sweep
 from benchmarks.ttft import page as ttft
 from benchmarks.workflows import page as workflows
 
+_WORKFLOWS = "benchmarks.workflows --questions 1 --answer-tokens 24 --verdict-tokens 8"
 # Each in a process of its own: engines leave global state behind.
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "workflows": (
-        "benchmarks.workflows --questions 1 --answer-tokens 32",
-        "benchmarks.workflows --questions 1 --answer-tokens 32 --processes --passes 1",
+    "workflows": (_WORKFLOWS, f"{_WORKFLOWS} --processes --passes 1"),
+    "sweep": (
+        "benchmarks.sweep --sizes 2 8 --candidate-tokens 12 --vote-tokens 4 --final-tokens 4",
     ),
-    "sweep": ("benchmarks.sweep --sizes 2 8 --candidate-tokens 16 --vote-tokens 8",),
     "scaling": ("benchmarks.scaling --tokens 500 2000 4000",),
     "policies": ("benchmarks.policies",),
     "mixed": ("benchmarks.mixed",),
