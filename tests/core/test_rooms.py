@@ -30,6 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "workflows.record": {"semantics", "wire", "api"},
     "workflows": {"semantics", "api", "workflows.record", "workflows.problems"},
     "show": {"semantics", "workflows.record"},
+    "train": {"semantics", "ops", "workflows.record"},
     "server": {"config", "semantics", "wire", "api", "engine", "show", "workflows.record"},
     "cli": {
         *("semantics", "api", "client", "ops", "show", "smallmodel", "engine", "wire"),

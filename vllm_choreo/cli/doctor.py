@@ -28,8 +28,8 @@ MAX_MODEL_LEN = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """A call that was made: the engine's message, and what the reference is asked."""
+class CaseRun:
+    """A case that was run: the engine's message, and what the reference is asked."""
 
     message: Any
     made: Made
@@ -167,7 +167,7 @@ def _describe(kind: tuple[Any, ...]) -> str:
 # -- the engine's answers --------------------------------------------------------------------------
 
 
-def _run_cases(llm: Any) -> list[tuple[str, Asked]]:
+def _run_cases(llm: Any) -> list[tuple[str, CaseRun]]:
     """A handful of choreographed calls that no prefix cache could serve, but for the first."""
     from vllm import SamplingParams
 
@@ -183,10 +183,10 @@ def _run_cases(llm: Any) -> list[tuple[str, Asked]]:
 
         def make(
             num_tokens: int,
-            parents: Sequence[tuple[Asked, int, int, int]] = (),
+            parents: Sequence[tuple[CaseRun, int, int, int]] = (),
             new_offset: int = 0,
             is_decode: bool = True,
-        ) -> Asked:
+        ) -> CaseRun:
             arguments: dict[str, Any] = {
                 "parents": [(asked.message, start, stop) for asked, start, stop, _ in parents],
                 "offsets": [offset for *_, offset in parents],
@@ -198,7 +198,7 @@ def _run_cases(llm: Any) -> list[tuple[str, Asked]]:
             else:
                 message = c.prefill(tokens, **arguments)
             read = tuple((asked.made, start, stop, at) for asked, start, stop, at in parents)
-            return Asked(message, Made(message.token_ids, read, new_offset))
+            return CaseRun(message, Made(message.token_ids, read, new_offset))
 
         # Lengths on both sides of a block's, so that there is padding.
         a = make(45, is_decode=False)
@@ -218,15 +218,15 @@ def _run_cases(llm: Any) -> list[tuple[str, Asked]]:
 # -- HuggingFace's answers -------------------------------------------------------------------------
 
 
-def _compare(model: str, cases: Sequence[tuple[str, Asked]]) -> list[Verdict]:
+def _compare(model: str, cases: Sequence[tuple[str, CaseRun]]) -> list[Verdict]:
     reference = Reference(model)
     return [_verdict(name, asked, reference) for name, asked in cases]
 
 
-def _verdict(name: str, asked: Asked, reference: Reference) -> Verdict:
-    message = asked.message
+def _verdict(name: str, run: CaseRun, reference: Reference) -> Verdict:
+    message = run.message
     generated = message.generated_token_ids
-    logits = reference.logits(asked.made)
+    logits = reference.logits(run.made)
     logprobs = logits.log_softmax(-1)
     num_header = message.num_tokens - len(generated)
     difference = 0.0
