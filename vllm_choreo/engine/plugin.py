@@ -156,7 +156,7 @@ def configure_after(vllm_config: Any) -> None:
         return
     _refuse_unsupported(vllm_config)
     ChoreoConfig.from_vllm(vllm_config)  # a wrong setting fails here, not in a worker
-    from vllm_choreo.engine.worker import graphs
+    from vllm_choreo.engine import graphs
 
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     name = "ChoreoAsyncScheduler" if scheduler.async_scheduling else "ChoreoScheduler"
