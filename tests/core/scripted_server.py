@@ -40,7 +40,6 @@ def body_of(name: str = "0", text: str = "ab", **changes: Any) -> dict[str, Any]
             "encoded_tokens": 2,
         },
         "metrics": {"waiting": None, "ttft": 0.25, "latency": 0.5},
-        "provenance": [f"{SESSION}/doc", f"{SESSION}/secret"],
         **changes,
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
 
 import vllm_choreo.engine.utility as utility
@@ -65,9 +66,14 @@ class FakeEngine:
         self.running: dict[str, Any] = {}
         self.is_choreo = True
         self.metrics: Any = None  # vLLM's, if it logs statistics
+        self.vllm_config = vllm_config()
+        self.adapters: list[Any] = []  # of the prompts
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
+    def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams, lora_request: Any = None
+    ) -> None:
         self.prompts.append((prompt["prompt_token_ids"], params))
+        self.adapters.append(lora_request)
         self.running[request_id] = (prompt["prompt_token_ids"], params, 0)
 
     def has_unfinished_requests(self) -> bool:
@@ -142,18 +148,19 @@ REPORT_OF_END = {
 }
 
 
-def model_config() -> Any:
-    return SimpleNamespace(
+def vllm_config() -> Any:
+    model_config = SimpleNamespace(
+        model="folder/model",
+        served_model_name="model",
         max_model_len=MAX_MODEL_LEN,
         get_vocab_size=lambda: VOCAB_SIZE,
         get_diff_sampling_param=lambda: {"max_tokens": 3},
     )
+    return SimpleNamespace(model_config=model_config, lora_config=None)
 
 
 def make_llm() -> Any:
-    return SimpleNamespace(
-        llm_engine=FakeEngine(), model_config=model_config(), get_tokenizer=FakeTokenizer
-    )
+    return SimpleNamespace(llm_engine=FakeEngine(), get_tokenizer=FakeTokenizer)
 
 
 @pytest.fixture(autouse=True)
@@ -413,6 +420,57 @@ def test_an_unknown_mode_is_refused(llm: Any) -> None:
         Choreography(llm, mode="fast")
 
 
+# -- adapters ------------------------------------------------------------------------------------
+
+ONE, TWO = LoRARequest("one", 1, "folder/one"), LoRARequest("two", 2, "folder/two")
+
+
+def test_an_adapter_goes_with_its_calls(llm: Any) -> None:
+    llm.llm_engine.vllm_config.lora_config = object()
+    with Choreography(llm, adapter=ONE) as c:
+        doc = c.prefill("doc")
+        c.decode("a", parents=[doc], adapter=TWO)
+        c.reencode(doc, adapter="model")
+        c.decode([{"header": "a", "adapter": "folder/model"}, {"header": "b"}], adapter=TWO)
+    assert llm.llm_engine.adapters == [ONE, TWO, None, None, TWO]
+
+    async def program() -> None:
+        llm = FakeAsyncLLM()
+        llm.vllm_config.lora_config = object()
+        async with AsyncChoreography(llm, adapter=ONE) as c:
+            await c.prefill("doc")
+            await (await c.submit(header="a", adapter=TWO))
+        assert llm.llm_engine.adapters == [ONE, TWO]
+
+    asyncio.run(program())
+
+
+def test_the_baseline_passes_adapters_on(llm: Any) -> None:
+    llm.llm_engine.vllm_config.lora_config = object()
+    with Choreography(llm, "baseline", adapter=ONE) as c:
+        c.decode([{"header": "a"}, {"header": "b", "adapter": TWO}])
+    assert llm.llm_engine.adapters == [ONE, TWO]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "error", "advice"),
+    [
+        (ONE, UnsupportedOptionError, "enable_lora=True"),
+        ("one", ChoreoError, "LoRARequest.*model"),
+        (1, ChoreoError, "LoRARequest"),
+    ],
+)
+def test_what_is_no_adapter_is_refused(
+    llm: Any, adapter: Any, error: type[ChoreoError], advice: str
+) -> None:
+    with pytest.raises(error, match=advice) as caught:
+        Choreography(llm, adapter=adapter)
+    assert caught.value.parameter == "adapter"
+    with pytest.raises(error, match=advice):
+        Choreography(llm).decode("a", adapter=adapter)
+    assert llm.llm_engine.prompts == []
+
+
 # -- refusals by the engine ----------------------------------------------------------------------
 
 REPORT = {"type": "TooLongError", "parameter": "parents", "value": "[]", "message": "too long"}
@@ -552,14 +610,16 @@ class FakeQueue:
 class FakeAsyncLLM:
     def __init__(self) -> None:
         self.llm_engine = FakeEngine()
-        self.model_config = model_config()
+        self.vllm_config = self.llm_engine.vllm_config
         self.get_tokenizer = FakeTokenizer
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any) -> FakeQueue:
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, lora_request: Any = None
+    ) -> FakeQueue:
         await asyncio.sleep(0)
         if prompt["prompt_token_ids"] == [ord("!")]:
             raise UnsupportedVersionError("no")
-        self.llm_engine.add_request(request_id, prompt, params)
+        self.llm_engine.add_request(request_id, prompt, params, lora_request)
         return FakeQueue(self.llm_engine, request_id)
 
     async def abort(self, request_id: str, internal: bool) -> None:
@@ -709,7 +769,7 @@ def test_a_request_of_the_callers_own_is_aborted_with_its_call(is_late: bool) ->
 def test_a_session_keeps_to_its_limits(llm: Any, name: str, limit: int) -> None:
     limits = {"max_messages_per_session": 99, "max_tokens_per_session": 99}
     limits[f"max_{name}_per_session"] = limit
-    session = Session(FakeTokenizer(), model_config(), limits=SimpleNamespace(**limits))
+    session = Session(FakeTokenizer(), vllm_config(), limits=SimpleNamespace(**limits))
     (a,) = session.plan([CallSpec("prefill", "abc")])
     session.entries.finished(a, ChoreoError("failed"))
     specs = linked_specs([{"tokens": "abcd", "save_as": "a"}, {"tokens": "efgh"}])

@@ -162,6 +162,8 @@ def test_positions_of_text_are_those_of_omitted_offsets_and_their_shifts(
 ) -> None:
     offsets, end = resolve_offsets(lengths, None, None)
     check_text_offsets(lengths, None, None)
+    check_text_offsets(lengths, [None] * len(lengths), None)
+    check_text_offsets(lengths, [a if j == 0 else None for j, a in enumerate(offsets)], None)
     check_text_offsets(lengths, [a + shift for a in offsets], end + shift)
     placed = [a + shift for a in offsets] + [end + shift]
     if lengths and error:

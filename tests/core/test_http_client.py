@@ -11,7 +11,16 @@ import pytest
 
 from tests.core.scripted_server import SESSION, body_of
 from vllm_choreo.client import Logprob
-from vllm_choreo.client.exchanges import Events, evicting, freeing, pinning, unpinning
+from vllm_choreo.client.exchanges import (
+    Events,
+    Exchange,
+    evicting,
+    fetching,
+    freeing,
+    pinning,
+    tracing,
+    unpinning,
+)
 from vllm_choreo.errors import (
     ChoreoError,
     OffsetError,
@@ -107,6 +116,16 @@ def test_what_is_given_for_all_reaches_each_item_that_has_none() -> None:
     ]
 
 
+def test_an_adapter_is_sent_by_its_name() -> None:
+    from vllm.lora.request import LoRARequest
+
+    for adapter in ("one", LoRARequest("one", 1, "folder")):
+        assert call("decode", "a", adapter=adapter)["adapter"] == "one"
+    for wrong in (3, "", object()):
+        with pytest.raises(ChoreoError, match="as the server knows it"):
+            call("decode", "a", adapter=wrong)
+
+
 def test_calls_of_both_kinds_tell_by_their_keys() -> None:
     specs = linked_specs([{"tokens": "a"}, {"header": "b"}, {"copy_of": "c"}], ["x"])
     sent = [call_json(spec) for spec in specs]
@@ -163,26 +182,34 @@ def test_a_prefill_samples_nothing() -> None:
 
 
 def test_where_messages_are() -> None:
-    (request,) = freeing(SESSION, [f"{SESSION}/a"])
-    assert (request.method, request.path) == ("DELETE", f"/v1/choreo/sessions/{SESSION}/messages/a")
-    (request,) = evicting(SESSION, ["a"])
-    assert (request.method, request.path[-8:]) == ("POST", "/a/evict")
-    (request,) = pinning(SESSION, ["a"], 5.0)
-    assert (request.method, request.body) == ("POST", b'{"ttl_seconds": 5.0}')
-    (request,) = unpinning(SESSION, ["a"])
-    assert (request.method, request.path[-6:]) == ("DELETE", "/a/pin")
+    path = f"/v1/choreo/sessions/{SESSION}/messages"
+    request = fetching(SESSION, message("a")).request
+    assert (request.method, request.path) == ("GET", f"{path}/a")
+    assert tracing(SESSION, "a").request.path == f"{path}/a/provenance"
+    named = [f"{SESSION}/a", message("b")]
+
+    def sent(exchange: Exchange[None]) -> tuple[str, str, Any]:
+        request = exchange.request
+        return request.method, request.path, json.loads(request.body or b"null")
+
+    messages = {"messages": [f"{SESSION}/a", f"{SESSION}/b"]}
+    assert sent(freeing(SESSION, named)) == ("POST", f"{path}/free", messages)
+    assert sent(evicting(SESSION, named)) == ("POST", f"{path}/evict", messages)
+    assert sent(unpinning(SESSION, named)) == ("POST", f"{path}/unpin", messages)
+    assert sent(pinning(SESSION, named, None)) == ("POST", f"{path}/pin", messages)
+    timed = {**messages, "ttl_seconds": 5.0}
+    assert sent(pinning(SESSION, named, 5.0)) == ("POST", f"{path}/pin", timed)
 
 
 @pytest.mark.parametrize("name", ["other/a", f"{SESSION}/", "", f"{SESSION}/a/b", "/a"])
 def test_messages_of_others_are_unknown_without_asking(name: str) -> None:
     with pytest.raises(UnknownMessageError):
-        freeing(SESSION, ["a", name])
+        fetching(SESSION, name)
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a b", "ä?#%"])
 def test_a_name_is_never_a_way_to_something_else(name: str) -> None:
-    (request,) = freeing(SESSION, [name])
-    last = request.path.rpartition("/")[2]
+    last = fetching(SESSION, name).request.path.rpartition("/")[2]
     assert not set(last) & set("./?# ")
 
 
@@ -241,7 +268,8 @@ def test_options_that_cannot_be_sent_are_named() -> None:
 
 def test_a_message_is_made_again() -> None:
     entry = {"98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}
-    made = message_of(body_of(logprobs=[entry]), submitted=3.0)
+    body = body_of(logprobs=[entry], offsets=[None], new_offset=9)
+    made = message_of(body, submitted=3.0)
     assert (made.id, made.text, made.token_ids, made.num_tokens) == (
         f"{SESSION}/0",
         "ab",
@@ -250,12 +278,14 @@ def test_a_message_is_made_again() -> None:
     )
     assert made.parents == (ParentSpan(f"{SESSION}/doc", None, 3),)
     assert (made.generated_text, made.generated_token_ids) == ("b", (98,))
+    assert (made.offsets, made.new_offset) == ((None,), 9)
     assert made.logprobs == [{98: Logprob(-0.5, 1, "b")}]
     assert (made.position, made.finish_reason) == (7, "length")
     assert (made.usage.exact, made.usage.reused_tokens) == (False, 3)
     assert (made.metrics.submitted, made.metrics.waiting) == (3.0, None)
     assert (made.metrics.ttft, made.metrics.latency) == (0.25, 0.5)
-    assert made.provenance == {f"{SESSION}/doc", f"{SESSION}/secret"}
+    with pytest.raises(ChoreoError, match=r"ask for it by c\.provenance"):
+        _ = made.provenance
 
 
 def test_events_however_the_bytes_are_cut() -> None:

@@ -21,7 +21,7 @@ from vllm_choreo.semantics.params import ChoreoParams, ParentSpan
 
 FULL = ChoreoParams(
     parents=(ParentSpan("s/0"), ParentSpan("s/1", 2, 5), ParentSpan("s/1", None, 3)),
-    offsets=(0, 7, 7),
+    offsets=(0, None, 7),
     new_offset=40,
     save_as="s/name",
     kind="prefill",
@@ -40,7 +40,7 @@ def test_wire_form_is_the_documented_one() -> None:
     assert FULL.to_extra_args() == {
         "choreo": {
             "parents": [["s/0", None, None], ["s/1", 2, 5], ["s/1", None, 3]],
-            "offsets": [0, 7, 7],
+            "offsets": [0, None, 7],
             "new_offset": 40,
             "save_as": "s/name",
             "kind": "prefill",
@@ -70,6 +70,8 @@ def test_bare_ids_and_other_extra_args_are_accepted() -> None:
         ({"parents": ["a"], "offsets": [0, 1]}, OffsetError, "offsets"),
         ({"parents": ["a"], "offsets": []}, OffsetError, "offsets"),
         ({"parents": ["a"], "offsets": [-1]}, OffsetError, "offsets"),
+        ({"parents": ["a", "b"], "offsets": [None]}, OffsetError, "offsets"),
+        ({"parents": ["a", "b"], "offsets": [None, -1]}, OffsetError, "offsets"),
         ({"parents": ["a"], "offsets": [True]}, OffsetError, "offsets"),
         ({"parents": ["a"], "offsets": [1.0]}, OffsetError, "offsets"),
         ({"parents": ["a"], "offsets": 0}, OffsetError, "offsets"),

@@ -43,6 +43,22 @@ def test_omitted_offsets_put_one_parent_after_the_other(lengths: list[int]) -> N
     assert resolve_offsets(lengths, None, 7) == (offsets, 7)
 
 
+@given(st.lists(st.tuples(st.integers(1, 50), st.none() | st.integers(0, 300)), max_size=6))
+def test_a_parent_without_an_offset_follows_the_one_before(
+    parents: list[tuple[int, int | None]],
+) -> None:
+    lengths, offsets = [n for n, _ in parents], [a for _, a in parents]
+    placed, new_offset = resolve_offsets(lengths, offsets, None)
+    ends = [0, *(a + n for n, a in zip(lengths, placed, strict=True))]
+    expected = [end if a is None else a for a, end in zip(offsets, ends, strict=False)]
+    assert list(placed) == expected and new_offset == ends[-1]
+    assert resolve_offsets(lengths, placed, None) == (placed, new_offset)
+    if not any(offsets):
+        assert resolve_offsets(lengths, [None] * len(lengths), None) == resolve_offsets(
+            lengths, None, None
+        )
+
+
 def test_the_new_message_follows_the_last_parent_not_the_rightmost() -> None:
     assert resolve_offsets([5, 3], [100, 0], None) == ((100, 0), 3)
 

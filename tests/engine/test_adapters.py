@@ -14,6 +14,7 @@ from vllm import SamplingParams
 
 from tests.engine.adapters import Adapter
 from tests.engine.oracle import Encoded, Oracle, Parent, assert_choices, random_tokens, whole
+from vllm_choreo import Choreography
 from vllm_choreo.engine import utility
 
 SESSION = "adapters"
@@ -104,6 +105,33 @@ def test_every_mix_of_encoders_and_readers(
             _assert_answer(output, [9, 11], oracle, [whole(encoded[name], 20)], 70)
             answers.add(tuple(output.outputs[0].token_ids))
     assert len(answers) == 9  # or the adapters would prove nothing
+
+
+def test_the_facade_takes_adapters_of_calls_and_sessions(
+    llm: Any, adapters: list[Adapter], tiny_oracle: Callable[[str], Oracle]
+) -> None:
+    rng, base = random.Random(7), tiny_oracle("llama")
+    one, two = adapters
+    tokens, header = random_tokens(rng, 45), random_tokens(rng, 3)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with Choreography(llm, adapter=one.request) as c:
+        own = c.prefill(tokens)
+        clean = c.reencode(own, adapter=llm.model_config.served_model_name)
+        doc = {True: one.oracle.encode(tokens), False: base.encode(tokens)}
+        for parent in (own, clean):
+            answers = c.decode(
+                [{"header": header}, {"header": header, "adapter": two.request}],
+                sampling_params=params,
+            ) + [c.decode(header, parents=[parent], sampling_params=params)]
+            for answer, oracle, read in zip(
+                answers,
+                (one.oracle, two.oracle, one.oracle),
+                ([], [], [whole(doc[parent is own], 0)]),
+                strict=True,
+            ):
+                encoded = oracle.encode(answer.token_ids, read, answer.position)
+                assert_choices(encoded, len(header))
+            assert answers[2].usage.exact == (parent is own)
 
 
 def test_recipes_are_shared_by_their_adapter(llm: Any, adapters: list[Adapter]) -> None:

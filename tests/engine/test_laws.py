@@ -127,6 +127,23 @@ def test_shift(subject: Subject) -> None:
         )
 
 
+def test_a_parent_without_an_offset_follows_the_one_before(subject: Subject) -> None:
+    with Choreography(subject.llm) as c:
+        a, b, d = c.prefill([{"tokens": subject.tokens(n, n)} for n in (40, 30, 20)])
+        parents = [a, (b, 5, 30), d]
+        call = {"header": subject.tokens(10, 3), "parents": parents, "sampling_params": _greedy()}
+        for omitted, explicit in (
+            ([None, None, 7], [0, 40, 7]),
+            ([50, None, None], [50, 90, 115]),
+            ([9, 3, None], [9, 3, 28]),
+        ):
+            left, right = c.decode([{**call, "offsets": omitted}, {**call, "offsets": explicit}])
+            _assert_same(left, right)
+            assert left.position == right.position == explicit[2] + 20
+        exact = c.decode([{**call, "mode": "exact", "offsets": [None, 40, None]}])[0]
+        assert exact.usage.exact and exact.position == 85
+
+
 def test_permutation(subject: Subject) -> None:
     with Choreography(subject.llm) as c:
         parents = [c.prefill(subject.tokens(length, length)) for length in (35, 64, 20)]

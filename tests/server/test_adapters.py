@@ -15,6 +15,7 @@ from benchmarks.harness.serving import MODEL_NAME, start_server
 from tests.engine.adapters import Adapter
 from tests.engine.oracle import Oracle, assert_choices, random_tokens, whole
 from tests.server.serving import Session
+from vllm_choreo import ChoreoClient
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,40 @@ def client(
         server.client() as client,
     ):
         yield client
+
+
+def test_calls_and_sessions_name_adapters(
+    client: httpx.Client, adapter: Adapter, tiny_model_path: Callable[[str], Path]
+) -> None:
+    rng, base = random.Random(2), Oracle(tiny_model_path("llama"))
+    tokens, header, name = random_tokens(rng, 50), random_tokens(rng, 3), adapter.request.name
+    encoded = {name: adapter.oracle.encode(tokens), MODEL_NAME: base.encode(tokens)}
+    oracles = {name: adapter.oracle, MODEL_NAME: base}
+    params = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    url, key = str(client.base_url), client.headers["Authorization"].removeprefix("Bearer ")
+    with ChoreoClient(url, key, adapter=name) as c:
+        assert c.stats()["adapter"] == name
+        for writer in (name, MODEL_NAME):
+            # That of the session, or that of the call.
+            doc = c.prefill(tokens, adapter=None if writer == name else writer)
+            for reader, oracle in oracles.items():
+                answer = c.decode(header, parents=[doc], adapter=reader, sampling_params=params)
+                read = oracle.encode(answer.token_ids, [whole(encoded[writer], 0)], 50)
+                assert_choices(read, len(header))
+                assert answer.usage.exact == (writer == reader)
+
+
+def test_an_unknown_adapter_is_refused_with_those_that_are_known(
+    client: httpx.Client, adapter: Adapter
+) -> None:
+    session = Session(client)
+    for answer in (
+        session.post({"content": "x", "adapter": "nobody"}),
+        client.post("/v1/choreo/sessions", json={"adapter": "nobody"}),
+    ):
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == "adapter"
+        assert adapter.request.name in error["message"] and MODEL_NAME in error["message"]
 
 
 def test_the_model_of_a_call_encodes_it(

@@ -38,7 +38,7 @@ def test_the_methods_as_coroutines(server: Server) -> None:
         answers = await c.decode([{"header": "So", "parents": ["doc"]}] * 2, sampling_params=GREEDY)
         assert answers[0].token_ids == answers[1].token_ids
         clean = await c.reencode(answers[0])
-        assert clean.provenance == {answers[0].id}
+        assert await c.provenance(clean) == {answers[0].id}
         with pytest.raises(DeniedMessageError):
             await c.deny(doc).decode("x", parents=[answers[0]])
         await c.pin(doc, ttl=5)
@@ -90,7 +90,7 @@ def test_a_whole_workflow_in_one_request(server: Server) -> None:
         )
         message = await end
         assert [span.id for span in message.parents] == [draft.id, doc.id]
-        assert (await copy).provenance == {doc.id}
+        assert await c.provenance(await copy) == {doc.id}
         with pytest.raises(UnknownMessageError):
             await c.submit_all([{"tokens": SHED, "save_as": "new"}, {"copy_of": "nobody"}])
         assert (await c.prefill("x", save_as="new")).id.endswith("/new")

@@ -29,11 +29,16 @@ class _NoEngine:
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        self.llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
-        self.model_config = SimpleNamespace(
+        model_config = SimpleNamespace(
+            model="folder",
+            served_model_name="model",
             max_model_len=2048,
             get_vocab_size=lambda: 49_152,
             get_diff_sampling_param=dict,
+        )
+        self.llm_engine = SimpleNamespace(
+            has_unfinished_requests=lambda: False,
+            vllm_config=SimpleNamespace(model_config=model_config, lora_config=None),
         )
 
     def get_tokenizer(self) -> Any:

@@ -93,7 +93,9 @@ OPERATIONS = [
     ("GET", f"{SESSION}/page"),
     ("POST", f"{SESSION}/messages"),
     ("GET", f"{SESSION}/messages"),
+    *(("POST", f"{SESSION}/messages/{name}") for name in ("free", "evict", "pin", "unpin")),
     ("GET", MESSAGE),
+    ("GET", f"{MESSAGE}/provenance"),
     ("DELETE", MESSAGE),
     ("POST", f"{MESSAGE}/evict"),
     ("POST", f"{MESSAGE}/pin"),
@@ -103,6 +105,7 @@ OPERATIONS = [
 WITH_BODY = [
     ("POST", "/v1/choreo/sessions"),
     ("POST", f"{SESSION}/messages"),
+    *(("POST", f"{SESSION}/messages/{name}") for name in ("free", "evict", "pin", "unpin")),
     ("POST", f"{MESSAGE}/pin"),
 ]
 CHECKS = [

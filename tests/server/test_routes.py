@@ -27,6 +27,14 @@ def check(form: Any, answer: Any) -> Any:
     return answer
 
 
+def sources(session: Session, message: dict[str, Any]) -> list[str]:
+    """What a message carries traces of."""
+    name = message["id"].rpartition("/")[2]
+    answer = session.message(f"{name}/provenance").json()
+    found: list[str] = check(documents.ProvenanceAnswer, answer)["provenance"]
+    return found
+
+
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     """The error of an answer."""
     assert answer.status_code == status, answer.text
@@ -80,7 +88,7 @@ def test_prefill_then_decode(session: Session) -> None:
     assert answer["position"] == shed["num_tokens"] and answer["finish_reason"] == "length"
     assert answer["parents"] == [{"id": shed["id"], "start": None, "stop": None}]
     assert answer["text"] == "The shed is" + answer["generated_text"]
-    assert answer["provenance"] == [shed["id"]]
+    assert sources(session, answer) == [shed["id"]]
     # A token that was sampled greedily is the likeliest at its position.
     assert [at[str(token)]["rank"] for at, token in logprobs(answer)] == [1] * 6
     usage = answer["usage"]
@@ -152,10 +160,10 @@ def test_positions_parts_and_copies(session: Session) -> None:
     assert answer["parents"][0] == {**part, "id": shed["id"]}
     assert answer["usage"]["repositioned_tokens"] == 4 + anna["num_tokens"]
     assert not answer["usage"]["exact"]
-    assert answer["provenance"] == sorted([shed["id"], anna["id"]])
+    assert sources(session, answer) == sorted([shed["id"], anna["id"]])
     copy = session.call(type="prefill", copy_of="anna", save_as="clean")
     assert copy["token_ids"] == anna["token_ids"] and copy["parents"] == []
-    assert copy["provenance"] == [anna["id"]]
+    assert sources(session, copy) == [anna["id"]]
 
 
 def test_exact_calls_and_denied_messages(session: Session) -> None:
@@ -306,6 +314,7 @@ def test_messages_are_freed(session: Session, alpha: httpx.Client) -> None:
     assert freed["id"] == f"{session.id}/shed"
     for answer in (
         *(alpha.get(path), alpha.delete(path), alpha.post(f"{path}/evict")),
+        alpha.get(f"{path}/provenance"),
         *(alpha.post(f"{path}/pin"), alpha.delete(f"{path}/pin")),
     ):
         error = error_of(answer, 404)
@@ -330,6 +339,35 @@ def test_messages_are_evicted_and_encoded_again(session: Session, alpha: httpx.C
     after = session.call(**call)
     assert after["token_ids"] == before["token_ids"]
     assert session.usage()["resident_tokens"] == session.usage()["tokens"]
+
+
+def test_several_messages_are_one_request(session: Session, alpha: httpx.Client) -> None:
+    made = [session.call(type="prefill", content=SHED, save_as=name) for name in "abc"]
+    ids = [message["id"] for message in made]
+
+    def post(operation: str, **body: Any) -> httpx.Response:
+        return alpha.post(f"{session.path}/messages/{operation}", json=body)
+
+    pinned = check(documents.PinListAnswer, post("pin", messages=["a", "b"], ttl_seconds=9).json())
+    assert [pin["id"] for pin in pinned["data"]] == ids[:2] and pinned["data"][0]["pinned"]
+    assert session.usage()["pinned_messages"] == 2
+    # By id or by name, and each once.
+    unpinned = post("unpin", messages=[ids[0], "a"]).json()
+    assert [pin["id"] for pin in check(documents.PinListAnswer, unpinned)["data"]] == ids[:1]
+    evicted = post("evict", messages=["a", "b", "c"]).json()
+    assert len(check(documents.EvictedListAnswer, evicted)["data"]) == 3
+    assert session.usage()["resident_tokens"] == 0
+    # All or none of them.
+    for operation in ("free", "evict", "pin", "unpin"):
+        error = error_of(post(operation, messages=["a", "nobody"]), 400)
+        assert (error["type"], error["param"]) == ("UnknownMessageError", "messages")
+    assert session.usage()["messages"] == 3 and session.usage()["pinned_messages"] == 1
+    limit = error_of(post("pin", messages=["a"], ttl_seconds=3601), 429)
+    assert limit["param"] == "max_pin_seconds"
+    freed = check(documents.FreedListAnswer, post("free", messages=["a", "c"]).json())
+    assert [one["id"] for one in freed["data"]] == [ids[0], ids[2]]
+    assert session.usage()["messages"] == 1
+    assert post("free", messages=[]).json()["data"] == []
 
 
 def test_messages_are_pinned(session: Session, alpha: httpx.Client) -> None:

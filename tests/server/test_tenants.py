@@ -25,6 +25,11 @@ ROUTES: list[tuple[str, str, Any]] = [
     ("GET", "/messages", None),
     ("GET", "/messages/secret", None),
     ("GET", "/messages/nobody", None),
+    ("GET", "/messages/secret/provenance", None),
+    *(
+        ("POST", f"/messages/{name}", {"messages": ["secret"]})
+        for name in ("free", "evict", "pin", "unpin")
+    ),
     ("DELETE", "/messages/secret", None),
     ("POST", "/messages/secret/evict", None),
     ("POST", "/messages/secret/pin", {"ttl_seconds": 5}),

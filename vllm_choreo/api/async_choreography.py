@@ -42,16 +42,23 @@ class AsyncChoreography:
 
     Args:
         tenant: to whom the session belongs; identical messages of one tenant are encoded once.
+        adapter: of calls that name none.
         limits: has `max_messages_per_session` and `max_tokens_per_session`; None: no limits.
     """
 
     def __init__(
-        self, async_llm: Any, mode: str = "choreo", *, tenant: str = "", limits: Any = None
+        self,
+        async_llm: Any,
+        mode: str = "choreo",
+        *,
+        tenant: str = "",
+        adapter: Any = None,
+        limits: Any = None,
     ) -> None:
         check_mode(mode)
         self.mode = mode
-        tokenizer, model_config = async_llm.get_tokenizer(), async_llm.model_config
-        self._session = Session(tokenizer, model_config, mode, tenant, limits)
+        tokenizer, vllm_config = async_llm.get_tokenizer(), async_llm.vllm_config
+        self._session = Session(tokenizer, vllm_config, mode, tenant, limits, adapter)
         self._entries = self._session.entries
         self._runner = AsyncRunner(async_llm, self._session)
         self._denied: tuple[str, ...] = ()
@@ -189,6 +196,10 @@ class AsyncChoreography:
     def messages(self) -> list[Message]:
         """All complete messages that are not freed, in the order in which they were named."""
         return list(self._entries.messages().values())
+
+    async def provenance(self, named: Any) -> frozenset[str]:
+        """See `Choreography.provenance`."""
+        return self.message(named).provenance
 
     async def stats(self) -> dict[str, Any]:
         """See `Choreography.stats`."""

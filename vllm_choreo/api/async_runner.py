@@ -163,7 +163,9 @@ class AsyncRunner:
 
     async def _add(self, call: PlannedCall, prompt: Sequence[int]) -> Any:
         params = engine_params(call, self.mode)
-        return await self._llm.add_request(call.id, engine_prompt(prompt), params)
+        return await self._llm.add_request(
+            call.id, engine_prompt(prompt), params, lora_request=call.adapter
+        )
 
     async def _read(self, handle: Pending, queue: Any, start: float) -> Outcome:
         """Read a request's outputs to the end; a cancelled reader aborts the request."""

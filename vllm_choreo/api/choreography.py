@@ -56,6 +56,7 @@ class Choreography:
         mode: "choreo"; "exact": every result is that of an ordinary request on the concatenated
             text; or "baseline": the same program as text over vLLM's prefix caching.
         tenant: to whom the session belongs; identical messages of one tenant are encoded once.
+        adapter: the `vllm.lora.request.LoRARequest` of calls that name none; None: the model alone.
 
     `tokens` and `header` are text or token ids; text is tokenised without special tokens added.
     A list of dicts (key `tokens` or `header`, and the options of the call) runs in parallel and
@@ -67,11 +68,14 @@ class Choreography:
     A parent is a `Message`, an id, a `save_as` name, or `(message, start, stop)`.
     """
 
-    def __init__(self, llm: Any, mode: str = "choreo", *, tenant: str = "") -> None:
+    def __init__(
+        self, llm: Any, mode: str = "choreo", *, tenant: str = "", adapter: Any = None
+    ) -> None:
         check_mode(mode)
         self.mode = mode
         self._llm = llm
-        self._session = Session(llm.get_tokenizer(), llm.model_config, mode, tenant)
+        tokenizer, vllm_config = llm.get_tokenizer(), llm.llm_engine.vllm_config
+        self._session = Session(tokenizer, vllm_config, mode, tenant, adapter=adapter)
         self._entries = self._session.entries
         self._denied: tuple[str, ...] = ()
 
@@ -157,6 +161,10 @@ class Choreography:
         """A complete message by its id or name."""
         return self._entries.complete("message", named)
 
+    def provenance(self, named: Any) -> frozenset[str]:
+        """Ids of all messages that a complete message carries traces of: `Message.provenance`."""
+        return self.message(named).provenance
+
     def stats(self) -> dict[str, Any]:
         """The engine's numbers on this session's messages; in baseline mode those of the client."""
         if self.mode == "baseline":
@@ -233,7 +241,10 @@ class Choreography:
         outcomes: dict[str, Outcome] = {}
         try:
             for call, prompt in requests:
-                engine.add_request(call.id, engine_prompt(prompt), engine_params(call, self.mode))
+                params = engine_params(call, self.mode)
+                engine.add_request(
+                    call.id, engine_prompt(prompt), params, lora_request=call.adapter
+                )
             while len(outcomes) < len(requests):
                 outputs = engine.step()
                 now = time.perf_counter()

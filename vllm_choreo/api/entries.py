@@ -29,7 +29,7 @@ from vllm_choreo.errors import (
 from vllm_choreo.semantics.call import Result
 from vllm_choreo.semantics.call import message_id as named_id
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.semantics.provenance import histories_hold
+from vllm_choreo.semantics.provenance import Trace, histories_hold
 
 # Of messages that were freed and calls that failed: how many are remembered by their ids. About
 # 150 bytes each.
@@ -165,6 +165,10 @@ class Entries:
             value=message_id,
         )
 
+    def trace(self, parameter: str, message_id: str) -> Trace:
+        """The history of a live entry. Raises as `get`."""
+        return _trace(self.get(parameter, message_id))
+
     def complete(self, parameter: str, named: Any) -> Message:
         """A complete message by whatever names it.
 
@@ -197,7 +201,7 @@ class Entries:
         unknown = {i for i in ids if i not in self._live and i not in self._gone}
         unknown = {i for i in unknown if not self._was_freed(i)}
         if unknown:
-            unknown -= histories_hold((entry.trace for entry in self._live.values()), unknown)
+            unknown -= histories_hold(map(_trace, self._live.values()), unknown)
         for message_id in ids:
             if message_id in unknown:
                 raise UnknownMessageError(
@@ -246,3 +250,8 @@ class Entries:
                     parameter="session",
                     value=f"{wanted} {name}",
                 )
+
+
+def _trace(entry: PlannedCall | Message) -> Trace:
+    assert entry.trace is not None, "the session traces what it makes"
+    return entry.trace

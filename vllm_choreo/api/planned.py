@@ -18,6 +18,7 @@ class PlannedCall:
         text, token_ids: the new tokens, and their text.
         params: what the engine is told; `params.save_as` is the message's id.
         sampling_params: the caller's for decode, None for prefill.
+        adapter: the `LoRARequest` that encodes the new tokens and generates, or None.
         trace: what the message that it makes will carry traces of.
     """
 
@@ -26,6 +27,7 @@ class PlannedCall:
     params: ChoreoParams
     sampling_params: Any
     trace: Trace
+    adapter: Any = None
 
     @property
     def id(self) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_choreo.api.entries import Entries
-from vllm_choreo.api.options import checked_sampling_params
+from vllm_choreo.api.options import checked_adapter, checked_sampling_params
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.errors import ChoreoError, CyclicParentsError, EmptyTokensError, TooLongError
 from vllm_choreo.semantics.call import CALL_MODES, CallSpec, Tokenized, content_name, message_ids
@@ -32,26 +32,34 @@ class Session:
 
     Args:
         tokenizer: the model's; text is tokenised without special tokens added.
-        model_config: vLLM's, for the vocabulary, the context length and the sampling defaults.
+        vllm_config: of the engine, for the vocabulary, the context length, the sampling defaults,
+            and whether it takes adapters.
         mode: of calls that name none; in "baseline" every call is text, whatever it names.
         tenant: to whom it belongs; identical messages of one tenant are encoded once.
         limits: see `Entries`.
+        adapter: the `LoRARequest` of calls that name none.
+
+    Raises:
+        ChoreoError: no such adapter.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        model_config: Any,
+        vllm_config: Any,
         mode: str = "choreo",
         tenant: str = "",
         limits: Any = None,
+        adapter: Any = None,
     ) -> None:
         self.id = secrets.token_hex(16)
         self.mode = mode
         self.tenant = tenant
         self.entries = Entries(self.id, limits)
         self._tokenizer = tokenizer
-        self._model_config = model_config
+        self._vllm_config = vllm_config
+        self._model_config = vllm_config.model_config
+        self._adapter = checked_adapter(adapter, vllm_config)
         self._count = 0
 
     # -- planning ----------------------------------------------------------------------------
@@ -92,6 +100,7 @@ class Session:
         sampling_params = checked_sampling_params(
             spec.kind, spec.sampling_params, self._model_config
         )
+        adapter = checked_adapter(spec.adapter, self._vllm_config)
         params = spec.params(
             parents=tuple(self._span(span, message_id, "parents") for span in spec.parents),
             save_as=message_id,
@@ -107,7 +116,9 @@ class Session:
         # Where a parent's length is not known yet, the engine checks.
         if params.exact and len(lengths) == len(params.parents):
             check_text_offsets(lengths, params.offsets, params.new_offset)
-        return PlannedCall(text, token_ids, params, sampling_params, self._trace(params))
+        trace = self._trace(params)
+        adapter = self._adapter if spec.adapter is None else adapter
+        return PlannedCall(text, token_ids, params, sampling_params, trace, adapter)
 
     def _mode(self, given: Any) -> str:
         if given is None or (given in CALL_MODES and self.mode == "baseline"):
@@ -128,8 +139,8 @@ class Session:
         """
         assert params.save_as is not None
         is_text = self.mode == "baseline"
-        parents = [self.entries.get("parents", span.id).trace for span in params.parents]
-        origin = self.entries.get("message", params.copy_of).trace if params.copy_of else None
+        parents = [self.entries.trace("parents", span.id) for span in params.parents]
+        origin = self.entries.trace("message", params.copy_of) if params.copy_of else None
         trace = trace_of(params.save_as, parents, is_text or params.exact, origin)
         trace.check(params.deny)
         return trace.as_text() if is_text else trace

@@ -27,12 +27,11 @@ How a client differs, for there is a network between:
 - The server closes a session that nobody uses for `ttl_seconds`, and it has limits: calls on such a
   session raise `UnknownSessionError`, those beyond a limit `LimitError`, and `EngineRestartedError`
   says that the messages are gone.
-- `free`, `evict`, `pin` and `unpin` of several messages take a request for each; if one is refused,
-  those before it are done.
 - `deny` learns with the next call that a message does not exist.
 - `metrics.submitted` is on the client's clock; `waiting`, `ttft` and `latency` are the server's,
   without the network.
-- `provenance` is told by the server, and so are the numbers of `stats`, which are others.
+- `message.provenance` is not at hand: ask the server by `c.provenance(message)`. The numbers of
+  `stats` are the server's, and others.
 - Requests that are under way at once may arrive in any order: to name a parent before it is
   complete, `submit` it, or give both calls names (`save_as`) and send them as one list.
 """

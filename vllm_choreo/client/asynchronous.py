@@ -98,8 +98,9 @@ class AsyncChoreoClient(ClientBase):
         mode: str = "choreo",
         timeout: float = 600.0,
         ttl_seconds: float | None = None,
+        adapter: Any = None,
     ) -> None:
-        super().__init__(base_url, api_key, mode, timeout, ttl_seconds)
+        super().__init__(base_url, api_key, mode, timeout, ttl_seconds, adapter)
         self._shared = _Shared(httpx.AsyncClient(**self._endpoint.options()))
 
     @property
@@ -191,21 +192,25 @@ class AsyncChoreoClient(ClientBase):
         """See `ChoreoClient.message`."""
         return await self._exchange(exchanges.fetching(await self.open(), named))
 
+    async def provenance(self, named: Any) -> frozenset[str]:
+        """See `ChoreoClient.provenance`."""
+        return await self._exchange(exchanges.tracing(await self.open(), named))
+
     async def free(self, *messages: Any) -> None:
         """See `Choreography.free`."""
-        await self._send_all(exchanges.freeing(await self.open(), messages))
+        await self._exchange(exchanges.freeing(await self.open(), messages))
 
     async def evict(self, *messages: Any) -> None:
         """See `Choreography.evict`."""
-        await self._send_all(exchanges.evicting(await self.open(), messages))
+        await self._exchange(exchanges.evicting(await self.open(), messages))
 
     async def pin(self, *messages: Any, ttl: float | None = None) -> None:
         """See `ChoreoClient.pin`."""
-        await self._send_all(exchanges.pinning(await self.open(), messages, ttl))
+        await self._exchange(exchanges.pinning(await self.open(), messages, ttl))
 
     async def unpin(self, *messages: Any) -> None:
         """See `Choreography.unpin`."""
-        await self._send_all(exchanges.unpinning(await self.open(), messages))
+        await self._exchange(exchanges.unpinning(await self.open(), messages))
 
     async def stats(self) -> dict[str, Any]:
         """See `ChoreoClient.stats`."""
@@ -272,10 +277,6 @@ class AsyncChoreoClient(ClientBase):
         rest = ended() if task.cancelled() else task.result()
         for call in pending:
             call._settle(rest)
-
-    async def _send_all(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            await self._send(request)
 
     async def _send(self, request: Request) -> Any:
         response = await self._answer(request)

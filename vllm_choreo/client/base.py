@@ -20,6 +20,7 @@ class ClientBase:
         timeout: the longest time to wait for an answer, in seconds.
         ttl_seconds: the server closes the session if it is not used for so long; None: the
             server's default, which is also the longest.
+        adapter: of calls that name none: a LoRA adapter that the server knows, by its name.
 
     Raises:
         ChoreoError: no such mode, no address, or no time.
@@ -32,11 +33,12 @@ class ClientBase:
         mode: str = "choreo",
         timeout: float = 600.0,
         ttl_seconds: float | None = None,
+        adapter: Any = None,
     ) -> None:
         check_mode(mode)
         self.mode = mode
         self._endpoint = Endpoint(base_url, api_key, timeout)
-        self._opening = exchanges.opening(mode, ttl_seconds)
+        self._opening = exchanges.opening(mode, ttl_seconds, adapter)
         self._denied: tuple[str, ...] = ()
 
     def deny(self, *messages: Any) -> Self:

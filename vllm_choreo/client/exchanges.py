@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 from vllm_choreo.errors import ChoreoError, UnknownMessageError
-from vllm_choreo.semantics.call import Asked, CallSpec, Result, message_id
+from vllm_choreo.semantics.call import Asked, CallSpec, Result, message_id, message_ids
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.wire.calls import call_json
+from vllm_choreo.wire.calls import adapter_name, call_json
 from vllm_choreo.wire.messages import message_of
 from vllm_choreo.wire.refusals import refusal_of
 
@@ -51,10 +51,11 @@ class Exchange(Generic[_T]):
 # -- sessions ------------------------------------------------------------------------------------
 
 
-def opening(mode: str, ttl_seconds: float | None) -> Exchange[str]:
+def opening(mode: str, ttl_seconds: float | None, adapter: Any) -> Exchange[str]:
     """Open a session; its id."""
-    ttl = {} if ttl_seconds is None else {"ttl_seconds": ttl_seconds}
-    body = _json({"mode": mode, **ttl}, "ttl_seconds")
+    options = {"ttl_seconds": ttl_seconds, "adapter": adapter_name(adapter)}
+    given = {key: value for key, value in options.items() if value is not None}
+    body = _json({"mode": mode, **given}, "ttl_seconds")
     return Exchange(Request("POST", _SESSIONS, body), lambda answer, _: str(answer["id"]))
 
 
@@ -134,48 +135,56 @@ class Events:
 
 def fetching(session: str, named: Any) -> Exchange[Message]:
     """Ask for a message; `metrics.submitted` is 0, for it is not on the client's clock."""
-    (path,) = _message_paths(session, [named])
-    return Exchange(Request("GET", path), lambda answer, _: message_of(answer, submitted=0.0))
+    request = Request("GET", _message_path(session, named))
+    return Exchange(request, lambda answer, _: message_of(answer, submitted=0.0))
 
 
-def freeing(session: str, messages: Sequence[Any]) -> list[Request]:
-    """Free messages, one after the other."""
-    return [Request("DELETE", path) for path in _message_paths(session, messages)]
+def tracing(session: str, named: Any) -> Exchange[frozenset[str]]:
+    """Ask for the ids of all messages that a message carries traces of."""
+    request = Request("GET", f"{_message_path(session, named)}/provenance")
+    return Exchange(request, lambda answer, _: frozenset(answer["provenance"]))
 
 
-def evicting(session: str, messages: Sequence[Any]) -> list[Request]:
-    """Drop the cached keys and values of messages, one after the other."""
-    return [Request("POST", f"{path}/evict") for path in _message_paths(session, messages)]
+def freeing(session: str, messages: Sequence[Any]) -> Exchange[None]:
+    """Free messages."""
+    return _operation(session, "free", messages)
 
 
-def pinning(session: str, messages: Sequence[Any], ttl: float | None) -> list[Request]:
-    """Pin messages, one after the other."""
-    body = _json({} if ttl is None else {"ttl_seconds": ttl}, "ttl")
-    paths = _message_paths(session, messages)
-    return [Request("POST", f"{path}/pin", body) for path in paths]
+def evicting(session: str, messages: Sequence[Any]) -> Exchange[None]:
+    """Drop the cached keys and values of messages."""
+    return _operation(session, "evict", messages)
 
 
-def unpinning(session: str, messages: Sequence[Any]) -> list[Request]:
-    """Unpin messages, one after the other."""
-    return [Request("DELETE", f"{path}/pin") for path in _message_paths(session, messages)]
+def pinning(session: str, messages: Sequence[Any], ttl: float | None) -> Exchange[None]:
+    """Pin messages."""
+    return _operation(session, "pin", messages, {} if ttl is None else {"ttl_seconds": ttl})
 
 
-def _message_paths(session: str, messages: Sequence[Any]) -> list[str]:
-    """Where messages are. None of them is asked for if one is of another session."""
-    paths = []
-    for named in messages:
-        found = message_id(named, "messages")
-        owner, slash, name = found.partition("/")
-        if not slash:
-            owner, name = session, found
-        if owner != session or not name or "/" in name:
-            raise UnknownMessageError(
-                "no message of this session", parameter="messages", value=found
-            )
-        # Names hold dots, and "." and ".." are steps in a path.
-        escaped = quote(name, safe="", errors="replace").replace(".", "%2E")
-        paths.append(f"{_SESSIONS}/{session}/messages/{escaped}")
-    return paths
+def unpinning(session: str, messages: Sequence[Any]) -> Exchange[None]:
+    """Unpin messages."""
+    return _operation(session, "unpin", messages)
+
+
+def _operation(
+    session: str, name: str, messages: Sequence[Any], options: Mapping[str, Any] | None = None
+) -> Exchange[None]:
+    """One of the operations on several messages, done as a whole or refused as a whole."""
+    body = {"messages": list(message_ids(messages, "messages")), **(options or {})}
+    path = f"{_SESSIONS}/{session}/messages/{name}"
+    return Exchange(Request("POST", path, _json(body, "ttl")), _nothing)
+
+
+def _message_path(session: str, named: Any) -> str:
+    """Where a message is; it is not asked for if it is of another session."""
+    found = message_id(named, "messages")
+    owner, slash, name = found.partition("/")
+    if not slash:
+        owner, name = session, found
+    if owner != session or not name or "/" in name:
+        raise UnknownMessageError("no message of this session", parameter="messages", value=found)
+    # Names hold dots, and "." and ".." are steps in a path.
+    escaped = quote(name, safe="", errors="replace").replace(".", "%2E")
+    return f"{_SESSIONS}/{session}/messages/{escaped}"
 
 
 def _json(body: Any, parameter: str) -> bytes:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -31,6 +30,7 @@ class ChoreoClient(ClientBase):
         timeout: the longest time to wait for an answer, in seconds.
         ttl_seconds: the server closes the session if it is not used for so long; None: the
             server's default, which is also the longest.
+        adapter: of calls that name none: a LoRA adapter that the server knows, by its name.
 
     Raises:
         ServerError: no server answers, or it does not choreograph.
@@ -44,8 +44,9 @@ class ChoreoClient(ClientBase):
         mode: str = "choreo",
         timeout: float = 600.0,
         ttl_seconds: float | None = None,
+        adapter: Any = None,
     ) -> None:
-        super().__init__(base_url, api_key, mode, timeout, ttl_seconds)
+        super().__init__(base_url, api_key, mode, timeout, ttl_seconds, adapter)
         self._http = httpx.Client(**self._endpoint.options())
         self._session = ""
         try:
@@ -79,21 +80,25 @@ class ChoreoClient(ClientBase):
         """See `Choreography.message`; `metrics.submitted` is 0, for it is not the client's."""
         return self._exchange(exchanges.fetching(self._session, named))
 
+    def provenance(self, named: Any) -> frozenset[str]:
+        """See `Choreography.provenance`; the server is asked."""
+        return self._exchange(exchanges.tracing(self._session, named))
+
     def free(self, *messages: Any) -> None:
         """See `Choreography.free`."""
-        self._send_all(exchanges.freeing(self._session, messages))
+        self._exchange(exchanges.freeing(self._session, messages))
 
     def evict(self, *messages: Any) -> None:
         """See `Choreography.evict`."""
-        self._send_all(exchanges.evicting(self._session, messages))
+        self._exchange(exchanges.evicting(self._session, messages))
 
     def pin(self, *messages: Any, ttl: float | None = None) -> None:
         """See `Choreography.pin`; without `ttl`, for as long as the server allows."""
-        self._send_all(exchanges.pinning(self._session, messages, ttl))
+        self._exchange(exchanges.pinning(self._session, messages, ttl))
 
     def unpin(self, *messages: Any) -> None:
         """See `Choreography.unpin`."""
-        self._send_all(exchanges.unpinning(self._session, messages))
+        self._exchange(exchanges.unpinning(self._session, messages))
 
     def stats(self) -> dict[str, Any]:
         """The server's numbers on the session.
@@ -143,10 +148,6 @@ class ChoreoClient(ClientBase):
     def _exchange(self, exchange: Exchange[_T]) -> _T:
         submitted = time.perf_counter()
         return exchange.read(self._send(exchange.request), submitted)
-
-    def _send_all(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._send(request)
 
     def _send(self, request: Request) -> Any:
         if self._http.is_closed:

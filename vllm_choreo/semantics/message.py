@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.semantics.provenance import Trace
-
-_NO_TRACE = Trace("")  # of a message that no session made
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,8 @@ class Message:
             None: omitted, one after the other. Text has no such places, hence they count for
             nothing in baseline mode; but a program that is recorded there can be trained on as if
             it were choreographed.
-        trace: the history of its keys and values, from which `provenance` is read.
+        trace: the history of its keys and values, from which `provenance` is read; None where the
+            history is elsewhere: on a server, or lost with the engine (transcripts).
     """
 
     id: str
@@ -85,8 +85,8 @@ class Message:
     finish_reason: str | None
     usage: Usage
     metrics: Metrics
-    trace: Trace = _NO_TRACE
-    offsets: tuple[int, ...] | None = None
+    trace: Trace | None = None
+    offsets: tuple[int | None, ...] | None = None
     new_offset: int | None = None
 
     @property
@@ -95,7 +95,17 @@ class Message:
 
         Freed ones are among them. In baseline mode a message is its text, and carries none, unless
         it is a copy: then it carries the text of the message copied.
+
+        Raises:
+            ChoreoError: the history is not here. A server is asked by `c.provenance(message)`.
         """
+        if self.trace is None:
+            raise ChoreoError(
+                "the history of this message is not in this process: of a message on a server, ask "
+                "for it by c.provenance(message)",
+                parameter="message",
+                value=self.id,
+            )
         return self.trace.closure()
 
     def __repr__(self) -> str:

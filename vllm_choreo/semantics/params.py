@@ -4,7 +4,7 @@
 The wire form, drawn once (JSON and msgpack carry it as it is):
 
     {"parents":    [[id, start | None, stop | None], ...],
-     "offsets":    [int, ...] | None,
+     "offsets":    [int | None, ...] | None,
      "new_offset": int | None,
      "save_as":    str | None,
      "kind":       "prefill" | "decode",
@@ -46,8 +46,8 @@ class ChoreoParams:
     Attributes:
         parents: the messages that the new tokens attend to; `ParentSpan`, an id, or
             `(id, start, stop)`, kept as `ParentSpan`.
-        offsets: the position at which each parent is seen, in tokens; None: one after the other
-            from 0.
+        offsets: the position at which each parent is seen, in tokens; None in place of one: after
+            the parent before it, the first at 0; None: all of them so.
         new_offset: the position of the first new token; None: after the last parent.
         save_as: the id of the message that the call makes, as it is; None: the engine chooses.
         kind: "prefill" (encode, sample nothing) or "decode".
@@ -68,7 +68,7 @@ class ChoreoParams:
     """
 
     parents: tuple[ParentSpan, ...] = ()
-    offsets: tuple[int, ...] | None = None
+    offsets: tuple[int | None, ...] | None = None
     new_offset: int | None = None
     save_as: str | None = None
     kind: str = "decode"
@@ -114,13 +114,13 @@ class ChoreoParams:
             if len(self.offsets) != len(self.parents):
                 raise OffsetError(
                     f"offsets must hold one position per parent: {len(self.parents)} parents, "
-                    f"{len(self.offsets)} offsets; leave offsets out to place the parents one "
-                    "after the other",
+                    f"{len(self.offsets)} offsets; None places a parent after the one before it",
                     parameter="offsets",
                     value=self.offsets,
                 )
             for offset in self.offsets:
-                check_offset("offsets", offset)
+                if offset is not None:
+                    check_offset("offsets", offset)
         if self.new_offset is not None:
             check_offset("new_offset", self.new_offset)
 

@@ -52,17 +52,15 @@ class CallPlan:
 
 
 def resolve_offsets(
-    lengths: Sequence[int], offsets: Sequence[int] | None, new_offset: int | None
+    lengths: Sequence[int], offsets: Sequence[int | None] | None, new_offset: int | None
 ) -> tuple[tuple[int, ...], int]:
     """Fill in omitted offsets: each parent after the one before it, the new message at the end."""
-    if offsets is None:
-        placed, end = [], 0
-        for length in lengths:
-            placed.append(end)
-            end += length
-    else:
-        placed = list(offsets)
-        end = placed[-1] + lengths[-1] if lengths else 0
+    placed: list[int] = []
+    end = 0
+    given = offsets if offsets is not None else [None] * len(lengths)
+    for length, offset in zip(lengths, given, strict=True):
+        placed.append(end if offset is None else offset)
+        end = placed[-1] + length
     return tuple(placed), end if new_offset is None else new_offset
 
 
@@ -73,7 +71,7 @@ def is_text(lengths: Sequence[int], offsets: Sequence[int], new_offset: int) -> 
 
 
 def check_text_offsets(
-    lengths: Sequence[int], offsets: Sequence[int] | None, new_offset: int | None
+    lengths: Sequence[int], offsets: Sequence[int | None] | None, new_offset: int | None
 ) -> None:
     """Refuse positions that no text has; a constant added to all of them is allowed.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of results as JSON, and errors among them. `documents.py` describes them to OpenAPI."""
+"""Results of calls and of operations as JSON. `documents.py` describes them to OpenAPI."""
 
 from __future__ import annotations
 
@@ -31,3 +31,26 @@ def result_json(result: Result) -> dict[str, Any]:
 def list_json(items: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """A list as OpenAI's API writes it."""
     return {"object": "list", "data": list(items)}
+
+
+# -- what was done to a message --------------------------------------------------------------------
+
+
+def freed_json(message: Message) -> dict[str, Any]:
+    """Of a message that was freed."""
+    return {"id": message.id, "object": "choreo.message.deleted", "deleted": True}
+
+
+def evicted_json(message: Message) -> dict[str, Any]:
+    """Of a message that was evicted."""
+    return {"id": message.id, "object": "choreo.message", "evicted": True}
+
+
+def pin_json(message: Message, seconds: float | None) -> dict[str, Any]:
+    """Of a message that was pinned, for so many seconds; None: unpinned."""
+    return {
+        "id": message.id,
+        "object": "choreo.message",
+        "pinned": seconds is not None,
+        "ttl_seconds": seconds,
+    }

@@ -24,6 +24,7 @@ from vllm_choreo.server.schemas import (
     ParentBody,
     SamplingBody,
 )
+from vllm_choreo.server.served_adapters import ServedAdapters
 
 # Of `extra_args`, what the engine itself reads.
 _RESERVED = ("choreo", "kv_")
@@ -39,16 +40,22 @@ class CallReader:
 
     Args:
         online_renderer: vLLM's, which knows the model's chat template and tokenizer.
+        adapters: those that calls may name.
     """
 
-    def __init__(self, online_renderer: Any) -> None:
+    def __init__(self, online_renderer: Any, adapters: ServedAdapters) -> None:
+        self.adapters = adapters
         self._online = online_renderer
         self._tokenizer = online_renderer.renderer.get_tokenizer()
         self._max_tokens: int = online_renderer.model_config.max_model_len
         self._max_chars: int = self._max_tokens * self._tokenizer.max_chars_per_token
 
-    async def read(self, bodies: Sequence[CallBody]) -> list[CallSpec]:
+    async def read(self, bodies: Sequence[CallBody], adapter: str | None = None) -> list[CallSpec]:
         """The calls of a request, in their order.
+
+        Args:
+            bodies: what was sent.
+            adapter: the name of that of calls which name none.
 
         Raises:
             LimitError: too many parents in all of them together.
@@ -61,9 +68,9 @@ class CallReader:
                 parameter="parents",
                 value=num_parents,
             )
-        return [await self._call(body) for body in bodies]
+        return [await self._call(body, adapter) for body in bodies]
 
-    async def _call(self, body: CallBody) -> CallSpec:
+    async def _call(self, body: CallBody, adapter: str | None) -> CallSpec:
         _check_form(body)
         return CallSpec(
             body.type,
@@ -74,6 +81,7 @@ class CallReader:
             save_as=body.save_as,
             mode=body.mode,
             deny=tuple(body.deny or ()),
+            adapter=await self.adapters.resolve(body.adapter or adapter),
             sampling_params=_sampling(body.sampling_params),
         )
 

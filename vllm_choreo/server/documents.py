@@ -40,6 +40,7 @@ class SessionAnswer(_Answer):
     expires_at: int = Field(description="When it is closed if nobody uses it; seconds since 1970.")
     max_model_len: int = Field(description="Tokens that a call reads and writes, at most.")
     model: str
+    adapter: str | None = Field(description="Of calls that name none; null: the model alone.")
     usage: SessionUsage
 
 
@@ -118,7 +119,7 @@ class ShortMessageAnswer(_Answer):
 class MessageAnswer(ShortMessageAnswer):
     """A message."""
 
-    offsets: list[int] | None = Field(
+    offsets: list[int | None] | None = Field(
         description="Where the call asked its parents to be seen; null: one after the other."
     )
     new_offset: int | None = Field(
@@ -133,9 +134,6 @@ class MessageAnswer(ShortMessageAnswer):
     )
     usage: UsageAnswer
     metrics: Times
-    provenance: list[str] = Field(
-        description="Ids of the messages that it carries traces of, itself left out."
-    )
 
 
 class MessageListAnswer(_Answer):
@@ -168,6 +166,37 @@ class PinAnswer(_Answer):
     object: Literal["choreo.message"]
     pinned: bool
     ttl_seconds: float | None
+
+
+class FreedListAnswer(_Answer):
+    """Messages that were freed."""
+
+    object: Literal["list"]
+    data: list[FreedAnswer]
+
+
+class EvictedListAnswer(_Answer):
+    """Messages that are no longer cached."""
+
+    object: Literal["list"]
+    data: list[EvictedAnswer]
+
+
+class PinListAnswer(_Answer):
+    """Messages that are pinned, or not."""
+
+    object: Literal["list"]
+    data: list[PinAnswer]
+
+
+class ProvenanceAnswer(_Answer):
+    """What a message carries traces of."""
+
+    id: str
+    object: Literal["choreo.provenance"]
+    provenance: list[str] = Field(
+        description="Ids of messages, freed ones among them; the message itself is left out."
+    )
 
 
 # -- errors and lists ----------------------------------------------------------------------------

@@ -32,11 +32,12 @@ class ChoreoEndpoints:
         self._has_routes = False  # a batch has none
 
     def attach_router(self, app: FastAPI) -> None:
+        from vllm_choreo.server import message_routes, routes
         from vllm_choreo.server.errors import answer_error
-        from vllm_choreo.server.routes import router
 
         self._has_routes = True
-        app.include_router(router)
+        app.include_router(routes.router)
+        app.include_router(message_routes.router)
         app.add_exception_handler(ChoreoError, answer_error)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
@@ -49,6 +50,7 @@ class ChoreoEndpoints:
         from vllm_choreo.server.call_reader import CallReader
         from vllm_choreo.server.guard import guarded
         from vllm_choreo.server.openai import batch, handlers
+        from vllm_choreo.server.served_adapters import ServedAdapters
         from vllm_choreo.server.sessions import Sessions
 
         check_one_process(args)
@@ -57,7 +59,8 @@ class ChoreoEndpoints:
         state.choreo = Sessions(llm, config, state.openai_serving_models.model_name())
         metrics.start(state.choreo, engine_client)
         if self._has_routes:
-            state.choreo_reader = CallReader(state.online_renderer)
+            adapters = ServedAdapters(state.openai_serving_models)
+            state.choreo_reader = CallReader(state.online_renderer, adapters)
             state.choreo.start_expiry()
             handlers.init_state(state, llm)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Security
 from fastapi.security import HTTPBearer
@@ -19,7 +19,7 @@ from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.errors import ChoreoError, LimitError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server import documents
-from vllm_choreo.server.answers import list_json, results_json
+from vllm_choreo.server.answers import evicted_json, freed_json, list_json, pin_json, results_json
 from vllm_choreo.server.body import ChoreoRoute
 from vllm_choreo.server.errors import PATH_NAME, error_response
 from vllm_choreo.server.page import session_page
@@ -33,13 +33,20 @@ from vllm_choreo.wire.messages import message_json, short_message_json
 _CLIENT_GONE = 499  # nobody reads it; it is seen in vLLM's metrics of requests
 
 _key = HTTPBearer(auto_error=False, description="An API key of the server, if it has any.")
-router = APIRouter(
-    prefix="/v1/choreo",
-    tags=["choreography"],
-    route_class=ChoreoRoute,
-    dependencies=[Security(_key)],
-    responses=documents.errors(400, 401, 503) | documents.COMMON,
-)
+
+
+def choreo_router() -> APIRouter:
+    """A router without routes yet: what all of ours have in common."""
+    return APIRouter(
+        prefix="/v1/choreo",
+        tags=["choreography"],
+        route_class=ChoreoRoute,
+        dependencies=[Security(_key)],
+        responses=documents.errors(400, 401, 503) | documents.COMMON,
+    )
+
+
+router = choreo_router()
 
 
 def _sessions(request: Request) -> Sessions:
@@ -87,7 +94,8 @@ Name = Annotated[str, Path(description="The name of a message: the part of its i
 async def open_session(request: Request, body: SessionBody | None = None) -> Response:
     """Open a session: messages live in it until they are freed or it is closed."""
     sessions, body = _sessions(request), body or SessionBody()
-    opened = sessions.open(tenant_of(request), body.mode, body.ttl_seconds)
+    await request.app.state.choreo_reader.adapters.resolve(body.adapter)
+    opened = sessions.open(tenant_of(request), body.mode, body.ttl_seconds, body.adapter)
     return JSONResponse(await sessions.describe(opened))
 
 
@@ -157,7 +165,8 @@ async def make_messages(request: Request, session: OwnSession, body: MessagesBod
     """
     run, is_list = Run(_sessions(request), session), isinstance(body, CallsBody)
     try:
-        calls = await request.app.state.choreo_reader.read(body.calls if is_list else [body])
+        bodies = body.calls if is_list else [body]
+        calls = await request.app.state.choreo_reader.read(bodies, session.adapter)
         await run.submit(calls)
     except BaseException:
         run.leave(is_answered=True)
@@ -195,7 +204,7 @@ _MESSAGE = ("message", "messages", "parents")
 
 
 @contextmanager
-def _message(session: OpenSession, name: str) -> Iterator[tuple[Message, AsyncChoreography]]:
+def named_message(session: OpenSession, name: str) -> Iterator[tuple[Message, AsyncChoreography]]:
     """The message of a path, and the session, which is used meanwhile.
 
     Raises:
@@ -220,7 +229,7 @@ def _message(session: OpenSession, name: str) -> Iterator[tuple[Message, AsyncCh
 )
 async def read_message(session: OwnSession, name: Name) -> Response:
     """A message with its text, as it was answered when it was made."""
-    with _message(session, name) as (message, _):
+    with named_message(session, name) as (message, _):
         return JSONResponse(message_json(message))
 
 
@@ -232,9 +241,9 @@ async def read_message(session: OwnSession, name: Name) -> Response:
 )
 async def free_message(session: OwnSession, name: Name) -> Response:
     """Free a message. Messages that have read it stay as they are."""
-    with _message(session, name) as (message, choreography):
+    with named_message(session, name) as (message, choreography):
         await choreography.free(message)
-    return JSONResponse({"id": message.id, "object": "choreo.message.deleted", "deleted": True})
+    return JSONResponse(freed_json(message))
 
 
 @router.post(
@@ -245,9 +254,9 @@ async def free_message(session: OwnSession, name: Name) -> Response:
 )
 async def evict_message(session: OwnSession, name: Name) -> Response:
     """Drop a message's keys and values; a call that reads it encodes them again."""
-    with _message(session, name) as (message, choreography):
+    with named_message(session, name) as (message, choreography):
         await choreography.evict(message)
-    return JSONResponse({"id": message.id, "object": "choreo.message", "evicted": True})
+    return JSONResponse(evicted_json(message))
 
 
 @router.post(
@@ -260,17 +269,10 @@ async def pin_message(
     request: Request, session: OwnSession, name: Name, body: PinBody | None = None
 ) -> Response:
     """Evict a message after all others, for some time. Pinning it again sets the time anew."""
-    limit = _sessions(request).config.max_pin_seconds
-    seconds = limit if body is None or body.ttl_seconds is None else body.ttl_seconds
-    if seconds > limit:
-        raise LimitError(
-            f"a message may be pinned for {limit:g} s at a time; pin it again later",
-            parameter="max_pin_seconds",
-            value=seconds,
-        )
-    with _message(session, name) as (message, choreography):
+    seconds = pin_seconds(request, body.ttl_seconds if body else None)
+    with named_message(session, name) as (message, choreography):
         await choreography.pin(message, ttl=seconds)
-    return JSONResponse(_pin_json(message, seconds))
+    return JSONResponse(pin_json(message, seconds))
 
 
 @router.delete(
@@ -281,15 +283,23 @@ async def pin_message(
 )
 async def unpin_message(session: OwnSession, name: Name) -> Response:
     """Take a pin back; that of a message that is not pinned, too."""
-    with _message(session, name) as (message, choreography):
+    with named_message(session, name) as (message, choreography):
         await choreography.unpin(message)
-    return JSONResponse(_pin_json(message, None))
+    return JSONResponse(pin_json(message, None))
 
 
-def _pin_json(message: Message, seconds: float | None) -> dict[str, Any]:
-    return {
-        "id": message.id,
-        "object": "choreo.message",
-        "pinned": seconds is not None,
-        "ttl_seconds": seconds,
-    }
+def pin_seconds(request: Request, given: float | None) -> float:
+    """For how long messages are pinned.
+
+    Raises:
+        LimitError: for longer than the server allows.
+    """
+    limit: float = _sessions(request).config.max_pin_seconds
+    seconds = limit if given is None else given
+    if seconds > limit:
+        raise LimitError(
+            f"a message may be pinned for {limit:g} s at a time; pin it again later",
+            parameter="max_pin_seconds",
+            value=seconds,
+        )
+    return seconds

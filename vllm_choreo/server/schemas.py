@@ -62,6 +62,16 @@ class _Body(BaseModel):
 # -- sessions and pins ---------------------------------------------------------------------------
 
 
+Adapter = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=_MAX_ID_CHARS,
+        description="A LoRA adapter that the server knows, by its name; the model's name: none.",
+    ),
+]
+
+
 class SessionBody(_Body):
     """A session to open."""
 
@@ -81,6 +91,7 @@ class SessionBody(_Body):
         ),
         examples=[600],
     )
+    adapter: Adapter | None = Field(None, description="Of calls that name none.")
 
 
 class PinBody(_Body):
@@ -91,6 +102,16 @@ class PinBody(_Body):
         description="By default the server's setting `max_pin_seconds`, which is also the most.",
         examples=[60],
     )
+
+
+class MessagesListBody(_Body):
+    """Messages of the session."""
+
+    messages: Annotated[list[MessageId], Field(fail_fast=True, max_length=MAX_PARENTS)]
+
+
+class PinListBody(MessagesListBody, PinBody):
+    """Messages of the session, and how long to pin them."""
 
 
 # -- calls ---------------------------------------------------------------------------------------
@@ -140,6 +161,7 @@ Strings = Annotated[
     | Annotated[list[str], Field(fail_fast=True, max_length=64), Tag("<list>")],
     _one_of("send a string or a list of strings"),
 ]
+Offsets = Annotated[list[Position | None], Field(fail_fast=True, max_length=MAX_PARENTS)]
 _Biases = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Number]
 
 
@@ -227,13 +249,13 @@ class CallBody(_Body):
             "named by the `save_as` of calls that stand before."
         ),
     )
-    offsets: Annotated[list[Position], Field(fail_fast=True, max_length=MAX_PARENTS)] | None = (
-        Field(
-            None,
-            description=(
-                "The position at which each parent is seen; by default one after the other from 0."
-            ),
-        )
+    offsets: Offsets | None = Field(
+        None,
+        description=(
+            "The position at which each parent is seen; null in place of one: after the parent "
+            "before it. By default all of them so, the first from 0."
+        ),
+        examples=[[0, None, 40]],
     )
     new_offset: Position | None = Field(
         None, description="The position of the first new token; by default after the last parent."
@@ -249,6 +271,13 @@ class CallBody(_Body):
     )
     deny: Annotated[list[MessageId], Field(fail_fast=True, max_length=MAX_PARENTS)] | None = Field(
         None, description="Messages of which the call may read no trace."
+    )
+    adapter: Adapter | None = Field(
+        None,
+        description=(
+            "The LoRA adapter that encodes the new tokens and generates; by default that of the "
+            "session. Parents are read as they were encoded. The name of the model stands for none."
+        ),
     )
     sampling_params: SamplingBody | None = Field(
         None, description="Of a decode; by default those that the model recommends."

@@ -52,6 +52,7 @@ class OpenSession:
     Attributes:
         choreography: runs its calls; `choreography.session` is its id.
         tenant: whose it is.
+        adapter: the name of that of calls which name none.
         created: in seconds since 1970.
         ttl_seconds: how long it stays open unused.
     """
@@ -59,6 +60,7 @@ class OpenSession:
     choreography: AsyncChoreography
     tenant: str
     ttl_seconds: float
+    adapter: str | None = None
     created: float = field(default_factory=time.time)
     _num_users: int = 0  # it does not expire while there is one
     _last_used: float = field(default_factory=time.monotonic)
@@ -122,6 +124,7 @@ class Sessions:
         tenant: str,
         mode: str = "choreo",
         ttl_seconds: float | None = None,
+        adapter: str | None = None,
         *,
         is_limited: bool = True,
     ) -> OpenSession:
@@ -143,7 +146,7 @@ class Sessions:
         _check_limit("session_ttl_seconds", ttl, config.session_ttl_seconds)
         limits = config if is_limited else None
         choreography = AsyncChoreography(self._llm, mode, tenant=tenant, limits=limits)
-        session = OpenSession(choreography, tenant, ttl)
+        session = OpenSession(choreography, tenant, ttl, adapter)
         self._sessions[tenant, session.id] = session
         for observer in self.observers:
             observer.opened()
@@ -193,6 +196,7 @@ class Sessions:
             "expires_at": int(time.time() + session.ttl_seconds),
             "max_model_len": self.max_model_len,
             "model": self.model,
+            "adapter": session.adapter,
             "usage": {
                 "messages": len(num_tokens),
                 "tokens": sum(num_tokens),

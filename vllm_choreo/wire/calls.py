@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import CallSpec, Tokenized
 from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.wire.sampling import sampling_fields
@@ -26,9 +27,24 @@ def call_json(spec: CallSpec) -> dict[str, Any]:
         "save_as": spec.save_as,
         "mode": spec.mode,
         "deny": list(params.deny) or None,
+        "adapter": adapter_name(spec.adapter),
         "sampling_params": sampling_fields(spec.sampling_params),
     }
     return {key: value for key, value in call.items() if value is not None}
+
+
+def adapter_name(given: Any) -> str | None:
+    """The name by which a server knows an adapter; of a `LoRARequest` its own.
+
+    Raises:
+        ChoreoError: neither.
+    """
+    name = given if given is None or isinstance(given, str) else getattr(given, "lora_name", None)
+    if given is not None and not (isinstance(name, str) and name):
+        raise ChoreoError(
+            "an adapter is named as the server knows it", parameter="adapter", value=given
+        )
+    return name
 
 
 def _content_json(spec: CallSpec) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.params import ParentSpan
-from vllm_choreo.semantics.provenance import Trace
 
 # From the clock of `time.perf_counter`, on which calls are timed, to seconds since 1970.
 _EPOCH = time.time() - time.perf_counter()
@@ -61,7 +60,6 @@ def message_json(message: Message) -> dict[str, Any]:
         **record_json(message),
         "logprobs": _logprobs_json(message.logprobs),
         "usage": usage_json(message),
-        "provenance": sorted(message.provenance),
     }
 
 
@@ -158,8 +156,6 @@ def message_of(body: Mapping[str, Any], submitted: float) -> Message:
             encoded_tokens=usage["encoded_tokens"],
         ),
         metrics=Metrics(submitted, metrics["waiting"], metrics["ttft"], metrics["latency"]),
-        # The server tells the closure of the history, and the closure is all that a client reads.
-        trace=Trace(body["id"], tuple(Trace(source) for source in body.get("provenance", ()))),
         offsets=None if body.get("offsets") is None else tuple(body["offsets"]),
         new_offset=body.get("new_offset"),
     )

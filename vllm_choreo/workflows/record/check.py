@@ -37,7 +37,7 @@ _STEP = {
     },
 }
 # Files of before there were any lack them.
-_PLACES = {"offsets": ([int], None), "new_offset": (int, None)}
+_PLACES = {"offsets": ([(int, None)], None), "new_offset": (int, None)}
 _TRANSCRIPT = {
     "workflow": str,
     "mode": str,
