@@ -27,8 +27,8 @@ from vllm_choreo.errors import (
     UnknownMessageError,
 )
 from vllm_choreo.semantics.call import Result
-from vllm_choreo.semantics.call import message_id as named_id
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.naming import message_id as named_id
 from vllm_choreo.semantics.provenance import Trace, histories_hold
 
 # Of messages that were freed and calls that failed: how many are remembered by their ids. About

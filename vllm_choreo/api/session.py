@@ -16,8 +16,9 @@ from vllm_choreo.api.entries import Entries
 from vllm_choreo.api.options import checked_adapter, checked_sampling_params
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.errors import ChoreoError, CyclicParentsError, EmptyTokensError, TooLongError
-from vllm_choreo.semantics.call import CALL_MODES, CallSpec, Tokenized, content_name, message_ids
+from vllm_choreo.semantics.call import CALL_MODES, CallSpec, Tokenized, content_name
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.naming import message_ids
 from vllm_choreo.semantics.params import ChoreoParams, ParentSpan
 from vllm_choreo.semantics.positions import check_text_offsets, resolve_span
 from vllm_choreo.semantics.provenance import Trace, trace_of

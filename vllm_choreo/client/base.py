@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from vllm_choreo.client import exchanges
 from vllm_choreo.client.endpoint import Endpoint
-from vllm_choreo.semantics.call import check_mode, message_ids
+from vllm_choreo.semantics.call import check_mode
+from vllm_choreo.semantics.naming import message_ids
 
 
 class ClientBase:

@@ -15,8 +15,9 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 from vllm_choreo.errors import ChoreoError, UnknownMessageError
-from vllm_choreo.semantics.call import Asked, CallSpec, Result, message_id, message_ids
+from vllm_choreo.semantics.call import Asked, CallSpec, Result
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.naming import message_id, message_ids
 from vllm_choreo.wire.calls import adapter_name, call_json
 from vllm_choreo.wire.messages import message_of
 from vllm_choreo.wire.refusals import refusal_of

@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.naming import listed, message_ids, parent_span
 from vllm_choreo.semantics.params import ChoreoParams, ParentSpan, check_span
 
 CALL_MODES = ("choreo", "exact")
@@ -277,7 +278,7 @@ def _spec(kind: str, content: Any, options: Mapping[str, Any]) -> CallSpec:
     return CallSpec(
         kind,
         content,
-        parents=tuple(parent_span(named) for named in _list(options.get("parents"), "parents")),
+        parents=tuple(parent_span(named) for named in listed(options.get("parents"), "parents")),
         offsets=options.get("offsets"),
         new_offset=options.get("new_offset"),
         save_as=options.get("save_as"),
@@ -309,61 +310,6 @@ def _content(kind: str, given: Any) -> str | tuple[int, ...]:
                 value=token,
             )
     return tuple(given)
-
-
-# -- messages by what names them -----------------------------------------------------------------
-
-
-def message_id(named: Any, parameter: str) -> str:
-    """The id or name of a message, of a pending call, of an id, or of a `save_as` name.
-
-    Raises:
-        ChoreoError: none of these.
-    """
-    found = named if isinstance(named, str) else getattr(named, "id", None)
-    if not isinstance(found, str):
-        raise ChoreoError(
-            "a message is named by its Message or its id", parameter=parameter, value=named
-        )
-    return found
-
-
-def message_ids(messages: Any, parameter: str) -> tuple[str, ...]:
-    """The ids or names of a list of messages; None is an empty one.
-
-    Raises:
-        ChoreoError: no list, or as `message_id`.
-    """
-    return tuple(message_id(named, parameter) for named in _list(messages, parameter))
-
-
-def parent_span(parent: Any, parameter: str = "parents") -> ParentSpan:
-    """The tokens that a caller names: a message, or `(message, start, stop)`.
-
-    Raises:
-        ChoreoError: neither. Whether there are such tokens is checked later.
-    """
-    if isinstance(parent, str) or not isinstance(parent, Sequence):
-        return ParentSpan(message_id(parent, parameter))
-    if len(parent) != 3:
-        raise ChoreoError(
-            "a parent is a message, an id, or (message, start, stop)",
-            parameter=parameter,
-            value=parent,
-        )
-    named, start, stop = parent
-    return ParentSpan(message_id(named, parameter), start, stop)
-
-
-def _list(given: Any, parameter: str) -> Sequence[Any]:
-    if given is None:
-        return ()
-    # A message, too, is no list; that it is no `Sequence` is what tells.
-    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
-        raise ChoreoError(
-            f"{parameter} must be a list of messages", parameter=parameter, value=given
-        )
-    return given
 
 
 # -- of a session --------------------------------------------------------------------------------
