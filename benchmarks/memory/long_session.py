@@ -14,7 +14,6 @@ both processes collect garbage, and what they hold of the machine's memory is no
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import random
 import sys
@@ -111,30 +110,29 @@ def _turn(c: Any, rng: random.Random, params: Any) -> list[Any]:
 
 
 def _sample(llm: Any, c: Any, done: int, seconds: float) -> dict[str, Any]:
-    gc.collect()
-    (core,) = llm.collective_rpc(_collected_bytes)
+    (core,) = llm.collective_rpc(_held_bytes)
     return {
         "calls": done,
         "seconds": round(seconds, 2),
-        "client_bytes": _resident_bytes(),
+        "client_bytes": _held_bytes(),
         "core_bytes": core,
         "messages": c.stats()["num_messages"],
     }
 
 
-def _collected_bytes(worker: Any) -> int:
-    """Sent to the core's process, in which nothing of this module is there."""
+def _held_bytes(worker: Any = None) -> int:
+    """Memory of this process that is no file's, after garbage was collected and freed.
+
+    It is sent to the engine core's process, and so holds all that it needs.
+    """
+    import ctypes
     import gc
 
     gc.collect()
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
-def _resident_bytes() -> int:
-    """Of this process, in the machine's memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    ctypes.CDLL(None).malloc_trim(0)  # what is free, the allocator gives back
+    with open("/proc/self/status") as file:
+        lines = dict(line.split(":", 1) for line in file)
+    return sum(1024 * int(lines[name].split()[0]) for name in ("RssAnon", "VmSwap"))
 
 
 if __name__ == "__main__":
