@@ -8,15 +8,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.engine.adapters import Adapter
 from tests.engine.choreographies import draw_choreography, run_choreography
-from tests.train.packings import packed_model
+from tests.train.packings import load, packed_model
 from vllm_choreo import Choreography
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.train.forward import PackedModel
 from vllm_choreo.train.loss import (
+    PLACEMENTS,
+    adapted_calls,
     cross_entropy,
     text_logprobs,
     trained_logprobs,
@@ -27,6 +32,13 @@ from vllm_choreo.workflows.record.transcript import Transcript
 
 TOLERANCE = 1e-4
 _SAMPLING = SamplingParams(temperature=1.0, seed=5, max_tokens=7, ignore_eos=True, logprobs=4)
+
+
+@pytest.fixture(scope="module")
+def adapter(
+    tiny_model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Adapter:
+    return Adapter(tiny_model_path("llama"), tmp_path_factory.mktemp("adapters"), 1)
 
 
 @pytest.fixture
@@ -77,6 +89,26 @@ def _program(c: Any, **adapters: Any) -> list[Message]:
     )
     last = c.decode([11, 12], parents=[answer, second], sampling_params=_SAMPLING, **read)
     return [first, second, answer, last]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_placements(
+    llm: Any, adapter: Adapter, tiny_model_path: Callable[[str], Path], placement: str
+) -> None:
+    """One packed forward with a gated adapter; the engine names the adapter per call."""
+    named = {"adapter": adapter.request}
+    with Choreography(llm) as c:
+        messages = _program(
+            c,
+            encode=named if placement != "reader" else {},
+            read=named if placement != "writer" else {},
+        )
+    base = load(tiny_model_path("llama"))
+    model = PackedModel(peft.PeftModel.from_pretrained(base, str(adapter.path)))
+    packing = pack(calls_of(_saved("choreo", messages)))
+    with torch.no_grad():
+        found = trained_logprobs(model, packing, adapted_calls(packing, placement))
+    _assert_reported(found, messages)
 
 
 def test_a_run_as_text_is_trained_on_as_choreographed(

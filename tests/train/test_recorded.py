@@ -57,6 +57,11 @@ def test_places_that_were_asked_for() -> None:
     asked = list(range(100, 100 + count))
     last = calls_of(_recorded(offsets=asked, new_offset=7))[-1]
     assert [span.offset for span in last.parents] == asked and last.new_offset == 7
+    partly = calls_of(_recorded(offsets=[100, *[None] * (count - 1)]))[-1]
+    lengths = [span.stop - span.start for span in partly.parents]
+    assert [span.offset for span in partly.parents] == [
+        100 + sum(lengths[:i]) for i in range(count)
+    ]
     with pytest.raises(ValueError, match=r"steps\[10\]\.offsets must be"):
         _recorded(offsets="all")
 
