@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.attention.page import PLANNED
 from vllm_choreo.engine.step import RequestSpans
-from vllm_choreo.engine.worker.span_batcher import LayerKind, SpanBatcher, StepBatch
+from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
 from vllm_choreo.ops import (
     LayerAttention,
     Rotation,
@@ -115,7 +115,9 @@ def planning_times(rounds: int) -> dict[str, float]:
         order = torch.randperm(num_spans * per_span, dtype=torch.int32)
         own = torch.arange(num_reqs, dtype=torch.int32)[:, None] + order.numel()
         rows = torch.cat([order.expand(num_reqs, -1), own], dim=1).contiguous()
-        batcher = SpanBatcher(BLOCK_SIZE, [LayerKind(rotation)])
+        batcher = SpanBatcher(
+            BLOCK_SIZE, [LayerKind(rotation, LayerShape(9, 3, 64, torch.float32))]
+        )
         slots = tuple(i * per_span * BLOCK_SIZE for i in range(num_spans))
         names = [f"{turn}/{r}" for r in range(num_reqs)]
         batcher.update(

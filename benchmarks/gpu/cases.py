@@ -110,7 +110,7 @@ class Inputs:
         return float(self.kind.heads.head_size**-0.5)
 
     def reads(self) -> SharedReads | None:
-        return plan_shared_reads(self.batch)
+        return plan_shared_reads(self.batch, min_tokens=1)  # also in a dry run
 
     def tiles(self, reads: SharedReads | None) -> Tiles:
         # Only here: Triton decides on import whether it compiles or interprets.

@@ -173,7 +173,7 @@ def _reposition(kind: Kind, seed: int, device: torch.device) -> Iterator[Found]:
 def _works(is_tiny: bool) -> list[Work]:
     """Decode and prefill; few requests and many, private messages, sub-spans, no parents at all."""
     if is_tiny:
-        return [Work(3, 1, 70, 2, 5, 20, True), Work(2, 9, 40, 2, 3)]
+        return [Work(3, 1, 70, 2, 5, 20, True), Work(2, 8, 40, 2, 3)]
     return [
         Work(1, 1, 700, 3, 40),
         Work(3, 1, 333, 4, 17, 150, True),

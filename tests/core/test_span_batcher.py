@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from vllm_choreo.engine.step import RequestSpans
-from vllm_choreo.engine.worker.span_batcher import LayerKind, SpanBatcher, StepBatch
+from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
 from vllm_choreo.ops import LayerAttention, Rotation, SpanBatch, SpanPlan, cpu, span_attention
 
-SIZE = 4
+SIZE = 16
+SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_size=32, dtype=torch.float32)
 ROTATION = Rotation(torch.tensor([1.0], dtype=torch.float64), is_neox=True)
 
 
@@ -41,7 +42,7 @@ def step(batcher: SpanBatcher, rows: dict[str, list[int]], seq_lens: list[int]):
 
 @pytest.fixture
 def batcher() -> SpanBatcher:
-    return SpanBatcher(SIZE, [LayerKind(ROTATION)])
+    return SpanBatcher(SIZE, [LayerKind(ROTATION, SHAPE)])
 
 
 def test_ordinary_batches_are_left_alone(batcher):
@@ -49,49 +50,65 @@ def test_ordinary_batches_are_left_alone(batcher):
 
 
 def test_readers_of_the_same_blocks_are_grouped(batcher):
-    batcher.update({"a": reader((20, 0), (5, 3)), "b": reader((20, 7))}, [])
+    batcher.update({"a": reader((80, 0), (5, 3)), "b": reader((80, 7))}, [])
     rows = {"a": [1, 2, 3, 4, 5, 6, 7, 8], "b": [1, 2, 3, 4, 5, 9], "c": [10]}
-    batch = step(batcher, rows, [30, 21, 3])
+    batch = step(batcher, rows, [98, 81, 3])
     (shared,) = batch.reads.groups()[3:]
     assert shared.members == (0, 1)
-    assert [(p.num_tokens, p.reads) for p in shared.pieces] == [(20, ((0, 0), (3, 0)))]
+    assert [(p.num_tokens, p.reads) for p in shared.pieces] == [(80, ((0, 0), (3, 0)))]
 
 
 def test_only_own_spans_grow_between_steps(batcher):
-    batcher.update({"a": reader((20, 0)), "b": reader((20, 7))}, [])
+    batcher.update({"a": reader((80, 0)), "b": reader((80, 7))}, [])
     rows = {"a": [1, 2, 3, 4, 5, 6], "b": [1, 2, 3, 4, 5, 9]}
-    first = step(batcher, rows, [21, 22])
-    second = step(batcher, rows, [22, 23])
+    first = step(batcher, rows, [81, 82])
+    second = step(batcher, rows, [82, 83])
     assert second.reads is first.reads and second.cos_sin is first.cos_sin
-    assert first.spans.num_tokens.tolist() == [20, 1, 20, 2]
-    assert second.spans.num_tokens.tolist() == [20, 2, 20, 3]
+    assert first.spans.num_tokens.tolist() == [80, 1, 80, 2]
+    assert second.spans.num_tokens.tolist() == [80, 2, 80, 3]
 
 
 def test_equal_spans_of_another_request_are_planned_again(batcher):
     """Spans say where in its row of the block table a request reads, not in which blocks."""
-    batcher.update({"a": reader((20, 0)), "b": reader((20, 7))}, [])
+    batcher.update({"a": reader((80, 0)), "b": reader((80, 7))}, [])
     rows = {"a": [1, 2, 3, 4, 5, 6], "b": [1, 2, 3, 4, 5, 9]}
-    assert step(batcher, rows, [21, 22]).reads is not None
-    batcher.update({"c": reader((20, 7))}, ["b"])
+    assert step(batcher, rows, [81, 82]).reads is not None
+    batcher.update({"c": reader((80, 7))}, ["b"])
     elsewhere = {"a": rows["a"], "c": [11, 12, 13, 14, 15, 16]}
-    assert step(batcher, elsewhere, [22, 22]).reads is None
+    assert step(batcher, elsewhere, [82, 82]).reads is None
 
 
 def test_a_request_that_starts_again_elsewhere_is_planned_again(batcher):
-    batcher.update({"a": reader((20, 0)), "b": reader((20, 7))}, [])
-    assert step(batcher, {"a": [1, 2, 3, 4, 5, 6], "b": [1, 2, 3, 4, 5, 9]}, [21, 22]).reads
-    batcher.update({"b": reader((20, 7))}, [])  # after a preemption, perhaps in copies
+    batcher.update({"a": reader((80, 0)), "b": reader((80, 7))}, [])
+    assert step(batcher, {"a": [1, 2, 3, 4, 5, 6], "b": [1, 2, 3, 4, 5, 9]}, [81, 82]).reads
+    batcher.update({"b": reader((80, 7))}, [])  # after a preemption, perhaps in copies
     moved = {"a": [1, 2, 3, 4, 5, 6], "b": [11, 12, 13, 14, 15, 16]}
-    assert step(batcher, moved, [22, 22]).reads is None
+    assert step(batcher, moved, [82, 82]).reads is None
+
+
+def test_prefills_are_grouped_once_they_decode(batcher):
+    """Their parts of the prompt are long; what is read together is planned again after it."""
+    batcher.update({"a": reader((80, 0)), "b": reader((80, 7))}, [])
+    table = ints([[1, 2, 3, 4, 5, *range(20, 50)], [1, 2, 3, 4, 5, *range(50, 80)]])
+
+    def reads(counts, seq_lens):
+        loc = ints([0, counts[0], sum(counts)])
+        return batcher.batch(StepBatch(["a", "b"], loc, ints(seq_lens), table))[0].reads
+
+    assert reads([100, 1], [180, 81]) is None
+    assert reads([3, 1], [183, 82]) is not None
+    decoding = reads([1, 1], [184, 83])
+    assert decoding is not None
+    assert reads([1, 1], [185, 84]) is decoding
 
 
 def test_each_reads_alone_if_so_set(batcher):
-    batcher.update({"a": reader((20, 0)), "b": reader((20, 7))}, [])
+    batcher.update({"a": reader((80, 0)), "b": reader((80, 7))}, [])
     rows = {"a": [1, 2, 3, 4, 5, 6], "b": [1, 2, 3, 4, 5, 9]}
     batcher.shared_reading = False
-    assert step(batcher, rows, [21, 22]).reads is None
+    assert step(batcher, rows, [81, 82]).reads is None
     batcher.shared_reading = True
-    assert step(batcher, rows, [22, 23]).reads is not None
+    assert step(batcher, rows, [82, 83]).reads is not None
 
 
 # -- groups of layers ------------------------------------------------------------------------------
@@ -111,7 +128,11 @@ def attend(plan: SpanPlan, rotation: Rotation | None) -> torch.Tensor:
 def test_layers_of_two_groups_read_other_spans_in_one_step():
     """As after a repair of some layers: their keys lie in other blocks, one parent is left out."""
     rotation = Rotation(torch.rand(16, dtype=torch.float64), is_neox=True)
-    kinds = [LayerKind(rotation), LayerKind(None), LayerKind(rotation, group=7)]
+    kinds = [
+        LayerKind(rotation, SHAPE),
+        LayerKind(None, SHAPE),
+        LayerKind(rotation, SHAPE, group=7),
+    ]
     repaired = RequestSpans((16,), (11,), (0,), (5,), base=48)
     spans = RequestSpans((0, 16), (9, 14), (0, 0), (2, 3), base=48, other_groups={7: repaired})
     batcher = SpanBatcher(16, kinds)
@@ -144,7 +165,7 @@ def test_what_a_plan_was_made_of_may_change_after():
     if cpu.unavailable_reason() is not None:
         pytest.skip("the C++ kernels are not built")
     table = ints([[3, 5, 8, 9], [4, 11, 0, 0]])
-    batcher = SpanBatcher(16, [LayerKind(None)])
+    batcher = SpanBatcher(16, [LayerKind(None, SHAPE)])
     batcher.update({"a": RequestSpans((0,), (20,), (0,), (0,), base=32)}, [])
     (plan,) = batcher.batch(StepBatch(["a", "b"], ints([0, 1, 2]), ints([33, 2]), table))
     before = attend(plan, None)

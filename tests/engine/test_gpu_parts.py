@@ -25,6 +25,7 @@ from vllm_choreo.engine.step import RequestSpans
 from vllm_choreo.engine.worker.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
 from vllm_choreo.engine.worker.gpu_worker import ChoreoGPUWorker
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
+from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.v1_runner import ChoreoDispatcher, ChoreoGPUModelRunner
 from vllm_choreo.engine.worker.v2_runner import ChoreoCudaGraphManager, ChoreoGPUModelRunnerV2
@@ -32,9 +33,12 @@ from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.ops import LayerAttention, Layout, Rotation
 from vllm_choreo.ops.layout import write_kv
+from vllm_choreo.ops.sharing import PARTIAL_BYTES
 
 SIZES = [1, 2, 4, 8]
 BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
+SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_size=32, dtype=torch.float32)
+KIND = LayerKind(None, SHAPE)
 
 
 @pytest.fixture
@@ -235,8 +239,8 @@ def test_forward_over_spans(backend: Any, monkeypatch: pytest.MonkeyPatch) -> No
     cache = torch.zeros(6, size, kv_heads, 2 * head_size).transpose(1, 2)
     slots = torch.cat([torch.arange(16) + 3 * size, torch.arange(4) + size, torch.arange(3) + 80])
     write_kv(cache, slots, keys, values, Layout.SIDE_BY_SIDE)
-    batcher = SpanBatcher(size, [LayerKind(None)])
-    impl.prepare(batcher, LayerKind(None))
+    batcher = SpanBatcher(size, [KIND])
+    impl.prepare(batcher, KIND)
     batcher.update({"a": RequestSpans((0,), (20,), (0,), (0,), 32)}, [])
     table = torch.tensor([[3, 1, 5]], dtype=torch.int32)
     loc, lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([35], dtype=torch.int32)
@@ -263,7 +267,7 @@ def test_ordinary_batches_go_to_vllm(backend: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(stock, "forward", lambda *args, **kwargs: seen.append((args, kwargs)))
     arguments = [object() for _ in range(6)]
     output = torch.empty(0)
-    prepared = SpanBatcher(16, [LayerKind(None)])
+    prepared = SpanBatcher(16, [KIND])
     for impl.batcher in (None, prepared):
         impl.forward(*arguments, output=output, output_scale=None)
     assert seen == [((impl, *arguments, output), {"output_scale": None})] * 2
@@ -291,7 +295,6 @@ def _impl(
 # -- planning for a device -------------------------------------------------------------------------
 
 ROTATION = Rotation(torch.tensor([1.0], dtype=torch.float64), is_neox=True)
-SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_size=32, dtype=torch.float32)
 
 
 def _ints(values: Any, device: str = "cpu") -> torch.Tensor:
@@ -300,19 +303,19 @@ def _ints(values: Any, device: str = "cpu") -> torch.Tensor:
 
 def _two_readers() -> dict[str, RequestSpans]:
     return {
-        name: RequestSpans((0,), (20,), (0,), (delta,), 32) for name, delta in (("a", 0), ("b", 7))
+        name: RequestSpans((0,), (64,), (0,), (delta,), 64) for name, delta in (("a", 0), ("b", 7))
     }
 
 
 def test_planning_reads_nothing_back_from_the_device() -> None:
     """Tensors on the device "meta" have no contents: reading one back would raise."""
-    batcher = SpanBatcher(16, [LayerKind(ROTATION)], device="meta")
-    sent = {"a": [4, 5, 8], "b": [4, 5, 9], "ordinary": [7]}
+    batcher = SpanBatcher(16, [LayerKind(ROTATION, SHAPE)], device="meta")
+    sent = {"a": [4, 5, 6, 7, 8], "b": [4, 5, 6, 7, 9], "ordinary": [7]}
     batcher.update(_two_readers(), [], sent)
     assert "ordinary" not in batcher._block_ids
     table = _ints([[0] * 8] * 3, "meta")
     for own in (1, 2):
-        lens = [32 + own, 33 + own, 9 + own]
+        lens = [64 + own, 65 + own, 9 + own]
         step = StepBatch(
             ["a", "b", "ordinary"], _ints([0, 1, 2, 3]), _ints(lens), table, _ints(lens, "meta")
         )
@@ -320,22 +323,47 @@ def test_planning_reads_nothing_back_from_the_device() -> None:
         assert plans is not None and plans[0].reads is not None
         batch = plans[0]
         assert batch.reads.groups()[-1].members == (0, 1), "planned from what the scheduler sent"
-        assert batch.spans.num_tokens.tolist() == [20, own, 20, 1 + own, 9 + own]
+        assert batch.spans.num_tokens.tolist() == [64, own, 64, 1 + own, 9 + own]
         assert batch.spans.block_table is table
         assert batch.cos_sin.device.type == "meta"
     batcher.update({}, ["a", "b"])
     assert not batcher._block_ids and not batcher.reads_spans(["a", "b"])
 
 
+def test_partial_results_have_their_memory_before_the_profile() -> None:
+    """What vLLM measures the rest of must hold it: the KV cache takes all that is left."""
+
+    class Profiled:
+        device = torch.device("meta")
+
+        def profile_run(self) -> None:
+            assert self._workspace is not None  # type: ignore[attr-defined]
+            self.profiled = self._workspace  # type: ignore[attr-defined]
+
+    class Runner(ChoreoModelRunner, Profiled):
+        pass
+
+    runner: Any = Runner()
+    runner.profile_run()
+    assert runner.profiled.nbytes == PARTIAL_BYTES
+    runner.profile_run()
+    assert runner.profiled is runner._workspace, "allocated once"
+    batcher = SpanBatcher(16, [KIND], workspace=runner._workspace)
+    batcher.update(_two_readers(), [])
+    table, lens = _ints([[4, 5, 6, 7, 8], [4, 5, 6, 7, 9]]), _ints([65, 65])
+    plans = batcher.batch(StepBatch(["a", "b"], _ints([0, 1, 2]), lens, table))
+    assert plans is not None and plans[0].workspace is runner._workspace
+
+
 def test_tiles_are_kept_until_queries_or_work_change() -> None:
     pytest.importorskip("triton")
-    batcher = SpanBatcher(16, [LayerKind(None, SHAPE)])
+    batcher = SpanBatcher(16, [KIND], is_tiled=True)
     batcher.update(_two_readers(), [])
-    table = _ints([[4, 5, *range(10, 110)], [4, 5, *range(110, 210)]])
+    table = _ints([[4, 5, 6, 7, *range(10, 110)], [4, 5, 6, 7, *range(110, 210)]])
 
     def tiles(own: int, start: Any = (0, 1, 2), exact: int | None = None) -> Any:
-        lens = _ints([32 + own] * 2)
-        device_lens = lens if exact is None else _ints([32 + exact] * 2)
+        lens = _ints([64 + own] * 2)
+        device_lens = lens if exact is None else _ints([64 + exact] * 2)
         plans = batcher.batch(StepBatch(["a", "b"], _ints(start), lens, table, device_lens))
         assert plans is not None
         return plans[0].tiles
@@ -347,17 +375,17 @@ def test_tiles_are_kept_until_queries_or_work_change() -> None:
     grown = tiles(600)
     assert grown.classes is not first.classes
     assert tiles(601).classes is grown.classes
-    prefill = tiles(610, (0, 9, 10))
+    prefill = tiles(610, (0, 8, 9))
     assert prefill.classes is not grown.classes
     batcher.shared_reading = False
-    assert tiles(611, (0, 9, 10)).classes is not prefill.classes
+    assert tiles(611, (0, 8, 9)).classes is not prefill.classes
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (9, 3), (32, 4), (64, 1)])
 def test_warm_up_meets_tiles_of_every_size(heads: int, kv_heads: int) -> None:
     pytest.importorskip("triton")
     shape = LayerShape(heads, kv_heads, 64, torch.bfloat16)
-    batcher = SpanBatcher(16, [LayerKind(None, shape)])
+    batcher = SpanBatcher(16, [LayerKind(None, shape)], is_tiled=True)
     seen: list[Any] = []
 
     def forward(layer: Any, query: torch.Tensor, *args: Any) -> None:

@@ -2,6 +2,7 @@
 """Reading together gives what reading alone gives, whatever the spans have in common."""
 
 import dataclasses
+import functools
 import itertools
 import random
 
@@ -11,14 +12,17 @@ import torch
 from tests.ops.cases import TOLERANCE, Case, dense_attention, ints, make_case, run
 from vllm_choreo.ops import SpanBatch, plan_shared_reads
 from vllm_choreo.ops.layout import key_view, value_view
+from vllm_choreo.ops.sharing import MIN_SHARED_TOKENS
 
 # (q_len, own tokens computed before, lengths of the parents): few lengths, so that spans coincide.
 WORKLOADS = {
     "voters": [(1, 3, [96, 40, 64])] * 5,
     "voters begin": [(7, 0, [96, 40, 64])] * 3,
-    "a prefill among decodes": [(1, 3, [96, 40]), (90, 0, [96, 40]), (0, 5, [96]), (1, 30, [])],
+    "a prefill among decodes": [
+        (1, 3, [96, 40]), (90, 0, [96, 40]), (0, 5, [96]), (1, 30, []), (2, 8, [96, 96, 40])
+    ],
     "the same message twice": [(2, 1, [40, 40, 64]), (1, 8, [40, 40])],
-}
+}  # fmt: skip
 VARIANTS = {
     "plain": {},
     "interleaved": {"is_neox": False},
@@ -29,6 +33,10 @@ VARIANTS = {
     "many heads each": {"num_kv_heads": 1, "group_heads": 14},
     "block of 16": {"block_size": 16},
 }
+
+
+# However little: what does not pay must be right as well, and small cases have more groups.
+shared_reads = functools.partial(plan_shared_reads, min_tokens=16)
 
 
 def shared_case(seed: int, workload: str, **options) -> Case:
@@ -58,7 +66,7 @@ def shared_case(seed: int, workload: str, **options) -> Case:
 @pytest.mark.parametrize("variant", ["plain", "softcap", "alibi"])
 def test_reference_equals_dense_float64(workload, variant):
     case = shared_case(1, workload, **VARIANTS[variant])
-    reads = plan_shared_reads(case.batch)
+    reads = shared_reads(case.batch)
     assert reads is not None
     expected = dense_attention(case).float()
     torch.testing.assert_close(run(case, "reference", reads), expected, **TOLERANCE[torch.float32])
@@ -69,7 +77,7 @@ def test_reference_equals_dense_float64(workload, variant):
 def test_kernel_equals_reference(kernel, variant, dtype):
     for seed, workload in enumerate(WORKLOADS):
         case = shared_case(seed, workload, dtype=dtype, **VARIANTS[variant])
-        reads = plan_shared_reads(case.batch)
+        reads = shared_reads(case.batch)
         assert reads is not None
         expected = run(case, "reference", None)
         torch.testing.assert_close(run(case, kernel, reads), expected, **TOLERANCE[dtype])
@@ -88,7 +96,7 @@ def test_many_readers_of_much(cpu_kernel, num_reqs, threads):
         first_slot = batch.first_slot.clone()
         first_slot[0::3], first_slot[1::3] = 5, 64
         case.batch = dataclasses.replace(batch, block_table=table, first_slot=first_slot)
-        reads = plan_shared_reads(case.batch)
+        reads = shared_reads(case.batch)
         assert reads is not None
         expected = run(case, "reference", None)
         torch.testing.assert_close(
@@ -101,7 +109,7 @@ def test_many_readers_of_much(cpu_kernel, num_reqs, threads):
 @pytest.mark.parametrize("seed", range(20))
 def test_every_token_is_read_once_by_every_span(seed):
     batch = shared_case(seed, list(WORKLOADS)[seed % len(WORKLOADS)]).batch
-    reads = plan_shared_reads(batch)
+    reads = shared_reads(batch)
     assert reads is not None
     found: dict[int, list[int]] = {}
     spans_of = _spans_of_requests(batch)
@@ -147,8 +155,8 @@ def _two_readers(first: tuple[int, int], second: tuple[int, int], table=None) ->
     )  # fmt: skip
 
 
-def _shared_tokens(batch: SpanBatch) -> int:
-    reads = plan_shared_reads(batch)
+def _shared_tokens(batch: SpanBatch, min_tokens: int = 16) -> int:
+    reads = shared_reads(batch, min_tokens=min_tokens)
     if reads is None:
         return 0
     return sum(p.num_tokens for group in reads.groups()[2:] for p in group.pieces)
@@ -163,20 +171,21 @@ def test_sub_spans_share_the_blocks_that_they_cut_alike():
 
 
 def test_little_in_common_is_read_alone():
-    assert _shared_tokens(_two_readers((3, 15), (3, 15))) == 0
-    assert _shared_tokens(_two_readers((3, 16), (3, 16))) == 16
+    fewest = MIN_SHARED_TOKENS
+    for tokens, shared in ((fewest - 1, 0), (fewest, fewest)):
+        assert _shared_tokens(_two_readers((3, tokens), (3, tokens)), fewest) == shared
 
 
 def test_equal_spans_in_other_blocks_are_not_shared():
     other = [list(range(8)), [10, 11, 12, 13, 14, 15, 16, 17]]
-    assert plan_shared_reads(_two_readers((0, 100), (0, 100), other)) is None
+    assert shared_reads(_two_readers((0, 100), (0, 100), other)) is None
 
 
 def test_padding_is_never_read(impl):
     """NaN in every slot that no span covers changes nothing."""
     case = make_case(3, [(1, 0, [100]), (1, 0, [100])])
     case.batch = _two_readers((0, 100), (0, 100))
-    reads = plan_shared_reads(case.batch)
+    reads = shared_reads(case.batch)
     expected = run(case, impl, reads)
     for slot in set(range(40 * 32)) - set(range(100)) - {224, 288}:
         key_view(case.kv_cache)[slot // 32, :, slot % 32] = float("nan")
@@ -188,7 +197,7 @@ def test_reads_of_another_batch_are_refused(cpu_kernel):
     """A plan that does not fit must never turn into wrong numbers."""
     case = make_case(4, [(1, 0, [100]), (1, 0, [100])])
     case.batch = _two_readers((0, 100), (0, 100))
-    reads = plan_shared_reads(case.batch)
+    reads = shared_reads(case.batch)
     moved = [list(range(8)), [0, 11, 2, 3, 4, 5, 6, 9]]
     case.batch = _two_readers((0, 100), (0, 100), moved)
     with pytest.raises(ValueError, match="read different slots"):

@@ -16,9 +16,10 @@ import torch
 
 from tests.ops.cases import GPU, TOLERANCE, Case, ints, make_case, make_rotation, run
 from tests.ops.test_sharing import WORKLOADS as SHARED
-from tests.ops.test_sharing import shared_case
+from tests.ops.test_sharing import shared_case, shared_reads
 from tests.ops.test_span_attention import WORKLOADS
-from vllm_choreo.ops import Layout, plan_shared_reads, reposition_keys, span_attention, triton
+from vllm_choreo.ops import Layout, reposition_keys, span_attention, triton
+from vllm_choreo.ops.sharing import PARTIAL_BYTES
 from vllm_choreo.ops.tiles import plan_tiles
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -107,7 +108,7 @@ def with_tiles(case: Case, tiles) -> torch.Tensor:
 def test_tiles_serve_while_own_spans_grow(workload):
     """The plan of a step serves the next ones: only the counts of own tokens change."""
     case = shared_case(5, workload)
-    reads = plan_shared_reads(case.batch)
+    reads = shared_reads(case.batch)
     tiles = tiles_of(case, reads)
     batch = case.batch
     own = batch.span_start_loc[1:].long() - 1
@@ -125,7 +126,7 @@ def test_tiles_serve_while_own_spans_grow(workload):
 def test_every_token_of_a_tile_is_in_one_item(num_programs):
     case = shared_case(6, "a prefill among decodes")
     batch = case.batch
-    reads = plan_shared_reads(batch)
+    reads = shared_reads(batch)
     tiles = plan_tiles(batch, reads, num_heads=6, num_kv_heads=2, max_rows=64,
                        num_programs=num_programs, device="cpu")  # fmt: skip
     segments = tiles.segments.tolist()
@@ -171,6 +172,21 @@ def test_kernels_compile_for_gpus(arch):
     }  # fmt: skip
     assert all(0 <= kernel["shared"] <= SHARED_MEMORY[arch] for kernel in kernels), kernels
     assert all(kernel["cubin"] > 1000 for kernel in kernels)
+
+
+def test_partial_results_go_where_they_are_told():
+    case = make_case(3, [(1, 700, [700, 30, 600]), (2, 700, [])], num_kv_heads=2)
+    expected = run(case, "triton")
+    room = torch.full((PARTIAL_BYTES // 4,), float("nan"), device=GPU)
+    output = torch.empty_like(case.query, device=GPU)
+    arguments = case.query.to(GPU), case.kv_cache.to(GPU), output
+    plan, layer = dataclasses.replace(case.plan(device=GPU), workspace=room), case.layer(GPU)
+    span_attention(*arguments, plan, layer, "triton")
+    torch.testing.assert_close(output.cpu(), expected, atol=0, rtol=0)
+    assert not room[0].isnan()
+    small = dataclasses.replace(plan, workspace=room[:8])
+    with pytest.raises(ValueError, match="workspace has 8 numbers"):
+        span_attention(*arguments, small, layer, "triton")
 
 
 def test_other_dtypes_are_refused():

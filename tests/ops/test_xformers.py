@@ -120,7 +120,7 @@ def test_every_query_attends_to_every_parent():
 
 
 def test_reads_change_nothing():
-    case = make_case(5, [(1, 3, [40])] * 2, dtype=torch.float16)
+    case = make_case(5, [(1, 3, [80])] * 2, dtype=torch.float16)
     case.layout = Layout.SIDE_BY_SIDE
     batch = case.batch
     first_slot = batch.first_slot.clone().index_fill_(0, torch.tensor([0, 2]), 7)

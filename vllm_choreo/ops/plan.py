@@ -31,12 +31,16 @@ class SpanPlan:
             with the same result; None: each request reads for itself.
         tiles: ``make_tiles`` of spans and reads, for ``impl="triton"``, which otherwise makes
             them in every call; others do without.
+        workspace: flat float32 of ``sharing.PARTIAL_BYTES``, on the device, for the partial results
+            of ``impl="triton"``, which otherwise allocates in every call. Layers run one after
+            another, so all share it.
     """
 
     spans: SpanBatch
     cos_sin: torch.Tensor | None
     reads: SharedReads | None = None
     tiles: Tiles | None = None
+    workspace: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ and FlashInfer's do so for a common prefix.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,23 @@ import torch
 from vllm_choreo.ops.spans import SpanBatch, ints
 
 # Fewer tokens than this in common are read by each request alone: a partial result and its merge
-# cost something. 2 to 16 readers with 200 tokens of their own, 9 / 3 heads of size 64, Zen 5:
-# 16 tokens in common cost 3 to 9 % more together than alone, 64 tokens 1 to 5 %.
-MIN_SHARED_TOKENS = 16
+# cost something. Time alone / together of a decode step, 2, 4, 16 readers with 200 tokens of their
+# own, Zen 5, one thread, fastest tenth of interleaved calls on a busy machine (3 % either way):
+#   tokens in common      16               32               64               128
+#   9 / 3 heads of 64     1.00 0.97 0.99   0.94 0.99 0.96   1.01 1.02 0.96   0.96 1.06 1.00
+#   32 / 8 heads of 128   1.01 0.97 0.99   1.02 1.00 0.87   1.02 1.03 0.90   1.16 1.10 1.09
+MIN_SHARED_TOKENS = 64
+# Requests with more queries than this in a step read for themselves: their own queries fill tiles,
+# so keys and values are read about as seldom, and every query would leave a partial result. Time
+# alone / together, 4 readers of 1,000 tokens, measured alike:
+#   queries of each           1        4        8        16       128
+#   9 / 3 heads of 64         1.46     1.01     0.98     0.94     0.76
+#   32 / 8 heads of 128       1.63     1.04     0.91     1.02     0.93
+# Kernels on GPUs are bound by reading for longer; drafts of speculation stay below.
+MAX_SHARED_QUERIES = 8
+# Of all partial results of a layer. 256 decoding requests of 32 heads of size 128 may each be
+# members of 13 groups.
+PARTIAL_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,17 +109,48 @@ class Group:
     pieces: list[SharedPiece]
 
 
-def plan_shared_reads(batch: SpanBatch) -> SharedReads | None:
+def partial_row_bytes(num_heads: int, head_size: int) -> int:
+    """Memory of a partial result of a query in all heads, whatever the implementation.
+
+    In float32: an output, maximum and sum or log-sum-exp, and what rounding up to cache lines adds.
+    """
+    return 4 * num_heads * (head_size + 17)
+
+
+def counted_queries(query_start_loc: torch.Tensor) -> list[int]:
+    """How many queries of each request may be read for together; 0: the request reads alone.
+
+    The count of a decoding request is exact, others are rounded up: as long as the counts stay the
+    same, so does the plan.
+    """
+    counts = ints(query_start_loc.diff())
+    return [0 if n > MAX_SHARED_QUERIES else n if n <= 1 else MAX_SHARED_QUERIES for n in counts]
+
+
+def plan_shared_reads(
+    batch: SpanBatch, max_partials: int | None = None, min_tokens: int = MIN_SHARED_TOKENS
+) -> SharedReads | None:
     """Find what the requests of a batch read in common, from the block table alone.
 
-    Valid for as long as the block table's parents and the parents' spans stay the same; own spans
-    may grow.
+    Valid for as long as the block table's parents, the parents' spans and the `counted_queries`
+    stay the same; own spans may grow.
+
+    Args:
+        batch: in host memory.
+        max_partials: partial results, of a query in all heads each, that reading together may
+            leave; the groups that pay least are dropped.
+        min_tokens: that readers must have in common to read together.
 
     Returns:
-        The groups; None if no two spans have enough tokens in common.
+        The groups; None if no two spans have enough tokens in common, or none may be grouped.
     """
+    counts = counted_queries(batch.query_start_loc)
     request_of = _parent_spans(batch)
     alone: list[list[SharedPiece]] = [[] for _ in range(batch.num_reqs)]
+    num_tokens = ints(batch.num_tokens)
+    for j in [j for j, r in request_of.items() if not counts[r]]:
+        alone[request_of[j]].append(SharedPiece(num_tokens[j], ((j, 0),)))
+    request_of = {j: r for j, r in request_of.items() if counts[r]}
     shared: dict[tuple[int, ...], list[SharedPiece]] = {}
     for piece in _pieces(batch, request_of):
         readers = tuple(request_of[span] for span, _ in piece.reads)
@@ -113,7 +158,12 @@ def plan_shared_reads(batch: SpanBatch) -> SharedReads | None:
             shared.setdefault(readers, []).append(piece)
         else:
             alone[readers[0]].append(piece)
-    for readers in [r for r in shared if sum(p.num_tokens for p in shared[r]) < MIN_SHARED_TOKENS]:
+    sizes = {readers: sum(p.num_tokens for p in pieces) for readers, pieces in shared.items()}
+    dropped = {readers for readers, size in sizes.items() if size < min_tokens}
+    if max_partials is not None:
+        paying = {readers: sizes[readers] for readers in sizes.keys() - dropped}
+        dropped |= _beyond_cap(paying, counts, max_partials)
+    for readers in dropped:
         for piece in shared.pop(readers):
             for request, read in zip(readers, piece.reads, strict=True):
                 alone[request].append(SharedPiece(piece.num_tokens, (read,)))
@@ -121,6 +171,25 @@ def plan_shared_reads(batch: SpanBatch) -> SharedReads | None:
         return None
     singles = [Group((r,), pieces) for r, pieces in enumerate(alone)]
     return _flatten([*singles, *(Group(*item) for item in shared.items())])
+
+
+def _beyond_cap(
+    sizes: Mapping[tuple[int, ...], int], counts: Sequence[int], max_partials: int
+) -> set[tuple[int, ...]]:
+    """The readers that must not read together, of those with so many tokens in common."""
+    rows = {readers: sum(counts[r] for r in readers) for readers in sizes}
+    # Tokens that are not read again, for each partial result.
+    worth = {readers: size * (len(readers) - 1) / rows[readers] for readers, size in sizes.items()}
+    dropped, grouped, total = set(), set[int](), 0
+    for readers in sorted(sizes, key=lambda readers: (-worth[readers], readers)):
+        # Requests that are in a group at all leave one more, of what they read alone.
+        new = set(readers) - grouped
+        added = rows[readers] + sum(counts[r] for r in new)
+        if total + added > max_partials:
+            dropped.add(readers)
+        else:
+            total, grouped = total + added, grouped | new
+    return dropped
 
 
 def _parent_spans(batch: SpanBatch) -> dict[int, int]:

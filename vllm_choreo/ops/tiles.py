@@ -100,6 +100,7 @@ def plan_tiles(
     max_rows: int,
     num_programs: int,
     device: torch.device | str,
+    max_partials: int | None = None,
 ) -> Tiles:
     """Cut the work of a batch.
 
@@ -110,11 +111,20 @@ def plan_tiles(
         max_rows: of a tile, a power of two; more where one query alone has more heads.
         num_programs: how many the device runs at once; more work than that is not split.
         device: where the plan goes.
+        max_partials: rows of partial results that there is room for. If they would be more, long
+            tiles are not split, then groups not read together.
     """
-    planner = _Planner(batch, num_heads // num_kv_heads, max_rows)
-    for g, group in enumerate(_alone(batch) if reads is None else reads.groups()):
-        planner.add_group(group, has_own=g < batch.num_reqs)
-    planner.split(num_programs // num_kv_heads)
+    group_heads, num_items = num_heads // num_kv_heads, num_programs // num_kv_heads
+    alone = list(_alone(batch))
+    groups = alone if reads is None else reads.groups()
+    # Together and split, together, alone and split, alone: that leaves no partial results at all.
+    for chosen, items in ((groups, num_items), (groups, 1), (alone, num_items), (alone, 0)):
+        planner = _Planner(batch, group_heads, max_rows)
+        for g, group in enumerate(chosen):
+            planner.add_group(group, has_own=g < batch.num_reqs)
+        planner.split(items)
+        if max_partials is None or planner.num_partials <= max_partials:
+            break
     return planner.finish(device)
 
 
@@ -199,7 +209,7 @@ class _Planner:
         """Share out the tokens of long tiles, for about `num_items` items in all."""
         target = sum(tile.cost for tile in self.tiles) / max(num_items, 1)
         for tile in self.tiles:
-            wanted = int(tile.cost / max(target, 1))
+            wanted = int(tile.cost / max(target, 1)) if num_items else 1
             num_splits = max(1, min(wanted, tile.num_tokens // MIN_SPLIT_TOKENS))
             self._split(tile, num_splits)
         num_results: dict[int, int] = {}
@@ -209,7 +219,7 @@ class _Planner:
         for tile in self.tiles:
             if any(num_results[query] > 1 for query, _, _ in tile.queries):
                 tile.first_partial = self.num_partials
-                self.num_partials += len(tile.items) * (tile.num_rows // self.group_heads)
+                self.num_partials += len(tile.items) * len(tile.queries)
 
     def _split(self, tile: _Tile, num_splits: int) -> None:
         """Items: (first segment, end segment, own request or -1, own share, own shares)."""
@@ -273,10 +283,11 @@ class _Planner:
         return Tiles(classes=classes, num_partials=self.num_partials, **common)
 
     def _list_partials(self, tile: _Tile, rows_of: dict[int, list[int]]) -> None:
-        width = tile.num_rows // self.group_heads
-        for i in range(len(tile.items)):
-            for slot, (query, _, _) in enumerate(tile.queries):
-                rows_of.setdefault(query, []).append(tile.first_partial + i * width + slot)
+        row = tile.first_partial
+        for _ in tile.items:
+            for query, _, _ in tile.queries:
+                rows_of.setdefault(query, []).append(row)
+                row += 1
 
     def _class_arrays(self, num_rows: int, tiles: Sequence[tuple[_Tile, int]]) -> Iterator[list]:
         """Query, request, column, items of the tiles of a size, each with its first segment."""
@@ -287,7 +298,7 @@ class _Planner:
             yield [[slot[i] for slot in of_tile] for of_tile in slots]
         yield [
             (index, base + first, base + end, own, share, shares,
-             tile.first_partial + i * width if tile.first_partial >= 0 else -1)
+             tile.first_partial + i * len(tile.queries) if tile.first_partial >= 0 else -1)
             for index, (tile, base) in enumerate(tiles)
             for i, (first, end, own, share, shares) in enumerate(tile.items)
         ]  # fmt: skip

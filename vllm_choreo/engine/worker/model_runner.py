@@ -21,6 +21,7 @@ from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBa
 from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.errors import UnsupportedModelError
 from vllm_choreo.ops import Rotation, detect_layout, reposition_keys
+from vllm_choreo.ops.sharing import PARTIAL_BYTES
 
 _NO_ROTATION = Rotation(inv_freq=torch.empty(0, dtype=torch.float64), is_neox=True)
 
@@ -43,6 +44,7 @@ class ChoreoModelRunner:
     layer_positions: Sequence[LayerPositions]
     host_blocks: HostBlocks | None
     _in_step = False
+    _workspace: torch.Tensor | None = None
 
     @property
     def graphs(self) -> Any:
@@ -68,17 +70,34 @@ class ChoreoModelRunner:
         )
         kinds = {p.layer: self._kind(layers[p.layer], p.rotation) for p in self.layer_positions}
         config = ChoreoConfig.from_vllm(self.vllm_config)
+        is_tiled = any(layer.impl.resolved_kernels() == "triton" for layer in layers.values())
         self.batcher = SpanBatcher(
-            block_size, list(dict.fromkeys(kinds.values())), config.shared_reading, self.device
+            block_size,
+            list(dict.fromkeys(kinds.values())),
+            config.shared_reading,
+            self.device,
+            is_tiled,
+            self._workspace,
         )
         for name, kind in kinds.items():
             layers[name].impl.prepare(self.batcher, kind)
         self.host_blocks = self._make_host_blocks(config)
         self._guard_graphs()
-        if any(kind.shape for kind in kinds.values()):
+        if is_tiled:
             warm_up(layers.values(), self.batcher, self._table_width)
             if config.reposition == "in_place":
                 self._move_keys([BlockMove(src=0, dst=0, delta=0)])  # block 0 is nobody's
+
+    def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's, which measures what memory is left for the KV cache.
+
+        On a GPU that leaves out what partial results of attention take: allocated here, once.
+        """
+        if self.device.type != "cpu" and self._workspace is None:
+            self._workspace = torch.empty(
+                PARTIAL_BYTES // 4, dtype=torch.float32, device=self.device
+            )
+        super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
     def _without_adapters(self: Any, num_tokens: int) -> None:
         """Have the next run of the model use no adapter for so many tokens."""
@@ -87,8 +106,6 @@ class ChoreoModelRunner:
 
     def _kind(self, layer: Any, rotation: Rotation | None) -> LayerKind:
         """What the layer shares with others."""
-        if layer.impl.resolved_kernels() != "triton":
-            return LayerKind(rotation)
         heads = layer.num_heads, layer.num_kv_heads, layer.head_size
         return LayerKind(rotation, LayerShape(*heads, self.kv_cache_dtype))
 

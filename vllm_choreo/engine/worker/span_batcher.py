@@ -18,6 +18,7 @@ import torch
 
 from vllm_choreo.engine.step import RequestSpans
 from vllm_choreo.ops import Rotation, SharedReads, SpanBatch, SpanPlan, plan_shared_reads
+from vllm_choreo.ops.sharing import PARTIAL_BYTES, counted_queries, partial_row_bytes
 from vllm_choreo.ops.tiles import MIN_SPLIT_TOKENS, Tiles
 
 _ORDINARY = RequestSpans((), (), (), (), 0)
@@ -37,12 +38,12 @@ class LayerKind(NamedTuple):
 
     Attributes:
         rotation: of the layer; None: it has none.
-        shape: of the layer, if its kernels take tiles (`impl="triton"`), else None.
+        shape: of the layer.
         group: layers of a group read the same spans, see `RequestSpans.of_group`.
     """
 
     rotation: Rotation | None
-    shape: LayerShape | None = None
+    shape: LayerShape
     group: int = 0
 
 
@@ -77,6 +78,8 @@ class SpanBatcher:
         kinds: of the model's layers, each once.
         shared_reading: see the attribute.
         device: of the KV cache.
+        is_tiled: whether the layers' kernels take tiles (`impl="triton"`).
+        workspace: see `SpanPlan`.
 
     Attributes:
         shared_reading: read what several requests attend to once for all of them. May be set
@@ -91,6 +94,8 @@ class SpanBatcher:
         kinds: Sequence[LayerKind],
         shared_reading: bool = True,
         device: torch.device | str = "cpu",
+        is_tiled: bool = False,
+        workspace: torch.Tensor | None = None,
     ) -> None:
         self.block_size = block_size
         self.kinds = tuple(kinds)
@@ -101,7 +106,7 @@ class SpanBatcher:
         self._block_ids: dict[str, Sequence[int]] = {}
         self._laid_out: list[RequestSpans] = []
         self._groups = [
-            _GroupBatcher(block_size, group, self.kinds, self.device)
+            _GroupBatcher(self, group, is_tiled, workspace)
             for group in dict.fromkeys(kind.group for kind in self.kinds)
         ]
 
@@ -142,17 +147,19 @@ class SpanBatcher:
         # By identity: the spans of a request that starts again are a new object, and may lie in
         # other blocks.
         is_new = len(requests) != len(self._laid_out) or any(map(is_not, requests, self._laid_out))
-        host_table = None
         if is_new:
-            is_host = step.block_table.device.type == "cpu"
-            host_table = step.block_table if is_host else self._sent_table(step.request_ids)
             for group in self._groups:
                 group.lay_out(requests)
             self._laid_out = requests
         plans: dict[int, SpanPlan] = {}
         for group in self._groups:
-            plans.update(group.batch(step, host_table, self.shared_reading))
+            plans.update(group.batch(step, is_new))
         return [plans[index] for index in range(len(self.kinds))]
+
+    def host_table(self, step: StepBatch) -> torch.Tensor:
+        """The block table in host memory, as far as planning looks it up."""
+        is_host = step.block_table.device.type == "cpu"
+        return step.block_table if is_host else self._sent_table(step.request_ids)
 
     def _sent_table(self, request_ids: Sequence[str]) -> torch.Tensor:
         """The block table in host memory, as far as the scheduler sent it when requests started.
@@ -167,20 +174,32 @@ class _GroupBatcher:
     """The part of a `SpanBatcher` for the layers of one group."""
 
     def __init__(
-        self, block_size: int, group: int, kinds: Sequence[LayerKind], device: torch.device
+        self,
+        batcher: SpanBatcher,
+        group: int,
+        is_tiled: bool,
+        workspace: torch.Tensor | None,
     ) -> None:
-        self.block_size = block_size
+        self.batcher = batcher
         self.group = group
-        self.device = device
-        self._kinds = {i: kind for i, kind in enumerate(kinds) if kind.group == group}
+        self.device = batcher.device
+        self.is_tiled = is_tiled
+        self.workspace = workspace
+        self._kinds = {i: kind for i, kind in enumerate(batcher.kinds) if kind.group == group}
+        self._shapes = {kind.shape for kind in self._kinds.values()}
+        self._max_partials = min(
+            PARTIAL_BYTES // partial_row_bytes(shape.num_heads, shape.head_size)
+            for shape in self._shapes
+        )
         self._columns: dict[str, torch.Tensor] = {}
         self._own: torch.Tensor = torch.empty(0, dtype=torch.int64)
         self._bases: torch.Tensor = torch.empty(0, dtype=torch.int32)
         self._device_bases: torch.Tensor = self._bases
         self._cos_sin: dict[Rotation | None, torch.Tensor | None] = {}
         self._reads: SharedReads | None = None
-        self._tiles: dict[LayerShape | None, Tiles] = {}
-        self._tiled_for: tuple[bool, list[int]] | None = None
+        self._reads_for: list[int] = []
+        self._tiles: dict[LayerShape, Tiles] = {}
+        self._tiled_for: tuple[object, SharedReads | None, list[int]] = (None, None, [])
         self._tiled_own: torch.Tensor = self._bases
 
     def lay_out(self, requests: Sequence[RequestSpans]) -> None:
@@ -210,16 +229,13 @@ class _GroupBatcher:
             for rotation in {kind.rotation for kind in self._kinds.values()}
         }
 
-    def batch(
-        self, step: StepBatch, host_table: torch.Tensor | None, shared_reading: bool
-    ) -> dict[int, SpanPlan]:
+    def batch(self, step: StepBatch, is_new: bool) -> dict[int, SpanPlan]:
         """The plans of the group's kinds, by the kinds' indices.
 
         Args:
             step: of the requests that were laid out last.
-            host_table: the block table in host memory; None: since the step before only the own
-                spans have grown, as vLLM lets its sequences.
-            shared_reading: as in `SpanBatcher`.
+            is_new: if not, then since the step before only the own spans have grown, as vLLM lets
+                its sequences.
         """
         own = step.seq_lens - self._bases
         num_tokens = self._columns["num_tokens"].clone()
@@ -227,39 +243,41 @@ class _GroupBatcher:
         spans = SpanBatch(
             query_start_loc=step.query_start_loc,
             block_table=step.block_table,
-            block_size=self.block_size,
+            block_size=self.batcher.block_size,
             **{**self._columns, "num_tokens": num_tokens},
         )
-        if host_table is not None:
+        if is_new:
             spans.validate()
-            self._reads = plan_shared_reads(dataclasses.replace(spans, block_table=host_table))
-        reads = self._reads if shared_reading else None
-        tiles = self._tiles_of(step, spans, reads, own, is_new=host_table is not None)
+        reads = self._reads_of(step, spans, is_new) if self.batcher.shared_reading else None
+        tiles = self._tiles_of(step, spans, reads, own) if self.is_tiled else {}
         return {
-            index: SpanPlan(spans, self._cos_sin[kind.rotation], reads, tiles.get(kind.shape))
+            index: SpanPlan(
+                spans, self._cos_sin[kind.rotation], reads, tiles.get(kind.shape), self.workspace
+            )
             for index, kind in self._kinds.items()
         }
 
+    def _reads_of(self, step: StepBatch, spans: SpanBatch, is_new: bool) -> SharedReads | None:
+        """What is read together; planned anew where a request begins to decode, too."""
+        counts = counted_queries(spans.query_start_loc)
+        if is_new or counts != self._reads_for:
+            in_host = dataclasses.replace(spans, block_table=self.batcher.host_table(step))
+            self._reads = plan_shared_reads(in_host, self._max_partials)
+            self._reads_for = counts
+        return self._reads
+
     def _tiles_of(
-        self,
-        step: StepBatch,
-        spans: SpanBatch,
-        reads: SharedReads | None,
-        own: torch.Tensor,
-        is_new: bool,
-    ) -> dict[LayerShape | None, Tiles]:
+        self, step: StepBatch, spans: SpanBatch, reads: SharedReads | None, own: torch.Tensor
+    ) -> dict[LayerShape, Tiles]:
         """Per shape of a layer, how its work is cut."""
-        shapes = {kind.shape for kind in self._kinds.values() if kind.shape is not None}
-        if not shapes:
-            return {}
-        if is_new or not self._tiles_serve(spans, reads, own):
+        if not self._tiles_serve(spans, reads, own):
             from vllm_choreo.ops.triton import make_tiles
 
             self._tiles = {
                 shape: make_tiles(spans, reads, device=self.device, **shape._asdict())
-                for shape in shapes
+                for shape in self._shapes
             }
-            self._tiled_for = (reads is None, spans.query_start_loc.tolist())
+            self._tiled_for = (self._columns, reads, spans.query_start_loc.tolist())
             self._tiled_own = own
         assert step.device_seq_lens is not None
         own_tokens = step.device_seq_lens - self._device_bases
@@ -270,7 +288,9 @@ class _GroupBatcher:
 
         They hold for the same queries; own spans that grow leave the shares of the work uneven.
         """
-        if self._tiled_for != (reads is None, spans.query_start_loc.tolist()):
+        laid_out, tiled_reads, query_start_loc = self._tiled_for
+        is_same = laid_out is self._columns and tiled_reads is reads
+        if not is_same or query_start_loc != spans.query_start_loc.tolist():
             return False
         return not bool((own > 2 * self._tiled_own.clamp(min=MIN_SPLIT_TOKENS)).any())
 

@@ -11,17 +11,18 @@ import torch
 
 from vllm_choreo.engine.step import RequestSpans
 from vllm_choreo.engine.worker.span_batcher import LayerKind, SpanBatcher, StepBatch, to_device
+from vllm_choreo.ops.sharing import MIN_SHARED_TOKENS
 from vllm_choreo.ops.tiles import MIN_ROWS
 
-_NUM_REQUESTS = 3
+_NUM_REQUESTS = 4
 
 
 @torch.inference_mode()
 def warm_up(layers: Iterable[Any], batcher: SpanBatcher, table_width: int) -> None:
     """Run every kind of layer once on made-up calls, whose results nobody sees.
 
-    They read the same tokens, with few, some and many queries: that takes tiles of every size,
-    and results that are merged.
+    They read the same tokens, two with one query each, and with some and many queries: that takes
+    tiles of every size, and results that are merged.
 
     Args:
         layers: of the model, with their KV caches.
@@ -31,9 +32,7 @@ def warm_up(layers: Iterable[Any], batcher: SpanBatcher, table_width: int) -> No
     # All zeros: block 0 belongs to no request.
     table = torch.zeros(_NUM_REQUESTS, table_width, dtype=torch.int32, device=batcher.device)
     for layer in {_compiled_for(batcher, layer): layer for layer in layers}.values():
-        shape = _kind(batcher, layer).shape
-        assert shape is not None
-        num_heads, num_kv_heads, head_size, dtype = shape
+        num_heads, num_kv_heads, head_size, dtype = _kind(batcher, layer).shape
         num_queries = _start_batch(batcher, num_heads // num_kv_heads, table)
         query = torch.zeros(num_queries, num_heads, head_size, dtype=dtype, device=batcher.device)
         layer.impl.forward(layer, query, None, None, layer.kv_cache, None, torch.empty_like(query))
@@ -55,11 +54,13 @@ def _compiled_for(batcher: SpanBatcher, layer: Any) -> tuple[Any, ...]:
 
 def _start_batch(batcher: SpanBatcher, group_heads: int, block_table: torch.Tensor) -> int:
     """Make the calls the running batch. Returns its number of queries."""
-    base = batcher.block_size
-    room = (block_table.shape[1] - 1) * base
-    lens = [min(n // group_heads + 1, room) for n in (0, MIN_ROWS, 4 * MIN_ROWS)]
+    size = batcher.block_size
+    num_blocks = -(-MIN_SHARED_TOKENS // size)
+    base = num_blocks * size
+    room = (block_table.shape[1] - num_blocks) * size
+    lens = [min(n // group_heads + 1, room) for n in (0, 0, MIN_ROWS, 4 * MIN_ROWS)]
     spans = {str(r): RequestSpans((0,), (base,), (0,), (r,), base) for r in range(_NUM_REQUESTS)}
-    batcher.update(spans, [], dict.fromkeys(spans, (0,)))
+    batcher.update(spans, [], dict.fromkeys(spans, (0,) * num_blocks))
     query_start_loc = torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
     seq_lens = torch.tensor(lens, dtype=torch.int32) + base
     device_seq_lens = to_device(seq_lens, batcher.device)

@@ -10,7 +10,7 @@ import triton
 
 from vllm_choreo.ops.layout import key_view, value_view
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan
-from vllm_choreo.ops.sharing import SharedReads
+from vllm_choreo.ops.sharing import PARTIAL_BYTES, SharedReads, partial_row_bytes
 from vllm_choreo.ops.spans import SpanBatch
 from vllm_choreo.ops.tiles import MIN_ROWS, Tiles, plan_tiles
 from vllm_choreo.ops.triton.kernels import attend_tiles, merge_partials
@@ -66,7 +66,28 @@ def make_tiles(
         max_rows=_max_rows(head_size, dtype),
         num_programs=_num_programs(device),
         device=device,
+        max_partials=PARTIAL_BYTES // partial_row_bytes(num_heads, head_size),
     )
+
+
+def _partials(
+    plan: SpanPlan, num_partials: int, query: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for outputs ``[num_partials, num_heads, head_size]`` and log-sum-exps without the last
+    dim, both flat.
+    """
+    num_rows = num_partials * query.shape[1]
+    sizes = (num_rows * query.shape[2], num_rows)
+    room = plan.workspace
+    if room is None:
+        room = query.new_empty(sum(sizes), dtype=torch.float32)
+    elif room.numel() < sum(sizes):
+        raise ValueError(
+            f"workspace has {room.numel()} numbers, but partial results take {sum(sizes)}: make it "
+            f"{PARTIAL_BYTES} bytes, or leave it out"
+        )
+    output, lse = room[: sum(sizes)].split(sizes)
+    return output, lse
 
 
 def span_attention(
@@ -101,9 +122,7 @@ def span_attention(
             device=query.device,
         )
     keys, values = key_view(kv_cache, layer.layout), value_view(kv_cache, layer.layout)
-    shape = (tiles.num_partials, num_heads)
-    partial_output = query.new_empty((*shape, head_size), dtype=torch.float32)
-    partial_lse = query.new_empty(shape, dtype=torch.float32)
+    partial_output, partial_lse = _partials(plan, tiles.num_partials, query)
     padded = triton.next_power_of_2(head_size)
     for tile_class in tiles.classes:
         grid = (tile_class.items.shape[0], num_kv_heads)
