@@ -152,6 +152,19 @@ def test_a_freed_message_stays_until_its_last_reader_ends(store: MessageStore) -
     assert not message.blocks and _pool(store).freed == [0]
 
 
+def test_of_failed_messages_the_latest_are_known(
+    store: MessageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_choreo.store.store.MAX_FAILED", 2)
+    for name in "abc":
+        store.fail(store.create("s", name), "it was aborted")
+    assert store.get("s", "c").failure == store.get("s", "b").failure == "it was aborted"
+    assert store.find("s", "a") is None and len(store.messages()) == 2
+    again = store.create("s", "b")  # the name of a failed call may be given again
+    store.fail(store.create("s", "d"), "it was aborted")
+    assert store.get("s", "b") is again
+
+
 _STEP = st.tuples(
     st.sampled_from(["encode", "part", "evict", "read", "leave", "free", "settle", "make_room"]),
     st.integers(0, 3),

@@ -7,7 +7,7 @@ Where encodings lie and who needs them is `Residency`'s; this module says what b
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +18,9 @@ from vllm_choreo.store.digest import encoding_digest
 from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.residency import BlockPool, Residency
+
+# Messages that will never be complete are known by their names, of all sessions together.
+MAX_FAILED = 10_000
 
 
 class MessageStore:
@@ -52,6 +55,7 @@ class MessageStore:
         self.totals: Counter[str] = Counter()
         self.step = 0
         self._sessions: dict[str, dict[str, StoredMessage]] = {}
+        self._failed: deque[StoredMessage] = deque()
 
     # -- names -----------------------------------------------------------------------------
 
@@ -269,11 +273,7 @@ class MessageStore:
     def free(self, message: StoredMessage) -> None:
         """The session gives the message up: unknown to new calls, gone when the last one ends."""
         message.freed = True
-        named = self._sessions.get(message.session, {})
-        if named.get(message.id) is message:
-            del named[message.id]
-            if not named:
-                del self._sessions[message.session]
+        self._forget(message)
         self.settle(message.own)
         # No call can list the message any more, and so none can need these.
         for copy in copies_of([message]):
@@ -283,6 +283,25 @@ class MessageStore:
             for parent in copy.parents:
                 parent.readers.discard(copy)
             self.settle(copy)
+
+    def fail(self, message: StoredMessage, reason: str) -> None:
+        """The message will never be complete: who names it is told why, for as long as it is known.
+
+        Of many that failed, only the latest are known: a session that runs for weeks does not grow.
+        """
+        message.failure = reason
+        self.settle(message.own)
+        self._failed.append(message)
+        if len(self._failed) > MAX_FAILED:
+            self._forget(self._failed.popleft())
+
+    def _forget(self, message: StoredMessage) -> None:
+        """Take a message's name away, if it is still its own."""
+        named = self._sessions.get(message.session, {})
+        if named.get(message.id) is message:
+            del named[message.id]
+            if not named:
+                del self._sessions[message.session]
 
     def settle(self, encoding: Encoding) -> None:
         """Give back the blocks of an encoding that was given up, once nobody needs them."""

@@ -249,7 +249,7 @@ class CallBook:
         encoding = call.encoding
         self.store.residency.set_encoder(encoding, None)
         if failure and not call.is_internal and not encoding.is_resident:
-            call.message.failure = failure
+            self.store.fail(call.message, failure)
         self.store.settle(encoding)
 
     def finish_decode(self, call: ScheduledCall, blocks: Sequence[Any]) -> None:

@@ -98,8 +98,7 @@ class Operations:
             self._finish([message.own.encoder], RequestStatus.FINISHED_ABORTED)
         if num_tokens:
             return self._store.end(message, num_tokens)
-        message.failure = "it was ended by the client"
-        self._store.settle(message.own)
+        self._store.fail(message, "it was ended by the client")
         return None
 
     def pin(self, session: str, message_ids: Iterable[str], ttl: float) -> dict[str, Any]:
