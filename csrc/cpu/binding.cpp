@@ -79,8 +79,8 @@ std::unique_ptr<LayerAttention> make_layer(double scale, bool is_neox, double so
   return made;
 }
 
-void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output,
-                    SpanPlan& plan, const LayerAttention& layer) {
+void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output, SpanPlan& plan,
+                    const LayerAttention& layer) {
   const choreo::Step& step = plan.step();
   const CacheView cache = make_cache_view(kv_cache);
   const int num_tokens = step.query_start_loc[step.num_reqs];
@@ -102,8 +102,8 @@ void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output,
                                       output.stride(0),
                                       output.stride(1),
                                       num_heads};
-  const choreo::Tiles& tiles = plan.tiles(
-      {num_heads, cache.num_kv_heads, cache.head_size, at::get_num_threads()});
+  const choreo::Tiles& tiles =
+      plan.tiles({num_heads, cache.num_kv_heads, cache.head_size, at::get_num_threads()});
   choreo::run_span_attention(args, tiles);
 }
 

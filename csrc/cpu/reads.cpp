@@ -33,7 +33,8 @@ void check_same_slots(const Step& step, int group, int piece, const int32_t* spa
     const int req = reads.member_req[first_member + m];
     const bool is_parent =
         step.span_start_loc[req] <= spans[m] && spans[m] + 1 < step.span_start_loc[req + 1];
-    if (!is_parent || begins[m] < 0 || tokens < 1 || begins[m] + tokens > step.num_tokens[spans[m]]) {
+    if (!is_parent || begins[m] < 0 || tokens < 1 ||
+        begins[m] + tokens > step.num_tokens[spans[m]]) {
       throw std::out_of_range("reads: group " + std::to_string(group) +
                               " reads beyond a parent span of its member");
     }

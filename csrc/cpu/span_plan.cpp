@@ -34,9 +34,9 @@ SpanPlan::SpanPlan(const Arrays& spans, const std::optional<Arrays>& reads,
   copy_blocks(find(spans, "block_table"));
   if (cos_sin) {
     check_floats(*cos_sin, "cos_sin");
-    TORCH_CHECK_VALUE(cos_sin->dim() == 2 && cos_sin->size(0) == step_.num_spans &&
-                          cos_sin->size(1) % 2 == 0,
-                      "cos_sin must be [num_spans, rotary_dim]");
+    TORCH_CHECK_VALUE(
+        cos_sin->dim() == 2 && cos_sin->size(0) == step_.num_spans && cos_sin->size(1) % 2 == 0,
+        "cos_sin must be [num_spans, rotary_dim]");
     cos_sin_ = *cos_sin;
     step_.cos_sin = cos_sin_.const_data_ptr<float>();
     step_.rotary_dim = static_cast<int>(cos_sin_.size(1));
