@@ -68,22 +68,26 @@ WARM_CALLS = 10_000  # after which memory must not grow
 # Bytes per call that memory may grow by: less than the smallest object that could be left behind
 # (an empty dict takes 64), more than what an allocator adds by chance over as many calls.
 BAR = 48.0
+# CSV files by mode; the baseline, the same calls as text, is the control.
+LONG_SESSION = {"choreo": "long_session", "baseline": "long_session_baseline"}
 PROCESSES = {"client": "client_bytes", "engine core": "core_bytes"}
 
 
 def long_session_section() -> str:
     """The part of RESULTS.md on a long session, from its CSV file; draws the plot."""
-    rows = read_csv("long_session")
+    rows = read_csv(LONG_SESSION["choreo"])
     if not rows:
         return ""
     _draw_long_session(rows)
-    first, warm, last = rows[0], _warm(rows)[0], rows[-1]
+    warm, last = _warm(rows)[0], rows[-1]
     lines = [
         (
-            name,
-            *(f"{int(row[column]) / 1e6:.1f}" for row in (first, warm, last)),
-            f"{growth(rows, column):+.1f}",
+            f"{name}, {mode}",
+            *(f"{int(row[column]) / 1e6:.1f}" for row in (found[0], _warm(found)[0], found[-1])),
+            f"{growth(found, column):+.1f}",
         )
+        for mode, csv in LONG_SESSION.items()
+        if (found := read_csv(csv))
         for name, column in PROCESSES.items()
     ]
     return "\n\n".join(
