@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One session of 100,000 calls: does the memory of its client or of the engine core grow?
+"""One session of 100,000 calls: does the memory of its client or of the engine grow?
 
     python -m benchmarks.memory.long_session [--calls 100000]
     python -m benchmarks.memory.long_session --mode baseline
@@ -8,8 +8,8 @@ Parallel lists of short calls of three generations: documents, notes that read d
 that read both. Messages that got old are freed, so the session holds equally many at any time. No
 message descends from more than two others: what a message was encoded with is kept as long as the
 message, in tokens, so that it can be encoded again, and a lineage without end would grow without
-end. The engine core is a process of its own, of a tiny random model. After every thousand calls
-both processes collect garbage, and what they hold of the machine's memory is noted. Before the
+end. Engine core and worker are processes of their own, with a tiny random model. After every
+thousand calls client and worker collect garbage, and what each process holds is noted. Before the
 first, steps of all sizes are run: each size leaves something in the caches of vLLM's linear layers.
 The control is the same calls as text.
 """
@@ -17,6 +17,7 @@ The control is the same calls as text.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import sys
@@ -129,29 +130,50 @@ def _turn(c: Any, rng: random.Random, params: Any) -> list[Any]:
 
 
 def _sample(llm: Any, c: Any, done: int, seconds: float) -> dict[str, Any]:
-    (core,) = llm.collective_rpc(_held_bytes)
+    llm.collective_rpc(_collect)
+    _collect()
+    processes = _processes()
     return {
         "calls": done,
         "seconds": round(seconds, 2),
-        "client_bytes": _held_bytes(),
-        "core_bytes": core,
+        "client_bytes": _held_bytes(os.getpid()),
+        "core_bytes": _held_bytes(processes["VLLM::EngineCore"]),
+        "worker_bytes": _held_bytes(processes["VLLM::Worker"]),
         "messages": c.stats().get("num_messages", ""),
     }
 
 
-def _held_bytes(worker: Any = None) -> int:
-    """Memory of this process that is no file's, after garbage was collected and freed.
-
-    It is sent to the engine core's process, and so holds all that it needs.
-    """
+def _collect(worker: Any = None) -> None:
+    """Collect garbage, and give back what the allocator keeps; the worker is sent this, too."""
     import ctypes
     import gc
 
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free, the allocator gives back
-    with open("/proc/self/status") as file:
-        lines = dict(line.split(":", 1) for line in file)
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _held_bytes(pid: int) -> int:
+    """Memory of a process that is no file's."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    lines = dict(line.split(":", 1) for line in status.splitlines())
     return sum(1024 * int(lines[name].split()[0]) for name in ("RssAnon", "VmSwap"))
+
+
+def _processes() -> dict[str, int]:
+    """Process ids of this process's descendants, by the names that vLLM gives them."""
+    parents, names = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended
+            status = (folder / "status").read_text()
+            parents[int(folder.name)] = int(status.partition("\nPPid:")[2].split()[0])
+            command = (folder / "cmdline").read_text()
+            names[int(folder.name)] = command.partition("\0")[0].partition(" ")[0]
+    found, family = {}, {os.getpid()}
+    for pid in sorted(parents):  # a child's number is above its parent's, but where they wrap
+        if parents[pid] in family:
+            family.add(pid)
+            found[names[pid]] = pid
+    return found
 
 
 if __name__ == "__main__":

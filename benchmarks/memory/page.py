@@ -70,7 +70,7 @@ WARM_CALLS = 10_000  # after which memory must not grow
 BAR = 48.0
 # CSV files by mode; the baseline, the same calls as text, is the control.
 LONG_SESSION = {"choreo": "long_session", "baseline": "long_session_baseline"}
-PROCESSES = {"client": "client_bytes", "engine core": "core_bytes"}
+PROCESSES = {"client": "client_bytes", "engine core": "core_bytes", "worker": "worker_bytes"}
 
 
 def long_session_section() -> str:
@@ -95,7 +95,7 @@ def long_session_section() -> str:
             "## Memory: one long session",
             f"{int(last['calls']):,} short calls in one session, in parallel lists, most reading "
             f"some of about {int(last['messages']):,} messages that are there at a time; old ones "
-            "are freed. What the two processes hold of the machine's memory, after garbage was "
+            "are freed. What each process holds of the machine's memory, after garbage was "
             f"collected, in MB, and by how many bytes per call it grows after the first "
             f"{int(warm['calls']):,} calls (least squares). Bar: at most {BAR:.0f}: "
             f"{'reached' if flat(rows) else 'MISSED'}.",
