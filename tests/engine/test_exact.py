@@ -14,6 +14,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
+from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.params import ChoreoParams
@@ -126,7 +127,7 @@ class Program:
             c.evict(self.rng.choice(self.made))
 
 
-@pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
+@pytest.mark.parametrize("seed", sampled(range(NUM_PROGRAMS), 8))
 def test_random_programs_give_what_ordinary_requests_give(llm: Any, c: Any, seed: int) -> None:
     program = Program(random.Random(seed), ("exact",))
     for _ in range(6):
@@ -142,7 +143,7 @@ def test_random_programs_give_what_ordinary_requests_give(llm: Any, c: Any, seed
     assert_equals_requests(llm, texts, program.answers)
 
 
-@pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
+@pytest.mark.parametrize("seed", sampled(range(NUM_PROGRAMS), 8))
 def test_a_call_that_is_called_exact_is(llm: Any, c: Any, seed: int) -> None:
     """In programs that mix both modes: `usage.exact` implies equality."""
     program = Program(random.Random(100 + seed), ("exact", "choreo"))

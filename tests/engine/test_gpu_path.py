@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.grids import sampled
+
 BLOCK_GIB = 3 * 2 * 32 * 2 * 32 * 4 / 2**30  # of the tiny model, see test_tiers.py
 TRITON = "ChoreoTritonBackend"
 # The default on GPUs; the older runner, which moves keys; the new one on CPU, with little memory.
@@ -46,7 +48,7 @@ EXPECTED = {
 def run(model_path: Path, choices: dict[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.engine.interpreted", str(model_path)]
     ended = subprocess.run(
-        [*command, json.dumps(choices)], capture_output=True, text=True, timeout=240
+        [*command, json.dumps(choices)], capture_output=True, text=True, timeout=600
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     report: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
@@ -54,7 +56,7 @@ def run(model_path: Path, choices: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, 1))
 def test_random_choreographies(case: str, tiny_model_path: Callable[[str], Path]) -> None:
     """Compared with the oracle in that process; here, that it ran what it should."""
     pytest.importorskip("triton")

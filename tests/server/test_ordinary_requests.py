@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.harness.serving import MODEL_NAME, Server, start_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 TEXT = "Anna owns a red bicycle. Bob owns a blue car. " * 8
 TURNS = [{"role": "user", "content": "What colour is the car?"}]
