@@ -76,7 +76,7 @@ def whole(message: Encoded, offset: int) -> Parent:
     return Parent(message, offset, 0, len(message))
 
 
-def _private_model_class(model_path: str | Path) -> type[transformers.PreTrainedModel]:
+def private_model_class(model_path: str | Path) -> type[transformers.PreTrainedModel]:
     """The causal language model class of the folder, from a fresh copy of its module.
 
     vLLM's Transformers backend decorates the HuggingFace classes of the whole process for its own
@@ -101,7 +101,7 @@ class Oracle:
     """
 
     def __init__(self, model_path: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        model = _private_model_class(model_path).from_pretrained(
+        model = private_model_class(model_path).from_pretrained(
             model_path, dtype=dtype, attn_implementation="eager"
         )
         self.model = model.to(torch.float32).eval()

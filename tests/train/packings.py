@@ -10,19 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import transformers
 
 from tests.engine.choreographies import Draw, PlannedCall, Ran, draw_choreography, resolve_call
-from tests.engine.oracle import Encoded, Oracle, Parent
+from tests.engine.oracle import Encoded, Oracle, Parent, private_model_class
 from vllm_choreo.train.forward import PackedModel
 from vllm_choreo.train.packing import PackedCall, SeenSpan
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """A model as a user of transformers loads it; "sdpa" would leave out Gemma's soft cap."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    # Of a class that no engine of this process has changed.
+    model: Any = private_model_class(path).from_pretrained(
         path, dtype=dtype, attn_implementation="eager"
-    ).eval()
+    )
+    return model.eval()
 
 
 def packed_model(path: Path, dtype: torch.dtype = torch.float32) -> PackedModel:
