@@ -211,3 +211,23 @@ def test_replaced_weights_are_another_adapter(
     (output,) = llm.generate(prompt, params, lora_request=old.request, use_tqdm=False)
     error = output.kv_transfer_params["choreo_error"]
     assert "have been replaced" in error["message"] and error["value"] == "old"
+
+
+def test_a_look_at_replaced_weights_does_not_pass_for_loading_them(
+    llm: Any, tiny_model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A reader without adapter sees the new files first; the next call with it loads them."""
+    rng, model = random.Random(7), tiny_model_path("llama")
+    old = Adapter(model, tmp_path, 5, seed=72)
+    new = Adapter(model, tmp_path / "new", 5, seed=73)
+    tokens, header = random_tokens(rng, 64), random_tokens(rng, 3)
+    _prefill(llm, "old", tokens, old)
+    utility.call(llm, "evict", SESSION, ["old"])
+    shutil.copytree(new.path, old.path, dirs_exist_ok=True)
+    prompt = [{"prompt_token_ids": header}]
+    (output,) = llm.generate(prompt, _sampling(parents=["old"]), use_tqdm=False)
+    assert "have been replaced" in output.kv_transfer_params["choreo_error"]["message"]
+    assert _prefill(llm, "new", tokens, old)["reused_tokens"] == 0
+    assert not old.request.load_inplace, "it is the caller's own"
+    exact = _call(llm, header, old, parents=["new"], exact=True)
+    _assert_answer(exact, tokens + header, new.oracle, [], 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 from vllm.lora.request import LoRARequest
-from vllm.lora.utils import get_adapter_absolute_path
+from vllm.v1.request import Request
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.store.encoding import Adapter
@@ -29,32 +29,50 @@ class Adapters:
     def __init__(self) -> None:
         self._latest: dict[int, tuple[_Stamp, Adapter]] = {}
 
-    def identify(self, request: LoRARequest | None) -> Adapter | None:
+    def identify(self, request: Request) -> Adapter | None:
         """The adapter of a request, by the weights that it finds.
 
         Where files have changed since the worker loaded them, the request is made to load them
         again: otherwise the worker would do so some time later, unseen.
+
+        Raises:
+            ChoreoError: the files cannot be read.
         """
-        if request is None:
+        lora = request.lora_request
+        if lora is None:
             return None
-        folder = Path(get_adapter_absolute_path(request.lora_path))
-        files = sorted(path for path in folder.glob("*") if path.is_file())
-        stats = [(path, path.stat()) for path in files]
-        stamp = tuple((path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
-        known = self._latest.get(request.lora_int_id)
-        if known and known[0] == stamp:
-            return known[1]
-        # A folder that cannot be read is the worker's to refuse.
-        weights = _digest(files) if files else request.lora_path.encode()
+        try:
+            files, stamp = _stamp(lora)
+            known = self._latest.get(lora.lora_int_id)
+            if known and known[0] == stamp:
+                return known[1]
+            # What lies in no folder here is the worker's to find, or to refuse.
+            weights = _digest(files) if files else lora.lora_path.encode()
+        except OSError as error:
+            raise ChoreoError(
+                f"the adapter's files cannot be read ({error}): call again when they are there",
+                parameter="adapter",
+                value=lora.lora_path,
+            ) from None
         if known and known[1].weights != weights:
-            request.load_inplace = True
-        adapter = Adapter(weights, msgspec.structs.replace(request, load_inplace=False))
-        self._latest[request.lora_int_id] = stamp, adapter
+            # A copy: in process the caller holds the request's own.
+            request.lora_request = msgspec.structs.replace(lora, load_inplace=True)
+        adapter = Adapter(weights, msgspec.structs.replace(lora, load_inplace=False))
+        self._latest[lora.lora_int_id] = stamp, adapter
         return adapter
 
     def is_current(self, adapter: Adapter | None) -> bool:
-        """Whether what it encoded can be encoded again, with the same weights."""
-        return adapter is None or self.identify(adapter.request) == adapter
+        """Whether what it encoded can be encoded again, with the same weights.
+
+        Only looks: what is new on the disk becomes known with the request that loads it.
+        """
+        if adapter is None:
+            return True
+        known = self._latest.get(adapter.request.lora_int_id)
+        try:
+            return known is not None and known == (_stamp(adapter.request)[1], adapter)
+        except OSError:
+            return False
 
 
 def replaced(adapter: Adapter, message_id: str) -> ChoreoError:
@@ -66,6 +84,14 @@ def replaced(adapter: Adapter, message_id: str) -> ChoreoError:
         parameter="parents",
         value=message_id,
     )
+
+
+def _stamp(lora: LoRARequest) -> tuple[list[Path], _Stamp]:
+    """The files of an adapter, and what they look like. Raises OSError."""
+    folder = Path(lora.lora_path).expanduser()
+    files = sorted(path for path in folder.glob("*") if path.is_file())
+    stats = [(path, path.stat()) for path in files]
+    return files, tuple((path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
 
 
 def _digest(files: list[Path]) -> bytes:

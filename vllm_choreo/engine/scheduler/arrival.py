@@ -43,7 +43,7 @@ class Arrivals:
         self._check_engine()
         params = ChoreoParams.from_extra_args(extra_args)
         _check_options(request)
-        self._book.open(request, params, self._adapters.identify(request.lora_request))
+        self._book.open(request, params, self._adapters.identify(request))
 
     def _check_engine(self) -> None:
         if not self._vllm_config.cache_config.enable_prefix_caching:
