@@ -10,6 +10,8 @@ TORCH_INDEX_URL ?=
 ARGS ?=
 # Set: make test runs exhaustive grids, too.
 ALL ?=
+# How many processes run tests side by side, a file in one of them.
+WORKERS ?= 3
 # Of vLLM, for make check-vllm; the installed one if empty.
 VERSION ?=
 
@@ -54,7 +56,8 @@ demo: $(PACKAGE)
 	@$(BIN)/vllm-choreo demo $(ARGS)
 
 test: $(PACKAGE)
-	@$(BIN)/python -m pytest $(if $(ALL),--all) $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		$(if $(ALL),--all) $(ARGS)
 
 check-vllm: $(PACKAGE)
 	@$(BIN)/python -m tools.vllm_check $(VERSION) $(ARGS)

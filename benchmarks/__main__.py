@@ -19,6 +19,7 @@ from benchmarks.harness.record import BENCHMARKS, RESULTS, RESULTS_PAGE
 from benchmarks.memory import page as memory
 from benchmarks.mixed import page as mixed
 from benchmarks.ordinary import page as ordinary
+from benchmarks.pml import page as pml
 from benchmarks.policies import page as policies
 from benchmarks.quality import page as quality
 from benchmarks.scaling import page as scaling
@@ -41,6 +42,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "soak": ("benchmarks.soak",),
     "quality": ("benchmarks.quality --limit 16 --questions 2",),
     "shared": ("benchmarks.attention.shared_reading --rounds 5",),
+    "pml": ("benchmarks.pml --documents 1000 --in-flight 1 8 --turns 2 --limit 16",),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 3",),
     "memory": ("benchmarks.memory",),
@@ -68,6 +70,7 @@ SECTIONS = (
     mixed.http_section,
     soak.section,
     quality.section,
+    pml.section,
     attention.section,
 )
 

@@ -14,10 +14,14 @@ import torch
 from tests.selection import (  # noqa: F401  hooks of pytest
     pytest_addoption,
     pytest_collection_modifyitems,
+    pytest_configure,
     pytest_make_collect_report,
     pytest_runtest_makereport,
 )
 
+# Processes of pytest-xdist share the cores.
+_NUM_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_NUM_THREADS = max(1, min(2, (os.cpu_count() or 1) // _NUM_PROCESSES))
 # vLLM and OpenMP read these when they are imported, hence before any test module is.
 # A value that is set already wins, so that a run can be changed from outside.
 _ENVIRONMENT = {
@@ -27,7 +31,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # a test that needs the network must fail at once, everywhere
     "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1)),
+    "OMP_NUM_THREADS": str(_NUM_THREADS),
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)

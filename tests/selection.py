@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of pytest: which tests run, and whether one may be skipped. `conftest.py` takes them over.
 
-- `--all` runs the tests marked `exhaustive`, too.
+- `--all` runs the tests marked `exhaustive`, too, and draws more random inputs.
 - `--no-skips` fails what is skipped for any reason but a missing GPU.
+- Folders whose files take long come first, so that processes which share the files end together.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from functools import cache
 from typing import Any
 
 import pytest
+
+_TURN = {name: turn for turn, name in enumerate(("server", "engine", "ops", "train", "core"))}
+# Hundreds of choreographies each with `--all`, and a file is run by one process.
+_LONGEST = ("test_random.py", "test_repair.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,16 +28,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """So many inputs of each law of which hypothesis draws them, where a test names no number.
+
+    How long they take says nothing: other processes share the cores.
+    """
+    from hypothesis import HealthCheck, settings
+
+    untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("some", untimed, max_examples=40)
+    settings.register_profile("all", untimed, max_examples=150)
+    settings.load_profile("all" if config.getoption("all") else "some")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave `exhaustive` tests out unless asked for; skip those marked `gpu` without a GPU."""
+    """Choose and order tests; skip those marked `gpu` without a GPU."""
     if not config.getoption("all"):
         exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
         if exhaustive:
             config.hook.pytest_deselected(items=exhaustive)
             items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    items.sort(key=_turn)
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _turn(item: pytest.Item) -> tuple[bool, int]:
+    return item.path.name not in _LONGEST, _TURN.get(item.path.parent.name, 0)
 
 
 @cache

@@ -30,6 +30,8 @@ class ServerConfig:
         session_ttl_seconds: a session that nobody used for as long is closed; also the longest
             time that a client may ask for.
         max_pin_seconds: the longest time that a message may be pinned for.
+        max_schemas_per_tenant: of prompts, that are not deleted.
+        max_tokens_per_schema: of all its modules.
         page: whether the page of a session's messages is served.
     """
 
@@ -41,6 +43,8 @@ class ServerConfig:
     max_request_bytes: int = 16 * 2**20
     session_ttl_seconds: float = 3_600.0
     max_pin_seconds: float = 3_600.0
+    max_schemas_per_tenant: int = 100
+    max_tokens_per_schema: int = 1_000_000
     page: bool = False
 
     def __post_init__(self) -> None:

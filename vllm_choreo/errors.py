@@ -68,6 +68,10 @@ class SpanError(ChoreoError):
     """A sub-span `(message, start, stop)` does not lie inside its message."""
 
 
+class RepairError(ChoreoError):
+    """`repair` names no rule, or runs that its parents do not have."""
+
+
 class EmptyTokensError(ChoreoError):
     """`tokens` or `header` is empty."""
 
@@ -99,12 +103,27 @@ class UnsupportedOptionError(ChoreoError):
     """A sampling option that does not make one message per call."""
 
 
+class AdapterError(ChoreoError):
+    """An adapter of another model, or that vLLM cannot load, or that such calls do not wear."""
+
+
 class UnsupportedModelError(ChoreoError):
     """The model's attention or position encoding cannot be choreographed."""
 
 
 class UnsupportedVersionError(ChoreoError):
     """The installed vLLM is not the version that this package was written for."""
+
+
+class PmlError(ChoreoError):
+    """A schema or a prompt of the markup language that is wrong; says at which line and column."""
+
+    def __str__(self) -> str:
+        return self.message if self.value is None else super().__str__()
+
+
+class UnknownSchemaError(ChoreoError):
+    """There is no such schema: never registered, deleted, or somebody else's."""
 
 
 class PoolFullError(ChoreoError):
@@ -131,6 +150,7 @@ _BY_NAME: dict[str, type[ChoreoError]] = {
         FreedMessageError,
         OffsetError,
         SpanError,
+        RepairError,
         EmptyTokensError,
         NameTakenError,
         ParentFailedError,
@@ -138,8 +158,11 @@ _BY_NAME: dict[str, type[ChoreoError]] = {
         DeniedMessageError,
         TooLongError,
         UnsupportedOptionError,
+        AdapterError,
         UnsupportedModelError,
         UnsupportedVersionError,
+        PmlError,
+        UnknownSchemaError,
         PoolFullError,
         UnknownSessionError,
         LimitError,

@@ -37,7 +37,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Shape:
-    """One workload: num_reqs requests of q_len queries over kv_len tokens each."""
+    """One workload: num_reqs requests of q_len queries over kv_len tokens each, all of which are
+    seen, or those in a sliding window.
+    """
 
     num_reqs: int
     q_len: int
@@ -47,27 +49,32 @@ class Shape:
     head_size: int
     block_size: int
     dtype: torch.dtype
+    window: int | None = None
 
     def label(self) -> str:
         kind = "decode" if self.q_len == 1 else "prefill"
         heads = f"{self.num_heads}/{self.num_kv_heads}x{self.head_size}"
         return (
             f"{kind:7} reqs={self.num_reqs:2} q={self.q_len:4} kv={self.kv_len:4} {heads:9} "
-            f"block={self.block_size:3} {str(self.dtype).removeprefix('torch.'):8}"
+            f"block={self.block_size:3} {str(self.dtype).removeprefix('torch.'):8} "
+            f"window={self.window or '-':<4}"
         )
 
 
 def all_shapes(dtypes: list[torch.dtype], block_sizes: list[int]) -> list[Shape]:
-    work = [(n, 1, kv) for kv in (512, 4096) for n in (1, 8, 16)]
-    work += [(1, q, q) for q in (64, 256, 1024)]
-    work += [(1, 256, 4096)]
+    work: list[tuple[int, int, int, int | None]]
+    work = [(n, 1, kv, None) for kv in (512, 4096) for n in (1, 8, 16)]
+    work += [(1, q, q, None) for q in (64, 256, 1024)]
+    work += [(1, 256, 4096, None)]
+    # Of gpt-oss and of Gemma 3.
+    work += [(n, q, 4096, window) for window in (128, 512) for n, q in ((8, 1), (1, 256))]
     heads = [(9, 3, 64), (32, 8, 128)]
     return [
-        Shape(n, q, kv, *h, block, dtype)
+        Shape(n, q, kv, *h, block, dtype, window)
         for dtype in dtypes
         for block in block_sizes
         for h in heads
-        for n, q, kv in work
+        for n, q, kv, window in work
     ]
 
 
@@ -99,7 +106,8 @@ def make_ours(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
         block_size=s.block_size,
     )
     batch.validate(cache.shape[0])
-    plan, layer = SpanPlan(batch, cos_sin=None), LayerAttention(scale=s.head_size**-0.5)
+    plan = SpanPlan(batch, cos_sin=None)
+    layer = LayerAttention(scale=s.head_size**-0.5, window=s.window)
     return partial(span_attention, query, cache, output, plan, layer, impl="cpu")
 
 
@@ -107,6 +115,7 @@ def make_vllm(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
     query, cache, table = inputs
     starts = torch.arange(s.num_reqs + 1, dtype=torch.int32) * s.q_len
     seq_lens = torch.full((s.num_reqs,), s.kv_len, dtype=torch.int32)
+    window = s.window or -1  # none
     isa = _get_attn_isa(s.dtype, s.block_size, s.head_size)
     metadata = vllm_ops.cpu_attn_get_scheduler_metadata(
         num_reqs=s.num_reqs,
@@ -117,7 +126,7 @@ def make_vllm(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
         dtype=s.dtype,
         query_start_loc=starts,
         causal=True,
-        sliding_window_size=-1,
+        sliding_window_size=window,
         isa=isa,
         enable_kv_split=True,
     )
@@ -134,7 +143,7 @@ def make_vllm(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
         scale=s.head_size**-0.5,
         causal=True,
         alibi_slopes=None,
-        sliding_window=-1,
+        sliding_window=window,
         block_table=table,
         softcap=0.0,
         scheduler_metadata=metadata,

@@ -41,7 +41,8 @@ def section() -> str:
 def _shape(row: Mapping[str, str]) -> str:
     kind = "decode" if row["q_len"] == "1" else f"prefill {row['q_len']}"
     heads = f"{row['num_heads']}/{row['num_kv_heads']}x{row['head_size']}"
-    return f"{kind}, {row['num_reqs']} requests, {row['kv_len']} tokens, {heads}"
+    window = f", window of {row['window']}" if row.get("window") else ""
+    return f"{kind}, {row['num_reqs']} requests, {row['kv_len']} tokens, {heads}{window}"
 
 
 def _cell(row: Mapping[str, str]) -> str:

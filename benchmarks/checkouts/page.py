@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.record import machine_line, read_csv
-from benchmarks.harness.stats import bootstrap_interval, median
+from benchmarks.harness.stats import median
 from benchmarks.harness.tables import table, with_interval, with_spread
+from vllm_choreo.judge.stats import bootstrap_interval
 
 THIS, OTHER = "this checkout", "the other one"
 FIGURES = ("choreo", "baseline", "ordinary")  # what a child is asked

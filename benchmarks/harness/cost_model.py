@@ -10,11 +10,6 @@ from benchmarks.harness.stats import median
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 
 
-def num_prefilled(step: Step) -> int:
-    """Tokens that a call encoded before it generated any; 0 for a prefill of the baseline."""
-    return max(0, step.message.usage.encoded_tokens - len(step.message.generated_token_ids))
-
-
 class CostModel:
     """What calls should take that run in parallel: one step over all tokens that they prefill.
 
@@ -58,7 +53,7 @@ class CostModel:
         unread: set[str] = set()
         found = []
         for steps in batches.values():
-            num_tokens = sum(map(num_prefilled, steps))
+            num_tokens = sum(step.message.num_prefilled for step in steps)
             if run.mode == "choreo":
                 # The last token of an answer is run when the answer is first read.
                 num_tokens += len(unread)

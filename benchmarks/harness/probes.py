@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.harness.engine import empty_caches
@@ -23,7 +24,7 @@ QUESTION = (
 )
 
 
-def chain_tokens(llm: Any, mode: str) -> list[tuple[int, ...]]:
+def chain_tokens(llm: Any, client: Mapping[str, str]) -> list[tuple[int, ...]]:
     """Two greedy answers, each after the whole history: the same in every mode that is right."""
     from vllm import SamplingParams
 
@@ -32,7 +33,7 @@ def chain_tokens(llm: Any, mode: str) -> list[tuple[int, ...]]:
 
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     empty_caches(llm)
-    with Choreography(llm, mode=mode) as c:
+    with Choreography(llm, **client) as c:
         role = c.prefill(system(ROLES[0]))
         task = c.prefill(user(QUESTION), parents=[role])
         history = [role, task]
@@ -41,7 +42,7 @@ def chain_tokens(llm: Any, mode: str) -> list[tuple[int, ...]]:
         return [message.token_ids for message in history]
 
 
-def step_times(llm: Any, mode: str, repeats: int) -> list[dict[str, Any]]:
+def step_times(llm: Any, client: Mapping[str, str], repeats: int) -> list[dict[str, Any]]:
     """Seconds to first token of one call with a header of so many tokens, and nothing to reuse."""
     from vllm import SamplingParams
 
@@ -52,7 +53,7 @@ def step_times(llm: Any, mode: str, repeats: int) -> list[dict[str, Any]]:
     for tokens in HEADERS:
         for repeat in range(repeats):
             empty_caches(llm)
-            with Choreography(llm, mode=mode) as c:
+            with Choreography(llm, **client) as c:
                 # No header is the beginning of another one.
                 header = [1000 + repeat, *range(2000, 1999 + tokens)]
                 message = c.decode(header, sampling_params=one)

@@ -2,14 +2,15 @@
 """The sides of a comparison of workflows, which take turns.
 
     choreo              the plugin, the workflow choreographed
+    repaired            the same, the first tokens of every parent encoded anew
     baseline            the same engine, the workflow as text over vLLM's prefix caching
     stock, 32           vLLM without the plugin, the workflow as text over its prefix caching
     stock, default      the same with vLLM's own block size
 
-The first two are on one engine, in this process: processes on one machine differ by a tenth either
-way, with and without the plugin alike, and that is more than what is to be measured. The same in
-processes of their own is the check that the baseline with the plugin is stock vLLM: a stock engine
-loads no code of the plugin. All processes are up at once; whoever is not at turn sleeps.
+The first three are on one engine, in this process: processes on one machine differ by a tenth
+either way, with and without the plugin alike, and that is more than what is to be measured. The
+same in processes of their own is the check that the baseline with the plugin is stock vLLM: a stock
+engine loads no code of the plugin. All processes are up at once; whoever is not at turn sleeps.
 
 Workflows are replayed from transcripts, so every side reads and writes the same tokens.
 """
@@ -46,13 +47,16 @@ PROCESSES: dict[str, tuple[int | None, str]] = {
     "stock, 32": (BLOCK_SIZE, ""),
     "stock, default": (None, ""),
 }
-# Name: process, mode of the client.
-SIDES = {
-    "choreo": ("plugin", "choreo"),
-    "baseline": ("plugin", "baseline"),
-    "stock, 32": ("stock, 32", "baseline"),
-    "stock, default": ("stock, default", "baseline"),
+REPAIR = "first:32"
+# Name: process, arguments of the client.
+SIDES: dict[str, tuple[str, dict[str, str]]] = {
+    "choreo": ("plugin", {"mode": "choreo"}),
+    "repaired": ("plugin", {"mode": "choreo", "repair": REPAIR}),
+    "baseline": ("plugin", {"mode": "baseline"}),
+    "stock, 32": ("stock, 32", {"mode": "baseline"}),
+    "stock, default": ("stock, default", {"mode": "baseline"}),
 }
+IN_PROCESSES = ("choreo", "baseline", "stock, 32", "stock, default")
 ON_ONE_ENGINE = ("choreo", "baseline")
 WORKFLOWS: dict[str, Callable[..., Transcript]] = {
     "tree_of_thoughts": tree_of_thoughts,
@@ -63,7 +67,7 @@ WORKFLOWS: dict[str, Callable[..., Transcript]] = {
 
 @dataclass(frozen=True)
 class Side:
-    """An engine and a mode.
+    """An engine, and how it is asked.
 
     Attributes:
         name: one of `SIDES`.
@@ -75,7 +79,7 @@ class Side:
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Run one of the commands below; its result."""
-        return self.answer({"do": do, "mode": SIDES[self.name][1], **arguments})
+        return self.answer({"do": do, "client": SIDES[self.name][1], **arguments})
 
     def replay(self, path: Path) -> Transcript:
         """Replay a transcript, from an empty prefix cache."""
@@ -149,19 +153,22 @@ def replay_in_turn(sides: Sequence[Side], path: Path, turn: int) -> dict[str, Tr
 # -- what a side is asked --------------------------------------------------------------------------
 
 
-def answer(llm: Any, do: str, mode: str, **arguments: Any) -> Any:
+Client = Mapping[str, str]  # arguments of `Choreography`
+
+
+def answer(llm: Any, do: str, client: Client, **arguments: Any) -> Any:
     """Run a command on an engine in this process."""
-    return COMMANDS[do](llm, mode, **arguments)
+    return COMMANDS[do](llm, client, **arguments)
 
 
-def _block_size(llm: Any, mode: str) -> int:
+def _block_size(llm: Any, client: Client) -> int:
     block_size: int = llm.llm_engine.vllm_config.cache_config.block_size
     return block_size
 
 
 def _record(
     llm: Any,
-    mode: str,
+    client: Client,
     workflow: str,
     inputs: Mapping[str, Any],
     lengths: Mapping[str, int],
@@ -179,17 +186,19 @@ def _record(
         for name, length in lengths.items()
     }
     empty_caches(llm)
-    with Choreography(llm, mode=mode) as c:
+    with Choreography(llm, **client) as c:
         WORKFLOWS[workflow](c, **inputs, **params).save(Path(path))
 
 
-def _script(llm: Any, mode: str, workflow: str, lengths: Mapping[str, int], **rest: Any) -> None:
+def _script(
+    llm: Any, client: Client, workflow: str, lengths: Mapping[str, int], **rest: Any
+) -> None:
     """Save the transcript of a workflow whose answers are given text: see `script`."""
     c = scripted(llm.get_tokenizer(), lengths)
     WORKFLOWS[workflow](c, **rest["inputs"]).save(Path(rest["path"]))
 
 
-def _replay(llm: Any, mode: str, path: str) -> dict[str, Any]:
+def _replay(llm: Any, client: Client, path: str) -> dict[str, Any]:
     from vllm_choreo import Choreography
     from vllm_choreo.workflows.record.replay import Replay
 
@@ -198,7 +207,7 @@ def _replay(llm: Any, mode: str, path: str) -> dict[str, Any]:
         name: value for name, value in recorded.inputs.items() if not name.endswith("_params")
     }
     empty_caches(llm)
-    with Choreography(llm, mode=mode) as c, Replay(c, recorded) as replay:
+    with Choreography(llm, **client) as c, Replay(c, recorded) as replay:
         return WORKFLOWS[recorded.workflow](replay, **inputs).to_json()
 
 

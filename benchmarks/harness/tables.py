@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.harness.stats import bootstrap_interval, median, spread
+from benchmarks.harness.stats import median, spread
+from vllm_choreo.judge.stats import bootstrap_interval
 
 
 def with_spread(values: Iterable[float], form: str = ".0f") -> str:

@@ -8,9 +8,10 @@ from typing import Any
 
 from benchmarks.harness.pictures import BLUE, PALE, panels, save_picture
 from benchmarks.harness.record import machine_line, read_csv
-from benchmarks.harness.stats import bootstrap_interval, median, percentile
+from benchmarks.harness.stats import median, percentile
 from benchmarks.harness.tables import table, with_interval, with_spread
 from benchmarks.mixed.work import SIDES
+from vllm_choreo.judge.stats import bootstrap_interval
 
 P99_BAR = 1.1  # time to first token of ordinary requests, choreographed / cached prefix
 Rows = Sequence[Mapping[str, Any]]

@@ -8,9 +8,10 @@ from typing import Any
 
 from benchmarks.harness.pictures import BLUE, INK, RED, draw_line, name_ticks, panels, save_picture
 from benchmarks.harness.record import machine_line, read_csv
-from benchmarks.harness.stats import bootstrap_interval, median, spread
+from benchmarks.harness.stats import median, spread
 from benchmarks.harness.tables import table, with_spread
 from benchmarks.policies.patterns import PATTERNS, POLICIES
+from vllm_choreo.judge.stats import bootstrap_interval
 
 SHARE_BAR = 0.03  # of a decode step, that a repositioned message may add
 Rows = Sequence[Mapping[str, Any]]

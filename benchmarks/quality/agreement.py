@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.engine import FORCED
+from vllm_choreo.judge.divergence import kl_per_token
 from vllm_choreo.workflows.chat import assistant, system, user
 from vllm_choreo.workflows.parallel_debate import REVISE
 
@@ -81,9 +82,7 @@ def compare(base: np.ndarray, other: np.ndarray) -> dict[str, Any]:
         tokens at which the most likely one is the same.
     """
     same = base.argmax(axis=1) == other.argmax(axis=1)
-    base64: np.ndarray = base.astype(np.float64)
-    other64: np.ndarray = other.astype(np.float64)
-    kl = (np.exp(base64) * (base64 - other64)).sum(axis=1)
+    kl = kl_per_token(base, other)
     first = len(same) if same.all() else int(np.argmin(same))
     return {"tokens": len(same), "first": first, "kl": kl.mean(), "top1": same.mean()}
 
@@ -149,14 +148,29 @@ def _revisions(
         tokens = [message.generated_token_ids for message in revisions]
         if forced is not None and tokens != forced:
             raise RuntimeError("the engine did not generate the forced tokens")
-        vocab_size = llm.model_config.get_vocab_size()
-        return tokens, [_distributions(message, vocab_size) for message in revisions]
+        return tokens, [distributions(message.logprobs) for message in revisions]
 
 
 def forcing(tokens: Sequence[int], **options: Any) -> Any:
     """Sampling parameters under which a call generates `tokens`."""
     extra = {"forced_tokens": list(tokens)}
     return _greedy(len(tokens), ignore_eos=True, extra_args=extra, **options)
+
+
+def distributions(flat: Any) -> np.ndarray:
+    """Of vLLM's `FlatLogprobs` over the whole vocabulary: float32 [num_tokens, vocab_size].
+
+    Raises:
+        ValueError: tokens are missing.
+    """
+    spans = list(zip(flat.start_indices, flat.end_indices, strict=True))
+    vocab_size = 1 + max(flat.token_ids[slice(*spans[0])])
+    found: np.ndarray = np.full((len(spans), vocab_size), np.nan, dtype=np.float32)
+    for row, span in zip(found, spans, strict=True):
+        row[flat.token_ids[slice(*span)]] = flat.logprobs[slice(*span)]
+    if np.isnan(found).any():
+        raise ValueError("some tokens of the vocabulary have no log-probability")
+    return found
 
 
 def _greedy(max_tokens: int, **options: Any) -> Any:
@@ -171,14 +185,3 @@ def _with_logprobs(tokens: Sequence[int] | None) -> Any:
     if tokens is None:
         return _greedy(REVISION_TOKENS, **options)
     return forcing(tokens, **options)
-
-
-def _distributions(message: Any, vocab_size: int) -> np.ndarray:
-    """float32 [num_tokens, vocab_size]."""
-    flat = message.logprobs
-    found: np.ndarray = np.full((len(flat.start_indices), vocab_size), -np.inf, dtype=np.float32)
-    for row, start, end in zip(found, flat.start_indices, flat.end_indices, strict=True):
-        row[flat.token_ids[start:end]] = flat.logprobs[start:end]
-    if not np.isfinite(found).all():
-        raise RuntimeError("some tokens of the vocabulary have no log-probability")
-    return found

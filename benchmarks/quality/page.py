@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from benchmarks.harness.record import machine_line, read_csv
-from benchmarks.harness.stats import bootstrap_interval, median, spread
+from benchmarks.harness.stats import median, spread
 from benchmarks.harness.tables import table
 from benchmarks.quality.agreement import REVISION_TOKENS
+from vllm_choreo.judge.stats import bootstrap_interval
 
 # How documents reached the reader, as the rows of the CSV files name it.
 BASELINE = "baseline"

@@ -35,7 +35,7 @@ def main() -> int:
     steps: list[dict[str, Any]] = []
     for number in range(1, args.passes + 1):
         rows += _pass(llm, number, args)
-        steps += [{"pass": number, **row} for row in step_times(llm, "choreo", repeats=5)]
+        steps += [{"pass": number, **row} for row in step_times(llm, {}, repeats=5)]
     parts = _where_it_goes(llm, args)
     write_csv("ttft", rows, **record())
     write_csv("ttft_steps", steps, **record())
@@ -56,7 +56,8 @@ def _arguments() -> argparse.Namespace:
 
 def _check_chain(llm: Any) -> None:
     """Law 1 on this engine: every message encoded with its predecessors equals the whole text."""
-    if chain_tokens(llm, "choreo") != chain_tokens(llm, "baseline"):
+    choreo, baseline = (chain_tokens(llm, {"mode": mode}) for mode in ("choreo", "baseline"))
+    if choreo != baseline:
         raise SystemExit("choreography and baseline differ where they must not: nothing timed")
 
 

@@ -22,11 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.cost_model import CostModel, num_prefilled
+from benchmarks.harness.cost_model import CostModel
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.sides import (
-    ON_ONE_ENGINE,
-    SIDES,
+    IN_PROCESSES,
     WORKFLOWS,
     Room,
     Side,
@@ -49,7 +48,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number, sides in passes(args.sides, args.passes, ROOM, args.processes):
             if not tasks:
-                tasks = _record(sides[1], Path(folder), args)
+                tasks = _record(_baseline(sides), Path(folder), args)
             if number == 1 or args.processes:
                 for side in sides:  # what is done once only shall not be timed
                     side.replay(tasks[0][1])
@@ -74,7 +73,7 @@ def _arguments() -> argparse.Namespace:
         lengths = {"answer_tokens": page.FULL_ANSWER_TOKENS, "verdict_tokens": 100}
         parser.set_defaults(questions=3, **lengths)
     args = parser.parse_args()
-    args.sides = list(SIDES) if args.processes else list(ON_ONE_ENGINE)
+    args.sides = list(IN_PROCESSES if args.processes else page.SIDES)
     args.passes = args.passes or (2 if args.processes else 6)
     return args
 
@@ -99,6 +98,10 @@ def _record(side: Side, folder: Path, args: argparse.Namespace) -> list[tuple[st
             tasks.append((problem.id, path))
             print(f"recorded {workflow} on {problem.id}", flush=True)
     return tasks
+
+
+def _baseline(sides: Sequence[Side]) -> Side:
+    return next(side for side in sides if side.name == "baseline")
 
 
 def _steps(sides: Sequence[Side], number: int) -> list[dict[str, Any]]:
@@ -140,7 +143,7 @@ def _row(
         "expected_ttft_mean_s": round(statistics.mean(expected), 5),
         "expected_prefill_s": round(model.prefill_seconds(run), 5),
         # Without the generated tokens: what had to be encoded before a token could be sampled.
-        "prefilled_tokens": sum(map(num_prefilled, run.steps)),
+        "prefilled_tokens": sum(step.message.num_prefilled for step in run.steps),
         "generated_tokens": sum(len(s.message.generated_token_ids) for s in run.steps),
         "longest_answer": max(len(s.message.generated_token_ids) for s in run.steps),
     }

@@ -5,6 +5,7 @@
 #include "chunk.h"
 #include "queries.h"
 #include "softmax.h"
+#include "window.h"
 
 namespace choreo::CHOREO_ISA {
 
@@ -23,7 +24,7 @@ struct TileState {
   float* out;              // [rows, head_size], unnormalized
   float* row_max;          // [rows]
   float* row_sum;          // [rows, kWidth], one partial sum per lane
-  float* distance;         // [rows], ALiBi: position of the piece's token 0 less that of the row
+  float* distance;         // [rows], position of the piece's token 0 less that of the row
   float* scores;           // [kMaxRows, kChunkColumns]
   float* widened;          // a chunk of keys and values in float32, see widen_chunk
   bool is_rotated;         // `rotated` holds something
@@ -80,6 +81,12 @@ struct GroupWork {
   int first_row;
 };
 
+// First token that a row sees, counted from token 0 of the piece.
+template <typename T>
+static CHOREO_INLINE int64_t first_seen(const GroupWork<T>& w, int row) {
+  return 1 - w.a.window - static_cast<int64_t>(w.state.distance[row]);
+}
+
 // Scores of one row in all strips of a chunk, finished; returns the row's new maximum.
 template <typename T>
 static CHOREO_INLINE float finish_row(const GroupWork<T>& w, const Strip<T>* strips, int num_strips,
@@ -97,9 +104,14 @@ static CHOREO_INLINE float finish_row(const GroupWork<T>& w, const Strip<T>* str
       const int64_t limit = w.piece.last_visible + row / w.state.group_heads - p.first_token + 1;
       if (visible > limit) visible = limit > 0 ? limit : 0;
     }
+    int64_t hidden = 0;
+    if (w.a.window != 0) {
+      hidden = first_seen(w, row) - p.first_token;
+      hidden = hidden < 0 ? 0 : hidden < visible ? hidden : visible;
+    }
     const float distance =
         w.rule.has_alibi ? w.state.distance[row] + static_cast<float>(p.first_token - p.lead) : 0;
-    maximum = finish_scores(scores + p.column, p.num_columns, p.lead,
+    maximum = finish_scores(scores + p.column, p.num_columns, p.lead + static_cast<int>(hidden),
                             p.lead + static_cast<int>(visible), w.rule, slope, distance, maximum);
   }
   return reduce_max(maximum);
@@ -119,8 +131,17 @@ static void attend_group(const GroupWork<T>& w) {
   int num_strips = 0;
   const int64_t last =
       w.piece.last_visible + (w.first_row + R - 1) / s.group_heads;  // of the last row
+  int64_t first = 0;
+  if (w.a.window != 0) {
+    first = first_seen(w, w.first_row);
+    for (int r = 1; r < R; ++r) {
+      const int64_t of_row = first_seen(w, w.first_row + r);
+      if (of_row < first) first = of_row;
+    }
+  }
   for (int i = 0; i < w.chunk.num_strips; ++i) {
     Strip<T> p = w.chunk.strips[i];
+    if (p.first_token + p.num_tokens <= first) continue;
     if (w.piece.causal) {
       if (p.first_token > last) break;
       if (p.num_tokens > last + 1 - p.first_token) {
@@ -138,7 +159,9 @@ static void attend_group(const GroupWork<T>& w) {
     score_columns<R>(query, strips[i].keys, head_size, w.key_stride, strips[i].num_columns,
                      s.scores + strips[i].column, kChunkColumns);
   }
-  const int num_columns = strips[num_strips - 1].column + strips[num_strips - 1].num_columns;
+  const int begin = strips[0].column;
+  const int num_columns =
+      strips[num_strips - 1].column + strips[num_strips - 1].num_columns - begin;
   float alpha[round_up_lanes(R)] = {};  // old maximum - new maximum, then 2 to its power
   for (int r = 0; r < R; ++r) {
     const int row = w.first_row + r;
@@ -151,7 +174,7 @@ static void attend_group(const GroupWork<T>& w) {
     const int row = w.first_row + r;
     const Vec sum = load(s.row_sum + row * kWidth) * alpha[r];
     store(s.row_sum + row * kWidth,
-          exponentiate(s.scores + r * kChunkColumns, num_columns, s.row_max[row], sum));
+          exponentiate(s.scores + r * kChunkColumns + begin, num_columns, s.row_max[row], sum));
   }
   value_rows<R>(s.scores, kChunkColumns, alpha, runs, num_strips, head_size,
                 s.out + static_cast<int64_t>(w.first_row) * head_size);
@@ -197,24 +220,15 @@ static const float* rotate_members(const AttentionArgs& a, const Tile& tile, Til
   return s.rotated;
 }
 
-// Index among the own tokens of the member's first query, which is the last token that it sees.
-static int64_t own_token(const AttentionArgs& a, const Member& member) {
-  const int q_len = a.query_start_loc[member.req + 1] - a.query_start_loc[member.req];
-  return a.num_tokens[a.span_start_loc[member.req + 1] - 1] - q_len + member.query_begin;
-}
-
-// Fills `distance`, for ALiBi.
+// Fills `distance`, for ALiBi and windows.
 static void measure_distances(const AttentionArgs& a, const Tile& tile, TileState& s,
                               const PieceView& piece) {
   for (int m = 0; m < tile.num_members; ++m) {
     const Member& member = tile.members[m];
-    const int span = piece.span[member.column];
-    const int own = a.span_start_loc[member.req + 1] - 1;
-    const int64_t seen = static_cast<int64_t>(a.stored_position[span]) - a.position_delta[span] +
-                         piece.begin[member.column];
-    const int64_t first = a.stored_position[own] + own_token(a, member);
+    const int64_t first =
+        first_distance(a, member, piece.span[member.column], piece.begin[member.column]);
     for (int i = 0; i < member.num_queries * s.group_heads; ++i) {
-      s.distance[member.first_row + i] = static_cast<float>(seen - first - i / s.group_heads);
+      s.distance[member.first_row + i] = static_cast<float>(first - i / s.group_heads);
     }
   }
 }
@@ -230,7 +244,7 @@ static void attend_piece(const AttentionArgs& a, const Tile& tile, TileState& s,
   const ScoreRule rule = {a.softcap * kLog2e, a.alibi_slopes != nullptr};
   piece.query = rotate_members(a, tile, s, piece);
   piece.last_visible = own_token(a, first);
-  if (rule.has_alibi) measure_distances(a, tile, s, piece);
+  if (rule.has_alibi || a.window != 0) measure_distances(a, tile, s, piece);
   const int head_size = a.cache.head_size;
   const int block_size = a.cache.block_size;
   Chunk<T> chunk;
@@ -256,12 +270,15 @@ static void attend_pieces(const AttentionArgs& a, const Tile& tile, TileState& s
   const Reads& reads = a.reads;
   const int width = reads.member_start_loc[tile.group + 1] - reads.member_start_loc[tile.group];
   int64_t read = reads.read_start_loc[tile.group];
-  int64_t start = 0;  // of the piece, in the group's pieces laid end to end
+  int64_t start = 0;  // of what is seen of the piece, in the group's pieces laid end to end
   const auto attend = [&](const PieceView& piece, int64_t num_tokens) {
+    const int64_t hidden = hidden_tokens(a, a.window, tile.members, tile.num_members, piece.span,
+                                         piece.begin, num_tokens);
+    const int64_t num_seen = num_tokens - hidden;
     const int64_t begin = tile.kv_begin > start ? tile.kv_begin - start : 0;
-    const int64_t end = tile.kv_end - start < num_tokens ? tile.kv_end - start : num_tokens;
-    if (begin < end) attend_piece<T>(a, tile, s, piece, begin, end);
-    start += num_tokens;
+    const int64_t end = tile.kv_end - start < num_seen ? tile.kv_end - start : num_seen;
+    if (begin < end) attend_piece<T>(a, tile, s, piece, hidden + begin, hidden + end);
+    start += num_seen;
   };
   for (int p = reads.piece_start_loc[tile.group]; p < reads.piece_start_loc[tile.group + 1]; ++p) {
     attend({reads.read_span + read, reads.read_begin + read, nullptr, false, 0},
@@ -286,6 +303,15 @@ static void write_row(const AttentionArgs& a, const Member& member, int kv_head,
   for (int d = 0; d < a.cache.head_size; d += kWidth) store(target + d, load(out + d) * factor);
 }
 
+// What the sink adds to the sum of a row whose maximum is given.
+static CHOREO_INLINE float sink_weight(const AttentionArgs& a, int kv_head, int row,
+                                       float maximum) {
+  if (a.sinks == nullptr) return 0.0f;
+  const int group_heads = a.num_heads / a.cache.num_kv_heads;
+  const float sink = a.sinks[kv_head * group_heads + row % group_heads];
+  return __builtin_exp2f(sink * kLog2e - maximum);
+}
+
 template <typename T>
 static void write_member(const AttentionArgs& a, const Tile& tile, const TileState& s,
                          const Member& member, float* partial) {
@@ -296,7 +322,8 @@ static void write_member(const AttentionArgs& a, const Tile& tile, const TileSta
     const float* out = s.out + static_cast<int64_t>(row) * head_size;
     const float sum = reduce_sum(load(s.row_sum + row * kWidth));
     if (partial == nullptr) {
-      write_row<T>(a, member, tile.kv_head, i, out, 1.0f / sum);
+      const float sink = sink_weight(a, tile.kv_head, i, s.row_max[row]);
+      write_row<T>(a, member, tile.kv_head, i, out, 1.0f / (sum + sink));
       continue;
     }
     float* target = partial + static_cast<int64_t>(i) * head_size;
@@ -345,6 +372,7 @@ static void merge_partials_as(const AttentionArgs& a, const Member& member, int 
         store(total + d, before + load(out + d) * weight);
       }
     }
+    sum += sink_weight(a, kv_head, row, maximum);
     write_row<T>(a, member, kv_head, row, total, 1.0f / sum);
   }
 }

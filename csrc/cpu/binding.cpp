@@ -58,25 +58,36 @@ void check_rows(const Tensor& t, const char* name, const Tensor& cache, int64_t 
                     " tokens, but query_start_loc ends at ", num_tokens);
 }
 
-// What a layer is, in every step.
+// What a layer is, in every step. The tensors keep the pointers of `layer` alive.
 struct LayerAttention {
   choreo::Layer layer;
-  int64_t num_slopes = 0;
-  Tensor slopes;  // keeps `layer.alibi_slopes` alive
+  std::optional<Tensor> slopes;
+  std::optional<Tensor> sinks;
 };
 
+const float* floats(const std::optional<Tensor>& tensor, const char* name) {
+  if (!tensor) return nullptr;
+  choreo::check_floats(*tensor, name);
+  return tensor->const_data_ptr<float>();
+}
+
 std::unique_ptr<LayerAttention> make_layer(double scale, bool is_neox, double softcap,
-                                           const std::optional<Tensor>& alibi_slopes) {
+                                           const std::optional<Tensor>& alibi_slopes,
+                                           std::optional<int64_t> window,
+                                           const std::optional<Tensor>& sinks) {
   TORCH_CHECK_VALUE(softcap >= 0, "softcap is ", softcap, "; use 0 for none");
-  auto made = std::make_unique<LayerAttention>();
-  made->layer = {is_neox, static_cast<float>(scale), static_cast<float>(softcap), nullptr};
-  if (alibi_slopes) {
-    choreo::check_floats(*alibi_slopes, "alibi_slopes");
-    made->slopes = *alibi_slopes;
-    made->num_slopes = made->slopes.numel();
-    made->layer.alibi_slopes = made->slopes.const_data_ptr<float>();
-  }
-  return made;
+  TORCH_CHECK_VALUE(!window || *window >= 1, "window is ", *window, "; use None for none");
+  const choreo::Layer layer = {is_neox,
+                               static_cast<float>(scale),
+                               static_cast<float>(softcap),
+                               floats(alibi_slopes, "alibi_slopes"),
+                               static_cast<int>(window.value_or(0)),
+                               floats(sinks, "sinks")};
+  return std::make_unique<LayerAttention>(LayerAttention{layer, alibi_slopes, sinks});
+}
+
+void check_per_head(const std::optional<Tensor>& tensor, const char* name, int num_heads) {
+  TORCH_CHECK_VALUE(!tensor || tensor->numel() == num_heads, name, " must be [num_heads]");
 }
 
 void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output, SpanPlan& plan,
@@ -89,8 +100,8 @@ void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output, 
   const int num_heads = static_cast<int>(query.size(1));
   TORCH_CHECK_VALUE(num_heads % cache.num_kv_heads == 0 && output.size(1) == num_heads,
                     "query heads must be a multiple of KV heads, and as many in output");
-  TORCH_CHECK_VALUE(layer.layer.alibi_slopes == nullptr || layer.num_slopes == num_heads,
-                    "alibi_slopes must be [num_heads]");
+  check_per_head(layer.slopes, "alibi_slopes", num_heads);
+  check_per_head(layer.sinks, "sinks", num_heads);
   plan.check_cache(cache);
   const choreo::AttentionArgs args = {step,
                                       layer.layer,
@@ -102,14 +113,14 @@ void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output, 
                                       output.stride(0),
                                       output.stride(1),
                                       num_heads};
-  const choreo::Tiles& tiles =
-      plan.tiles({num_heads, cache.num_kv_heads, cache.head_size, at::get_num_threads()});
+  const choreo::Tiles& tiles = plan.tiles(
+      {num_heads, cache.num_kv_heads, cache.head_size, at::get_num_threads(), layer.layer.window});
   choreo::run_span_attention(args, tiles);
 }
 
 // Bytes of the partial results of a layer of such a shape.
 int64_t partial_bytes(SpanPlan& plan, int num_heads, int num_kv_heads, int head_size) {
-  const choreo::LayerShape shape = {num_heads, num_kv_heads, head_size, at::get_num_threads()};
+  const choreo::LayerShape shape = {num_heads, num_kv_heads, head_size, at::get_num_threads(), 0};
   return plan.tiles(shape).num_partial_floats * static_cast<int64_t>(sizeof(float));
 }
 
@@ -148,7 +159,7 @@ PYBIND11_MODULE(_C, m) {
   using without_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<LayerAttention>(m, "LayerAttention")
       .def(py::init(&make_layer), py::arg("scale"), py::arg("is_neox"), py::arg("softcap"),
-           py::arg("alibi_slopes"));
+           py::arg("alibi_slopes"), py::arg("window") = py::none(), py::arg("sinks") = py::none());
   py::class_<SpanPlan>(m, "SpanPlan")
       .def(py::init<const Arrays&, const std::optional<Arrays>&, const std::optional<Tensor>&,
                     int64_t>(),

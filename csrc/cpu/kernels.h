@@ -59,6 +59,8 @@ struct Layer {
   float scale;
   float softcap;              // 0: none
   const float* alibi_slopes;  // [num_heads] or null
+  int window;                 // tokens that a query sees to its left, itself included; 0: all
+  const float* sinks;         // [num_heads] or null
 };
 
 // One call of span_attention.
@@ -84,8 +86,8 @@ struct Member {
 };
 
 // One unit of work: some queries of the members of a group, for one KV head, and the tokens
-// [kv_begin, kv_end) of the group's pieces laid end to end. The own span, which comes last in a
-// group of one request, is causal: such tiles have one member.
+// [kv_begin, kv_end) of the group's pieces laid end to end, without their hidden_tokens. The own
+// span, which comes last in a group of one request, is causal: such tiles have one member.
 struct Tile {
   int group;
   int kv_head;

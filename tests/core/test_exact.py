@@ -18,8 +18,9 @@ from vllm_choreo.semantics.positions import (
     num_span_blocks,
     resolve_offsets,
 )
+from vllm_choreo.store.copies import Link
 from vllm_choreo.store.encoding import Adapter, Encoding
-from vllm_choreo.store.exact import Link, exact_chain, is_exact
+from vllm_choreo.store.exact import exact_chain, is_exact
 from vllm_choreo.store.stats import stats
 from vllm_choreo.store.store import MessageStore, copies_of
 

@@ -60,7 +60,8 @@ def test_every_workflow_runs_on_problems_of_its_own(workflow: str) -> None:
     for task in tasks:
         transcript = program_of(workflow)(Notes(), **task.inputs)
         assert transcript.decodes() and transcript.answers
-        assert question_of(task, transcript)
+        assert all(step.message.role for step in transcript.steps), "policies go by roles"
+        assert question_of(task, transcript.inputs)
         assert len(task.expected()) == len(task.problems)
         assert task.is_right(transcript.answers) in ((False,) if task.problems else (None,))
     assert [task.inputs for task in tasks_of(parsed(workflow, "--limit", "2", "--seed", "7"))] == [
@@ -73,10 +74,13 @@ def test_options_reach_the_workflow() -> None:
     (task,) = tasks_of(parsed("tree_of_thoughts", "--limit", "1", *given))
     assert (task.inputs["candidates"], task.inputs["voters"]) == (2, 3)
     assert task.inputs["sampling_params"].max_tokens == task.inputs["vote_params"].max_tokens == 9
+    assert "restate" not in task.inputs
+    (task,) = tasks_of(parsed("parallel_debate", "--limit", "1", "--restate"))
+    assert task.inputs["restate"] is True
     (game,) = tasks_of(parsed("prisoners_dilemma", "--strategies", "none", "always defect"))
     assert game.inputs["strategies"] == ["none", "always defect"]
     played = program_of("prisoners_dilemma")(Notes(), **game.inputs)
-    assert "strategies: none, always defect" in question_of(game, played)
+    assert "strategies: none, always defect" in question_of(game, played.inputs)
     assert game.expected() == []
 
 
@@ -192,7 +196,7 @@ def test_a_saved_transcript_is_a_task_again(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["transcript.json"]
     (again,) = tasks_of(parsed("tree_of_thoughts", "--replay", str(path)))
     assert (again.id, again.source, again.problems) == (task.id, task.source, task.problems)
-    assert again.inputs == {**task.inputs, "candidates": 8}  # the default that was taken
+    assert again.inputs == {**task.inputs, "candidates": 8, "restate": False}  # the defaults taken
     assert again.recorded is not None
     with Replay(Notes(mode="baseline"), again.recorded) as replay:
         repeated = program_of("tree_of_thoughts")(replay, **again.inputs)
@@ -260,7 +264,7 @@ def _replaced(data: Any, path: Sequence[Any], value: Any) -> Any:
 def test_no_malformed_transcript_ends_in_a_traceback(
     workflow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_engine", lambda args: _Engine())
+    monkeypatch.setattr(command, "_engine", lambda *_: _Engine())
     small = {"tree_of_thoughts": ("--candidates", "2", "--voters", "2")}.get(workflow, ())
     (task,) = tasks_of(parsed(workflow, "--limit", "1", *small))
     path = tmp_path / "t.json"

@@ -68,6 +68,7 @@ def test_usage_counts_what_was_read_and_written() -> None:
         "reused_tokens": 4,
         "repositioned_tokens": 2,
         "encoded_tokens": 6,
+        "repaired_tokens": 0,
     }
 
 

@@ -9,7 +9,8 @@ import statistics
 import numpy as np
 import pytest
 
-from benchmarks.harness.stats import bootstrap_interval, paired_ratio_interval, wilson_interval
+from benchmarks.harness.stats import paired_ratio_interval
+from vllm_choreo.judge.stats import bootstrap_interval, wilson_interval
 
 
 @pytest.mark.parametrize(

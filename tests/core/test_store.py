@@ -211,3 +211,23 @@ def test_whatever_happens_references_are_balanced(steps: list[tuple[str, int]]) 
         store.settle(message)
     assert all(block.ref_cnt == 0 for block in pool.blocks)
     assert stats(store)["num_messages"] == 0
+
+
+@pytest.mark.parametrize("leaves_first", ["earliest", "latest"])
+def test_what_one_session_frees_another_still_shares(leaves_first: str) -> None:
+    pool = Pool()
+    store = MessageStore(pool, SIZE, engine=b"", clock=lambda: 0.0)
+    made = []
+    for session in "ab":
+        encoding = _message(store, f"{session}/m", 2 * SIZE + 1, session)
+        store.identify(encoding)
+        store.share(encoding)
+        store.hold(encoding, [*encoding.blocks, *pool.new(3 - len(encoding.blocks))], 2 * SIZE + 1)
+        made.append(encoding)
+    assert made[0].blocks[:2] == made[1].blocks[:2]
+    gone, kept = made if leaves_first == "earliest" else reversed(made)
+    store.free(gone.message)
+    late = _message(store, "c/m", 2 * SIZE + 1, "c")
+    store.identify(late)
+    store.share(late)
+    assert late.blocks == kept.blocks[:2] and late.num_encoded == 2 * SIZE

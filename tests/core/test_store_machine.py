@@ -2,13 +2,15 @@
 """A long random life of a store: after every step, counts and blocks are those of a second book.
 
 The machine plays the scheduler: calls are opened, wait, are admitted, preempted, end; messages are
-forked, copied into other contexts (as exact mode and repairs do), shared, evicted, saved, restored,
-pinned, freed. What every call holds is written down beside the store, and compared.
+forked, copied into other contexts or patched there (as exact mode and repairs do), shared, evicted,
+saved, restored, pinned, freed. What every call holds is written down beside the store, and
+compared.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from hypothesis import settings
@@ -16,9 +18,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.core.test_store import SIZE, Block, Pool
+from vllm_choreo.repair.runs import Run, Runs, joined
+from vllm_choreo.store.copies import Context, Link
 from vllm_choreo.store.encoding import Encoding
-from vllm_choreo.store.exact import Link, exact_chain, plan_after
+from vllm_choreo.store.exact import exact_chain
 from vllm_choreo.store.host_tier import HostTier
+from vllm_choreo.store.repaired import repaired_chain
 from vllm_choreo.store.store import MessageStore
 
 INDEX = st.integers(0, 1000)
@@ -31,12 +36,29 @@ class Call:
     Attributes:
         reads: what it waits for, or reads.
         encoding: what it makes or encodes again.
+        id: of its request.
+        run: of a patch: what it writes.
         blocks: of the request, once it is admitted.
     """
 
     reads: list[Encoding]
     encoding: Encoding
+    id: str
+    run: Run | None = None
     blocks: list[Block] | None = None
+
+
+def _place(encoding: Encoding, links: list[Link], store: MessageStore) -> None:
+    """Right behind its parents, as text has it."""
+    *offsets, position = accumulate((link.num_tokens for link in links), initial=0)
+    context = Context(links, offsets, None)
+    encoding.parents, encoding.plan = context.encodings, context.plan(position, store)
+
+
+def _drawn_runs(data: st.DataObject, num_tokens: int) -> Runs:
+    ends = data.draw(st.lists(st.integers(0, num_tokens), min_size=2, max_size=4, unique=True))
+    ends.sort()
+    return joined(zip(ends[::2], ends[1::2], strict=False))
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -49,7 +71,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.tier = HostTier(9)
         self.calls: list[Call] = []
         self.seen: list[Encoding] = []  # all that ever were
-        self.names = 0
+        self.names = self.num_requests = 0
 
     # -- calls -----------------------------------------------------------------------------
 
@@ -57,37 +79,71 @@ class StoreMachine(RuleBasedStateMachine):
         num_tokens=st.integers(1, 11),
         parents=st.lists(INDEX, max_size=3),
         tenant=st.sampled_from("ab"),
-        exact=st.booleans(),
+        mode=st.sampled_from(["as stored", "exact", "repaired"]),
+        data=st.data(),
     )
-    def open(self, num_tokens: int, parents: list[int], tenant: str, exact: bool) -> None:
-        """A prefill; in exact mode its parents are read as copies where need be."""
+    def open(
+        self, num_tokens: int, parents: list[int], tenant: str, mode: str, data: st.DataObject
+    ) -> None:
+        """A prefill; its parents are read as copies where it says so."""
         known = [m.own for m in self.store.messages(tenant) if m.own.is_known and m.own.digest]
         chosen = [known[i % len(known)] for i in parents] if known else []
         links = [Link(encoding, 0, encoding.num_tokens) for encoding in chosen]
-        if exact:
+        if mode == "exact":
             links = exact_chain(links, None, self.store)
+        elif mode == "repaired":
+            runs = [_drawn_runs(data, link.num_tokens) for link in links]
+            offsets = list(accumulate((link.num_tokens for link in links), initial=0))
+            links, _ = repaired_chain(links, offsets[:-1], runs, None, self.store)
         self.names += 1
         encoding = self.store.create(tenant, f"m{self.names}", tenant=tenant).own
         encoding.token_ids = [num_tokens] * num_tokens
-        encoding.parents, encoding.plan = plan_after(links, SIZE)
+        _place(encoding, links, self.store)
         self.store.identify(encoding)
         self._enter(encoding)
 
-    def _enter(self, encoding: Encoding) -> None:
-        self.store.residency.set_encoder(encoding, f"r{len(self.seen)}-{self.names}")
-        self.store.residency.wait_for(encoding.parents)
-        self.calls.append(Call(list(encoding.parents), encoding))
+    def _enter(self, encoding: Encoding, run: Run | None = None) -> None:
+        self.num_requests += 1
+        call = Call(list(encoding.parents), encoding, f"r{self.num_requests}", run)
+        if run is not None:
+            call.reads.append(encoding)
+        self.store.residency.encode(encoding, call.id)
+        self.store.residency.wait_for(call.reads)
+        self.calls.append(call)
         self.seen += [e for e in (encoding, *encoding.parents) if e not in self.seen]
 
     @rule(index=INDEX)
     def encode_again(self, index: int) -> None:
         """Evicted, or a copy that nobody has encoded yet."""
-        lacking = [
-            e for e in self.seen if e.is_known and e.plan and not e.is_resident and not e.encoder
-        ]
-        wanted = [e for e in lacking if not e.is_given_up or e.num_waiting]
+        wanted = [e for e in self._lacking() if e.patch is None]
         if wanted:
             self._enter(wanted[index % len(wanted)])
+
+    @rule(index=INDEX)
+    def patch(self, index: int) -> None:
+        """A patch gets its place over its source, and a request for each of its runs."""
+        wanted = [e for e in self._lacking() if e.patch and e.patch.source.is_resident]
+        if not wanted:
+            return
+        encoding = wanted[index % len(wanted)]
+        assert encoding.patch is not None
+        source, runs = encoding.patch.source, encoding.patch.runs
+        blocks = list(source.blocks)
+        touched = {n for start, stop in runs for n in range(start // SIZE, -(-stop // SIZE))}
+        new = self.pool.new(len(touched))
+        for n, block in zip(touched, new, strict=True):
+            blocks[n] = block
+        self.store.residency.patch(encoding, blocks, source.stored_position, self.store.step)
+        self.pool.free_blocks(new)
+        for run in runs:
+            self._enter(encoding, run)
+
+    def _lacking(self) -> list[Encoding]:
+        """What is not resident, and may be encoded again."""
+        lacking = [
+            e for e in self.seen if e.is_known and e.plan and not e.is_resident and not e.encoders
+        ]
+        return [e for e in lacking if not e.is_given_up or e.num_waiting]
 
     @rule(index=INDEX)
     def admit(self, index: int) -> None:
@@ -95,12 +151,20 @@ class StoreMachine(RuleBasedStateMachine):
         ready = [
             call
             for call in self.calls
-            if call.blocks is None and all(parent.is_resident for parent in call.reads)
+            if call.blocks is None
+            and all(parent.is_resident for parent in call.encoding.parents)
+            and (call.run is None or call.encoding.unwritten[:1] == [call.run])
         ]
         if not ready:
             return
         call = ready[index % len(ready)]
         encoding = call.encoding
+        if call.run is not None:
+            call.blocks = [block for parent in call.reads for block in parent.blocks]
+            self.pool.touch(call.blocks)
+            self.store.residency.read(call.reads)
+            self.store.written(encoding, call.run)
+            return
         if not encoding.num_encoded and not encoding.is_given_up:
             self.store.share(encoding)
         adopted = [block for parent in call.reads for block in parent.blocks]
@@ -132,7 +196,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.residency.leave(call.reads, reading=call.blocks is not None)
         for parent in call.reads:
             self.store.settle(parent)
-        self.store.residency.set_encoder(call.encoding, None)
+        self.store.residency.encoded(call.encoding, call.id)
         self.store.settle(call.encoding)
 
     # -- memory ----------------------------------------------------------------------------
@@ -146,7 +210,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(index=INDEX)
     def evict(self, index: int) -> None:
-        idle = [e for e in self.seen if e.blocks and not e.num_readers and not e.encoder]
+        idle = [e for e in self.seen if e.blocks and not e.num_readers and not e.encoders]
         if idle:
             self.store.evict(idle[index % len(idle)])
 
@@ -163,7 +227,7 @@ class StoreMachine(RuleBasedStateMachine):
     def restore(self, index: int) -> None:
         tier = self.store.tier
         assert tier is not None
-        saved = [e for e in self.seen if e in tier and not e.num_encoded and not e.encoder]
+        saved = [e for e in self.seen if e in tier and not e.num_encoded and not e.encoders]
         if saved:
             encoding = saved[index % len(saved)]
             tier.keep(encoding)
@@ -204,14 +268,14 @@ class StoreMachine(RuleBasedStateMachine):
             waiting = sum(c.reads.count(encoding) for c in self.calls if c.blocks is None)
             reading = sum(c.reads.count(encoding) for c in self.calls if c.blocks is not None)
             assert (encoding.num_waiting, encoding.num_readers) == (waiting, reading)
-            assert (encoding.encoder is not None) == any(c.encoding is encoding for c in self.calls)
+            assert encoding.encoders == {c.id for c in self.calls if c.encoding is encoding}
 
     @invariant()
     def what_is_given_up_and_idle_holds_nothing(self) -> None:
         for encoding in self.seen:
             if encoding.is_given_up and not encoding.in_use:
                 assert not encoding.blocks and encoding not in (self.store.tier or ())
-                assert encoding not in self.store.by_digest.values()
+                assert encoding not in list(self.store.twins)
         assert all(
             all(copy in parent.readers for parent in copy.parents)
             for message in self.store.messages()
@@ -224,7 +288,7 @@ class StoreMachine(RuleBasedStateMachine):
         for message in self.store.messages():
             self.store.free(message)
         assert all(block.ref_cnt == 0 for block in self.pool.blocks)
-        assert not self.store.by_digest and not self.store.residency.holding()
+        assert not list(self.store.twins) and not self.store.residency.holding()
         assert self.store.tier is not None and self.store.tier.num_used == 0
 
 
@@ -237,7 +301,7 @@ def test_a_span_of_a_copy_is_a_copy_of_its_tokens() -> None:
     store = MessageStore(Pool(), SIZE)
     encoding = store.create("s", "m").own
     encoding.token_ids = [1, 2, 3]
-    encoding.parents, encoding.plan = plan_after([], SIZE)
+    _place(encoding, [], store)
     store.identify(encoding)
     (link,) = exact_chain([Link(encoding, 1, 3)], None, store)
     assert link.encoding.token_ids == [2, 3] and link.encoding.is_copy

@@ -11,12 +11,35 @@ from vllm import SamplingParams
 from tests.core.notes import Notes, message, reads
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.workflows.branch_solve_merge import branch_solve_merge
+from vllm_choreo.workflows.chat import user
 from vllm_choreo.workflows.direct import direct
+from vllm_choreo.workflows.document_qa import document_qa
 from vllm_choreo.workflows.iterative_debate import is_settled, iterative_debate
 from vllm_choreo.workflows.multi_qa import multi_qa
 from vllm_choreo.workflows.parallel_debate import parallel_debate
 from vllm_choreo.workflows.prisoners_dilemma import decision, payoffs, prisoners_dilemma
 from vllm_choreo.workflows.tree_of_thoughts import elected, tree_of_thoughts
+
+# -- the question once more ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workflow", "told"),
+    [
+        (tree_of_thoughts, {"votes", "answer"}),
+        (parallel_debate, {"round 2", "round 3"}),
+        (iterative_debate, {"verdict 1", "verdict 2", "answer"}),
+    ],
+)
+def test_the_question_is_asked_once_more_after_what_is_read(workflow: Any, told: set[str]) -> None:
+    plain, again = (workflow(Notes(), "Why?", restate=restate) for restate in (False, True))
+    turn = user("Once more, the question: Why?")
+    for before, after in zip(plain.steps, again.steps, strict=True):
+        begins = turn if after.stage in told else ""
+        assert after.message.text == begins + before.message.text
+        assert after.message.parents == before.message.parents
+    assert again.inputs["restate"] is True and told <= {step.stage for step in again.steps}
+
 
 # -- parallel debate -----------------------------------------------------------------------------
 
@@ -196,6 +219,7 @@ def test_questions_are_encoded_and_read_as_the_variant_says(variant: str) -> Non
     log = multi_qa(notes, ["Who?", "And when was it?"], variant=variant)
     questions = ["questions/question 1", "questions/question 2"]
     assert reads(log, "questions", "question 1") == []
+    assert "Question 1: Who?" in message(log, "questions", "question 1").text
     context = questions[:1] if variant == "baseline" else []
     assert reads(log, "questions", "question 2") == context
     assert reads(log, "answer", "answer") == questions
@@ -221,6 +245,19 @@ def test_stories_are_written_apart_and_merged_as_the_variant_says(variant: str) 
         assert reads(log, "as text", "story 2") == ["as text/story 1"]
         assert message(log, "as text", "story 2").token_ids == second.token_ids
     assert log.answers == ("merged",)
+
+
+def test_documents_are_encoded_behind_the_instruction_and_apart() -> None:
+    notes = Notes("4711")
+    log = document_qa(notes, "Which?", ["one", "two", "three"], opening="It is")
+    documents = [f"documents/document {i}" for i in (1, 2, 3)]
+    for i in (1, 2, 3):
+        assert reads(log, "documents", f"document {i}") == ["instruction/instruction"]
+    assert reads(log, "answer", "answer") == ["instruction/instruction", *documents]
+    assert message(log, "answer", "answer").text.endswith("assistant\nIt is4711")
+    assert log.answers == ("4711",)
+    with pytest.raises(ChoreoError, match="one or more"):
+        document_qa(notes, "Which?", [])
 
 
 @pytest.mark.parametrize("workflow", [multi_qa, branch_solve_merge])

@@ -36,7 +36,7 @@ def test_a_transcript_survives_its_file(tmp_path: Path) -> None:
     again = SamplingParams(**data["inputs"].pop("sampling_params"))
     assert again == params
     assert data["inputs"] == {
-        "question": "How?", "candidates": 2, "voters": ["x"], "vote_params": None,
+        "question": "How?", "candidates": 2, "voters": ["x"], "restate": False, "vote_params": None,
     }  # fmt: skip
     steps = data["steps"]
     assert [step["kind"] for step in steps] == ["prefill"] * 4 + ["decode"] * 4

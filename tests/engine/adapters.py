@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from tests.engine.oracle import Oracle
+from vllm_choreo.trained_adapter import BaseModel, TrainedAdapter
 
 RANK = 4
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -26,7 +28,7 @@ class Adapter:
         seed: of its weights; None: its number.
 
     Attributes:
-        path: of its folder.
+        path, model_path: of its folder, and of its model's.
         request: vLLM's name for it.
         oracle: of model and adapter together.
     """
@@ -35,6 +37,7 @@ class Adapter:
         self, model_path: Path, folder: Path, number: int, seed: int | None = None
     ) -> None:
         self.path = path = folder / f"adapter-{number}"
+        self.model_path = model_path
         self.request = LoRARequest(path.name, number, str(path))
         self.oracle = Oracle(model_path)
         generator = torch.Generator().manual_seed(number if seed is None else seed)
@@ -51,3 +54,11 @@ class Adapter:
         save_file(tensors, path / "adapter_model.safetensors")
         config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": MODULES}
         (path / "adapter_config.json").write_text(json.dumps(config))
+
+    def placed(self, placement: str, base: Path | None = None) -> Path:
+        """A copy of the folder as training leaves it; `base`: another model than its own."""
+        folder = self.path.with_name(f"{self.path.name}-{placement}-{base.name if base else ''}")
+        if not folder.exists():
+            shutil.copytree(self.path, folder)
+            TrainedAdapter(placement, BaseModel.of(base or self.model_path), "kl").save(folder)
+        return folder

@@ -3,7 +3,8 @@
 
 A HuggingFace model in float32 encodes a message's tokens at explicit positions, over keys and
 values that the oracle gathers from the parents' encodings and rotates itself, under an explicit
-4D mask: every new token sees every parent token, and its own message causally. That is the
+4D mask: every new token sees every parent token, and its own message causally; in layers with a
+sliding window of W, of all these the tokens seen at most W - 1 positions to its left. That is the
 definition of a call word for word, and nothing else: no blocks, no spans, no virtual sequence.
 
 Angles are computed in float64 from the model's own `inv_freq`, hence with its own scaling, both
@@ -18,13 +19,15 @@ from __future__ import annotations
 import importlib.util
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+from vllm_choreo.smallmodel.tiny import model_class
 
 # Model types whose rotary embedding pairs neighbouring components (2i, 2i+1) instead of the two
 # halves (i, i + rotary_dim / 2).
@@ -83,7 +86,7 @@ def private_model_class(model_path: str | Path) -> type[transformers.PreTrainedM
     compilation, after which they cannot be used without an engine. The copy stays untouched.
     """
     config = transformers.AutoConfig.from_pretrained(model_path)
-    public = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    public = model_class(config)
     spec = importlib.util.find_spec(public.__module__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -105,8 +108,10 @@ class Oracle:
             model_path, dtype=dtype, attn_implementation="eager"
         )
         self.model = model.to(torch.float32).eval()
-        config = self.model.config
+        config = self.model.config.get_text_config()
         self.num_layers = int(config.num_hidden_layers)
+        # Then a shift of everything changes the result.
+        self.scales_queries = bool(getattr(config, "llama_4_scaling", None))
         self.interleaved = config.model_type in _INTERLEAVED_TYPES
         self.uses_alibi = config.model_type == "bloom"
         if self.uses_alibi:
@@ -114,36 +119,55 @@ class Oracle:
             # log-probability between the two, on ordinary requests too. vLLM's is the subject.
             for block in self.model.transformer.h:
                 block.mlp.gelu_impl = torch.nn.GELU()
+        full = ["full_attention"] * self.num_layers
+        self.layer_types = getattr(config, "layer_types", None) or full
+        self.has_kinds = "sliding_attention" in self.layer_types
+        # A window, but no kinds of layers: every layer has it.
+        is_local = self.has_kinds or not getattr(config, "layer_types", None)
+        self.window = getattr(config, "sliding_window", None) if is_local else None
         self.inv_freq = self._find_inv_freq()
         no_rope = getattr(config, "no_rope_layers", None) or [1] * self.num_layers
-        self.layer_has_rope = [self.inv_freq is not None and bool(flag) for flag in no_rope]
+        self.layer_has_rope = [bool(self.inv_freq) and bool(flag) for flag in no_rope]
 
-    def _find_inv_freq(self) -> torch.Tensor | None:
-        """float64 `[rotary_dim / 2]`, or None for a model without rotary embedding.
+    def _find_inv_freq(self) -> dict[str | None, torch.Tensor]:
+        """float64 `[rotary_dim / 2]` by kind of layer, None for all kinds; empty without RoPE.
 
         Also gives the rotary embedding its float64 angles.
         """
         found = [
-            module for name, module in self.model.named_modules() if name.endswith("rotary_emb")
+            module
+            for name, module in self.model.named_modules()
+            if name.endswith("rotary_emb") and "visual" not in name
         ]
         if not found:
-            return None
+            return {}
         if len(found) > 1:
             raise ValueError(f"{len(found)} rotary embeddings in one model are not supported")
         (rotary,) = found
-        inv_freq = rotary.inv_freq.to(torch.float64)
+        names = {None: "", **{kind: f"{kind}_" for kind in set(self.layer_types)}}
+        inv_freq = {
+            kind: getattr(rotary, f"{prefix}inv_freq").to(torch.float64)
+            for kind, prefix in names.items()
+            if hasattr(rotary, f"{prefix}inv_freq")
+        }
+        is_doubled = self.model.config.model_type != "gpt_oss"
 
-        def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            angles = position_ids[..., None] * inv_freq
-            angles = torch.cat((angles, angles), dim=-1)
-            scaling = rotary.attention_scaling
+        def forward(
+            x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+        ) -> tuple[torch.Tensor, ...]:
+            # M-RoPE takes sections of three rows of positions, which are equal in text.
+            rows = position_ids[0] if position_ids.dim() == 3 else position_ids
+            angles = rows[..., None] * inv_freq[layer_type]
+            if is_doubled:
+                angles = torch.cat((angles, angles), dim=-1)
+            scaling = getattr(rotary, f"{names[layer_type]}attention_scaling")
             return (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)
 
         rotary.forward = forward
         return inv_freq
 
-    def rotate(self, keys: torch.Tensor, delta: int) -> torch.Tensor:
-        """Rotate `keys` by `delta` further positions.
+    def rotate(self, keys: torch.Tensor, delta: int, layer: int) -> torch.Tensor:
+        """Rotate `keys` of a layer by `delta` further positions.
 
         Args:
             keys: float32 `[num_kv_heads, num_tokens, head_size]`; not changed.
@@ -152,9 +176,10 @@ class Oracle:
         Returns:
             float32, same shape. Components from `rotary_dim` on are copied.
         """
-        assert self.inv_freq is not None
-        rotary_dim = 2 * self.inv_freq.numel()
-        angles = self.inv_freq * delta
+        kind = self.layer_types[layer]
+        inv_freq = self.inv_freq[kind if kind in self.inv_freq else None]
+        rotary_dim = 2 * inv_freq.numel()
+        angles = inv_freq * delta
         pairs = keys[..., :rotary_dim].to(torch.float64)
         if self.interleaved:
             first, second = pairs[..., 0::2], pairs[..., 1::2]
@@ -180,11 +205,28 @@ class Oracle:
                 key = parent.message.keys[layer][:, part]
                 if self.layer_has_rope[layer]:
                     seen_from = parent.message.position + parent.start
-                    key = self.rotate(key, parent.offset - seen_from)
+                    key = self.rotate(key, parent.offset - seen_from, layer)
                 keys.append(key)
                 values.append(parent.message.values[layer][:, part])
             cache.update(torch.cat(keys, 1)[None], torch.cat(values, 1)[None], layer)
         return cache
+
+    def _mask(self, positions: torch.Tensor, key_positions: torch.Tensor) -> Any:
+        """What HuggingFace adds to the scores, `[1, 1, num_queries, num_keys]`; by kind of layer
+        where the model has several kinds.
+        """
+        num_tokens, num_keys = len(positions), len(key_positions)
+        seen = torch.ones(num_tokens, num_keys, dtype=torch.bool).tril(num_keys - num_tokens)
+        near = seen
+        if self.window is not None:
+            near = seen & (positions[:, None] - key_positions[None, :] < self.window)
+        full, sliding = (
+            torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
+            for mask in (seen, near)
+        )
+        if self.has_kinds:
+            return {"full_attention": full, "sliding_attention": sliding}
+        return sliding
 
     def _alibi(self, positions: torch.Tensor, key_positions: torch.Tensor) -> Callable[..., object]:
         """A stand-in for the model's bias builder: slope times (key position - query position).
@@ -206,14 +248,12 @@ class Oracle:
         positions = torch.arange(num_tokens) + new_offset
         key_positions = torch.cat([*(parent.positions() for parent in parents), positions])
         num_past = len(key_positions) - num_tokens
-        mask = torch.full((num_tokens, num_tokens), torch.finfo(torch.float32).min).triu(1)
-        mask = torch.cat((torch.zeros(num_tokens, num_past), mask), dim=1)[None, None]
         if self.uses_alibi:
             self.model.transformer.build_alibi_tensor = self._alibi(positions, key_positions)
         cache = self._gather(parents)
         logits = self.model(
             input_ids=torch.tensor([list(token_ids)]),
-            attention_mask=mask,
+            attention_mask=self._mask(positions, key_positions),
             past_key_values=cache,
             use_cache=True,
             # ALiBi models have no such argument: their positions are in the bias.
@@ -222,6 +262,41 @@ class Oracle:
         keys = tuple(layer.keys[0, :, num_past:] for layer in cache.layers)
         values = tuple(layer.values[0, :, num_past:] for layer in cache.layers)
         return Encoded(tuple(token_ids), new_offset, keys, values, logits)
+
+    def repair(
+        self, parents: Sequence[Parent], runs: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[Parent]:
+        """What a call that repairs `runs` of its parents reads, by the definition of repair.
+
+        Token `l` of parent j, counted from the first that the call sees, is encoded anew at
+        `offset + l`; it attends to the parents before, repaired, and to tokens `0 … l` of its own,
+        the repaired ones in place of the stored. All others are as stored.
+        """
+        chain: list[Parent] = []
+        for parent, of_parent in zip(parents, runs, strict=True):
+            message = parent.message
+            for first, last in of_parent:
+                start, stop = parent.start + first, parent.start + last
+                before = Parent(message, parent.offset, parent.start, start)
+                read = [*chain, before] if first else chain
+                anew = self.encode(message.token_ids[start:stop], read, parent.offset + first)
+                message = self._overwritten(message, start, anew)
+            chain.append(Parent(message, parent.offset, parent.start, parent.stop))
+        return chain
+
+    def _overwritten(self, message: Encoded, start: int, anew: Encoded) -> Encoded:
+        """`message` with the keys and values of `anew` from token `start` on."""
+        part = slice(start, start + len(anew))
+        keys, values = [], []
+        for layer in range(self.num_layers):
+            key, value = message.keys[layer].clone(), message.values[layer].clone()
+            new_key = anew.keys[layer]
+            if self.layer_has_rope[layer]:
+                new_key = self.rotate(new_key, message.position + start - anew.position, layer)
+            key[:, part], value[:, part] = new_key, anew.values[layer]
+            keys.append(key)
+            values.append(value)
+        return replace(message, keys=tuple(keys), values=tuple(values))
 
     def decode(
         self, header: Sequence[int], parents: Sequence[Parent], new_offset: int, num_tokens: int

@@ -274,6 +274,7 @@ def test_async_calls_stream_overlap_and_end_early(tiny_model_path: Callable[[str
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # test_processes.py has such engines in every run
 def test_an_engine_in_its_own_process_gives_the_same_answers(
     llm: Any, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # `make demo` shows it, too
 def test_the_demo_measures_both_modes_and_writes_its_results(
     tmp_path: Path, embedded_model_path: Path
 ) -> None:

@@ -22,7 +22,8 @@ from vllm_choreo.cli.main import main
     ("name", "row"),
     [
         ("glm4", "0-2       rotary, 16 dims, neighbours paired"),
-        ("smollm3", "1         no rotation"),
+        pytest.param("smollm3", "1         no rotation", marks=pytest.mark.exhaustive),
+        ("gpt_oss", "0         rotary, 32 dims, halves paired, window of 8, sinks"),
     ],
 )
 def test_the_doctor_finds_the_positions_and_agrees_with_huggingface(
@@ -73,8 +74,9 @@ def test_the_doctor_says_why_a_model_is_refused(
 
 
 def test_layers_that_are_alike_make_one_row() -> None:
-    rope = {"rope": True, "rotary_dim": 64, "is_neox": True, "longest_wavelength": 1e4}
-    none = {"rope": False, "rotary_dim": 0, "is_neox": None, "longest_wavelength": None}
+    all_seen = {"window": None, "sinks": False}
+    rope = {"rope": True, "rotary_dim": 64, "is_neox": True, "longest_wavelength": 1e4, **all_seen}
+    none = {"rope": False, "rotary_dim": 0, "is_neox": None, "longest_wavelength": None, **all_seen}
     kinds = [rope, rope, none, rope]
     layers = [{**kind, "layer": str(i), "max_error": i * 1e-6} for i, kind in enumerate(kinds)]
     rows = doctor.positions_table(layers).splitlines()[1:]

@@ -21,6 +21,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.engine import utility
 from vllm_choreo.errors import (
@@ -432,7 +433,7 @@ def _write_model(config: transformers.PretrainedConfig, folder: Path, tokenizer:
     return folder
 
 
-@pytest.mark.parametrize("config", [_gpt2, _phi3_longrope])
+@pytest.mark.parametrize("config", sampled([_gpt2, _phi3_longrope], 1))
 def test_a_model_that_cannot_be_choreographed_is_refused_at_start(
     config: Callable[[], transformers.PretrainedConfig],
     engine_slot: Callable[..., Any],

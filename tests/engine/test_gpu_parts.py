@@ -44,7 +44,8 @@ KIND = LayerKind(None, SHAPE)
 @pytest.fixture
 def vllm_config(tiny_model_path: Callable[[str], Path], monkeypatch: Any) -> VllmConfig:
     """As vLLM makes it for an engine, before any plugin of ours has seen it."""
-    monkeypatch.setenv("VLLM_PLUGINS", "")
+    # Not by VLLM_PLUGINS: then no engine of this process would have the plugin any more.
+    monkeypatch.setattr("vllm.plugins.plugins_loaded", True)
     args = EngineArgs(str(tiny_model_path("llama")), dtype="float32", max_model_len=256)
     config = args.create_engine_config()
     config.scheduler_config.max_num_seqs = 4

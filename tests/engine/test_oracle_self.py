@@ -26,6 +26,12 @@ def oracle(request: pytest.FixtureRequest, tiny_oracle: Callable[[str], Oracle])
     return tiny_oracle(request.param)
 
 
+@pytest.fixture(scope="module", params=sorted({*TINY_MODELS} - {"ministral3"}))
+def relative(request: pytest.FixtureRequest, tiny_oracle: Callable[[str], Oracle]) -> Oracle:
+    """The same, of models in which distances alone count: a shift changes nothing."""
+    return tiny_oracle(request.param)
+
+
 def _tokens(num_tokens: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 512, (num_tokens,), generator=generator).tolist()
@@ -53,23 +59,23 @@ def test_chain_equals_plain_forward(oracle: Oracle) -> None:
     torch.testing.assert_close(actual, expected, atol=SELF_TOLERANCE, rtol=0)
 
 
-def test_moved_parents_equal_plain_forward(oracle: Oracle) -> None:
+def test_moved_parents_equal_plain_forward(relative: Oracle) -> None:
     # Encoded anywhere, seen where the text has them: the rotation must undo the difference.
     # Parents without context of their own, so their keys depend on their own position alone.
     first, second = _tokens(37, 4), _tokens(20, 5)
-    parent = oracle.encode(first, new_offset=900)
-    message = oracle.encode(second, [whole(parent, 0)], len(first))
-    expected = oracle.plain_logits(first + second).log_softmax(-1)[len(first) :]
+    parent = relative.encode(first, new_offset=900)
+    message = relative.encode(second, [whole(parent, 0)], len(first))
+    expected = relative.plain_logits(first + second).log_softmax(-1)[len(first) :]
     torch.testing.assert_close(message.logprobs(), expected, atol=SELF_TOLERANCE, rtol=0)
 
 
-def test_shift_changes_nothing(oracle: Oracle) -> None:
+def test_shift_changes_nothing(relative: Oracle) -> None:
     pieces = [_tokens(33, 6), _tokens(40, 7), _tokens(9, 8)]
-    here, there = _chain(oracle, pieces), _chain(oracle, pieces, shift=777)
+    here, there = _chain(relative, pieces), _chain(relative, pieces, shift=777)
     assert all(_difference(a, b) < SELF_TOLERANCE for a, b in zip(here, there, strict=True))
     # The same parents, seen elsewhere than where they were encoded.
     parents, moved = ([whole(here[0], a), whole(here[1], b)] for a, b in ((50, 3), (350, 303)))
-    left, right = oracle.encode(pieces[2], parents, 90), oracle.encode(pieces[2], moved, 390)
+    left, right = relative.encode(pieces[2], parents, 90), relative.encode(pieces[2], moved, 390)
     assert _difference(left, right) < SELF_TOLERANCE
 
 
@@ -127,3 +133,16 @@ def test_mistakes_are_seen(oracle: Oracle, mistake: str) -> None:
     assert float(per_token.median()) > 100 * LOGPROB_TOLERANCE
     # At every position of the message on its own: a test that compares one token sees it too.
     assert float(per_token.min()) > 10 * LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(n for n, model in TINY_MODELS.items() if model.is_local))
+@pytest.mark.parametrize("wider", [-1, 1])
+def test_windows_of_other_sizes_are_seen(
+    name: str, wider: int, tiny_oracle: Callable[[str], Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = tiny_oracle(name)
+    parent, tokens = oracle.encode(_tokens(40, 15)), _tokens(10, 17)
+    right = oracle.encode(tokens, [whole(parent, 5)], 47)
+    monkeypatch.setattr(oracle, "window", oracle.window + wider)
+    wrong = oracle.encode(tokens, [whole(parent, 5)], 47)
+    assert _difference(right, wrong) > 100 * LOGPROB_TOLERANCE

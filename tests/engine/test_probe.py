@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from tests.engine.conftest import start_engine, stop_engine
+from vllm_choreo.engine import query_scaling
 from vllm_choreo.errors import UnsupportedModelError
 
 MAX_MODEL_LEN = 16_384
@@ -67,8 +68,11 @@ def _refusal(path: Path, **options: Any) -> UnsupportedModelError:
     return caught.value
 
 
-def test_queries_scaled_by_position_are_refused(write_model: Callable[..., Path]) -> None:
+def test_queries_scaled_by_position_are_refused_where_nobody_says_so(
+    write_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Silently wrong beyond the original length otherwise, which no short text shows."""
+    monkeypatch.setattr(query_scaling, "_DECLARED", ())
     path = write_model(_mistral())
     refused = _refusal(path, max_model_len=MAX_MODEL_LEN)
     assert "from position 8192 on, there by 1.069" in refused.message
@@ -77,12 +81,14 @@ def test_queries_scaled_by_position_are_refused(write_model: Callable[..., Path]
     stop_engine(start_engine(path, max_model_len=ORIGINAL))
 
 
-def test_layers_without_rope_that_scale_queries_are_refused(
-    write_model: Callable[..., Path],
+def test_layers_without_rope_that_scale_queries_are_probed(
+    write_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM has them scale in engines of more than 32,768 tokens."""
-    config = _llama4(floor_scale=ORIGINAL, attention_chunk_size=None)
-    refused = _refusal(write_model(config), max_model_len=40_000)
+    path = write_model(_llama4(floor_scale=ORIGINAL, attention_chunk_size=None))
+    stop_engine(start_engine(path, max_model_len=40_000))
+    monkeypatch.setattr(query_scaling, "_DECLARED", ())
+    refused = _refusal(path, max_model_len=40_000)
     assert "layers.1" in str(refused.value)
     assert "max_model_len=8191 or less" in refused.message
 

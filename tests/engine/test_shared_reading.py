@@ -17,8 +17,8 @@ from vllm_choreo import Choreography
 from vllm_choreo.engine.worker.span_batcher import SpanBatcher
 from vllm_choreo.errors import ChoreoError
 
-# RoPE with grouped heads, ALiBi, and a partial rotary embedding.
-MODELS = ["llama", "bloom", "glm4"]
+# RoPE with grouped heads, ALiBi, a partial rotary embedding, and windows with sinks.
+MODELS = ["llama", "bloom", "glm4", "gpt_oss"]
 
 
 def _batcher(llm: Any) -> SpanBatcher:

@@ -86,6 +86,7 @@ current_platform.register_triton_kernel_overrides()
 """
 
 
+@pytest.mark.exhaustive  # a process of its own, with two engines
 def test_a_second_engine_may_start_after_one_that_looked_up_ngrams() -> None:
     """That one imports numba, over whose objects vLLM's search for kernels stumbles."""
     done = subprocess.run([sys.executable, "-c", _SECOND_ENGINE], capture_output=True, text=True)

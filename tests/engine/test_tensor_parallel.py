@@ -120,7 +120,7 @@ def _assert_equal(found: Sequence[Message], expected: Sequence[Message]) -> None
     ("model", "settings"),
     [
         ("llama", {"host_memory_gib": 24.5 * HEAD_BLOCK_GIB}),
-        ("one_kv_head", {"reposition": "in_place"}),
+        pytest.param("one_kv_head", {"reposition": "in_place"}, marks=pytest.mark.exhaustive),
     ],
     ids=["query rotated, host memory", "one KV head, keys moved in place"],
 )

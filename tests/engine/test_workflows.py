@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-import transformers
 from vllm import SamplingParams
 
+from tests.engine.byte_model import make_byte_model
 from vllm_choreo import Choreography
 from vllm_choreo.errors import OffsetError
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.smallmodel.tiny import VOCAB_SIZE, make_tiny_model
 from vllm_choreo.workflows.branch_solve_merge import branch_solve_merge
 from vllm_choreo.workflows.direct import direct
 from vllm_choreo.workflows.iterative_debate import iterative_debate
@@ -69,20 +67,7 @@ WORKFLOWS: dict[str, Workflow] = {
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that reads text byte by byte, so that different words are different tokens."""
-    path = make_tiny_model("llama", tmp_path_factory.mktemp("bytes"))
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    # No text becomes the others, but the model may generate them.
-    others = [f"<{i}>" for i in range(VOCAB_SIZE - len(special) - len(letters))]
-    vocabulary = {token: i for i, token in enumerate([*special, *letters, *others])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=special[2], additional_special_tokens=special
-    )
-    fast.save_pretrained(path)
-    return path
+    return make_byte_model(tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture

@@ -41,6 +41,8 @@ class Case:
     softcap: float
     alibi_slopes: torch.Tensor | None
     layout: Layout = Layout.KEYS_TRANSPOSED
+    window: int | None = None
+    sinks: torch.Tensor | None = None
 
     def plan(
         self,
@@ -53,9 +55,12 @@ class Case:
         return SpanPlan(batch, cos_sin, reads, tiles)
 
     def layer(self, device: torch.device | str = "cpu") -> LayerAttention:
-        slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(device)
+        slopes, sinks = (
+            None if tensor is None else tensor.to(device)
+            for tensor in (self.alibi_slopes, self.sinks)
+        )
         return LayerAttention(
-            self.scale, self.rotation.is_neox, self.softcap, slopes, layout=self.layout
+            self.scale, self.rotation.is_neox, self.softcap, slopes, self.window, sinks, self.layout
         )
 
 
@@ -121,6 +126,8 @@ def make_case(
     block_size: int = 32,
     softcap: float = 0.0,
     alibi: bool = False,
+    window: int | None = None,
+    sinks: bool = False,
 ) -> Case:
     torch.manual_seed(seed)
     num_heads = num_kv_heads * group_heads
@@ -134,6 +141,8 @@ def make_case(
         scale=head_size**-0.5,
         softcap=softcap,
         alibi_slopes=0.1 * torch.rand(num_heads) if alibi else None,
+        window=window,
+        sinks=3.0 * torch.randn(num_heads) if sinks else None,
     )
 
 
@@ -182,8 +191,14 @@ def dense_attention(case: Case) -> torch.Tensor:
     scores = case.scale * torch.einsum("qhd,khd->hqk", case.query.double(), k)
     if case.softcap:
         scores = case.softcap * torch.tanh(scores / case.softcap)
+    distance = torch.tensor(key_positions)[None, :] - torch.tensor(query_positions)[:, None]
     if case.alibi_slopes is not None:
-        distance = torch.tensor(key_positions)[None, :] - torch.tensor(query_positions)[:, None]
         scores = scores + case.alibi_slopes.double()[:, None, None] * distance
-    scores = scores.masked_fill(~batch.materialize_mask(), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    mask = batch.materialize_mask()
+    if case.window is not None:
+        mask &= distance > -case.window
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if case.sinks is not None:
+        sinks = case.sinks.double()[:, None, None].expand(-1, len(query_positions), 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)

@@ -31,6 +31,7 @@ CASES = [
     {"head_size": 80, "rotary_dim": 32, "is_neox": False},
     {"softcap": 30.0},
     {"alibi": True, "rotary_dim": 0},
+    {"window": 100, "sinks": True},
 ]
 
 

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
+import torch
 
 from vllm_choreo.ops import cpu
+
+# Triton's interpreter is a hundred times slower than the C++ kernels. It runs every variant in
+# float32, and these alone in bfloat16; of the head sizes these.
+_IN_BFLOAT16 = {"plain"}
+_HEAD_SIZES = {48, 128, 256}
 
 BUILT = cpu.unavailable_reason() is None
 ISAS = cpu.available_isas() if BUILT else []
@@ -17,6 +23,18 @@ def chosen(name):
     cpu.use_isa(name)
     yield "cpu"
     cpu.use_isa(None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark exhaustive what the interpreter need not run in every run."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if params.get("kernel") != "triton":
+            continue
+        in_full = params.get("dtype") is not torch.bfloat16 or params.get("variant") in _IN_BFLOAT16
+        if not in_full or params.get("head_size", 128) not in _HEAD_SIZES:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(params=["reference", *ISAS, "triton"])

@@ -76,6 +76,8 @@ BAD_ARGUMENTS = {
     "contiguous within": {"kv_cache": torch.zeros(4, 2, 128, 32).transpose(2, 3)},
     "output has": {"output": torch.zeros(3, 6, 64)},
     "use 0 for none": {"softcap": -1.0},
+    "window is 0; use None for none": {"window": 0},
+    r"sinks .* \[(6|num_heads)\]": {"sinks": torch.zeros(7)},
     r"alibi_slopes .* \[(6|num_heads)\]": {"alibi_slopes": torch.zeros(5)},
     "cos_sin (is|must be)": {"cos_sin": torch.zeros(1, 64)},
     "rotary_dim": {"cos_sin": torch.zeros(2, 66)},

@@ -27,6 +27,10 @@ def run(folder, *arguments, **environment):
     )
 
 
+# Benchmarks, which change seldom, in the slow interpreter of the kernels.
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+
+
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory):
     """The whole of it, once: the folder and what it printed."""
@@ -42,7 +46,6 @@ def rows(folder, name):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.slow
 def test_check_compares_every_kernel(dry):
     found = rows(dry[0], "check")
     operations = {row["operation"] for row in found}
@@ -57,7 +60,6 @@ def test_check_compares_every_kernel(dry):
     assert any(float(row["error"]) > 0 for row in found)
 
 
-@pytest.mark.slow
 def test_attention_compares_before_it_times(dry):
     found = rows(dry[0], "attention")
     assert {row["kind"] for row in found} == {"decode", "prefill"}
@@ -70,7 +72,6 @@ def test_attention_compares_before_it_times(dry):
         assert (row["xformers_us"] == "") == ("xformers" in row["without"])
 
 
-@pytest.mark.slow
 def test_workflows_encode_less_choreographed(dry):
     found = rows(dry[0], "step")
     workflows = {row["workflow"] for row in found}
@@ -85,7 +86,6 @@ def test_workflows_encode_less_choreographed(dry):
     assert "chain of messages = plain text" in dry[1]
 
 
-@pytest.mark.slow
 def test_a_dry_run_cannot_be_taken_for_a_result(dry):
     folder, printed = dry
     files = sorted(path.name for path in folder.iterdir())
@@ -118,7 +118,6 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 
 
-@pytest.mark.slow
 def test_one_wrong_query_is_an_error_and_no_number(tmp_path):
     pytest.importorskip("triton")
     arguments = [

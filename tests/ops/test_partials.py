@@ -10,7 +10,7 @@ import torch
 from tests.ops.cases import TOLERANCE, Case, ints, make_cache, make_rotation, run
 from vllm_choreo.ops import Layout, SpanBatch, SpanPlan, cpu, plan_shared_reads
 from vllm_choreo.ops.sharing import MAX_SHARED_QUERIES, PARTIAL_BYTES, partial_row_bytes
-from vllm_choreo.ops.tiles import plan_tiles
+from vllm_choreo.ops.tile_planner import plan_tiles
 
 SIZE = 16
 SHAPES = {"9/3x64": (9, 3, 64), "32/8x128": (32, 8, 128), "71/1x64": (71, 1, 64)}

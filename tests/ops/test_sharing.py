@@ -29,6 +29,8 @@ VARIANTS = {
     "partial rotary": {"rotary_dim": 16},
     "softcap": {"softcap": 5.0},
     "alibi": {"alibi": True, "rotary_dim": 0},
+    "window": {"window": 50, "sinks": True},
+    "narrow window": {"window": 7},
     "one head each": {"group_heads": 1},
     "many heads each": {"num_kv_heads": 1, "group_heads": 14},
     "block of 16": {"block_size": 16},
@@ -63,7 +65,7 @@ def shared_case(seed: int, workload: str, **options) -> Case:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-@pytest.mark.parametrize("variant", ["plain", "softcap", "alibi"])
+@pytest.mark.parametrize("variant", ["plain", "softcap", "alibi", "window"])
 def test_reference_equals_dense_float64(workload, variant):
     case = shared_case(1, workload, **VARIANTS[variant])
     reads = shared_reads(case.batch)
@@ -85,12 +87,13 @@ def test_kernel_equals_reference(kernel, variant, dtype):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("num_reqs", [2, 13, 60])
-def test_many_readers_of_much(cpu_kernel, num_reqs, threads):
+@pytest.mark.parametrize("local", [{}, {"window": 300, "sinks": True}], ids=["all", "window"])
+def test_many_readers_of_much(cpu_kernel, num_reqs, threads, local):
     """Splits over threads and over tiles are merged with what each request reads alone."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        case = make_case(num_reqs, [(1, 20, [700, 30])] * num_reqs)
+        case = make_case(num_reqs, [(1, 20, [700, 30])] * num_reqs, **local)
         batch = case.batch
         table = batch.block_table[:1].repeat(num_reqs, 1)
         first_slot = batch.first_slot.clone()

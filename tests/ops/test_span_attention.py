@@ -32,6 +32,10 @@ VARIANTS = {
     "alibi, softcap and interleaved": {"alibi": True, "softcap": 20.0, "is_neox": False},
     "one head each": {"group_heads": 1},
     "many heads each": {"num_kv_heads": 1, "group_heads": 14},
+    "window": {"window": 60},
+    "window, alibi and softcap": {"window": 200, "alibi": True, "softcap": 5.0},
+    "sinks": {"sinks": True},
+    "window of one and sinks": {"window": 1, "sinks": True},
     "block of 128": {"block_size": 128},
     "block of 16": {"block_size": 16},
 }
@@ -39,7 +43,11 @@ HEAD_SIZES = [32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-@pytest.mark.parametrize("variant", ["plain", "interleaved", "partial rotary", "softcap", "alibi"])
+@pytest.mark.parametrize(
+    "variant",
+    ["plain", "interleaved", "partial rotary", "softcap", "alibi", "window",
+     "window, alibi and softcap", "sinks", "window of one and sinks"],
+)  # fmt: skip
 def test_reference_equals_dense_float64(workload, variant):
     case = make_case(1, WORKLOADS[workload], **VARIANTS[variant])
     expected = dense_attention(case).float()
@@ -69,12 +77,13 @@ def test_kernel_row_remainders(kernel, group_heads):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_splits_are_merged(cpu_kernel, threads):
+@pytest.mark.parametrize("local", [{}, {"sinks": True}, {"window": 650, "sinks": True}])
+def test_splits_are_merged(cpu_kernel, threads, local):
     """A long decode is split over threads, also where a split sees nothing of the own span."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        case = make_case(3, [(1, 700, [700, 30, 700]), (8, 700, [])], num_kv_heads=1)
+        case = make_case(3, [(1, 700, [700, 30, 700]), (8, 700, [])], num_kv_heads=1, **local)
         expected = run(case, "reference")
         torch.testing.assert_close(run(case, cpu_kernel), expected, **TOLERANCE[torch.float32])
     finally:
@@ -115,6 +124,46 @@ def test_strided_and_flat_tensors(impl):
     span_attention(query, case.kv_cache, output, case.plan(), case.layer(), impl)
     torch.testing.assert_close(output[:tokens].view_as(expected), expected)
     assert (output[tokens:] == 7.0).all()
+
+
+@pytest.mark.parametrize("q_len", [1, 150])
+@pytest.mark.parametrize("window", [1, 31, 64])
+def test_a_window_reads_what_is_in_it(kernel, window, q_len):
+    """NaN in every token that no query sees changes nothing: neither parents nor own tokens."""
+    case = make_case(10, [(q_len, 200, [300, 90, 40])], window=window)
+    table = torch.arange(40, dtype=torch.int32)[None]
+    # Seen left of the window, across its edge, and to the right of all queries.
+    changed = {
+        "block_table": table, "first_slot": ints([3, 310, 401, 450]),
+        "stored_position": ints([0, 0, 0, 400]), "position_delta": ints([0, -520, -900, 0]),
+    }  # fmt: skip
+    case.batch = dataclasses.replace(case.batch, **changed)
+    expected = run(case, kernel)
+    torch.testing.assert_close(expected, run(case, "reference"), **TOLERANCE[torch.float32])
+    hidden = [3 + t for t in range(300)]
+    hidden += [310 + t for t in range(90) if 520 + t <= 600 - window]
+    hidden += [450 + t for t in range(200) if t <= 200 - window]
+    for slot in hidden:
+        key_view(case.kv_cache)[slot // 32, :, slot % 32] = float("nan")
+        value_view(case.kv_cache)[slot // 32, :, slot % 32] = float("nan")
+    torch.testing.assert_close(run(case, kernel), expected, atol=0, rtol=0)
+
+
+def test_a_sink_is_a_key_without_value(impl):
+    """As one parent token more, of a key that scores zero with every query."""
+    case = make_case(11, [(5, 20, [40]), (1, 3, [50, 9])])
+    table = torch.arange(24, dtype=torch.int32).repeat(2, 1)
+    first_slot = ints([0, 100, 200, 300, 350])
+    batch = dataclasses.replace(case.batch, block_table=table, first_slot=first_slot)
+    case.batch, case.sinks = batch, torch.zeros(6)
+    expected = run(case, impl)
+    more = ints([1, 0, 1, 0, 0])
+    for slot in (first_slot + batch.num_tokens)[more == 1].tolist():
+        key_view(case.kv_cache)[slot // 32, :, slot % 32] = 0.0
+        value_view(case.kv_cache)[slot // 32, :, slot % 32] = 0.0
+    case.batch = dataclasses.replace(batch, num_tokens=batch.num_tokens + more)
+    case.sinks = None
+    torch.testing.assert_close(run(case, impl), expected, **TOLERANCE[torch.float32])
 
 
 def test_parents_commute(impl):

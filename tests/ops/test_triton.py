@@ -20,7 +20,7 @@ from tests.ops.test_sharing import shared_case, shared_reads
 from tests.ops.test_span_attention import WORKLOADS
 from vllm_choreo.ops import Layout, reposition_keys, span_attention, triton
 from vllm_choreo.ops.sharing import PARTIAL_BYTES
-from vllm_choreo.ops.tiles import plan_tiles
+from vllm_choreo.ops.tile_planner import plan_tiles
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -153,6 +153,7 @@ def test_every_token_of_a_tile_is_in_one_item(num_programs):
 SHARED_MEMORY = {89: 99 * 1024, 90: 227 * 1024}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", [89, 90], ids=lambda arch: f"sm_{arch}")
 def test_kernels_compile_for_gpus(arch):
     """Interpreted kernels may do what Triton's compiler refuses, and take memory without end.

@@ -16,6 +16,9 @@ from tests.engine.adapters import Adapter
 from tests.engine.oracle import Oracle, assert_choices, random_tokens, whole
 from tests.server.serving import Session
 from vllm_choreo import ChoreoClient
+from vllm_choreo.errors import AdapterError
+
+WRITER = "writer"  # the same adapter, trained to be worn by calls that encode messages
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,11 @@ def client(
             tmp_path_factory.mktemp("server"),
             enable_lora=True,
             max_loras=1,
-            lora_modules=[f"{adapter.request.name}={adapter.request.path}"],
+            lora_modules=[
+                f"{adapter.request.name}={adapter.request.path}",
+                f"{WRITER}={adapter.placed('writer')}",
+                f"foreign={adapter.placed('both', tiny_model_path('qwen3'))}",
+            ],
             block_size=32,
             max_model_len=512,
         ) as server,
@@ -111,3 +118,46 @@ def test_the_model_of_a_call_encodes_it(
             both = [*parents, whole(encoded, 50)]
             read = reading.encode(second["token_ids"], both, 50 + len(encoded))
             assert_choices(read, len(header))
+
+
+def test_an_adapter_is_worn_where_its_folder_says(
+    client: httpx.Client, adapter: Adapter, tiny_model_path: Callable[[str], Path]
+) -> None:
+    """By messages of a session, and not by answers, on either route; unless the session says so."""
+    rng, base = random.Random(3), Oracle(tiny_model_path("llama"))
+    tokens, header = random_tokens(rng, 50), random_tokens(rng, 3)
+    read = [whole(adapter.oracle.encode(tokens), 0)]
+    params = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    url, key = str(client.base_url), client.headers["Authorization"].removeprefix("Bearer ")
+    for placement, oracle in ((None, base), ("both", adapter.oracle)):
+        with ChoreoClient(url, key, adapter=WRITER, placement=placement) as c:
+            assert c.stats()["placement"] == (placement or WRITER)
+            doc = c.prefill(tokens)
+            answer = c.decode(header, parents=[doc], sampling_params=params)
+            assert_choices(oracle.encode(answer.token_ids, read, 50), len(header))
+            xargs = {"choreo_session": c.session, "choreo_parents": [doc.id]}
+            body = {"model": WRITER, "prompt": header, "vllm_xargs": xargs, **params}
+            response = client.post("/v1/completions", json=body)
+            said = c.message(response.json()["choreo"]["id"])
+            assert said.token_ids == answer.token_ids
+            if placement is None:
+                with pytest.raises(AdapterError, match=r"placement writer.*leave it out"):
+                    c.decode(header, parents=[doc], adapter=WRITER, sampling_params=params)
+    # An ordinary request that names it is vLLM's, which knows no placement.
+    ordinary = {**body, "vllm_xargs": None, "return_token_ids": True}
+    (choice,) = client.post("/v1/completions", json=ordinary).json()["choices"]
+    assert_choices(adapter.oracle.encode([*header, *choice["token_ids"]]), len(header))
+
+
+def test_an_adapter_of_another_model_is_refused(client: httpx.Client) -> None:
+    body = {"model": "foreign", "prompt": "x", "vllm_xargs": {"choreo_save_as": "x"}}
+    for answer in (
+        Session(client).post({"content": "x", "adapter": "foreign"}),
+        client.post("/v1/choreo/sessions", json={"adapter": "foreign"}),
+        client.post("/v1/choreo/sessions", json={"placement": "writer"}),
+        client.post("/v1/completions", json=body),
+    ):
+        error = answer.json()["error"]
+        assert answer.status_code == 400
+        assert error["param"] in ("adapter", "placement", "model"), error
+        assert "trained on" in error["message"] or "adapter, too" in error["message"]

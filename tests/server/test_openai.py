@@ -239,7 +239,7 @@ def test_child_waits_in_the_engine(server: Server, session: Session, call: Calle
             await asyncio.sleep(0.02)
 
     async def talk() -> list[list[Any]]:
-        parent = asyncio.create_task(read("completions", {"max_tokens": 150}, save_as="p"))
+        parent = asyncio.create_task(read("completions", {"max_tokens": 300}, save_as="p"))
         await entered("p")
         child = asyncio.create_task(read("chat", parents=["p"], save_as="child"))
         await entered("child")
@@ -249,7 +249,7 @@ def test_child_waits_in_the_engine(server: Server, session: Session, call: Calle
 
     _, _, grandchild = asyncio.run(talk())
     parent, child = (session.message(name).json() for name in ("p", "child"))
-    assert len(parent["generated_token_ids"]) == 150
+    assert len(parent["generated_token_ids"]) == 300
     assert child["usage"]["reused_tokens"] == parent["num_tokens"] and child["usage"]["exact"]
     position = grandchild[-1].choreo["position"]
     assert position == parent["num_tokens"] + child["num_tokens"]

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.harness.serving import start_server
 
 
+@pytest.mark.exhaustive  # a server's start
 def test_a_server_without_its_routes_does_not_start(
     tiny_model_path: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -20,7 +20,6 @@ from vllm_choreo import Choreography
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.train.forward import PackedModel
 from vllm_choreo.train.loss import (
-    PLACEMENTS,
     adapted_calls,
     cross_entropy,
     text_logprobs,
@@ -28,6 +27,7 @@ from vllm_choreo.train.loss import (
 )
 from vllm_choreo.train.packing import pack
 from vllm_choreo.train.recorded import calls_of, check_recorded_as_text
+from vllm_choreo.trained_adapter import PLACEMENTS
 from vllm_choreo.workflows.record.transcript import Transcript
 
 TOLERANCE = 1e-4
@@ -74,20 +74,18 @@ def test_random_choreographies(llm: Any, tiny_model_path: Callable[[str], Path],
     _assert_reported(found, messages)
 
 
-def _program(c: Any, **adapters: Any) -> list[Message]:
+def _program(c: Any) -> list[Message]:
     """Two documents, the second moved; a reader of parts; a reader of an answer."""
-    encode, read = adapters.get("encode", {}), adapters.get("read", {})
-    first = c.prefill(list(range(10, 40)), **encode)
-    second = c.prefill(list(range(50, 90)), parents=[first], new_offset=64, **encode)
+    first = c.prefill(list(range(10, 40)))
+    second = c.prefill(list(range(50, 90)), parents=[first], new_offset=64)
     answer = c.decode(
         [7, 8, 9],
         parents=[second, (first, 3, 20)],
         offsets=[0, 30],
         new_offset=55,
         sampling_params=_SAMPLING,
-        **read,
     )
-    last = c.decode([11, 12], parents=[answer, second], sampling_params=_SAMPLING, **read)
+    last = c.decode([11, 12], parents=[answer, second], sampling_params=_SAMPLING)
     return [first, second, answer, last]
 
 
@@ -95,14 +93,9 @@ def _program(c: Any, **adapters: Any) -> list[Message]:
 def test_placements(
     llm: Any, adapter: Adapter, tiny_model_path: Callable[[str], Path], placement: str
 ) -> None:
-    """One packed forward with a gated adapter; the engine names the adapter per call."""
-    named = {"adapter": adapter.request}
-    with Choreography(llm) as c:
-        messages = _program(
-            c,
-            encode=named if placement != "reader" else {},
-            read=named if placement != "writer" else {},
-        )
+    """One packed forward with a gated adapter; the engine wears it where its folder says."""
+    with Choreography(llm, adapter=adapter.placed(placement)) as c:
+        messages = _program(c)
     base = load(tiny_model_path("llama"))
     model = PackedModel(peft.PeftModel.from_pretrained(base, str(adapter.path)))
     packing = pack(calls_of(_saved("choreo", messages)))

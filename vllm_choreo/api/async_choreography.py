@@ -42,7 +42,7 @@ class AsyncChoreography:
 
     Args:
         tenant: to whom the session belongs; identical messages of one tenant are encoded once.
-        adapter: of calls that name none.
+        adapter, placement, repair: of calls that name none, see `Choreography`.
         limits: has `max_messages_per_session` and `max_tokens_per_session`; None: no limits.
     """
 
@@ -53,12 +53,17 @@ class AsyncChoreography:
         *,
         tenant: str = "",
         adapter: Any = None,
+        placement: str | None = None,
+        repair: Any = None,
         limits: Any = None,
     ) -> None:
         check_mode(mode)
         self.mode = mode
+        self.repair = repair
         tokenizer, vllm_config = async_llm.get_tokenizer(), async_llm.vllm_config
-        self._session = Session(tokenizer, vllm_config, mode, tenant, limits, adapter)
+        self._session = Session(
+            tokenizer, vllm_config, mode, tenant, limits, adapter, placement, repair
+        )
         self._entries = self._session.entries
         self._runner = AsyncRunner(async_llm, self._session)
         self._denied: tuple[str, ...] = ()
@@ -67,6 +72,11 @@ class AsyncChoreography:
     def session(self) -> str:
         """The id of the session; the ids of its messages begin with it."""
         return self._session.id
+
+    @property
+    def placement(self) -> str | None:
+        """Which calls wear the session's adapter; None: it has none."""
+        return self._session.adapters.placement
 
     async def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
         """See `Choreography.prefill`."""

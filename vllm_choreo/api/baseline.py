@@ -48,6 +48,7 @@ def stored_message(call: PlannedCall, messages: Mapping[str, Message], submitted
         trace=call.trace,
         offsets=call.params.offsets,
         new_offset=call.params.new_offset,
+        role=call.role,
     )
 
 

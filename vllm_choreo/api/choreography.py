@@ -56,7 +56,11 @@ class Choreography:
         mode: "choreo"; "exact": every result is that of an ordinary request on the concatenated
             text; or "baseline": the same program as text over vLLM's prefix caching.
         tenant: to whom the session belongs; identical messages of one tenant are encoded once.
-        adapter: the `vllm.lora.request.LoRARequest` of calls that name none; None: the model alone.
+        adapter: of calls that name none: the folder that training wrote, a folder of PEFT, or a
+            `vllm.lora.request.LoRARequest`; None: the model alone.
+        placement: which calls wear it: "writer", those that encode messages; "reader", those that
+            generate; "both"; None: as training has written into the folder.
+        repair: the rule of calls that name none, such as "first:32" (docs/repair.md); None: none.
 
     `tokens` and `header` are text or token ids; text is tokenised without special tokens added.
     A list of dicts (key `tokens` or `header`, and the options of the call) runs in parallel and
@@ -69,13 +73,22 @@ class Choreography:
     """
 
     def __init__(
-        self, llm: Any, mode: str = "choreo", *, tenant: str = "", adapter: Any = None
+        self,
+        llm: Any,
+        mode: str = "choreo",
+        *,
+        tenant: str = "",
+        adapter: Any = None,
+        placement: str | None = None,
+        repair: Any = None,
     ) -> None:
         check_mode(mode)
         self.mode = mode
         self._llm = llm
         tokenizer, vllm_config = llm.get_tokenizer(), llm.llm_engine.vllm_config
-        self._session = Session(tokenizer, vllm_config, mode, tenant, adapter=adapter)
+        self._session = Session(
+            tokenizer, vllm_config, mode, tenant, None, adapter, placement, repair
+        )
         self._entries = self._session.entries
         self._denied: tuple[str, ...] = ()
 
@@ -89,7 +102,8 @@ class Choreography:
 
         Args:
             tokens: text, token ids, or a list of dicts.
-            options: `parents`, `offsets`, `new_offset`, `save_as`, `mode`, `deny`, `adapter`: see
+            options: `parents`, `offsets`, `new_offset`, `save_as`, `mode`, `deny`, `adapter`,
+                `repair`: see
                 `vllm_choreo.semantics.call.ReadOptions`.
 
         Returns:
@@ -105,8 +119,8 @@ class Choreography:
         """Encode a header and generate after it; the message is both. Or run a list of such calls.
 
         Otherwise as `prefill`. `header` must not be empty. The option `sampling_params` are
-        `vllm.SamplingParams`, the model's defaults if omitted; with a list, they, `mode` and
-        `adapter` are those of the items that have none of their own, and `deny` is added to that
+        `vllm.SamplingParams`, the model's defaults if omitted; with a list, they, `mode`, `adapter`
+        and `repair` are those of the items that have none of their own, and `deny` is added to that
         of each.
         """
         return self._run(asked("decode", header, options, self._denied))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options of vLLM a call may have: sampling that makes one message, and adapters."""
+"""Which options of vLLM a call may have: sampling that makes one message."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
+from vllm_choreo.errors import UnsupportedOptionError
 
 
 def checked_sampling_params(kind: str, given: Any, model_config: Any) -> Any:
@@ -60,38 +59,3 @@ def _check_options(sampling_params: Any) -> None:
             raise UnsupportedOptionError(
                 advice, parameter=parameter, value=getattr(sampling_params, parameter)
             )
-
-
-def checked_adapter(given: Any, vllm_config: Any) -> Any:
-    """The adapter of a call or of a session; None: the model itself.
-
-    Args:
-        given: a `LoRARequest`, the name of the model for none, or None if there is nothing given.
-        vllm_config: the engine's.
-
-    Raises:
-        ChoreoError: neither, or the engine takes no adapters.
-    """
-    if given is None or given in _names(vllm_config.model_config):
-        return None
-    # Whoever has such an object has imported the module that defines it.
-    module = sys.modules.get("vllm.lora.request")
-    if module is None or not isinstance(given, module.LoRARequest):
-        raise ChoreoError(
-            "in process an adapter is a vllm.lora.request.LoRARequest; the name of the model "
-            f"({_names(vllm_config.model_config)[0]}) stands for none",
-            parameter="adapter",
-            value=given,
-        )
-    if vllm_config.lora_config is None:
-        raise UnsupportedOptionError(
-            "the engine takes no adapters: start it with enable_lora=True",
-            parameter="adapter",
-            value=given.lora_name,
-        )
-    return given
-
-
-def _names(model_config: Any) -> tuple[str, str]:
-    """Under which a user knows the model."""
-    return model_config.served_model_name, model_config.model

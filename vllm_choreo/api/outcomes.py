@@ -146,7 +146,7 @@ def message_from(call: PlannedCall, outcome: Outcome, report: Mapping[str, Any])
     Args:
         call: the call as it was planned.
         outcome: of the call.
-        report: `position`, `exact`, `reused_tokens`, `repositioned_tokens`, `encoded_tokens`.
+        report: `position`, and the fields of `Usage`.
     """
     completion = outcome.output.outputs[0]
     # The one token that the engine samples after a prefill is no part of the message.
@@ -164,14 +164,10 @@ def message_from(call: PlannedCall, outcome: Outcome, report: Mapping[str, Any])
         generated_token_ids=generated,
         logprobs=completion.logprobs if call.is_decode else None,
         finish_reason=completion.finish_reason if call.is_decode else None,
-        usage=Usage(
-            exact=report["exact"],
-            reused_tokens=report["reused_tokens"],
-            repositioned_tokens=report["repositioned_tokens"],
-            encoded_tokens=report["encoded_tokens"],
-        ),
+        usage=Usage.of(report),
         metrics=outcome.metrics,
         trace=call.trace,
         offsets=call.params.offsets,
         new_offset=call.params.new_offset,
+        role=call.role,
     )

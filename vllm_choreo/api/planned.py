@@ -19,6 +19,7 @@ class PlannedCall:
         params: what the engine is told; `params.save_as` is the message's id.
         sampling_params: the caller's for decode, None for prefill.
         adapter: the `LoRARequest` that encodes the new tokens and generates, or None.
+        role: what the message is in its workflow, or None.
         trace: what the message that it makes will carry traces of.
     """
 
@@ -28,6 +29,7 @@ class PlannedCall:
     sampling_params: Any
     trace: Trace
     adapter: Any = None
+    role: str | None = None
 
     @property
     def id(self) -> str:

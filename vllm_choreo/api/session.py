@@ -12,10 +12,20 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_choreo.api.adapters import SessionAdapters, base_model
 from vllm_choreo.api.entries import Entries
-from vllm_choreo.api.options import checked_adapter, checked_sampling_params
+from vllm_choreo.api.options import checked_sampling_params
 from vllm_choreo.api.planned import PlannedCall
-from vllm_choreo.errors import ChoreoError, CyclicParentsError, EmptyTokensError, TooLongError
+from vllm_choreo.errors import (
+    ChoreoError,
+    CyclicParentsError,
+    EmptyTokensError,
+    RepairError,
+    TooLongError,
+)
+from vllm_choreo.repair.policy import Policy, session_rule
+from vllm_choreo.repair.rules import GivenRuns
+from vllm_choreo.repair.runs import check_inside
 from vllm_choreo.semantics.call import CALL_MODES, CallSpec, Tokenized, content_name
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.naming import message_ids
@@ -38,10 +48,11 @@ class Session:
         mode: of calls that name none; in "baseline" every call is text, whatever it names.
         tenant: to whom it belongs; identical messages of one tenant are encoded once.
         limits: see `Entries`.
-        adapter: the `LoRARequest` of calls that name none.
+        adapter, placement: see `SessionAdapters`.
+        repair: the rule of calls that name none.
 
     Raises:
-        ChoreoError: no such adapter.
+        ChoreoError: as `SessionAdapters`, or no such rule.
     """
 
     def __init__(
@@ -52,15 +63,19 @@ class Session:
         tenant: str = "",
         limits: Any = None,
         adapter: Any = None,
+        placement: str | None = None,
+        repair: Any = None,
     ) -> None:
         self.id = secrets.token_hex(16)
         self.mode = mode
         self.tenant = tenant
         self.entries = Entries(self.id, limits)
         self._tokenizer = tokenizer
-        self._vllm_config = vllm_config
         self._model_config = vllm_config.model_config
-        self._adapter = checked_adapter(adapter, vllm_config)
+        self.adapters = SessionAdapters(vllm_config, adapter, placement)
+        self._repair = session_rule(repair, mode)
+        if isinstance(self._repair, Policy):
+            self._repair.check_model(base_model(vllm_config.model_config.model))
         self._count = 0
 
     # -- planning ----------------------------------------------------------------------------
@@ -101,25 +116,41 @@ class Session:
         sampling_params = checked_sampling_params(
             spec.kind, spec.sampling_params, self._model_config
         )
-        adapter = checked_adapter(spec.adapter, self._vllm_config)
+        adapter = self.adapters.of(spec.kind, spec.adapter)
+        exact = self._mode(spec.mode) == "exact"
         params = spec.params(
             parents=tuple(self._span(span, message_id, "parents") for span in spec.parents),
             save_as=message_id,
             session=self.id,
-            tenant=self.tenant,
+            tenant=self.tenant if spec.tenant is None else spec.tenant,
             open_end=sampling_params is not None and bool(sampling_params.stop),
-            exact=self._mode(spec.mode) == "exact",
+            exact=exact,
             deny=self.entries.denied(spec.deny),
             copy_of=copied and copied.id,
+            repair=self._repair_of(spec, exact),
         )
+        self._check_runs(params)
         lengths = self._lengths(params.parents)
         self._check_length(params.parents, lengths, len(token_ids))
         # Where a parent's length is not known yet, the engine checks.
         if params.exact and len(lengths) == len(params.parents):
             check_text_offsets(lengths, params.offsets, params.new_offset)
         trace = self._trace(params)
-        adapter = self._adapter if spec.adapter is None else adapter
-        return PlannedCall(text, token_ids, params, sampling_params, trace, adapter)
+        return PlannedCall(text, token_ids, params, sampling_params, trace, adapter, spec.role)
+
+    def _repair_of(self, spec: CallSpec, exact: bool) -> Any:
+        """The call's own rule, or what the session has for it.
+
+        Raises:
+            RepairError: the session's policy does not know the roles.
+        """
+        # What an exact call must, it encodes anew whatever its session repairs.
+        if spec.repair is not None or exact or not isinstance(self._repair, Policy):
+            return self._repair if spec.repair is None and not exact else spec.repair
+        if not spec.parents or self.mode == "baseline":
+            return None
+        entries = [self.entries.get("parents", self.entries.resolve(s.id)) for s in spec.parents]
+        return self._repair.rule(spec.role, [entry.role for entry in entries])
 
     def _mode(self, given: Any) -> str:
         if given is None or (given in CALL_MODES and self.mode == "baseline"):
@@ -230,6 +261,25 @@ class Session:
                 start, stop = resolve_span(span.start, span.stop, entry.num_tokens, span.id)
                 lengths.append(stop - start)
         return lengths
+
+    def _check_runs(self, params: ChoreoParams) -> None:
+        """
+        Raises:
+            RepairError: a run does not lie in its parent, or names one that is still generated.
+        """
+        if type(params.repair) is not GivenRuns:
+            return
+        for span, runs in zip(params.parents, params.repair.given, strict=True):
+            entry = self.entries.get("parents", span.id)
+            if runs and not isinstance(entry, Message):
+                raise RepairError(
+                    "this parent is not complete: how many tokens it has is not known yet; wait "
+                    'for it, or give a rule such as "first:32"',
+                    parameter="repair",
+                    value=span.id,
+                )
+            if runs:
+                check_inside([runs], self._lengths([span]))
 
     def _check_length(
         self, parents: Sequence[ParentSpan], lengths: Sequence[int], num_new: int

@@ -139,7 +139,7 @@ def _kernel() -> str:
 
 def positions_table(positions: Sequence[dict[str, Any]]) -> str:
     """One row per run of layers that the probe found alike; see `LayerPositions.describe`."""
-    lines = [f"{'Layers':<10}{'Positions':<34}{'Longest wavelength':>19}{'Error':>10}"]
+    lines = [f"{'Layers':<10}{'Positions':<56}{'Longest wavelength':>19}{'Error':>10}"]
     start = 0
     for kind, group in groupby(positions, key=_kind):
         layers = list(group)
@@ -148,20 +148,26 @@ def positions_table(positions: Sequence[dict[str, Any]]) -> str:
         wavelength = layers[0]["longest_wavelength"]
         length = f"{wavelength:,.0f}" if wavelength else "-"
         error = max(layer["max_error"] for layer in layers)
-        lines.append(f"{where:<10}{_describe(kind):<34}{length:>19}{error:>10.1e}")
+        lines.append(f"{where:<10}{_describe(kind):<56}{length:>19}{error:>10.1e}")
         start = stop + 1
     return "\n".join(lines)
 
 
 def _kind(layer: dict[str, Any]) -> tuple[Any, ...]:
-    return layer["rope"], layer["rotary_dim"], layer["is_neox"], layer["longest_wavelength"]
+    names = ("rope", "rotary_dim", "is_neox", "longest_wavelength", "window", "sinks")
+    return tuple(layer[name] for name in names)
 
 
 def _describe(kind: tuple[Any, ...]) -> str:
-    has_rope, rotary_dim, is_neox, _ = kind
-    if not has_rope:
-        return "no rotation"
-    return f"rotary, {rotary_dim} dims, {'halves' if is_neox else 'neighbours'} paired"
+    has_rope, rotary_dim, is_neox, _, window, has_sinks = kind
+    found = ["no rotation"]
+    if has_rope:
+        found = ["rotary", f"{rotary_dim} dims", f"{'halves' if is_neox else 'neighbours'} paired"]
+    if window:
+        found.append(f"window of {window}")
+    if has_sinks:
+        found.append("sinks")
+    return ", ".join(found)
 
 
 # -- the engine's answers --------------------------------------------------------------------------

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from vllm_choreo.cli import dashboard, demo, doctor, inspect, model
+from vllm_choreo.cli import dashboard, demo, distil, doctor, inspect, model, pml, record, train
+from vllm_choreo.cli.calibrate import arguments as calibrate
+from vllm_choreo.cli.evaluate import command as evaluate
 from vllm_choreo.cli.run import command as run
 
 
@@ -26,10 +28,16 @@ class Command(Protocol):
 _COMMANDS: dict[str, tuple[Command, str]] = {
     "model": (
         model,
-        "make the small test model (SmolLM2-135M-Instruct, 540 MB) and print its folder",
+        "make a small test model (SmolLM2-135M-Instruct, or one by --name) and print its folder",
     ),
     "demo": (demo, "run two workflows both ways and compare times"),
     "run": (run, "run a workflow on problems; write transcripts and a page that shows them"),
+    "record": (record, "run a workflow on many problems as text, for training"),
+    "train": (train, "train an adapter on recorded runs, so that choreography answers as text"),
+    "distil": (distil, "recorded runs as direct calls with their answers, a control to train"),
+    "evaluate": (evaluate, "judge choreography and adapters against the text; a page of it"),
+    "calibrate": (calibrate, "what repair buys on your own runs, and a policy that buys enough"),
+    "pml": (pml, "prompts from schemas of reusable modules: check, show, encode and run files"),
     "doctor": (
         doctor,
         "check on this machine that choreography is right for a model (against HuggingFace)",
@@ -44,6 +52,7 @@ _INSTALL = {
     "torch": _ENGINE,
     "vllm": _ENGINE,
     "httpx": "run `pip install httpx`",
+    "peft": "run `pip install 'vllm-choreo[train]'`",
     "matplotlib": "run `pip install matplotlib`",
     "tqdm": "run `pip install tqdm`",
 }

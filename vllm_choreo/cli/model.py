@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-choreo model`: the folder of the small test model, which is made if it is not there."""
+"""`vllm-choreo model`: the folder of a small test model, which is made if it is not there."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+
+from vllm_choreo.smallmodel.sources import DEFAULT, SOURCES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,11 +14,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", nargs="?", type=Path, metavar="PATH", help="folder to make (default: in the cache)"
     )
+    sizes = ", ".join(
+        f"{source.name} ({source.license}, {source.kept_bytes // 10**6} MB)"
+        for source in SOURCES.values()
+    )
+    parser.add_argument(
+        "--name", choices=list(SOURCES), default=DEFAULT, help=f"one of {sizes}; default: the first"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the folder alone on standard output, for use in scripts; the exit status, 0."""
     from vllm_choreo.smallmodel.embedded import embedded_model
 
-    print(embedded_model(args.path))
+    print(embedded_model(args.path, name=args.name))
     return 0

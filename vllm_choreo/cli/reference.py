@@ -80,21 +80,20 @@ class Reference:
         if (made, at) in self._memo:
             return self._memo[made, at]
         cache, shift = DynamicCache(), at - made.new_offset
-        num_past = 0
+        num_past, seen = 0, []
         for parent, start, stop, offset in made.parents:
             encoded, _ = self._encode(parent, offset + shift - start)
             for layer, (key, value) in enumerate(encoded):
                 cache.update(key[:, :, start:stop], value[:, :, start:stop], layer)
             num_past += stop - start
+            seen.append(torch.arange(stop - start) + offset + shift)
         tokens = torch.tensor([list(made.token_ids)])
-        num_tokens = tokens.shape[1]
-        hidden = torch.full((num_tokens, num_tokens), torch.finfo(torch.float32).min).triu(1)
-        mask = torch.cat([torch.zeros(num_tokens, num_past), hidden], dim=1)
+        positions = torch.arange(at, at + tokens.shape[1])
         with torch.inference_mode():
             logits = self._model(
                 input_ids=tokens,
-                attention_mask=mask[None, None],
-                position_ids=torch.arange(at, at + num_tokens)[None],
+                attention_mask=self._masks(positions, torch.cat([*seen, positions])),
+                position_ids=positions[None],
                 past_key_values=cache,
                 use_cache=True,
             ).logits[0]
@@ -102,6 +101,33 @@ class Reference:
         own = [(layer.keys[:, :, num_past:], layer.values[:, :, num_past:]) for layer in layers]
         self._memo[made, at] = own, logits
         return own, logits
+
+    def _masks(self, positions: Any, key_positions: Any) -> Any:
+        """What is added to the scores, `[1, 1, n, num_keys]`; by kind of layer if there are kinds.
+
+        Args:
+            positions: int64 `[n]`, of the new tokens, which are the last keys, too.
+            key_positions: int64 `[num_keys]`, where they are seen.
+        """
+        import torch
+
+        config = self._model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        window = getattr(config, "sliding_window", None)
+        num_past = len(key_positions) - len(positions)
+        visible = torch.ones(len(positions), len(key_positions), dtype=torch.bool).tril(num_past)
+        masks = {"full_attention": visible}
+        if window is not None:
+            near = positions[:, None] - key_positions[None] < window
+            masks["sliding_attention"] = visible & near
+        least = torch.finfo(torch.float32).min
+        added = {
+            kind: torch.zeros(mask.shape).masked_fill(~mask, least)[None, None]
+            for kind, mask in masks.items()
+        }
+        if kinds and "sliding_attention" in kinds:
+            return added
+        return added["full_attention"] if kinds else list(added.values())[-1]
 
 
 def num_unlike_greedy(logits: Any, num_given: int, generated: Sequence[int]) -> int:

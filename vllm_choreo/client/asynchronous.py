@@ -14,7 +14,7 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -26,6 +26,7 @@ from vllm_choreo.client import exchanges
 from vllm_choreo.client.base import ClientBase
 from vllm_choreo.client.exchanges import Events, Exchange, Request
 from vllm_choreo.client.failures import ServerError, closed, content_of, cut_off, no_answer
+from vllm_choreo.client.prompts import AsyncServerPrompts
 from vllm_choreo.errors import ChoreoError, EngineRestartedError, UnknownSessionError
 from vllm_choreo.semantics.call import (
     Asked,
@@ -99,8 +100,10 @@ class AsyncChoreoClient(ClientBase):
         timeout: float = 600.0,
         ttl_seconds: float | None = None,
         adapter: Any = None,
+        placement: str | None = None,
+        repair: Any = None,
     ) -> None:
-        super().__init__(base_url, api_key, mode, timeout, ttl_seconds, adapter)
+        super().__init__(base_url, api_key, mode, timeout, ttl_seconds, adapter, placement, repair)
         self._shared = _Shared(httpx.AsyncClient(**self._endpoint.options()))
 
     @property
@@ -124,6 +127,11 @@ class AsyncChoreoClient(ClientBase):
             if not self._shared.session:
                 self._shared.session = await self._exchange(self._opening)
         return self._shared.session
+
+    @property
+    def prompts(self) -> AsyncServerPrompts:
+        """Schemas of the tenant, and prompts in this session."""
+        return AsyncServerPrompts(self)
 
     async def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
         """See `Choreography.prefill`."""
@@ -161,16 +169,17 @@ class AsyncChoreoClient(ClientBase):
         """
         return await self._submit(linked_specs(calls, self._denied))
 
-    async def stream_decode(
-        self, header: Any, **options: Unpack[DecodeOptions]
-    ) -> AsyncIterator[Piece]:
+    def stream_decode(self, header: Any, **options: Unpack[DecodeOptions]) -> AsyncIterator[Piece]:
         """Generate and yield `Piece`s; the last one carries the message.
 
         A caller that leaves the loop early ends the call; nothing of it is kept.
         """
         spec = one_spec("decode", header, options, self._denied)
+        return self._pieces(lambda session: exchanges.streaming(session, [spec]))
+
+    async def _pieces(self, request: Callable[[str], Request]) -> AsyncGenerator[Piece]:
         start = time.perf_counter()
-        stream = await self._stream([spec])
+        stream = await self._stream(request(await self.open()))
         num_chars = num_tokens = 0
         result: Result = cut_off(self._endpoint)
         async with aclosing(self._events(stream)) as events:
@@ -264,7 +273,7 @@ class AsyncChoreoClient(ClientBase):
             replace(spec, save_as=spec.save_as or f"call-{secrets.token_hex(8)}") for spec in specs
         ]
         start = time.perf_counter()
-        stream = await self._stream(specs)
+        stream = await self._stream(exchanges.streaming(await self.open(), specs))
         pending = [PendingAnswer(f"{self.session}/{spec.save_as}") for spec in specs]
         task = asyncio.create_task(self._read(stream, pending, start))
         task.add_done_callback(functools.partial(self._finish, pending))
@@ -282,9 +291,9 @@ class AsyncChoreoClient(ClientBase):
         response = await self._answer(request)
         return content_of(self._endpoint, response.status_code, response.content)
 
-    async def _stream(self, specs: Sequence[CallSpec]) -> httpx.Response:
+    async def _stream(self, request: Request) -> httpx.Response:
         """The answer to calls, to be read as it comes: the server has accepted all of them."""
-        response = await self._answer(exchanges.streaming(await self.open(), specs), stream=True)
+        response = await self._answer(request, stream=True)
         if not response.is_success:
             body = b"".join([data async for data in self._bytes(response)])
             content_of(self._endpoint, response.status_code, body)  # raises

@@ -22,6 +22,8 @@ class ClientBase:
         ttl_seconds: the server closes the session if it is not used for so long; None: the
             server's default, which is also the longest.
         adapter: of calls that name none: a LoRA adapter that the server knows, by its name.
+        placement: which calls wear it, as for `Choreography`.
+        repair: the rule of calls that name none, as for `Choreography`.
 
     Raises:
         ChoreoError: no such mode, no address, or no time.
@@ -35,11 +37,13 @@ class ClientBase:
         timeout: float = 600.0,
         ttl_seconds: float | None = None,
         adapter: Any = None,
+        placement: str | None = None,
+        repair: Any = None,
     ) -> None:
         check_mode(mode)
         self.mode = mode
         self._endpoint = Endpoint(base_url, api_key, timeout)
-        self._opening = exchanges.opening(mode, ttl_seconds, adapter)
+        self._opening = exchanges.opening(mode, ttl_seconds, adapter, placement, repair)
         self._denied: tuple[str, ...] = ()
 
     def deny(self, *messages: Any) -> Self:

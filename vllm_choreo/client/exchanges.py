@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 from vllm_choreo.errors import ChoreoError, UnknownMessageError
+from vllm_choreo.repair.policy import session_rule
 from vllm_choreo.semantics.call import Asked, CallSpec, Result
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.naming import message_id, message_ids
@@ -52,11 +53,19 @@ class Exchange(Generic[_T]):
 # -- sessions ------------------------------------------------------------------------------------
 
 
-def opening(mode: str, ttl_seconds: float | None, adapter: Any) -> Exchange[str]:
+def opening(
+    mode: str, ttl_seconds: float | None, adapter: Any, placement: str | None, repair: Any
+) -> Exchange[str]:
     """Open a session; its id."""
-    options = {"ttl_seconds": ttl_seconds, "adapter": adapter_name(adapter)}
+    rule = session_rule(repair, mode)
+    options = {
+        "ttl_seconds": ttl_seconds,
+        "adapter": adapter_name(adapter),
+        "placement": placement,
+        "repair": rule and rule.to_json(),
+    }
     given = {key: value for key, value in options.items() if value is not None}
-    body = _json({"mode": mode, **given}, "ttl_seconds")
+    body = json_of({"mode": mode, **given}, "ttl_seconds")
     return Exchange(Request("POST", _SESSIONS, body), lambda answer, _: str(answer["id"]))
 
 
@@ -86,7 +95,7 @@ def running(session: str, asked: Asked) -> Exchange[Any]:
     """Run calls, and answer when all are complete: a list, or the one that is given."""
     calls = [call_json(spec) for spec in asked.calls]
     body = {"calls": calls} if asked.is_list else calls[0]
-    request = Request("POST", f"{_SESSIONS}/{session}/messages", _json(body, "calls"))
+    request = Request("POST", f"{_SESSIONS}/{session}/messages", json_of(body, "calls"))
 
     def read(answer: Any, submitted: float) -> Any:
         items = answer["data"] if asked.is_list else [answer]
@@ -98,7 +107,7 @@ def running(session: str, asked: Asked) -> Exchange[Any]:
 def streaming(session: str, specs: Sequence[CallSpec]) -> Request:
     """Run a list of calls, and answer as they go on."""
     body = {"calls": [call_json(spec) for spec in specs], "stream": True}
-    return Request("POST", f"{_SESSIONS}/{session}/messages", _json(body, "calls"))
+    return Request("POST", f"{_SESSIONS}/{session}/messages", json_of(body, "calls"))
 
 
 def result_of(body: Mapping[str, Any], submitted: float) -> Result:
@@ -172,7 +181,7 @@ def _operation(
     """One of the operations on several messages, done as a whole or refused as a whole."""
     body = {"messages": list(message_ids(messages, "messages")), **(options or {})}
     path = f"{_SESSIONS}/{session}/messages/{name}"
-    return Exchange(Request("POST", path, _json(body, "ttl")), _nothing)
+    return Exchange(Request("POST", path, json_of(body, "ttl")), _nothing)
 
 
 def _message_path(session: str, named: Any) -> str:
@@ -188,7 +197,8 @@ def _message_path(session: str, named: Any) -> str:
     return f"{_SESSIONS}/{session}/messages/{escaped}"
 
 
-def _json(body: Any, parameter: str) -> bytes:
+def json_of(body: Any, parameter: str) -> bytes:
+    """A body. Raises ChoreoError: JSON cannot carry it."""
     try:
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError) as error:

@@ -13,6 +13,7 @@ from vllm_choreo.client import exchanges
 from vllm_choreo.client.base import ClientBase
 from vllm_choreo.client.exchanges import Exchange, Request
 from vllm_choreo.client.failures import ServerError, closed, content_of, no_answer
+from vllm_choreo.client.prompts import ServerPrompts
 from vllm_choreo.errors import EngineRestartedError, UnknownSessionError
 from vllm_choreo.semantics.call import Asked, DecodeOptions, ReadOptions, asked, asked_copy
 from vllm_choreo.semantics.message import Message
@@ -31,6 +32,8 @@ class ChoreoClient(ClientBase):
         ttl_seconds: the server closes the session if it is not used for so long; None: the
             server's default, which is also the longest.
         adapter: of calls that name none: a LoRA adapter that the server knows, by its name.
+        placement: which calls wear it, as for `Choreography`.
+        repair: the rule of calls that name none, as for `Choreography`.
 
     Raises:
         ServerError: no server answers, or it does not choreograph.
@@ -45,8 +48,10 @@ class ChoreoClient(ClientBase):
         timeout: float = 600.0,
         ttl_seconds: float | None = None,
         adapter: Any = None,
+        placement: str | None = None,
+        repair: Any = None,
     ) -> None:
-        super().__init__(base_url, api_key, mode, timeout, ttl_seconds, adapter)
+        super().__init__(base_url, api_key, mode, timeout, ttl_seconds, adapter, placement, repair)
         self._http = httpx.Client(**self._endpoint.options())
         self._session = ""
         try:
@@ -59,6 +64,11 @@ class ChoreoClient(ClientBase):
     def session(self) -> str:
         """The id of the session; the ids of its messages begin with it."""
         return self._session
+
+    @property
+    def prompts(self) -> ServerPrompts:
+        """Schemas of the tenant, and prompts in this session."""
+        return ServerPrompts(self)
 
     def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
         """See `Choreography.prefill`."""

@@ -41,7 +41,7 @@ def is_active() -> bool:
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--plugin NAME`, which may be given again."""
+    """Add `--plugin NAME` and `--choreo-schema FILE`, which may be given again."""
     os.environ[_ONLY_IF_NAMED] = "1"
     parser.add_argument(
         "--plugin",
@@ -49,6 +49,13 @@ def add_option(parser: argparse.ArgumentParser) -> None:
         action=_NamePlugin,
         help="Load the plugin NAME, with its HTTP routes if it has any; may be given again. Adds "
         f"to {_VARIABLE}. Installed plugins: {', '.join(_installed())}.",
+    )
+    parser.add_argument(
+        "--choreo-schema",
+        metavar="FILE",
+        action="append",
+        help="With --plugin choreo: register the schemas of prompts in FILE (docs/pml.md) for all "
+        "API keys, and encode them; may be given again.",
     )
 
 

@@ -174,7 +174,6 @@ def _refuse_unsupported(vllm_config: Any) -> None:
     speculative = vllm_config.speculative_config
     scheduler_cls = vllm_config.scheduler_config.scheduler_cls
     refused = {
-        "uses_mrope": model.uses_mrope,
         "use_mla": model.use_mla,
         "is_hybrid": model.is_hybrid or model.is_attention_free,
         "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,

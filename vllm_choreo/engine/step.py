@@ -17,7 +17,10 @@ class RequestSpans:
     """What the worker must know of one request; sent once per (re)start of the request.
 
     Attributes: one entry per parent, in slots, tokens and positions as `ops.spans.SpanBatch` has
-    them; `base` is the first slot, and the stored position, of the request's own span.
+    them.
+        base: the first slot of the request's own span.
+        shift: by so many positions from its virtual index the model sees an own token; those are
+            not at 0 that are written into a message which is stored elsewhere.
         other_groups: what groups of layers read that do not read these spans, by their number;
             with the same base, for vLLM stores the own tokens of all layers at the same slots.
     """
@@ -27,7 +30,13 @@ class RequestSpans:
     stored_position: tuple[int, ...]
     position_delta: tuple[int, ...]
     base: int
+    shift: int = 0
     other_groups: Mapping[int, RequestSpans] = field(default_factory=dict)
+
+    @property
+    def is_ordinary(self) -> bool:
+        """The request reads its own tokens only, and these are where vLLM puts them."""
+        return not (self.first_slot or self.base or self.shift or self.other_groups)
 
     def of_group(self, group: int) -> RequestSpans:
         """What the layers of a group read."""
@@ -59,24 +68,36 @@ class ChoreoStep:
     loads: tuple[tuple[int, int], ...] = ()
 
 
-def request_spans(plan: CallPlan, stored_positions: Sequence[int], block_size: int) -> RequestSpans:
+def request_spans(
+    plan: CallPlan,
+    stored_positions: Sequence[int],
+    block_size: int,
+    own_start: int = 0,
+    own_position: int | None = None,
+) -> RequestSpans:
     """Spans of a call, given the position at which each parent's first token is stored now.
 
     With the first key of span j stored at `s_j` and seen at `a_j`, and the new message at `o`
-    while vLLM rotates it as if it stood at `base`, the query turns by
-    `(o - base) + (s_j - a_j)` positions.
+    while the model rotates it as if it stood at `own_position`, the query turns by
+    `(o - own_position) + (s_j - a_j)` positions.
+
+    Args:
+        own_start: the first own token that is seen.
+        own_position: to which token 0 of the message is rotated; None: as the plan says.
     """
+    own_position = plan.own_position if own_position is None else own_position
     first_slots, stored, deltas, slot = [], [], [], 0
     for parent, message_position in zip(plan.parents, stored_positions, strict=True):
         position = message_position + parent.start
         first_slots.append(slot + parent.start % block_size)
         stored.append(position)
-        deltas.append(plan.new_offset - plan.base + position - parent.offset)
+        deltas.append(plan.new_offset - own_position + position - parent.offset)
         slot += num_span_blocks(parent.start, parent.stop, block_size) * block_size
     return RequestSpans(
         first_slot=tuple(first_slots),
         num_tokens=tuple(parent.num_tokens for parent in plan.parents),
         stored_position=tuple(stored),
         position_delta=tuple(deltas),
-        base=plan.base,
+        base=plan.base + own_start,
+        shift=own_position - plan.base,
     )

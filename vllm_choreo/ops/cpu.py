@@ -91,6 +91,8 @@ def _make_layer(layer: LayerAttention) -> Any:
         is_neox=layer.is_neox,
         softcap=layer.softcap,
         alibi_slopes=layer.alibi_slopes,
+        window=layer.window,
+        sinks=layer.sinks,
     )
 
 

@@ -136,16 +136,21 @@ def _check_attention(
     _check_rows(query, kv_cache, output)
     if layer.softcap < 0:
         raise ValueError(f"softcap is {layer.softcap}; use 0 for none")
-    slopes, num_heads = layer.alibi_slopes, query.shape[1]
-    if slopes is not None and (
-        tuple(slopes.shape) != (num_heads,) or slopes.dtype != torch.float32
-    ):
-        raise ValueError(
-            f"alibi_slopes is {slopes.dtype} {tuple(slopes.shape)}; expected "
-            f"torch.float32 [{num_heads}]"
-        )
+    if layer.window is not None and layer.window < 1:
+        raise ValueError(f"window is {layer.window}; use None for none")
+    _check_per_head("alibi_slopes", layer.alibi_slopes, query.shape[1])
+    _check_per_head("sinks", layer.sinks, query.shape[1])
     if plan.cos_sin is not None:
         _check_cos_sin(plan.cos_sin, plan.spans.num_spans, query.shape[2])
+
+
+def _check_per_head(name: str, given: torch.Tensor | None, num_heads: int) -> None:
+    if given is None:
+        return
+    if tuple(given.shape) != (num_heads,) or given.dtype != torch.float32:
+        raise ValueError(
+            f"{name} is {given.dtype} {tuple(given.shape)}; expected torch.float32 [{num_heads}]"
+        )
 
 
 def _check_rows(query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor) -> None:

@@ -51,11 +51,17 @@ class LayerAttention:
     ``softcap * tanh(score / softcap)`` if there is a cap, then plus
     ``slope * (seen position of the key - position of the query)`` with ALiBi.
 
+    In a window the query attends only to keys with
+    ``position of the query - seen position of the key < window``, so to all to its right. A sink
+    is one more score of every query, of a key whose value is zero.
+
     Attributes:
         scale: factor of the dot products.
         is_neox: how the rotary embedding pairs dims, see ``Rotation``.
         softcap: cap of the scores, 0 for none.
         alibi_slopes: float32 ``[num_heads]``, or None.
+        window: in tokens, the query's own included, at least 1; None: all tokens.
+        sinks: float32 ``[num_heads]``, as scores after ``scale``, never capped; or None.
         layout: of the layer's KV cache.
     """
 
@@ -63,4 +69,6 @@ class LayerAttention:
     is_neox: bool = True
     softcap: float = 0.0
     alibi_slopes: torch.Tensor | None = None
+    window: int | None = None
+    sinks: torch.Tensor | None = None
     layout: Layout = Layout.KEYS_TRANSPOSED

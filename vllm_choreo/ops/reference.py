@@ -109,31 +109,38 @@ class _Queries:
         if layer.softcap:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
         index = begin + torch.arange(num_tokens, device=q.device)
+        position = int(batch.stored_position[own]) + own_index
+        seen = int(batch.stored_position[j]) + index - delta
+        distance = position[:, None] - seen[None, :]
         if layer.alibi_slopes is not None:
-            position = int(batch.stored_position[own]) + own_index
-            seen = int(batch.stored_position[j]) + index - delta
             slopes = layer.alibi_slopes.view(num_kv_heads, -1).t()[:, None, :, None]
-            scores = scores + slopes * (seen[None, :] - position[:, None])[None, :, None, :]
+            scores = scores - slopes * distance[None, :, None, :]
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
         if is_own:
-            hidden = index[None, :] > own_index[:, None]
-            scores = scores.masked_fill(hidden[None, :, None, :], float("-inf"))
-        return scores, values.float()
+            hidden |= index[None, :] > own_index[:, None]
+        if layer.window is not None:
+            hidden |= distance >= layer.window
+        return scores.masked_fill(hidden[None, :, None, :], -torch.inf), values.float()
 
     def attend(self, r: int, scored: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Partial:
-        """One softmax over everything that was read."""
+        """One softmax over everything that was read; zeros for a query that saw none of it."""
         rows = self.query[self.rows(r)]
         if not scored:
             return torch.zeros_like(rows).float(), rows.new_full(rows.shape[:2], -torch.inf).float()
         scores = torch.cat([s for s, _ in scored], dim=-1)
         values = torch.cat([v for _, v in scored])
-        result = torch.einsum("gqhk,khd->qhgd", torch.softmax(scores, dim=-1), values)
-        lse = torch.logsumexp(scores, dim=-1).permute(1, 2, 0)
-        return result.reshape(rows.shape), lse.reshape(rows.shape[:2])
+        lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+        weights = torch.softmax(scores, dim=-1).masked_fill(lse == -torch.inf, 0.0)
+        result = torch.einsum("gqhk,khd->qhgd", weights, values)
+        return result.reshape(rows.shape), lse.permute(1, 2, 0, 3).reshape(rows.shape[:2])
 
     def store(self, r: int, partials: Sequence[Partial], output: torch.Tensor) -> None:
-        """Merge by log-sum-exp, and write the outputs of a request."""
-        weights = torch.softmax(torch.stack([lse for _, lse in partials]), dim=0)
-        merged = (weights[..., None] * torch.stack([result for result, _ in partials])).sum(0)
+        """Merge by log-sum-exp, a sink among the rest, and write the outputs of a request."""
+        sums = [lse for _, lse in partials]
+        if self.layer.sinks is not None:
+            sums.append(self.layer.sinks.expand_as(sums[0]))
+        weights = torch.softmax(torch.stack(sums), dim=0)[: len(partials), ..., None]
+        merged = (weights * torch.stack([result for result, _ in partials])).sum(0)
         output[self.rows(r)] = merged.to(output.dtype)
 
 

@@ -13,7 +13,7 @@ kernel does without that library.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 
@@ -47,12 +47,13 @@ if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
 
 @dataclass(frozen=True)
 class Reader:
-    """Some consecutive queries of a request, and the first tokens of a span that they read.
+    """Some consecutive queries of a request, and the tokens of a span that they read.
 
     Attributes:
         column: 0 for the own span, from 1 on for the request's parents.
         first_query: in the batch.
         num_tokens: of the span; of an own span those up to the last of the queries.
+        first_token: of the span, 0 but in windows.
     """
 
     request: int
@@ -61,6 +62,7 @@ class Reader:
     first_query: int
     num_queries: int
     num_tokens: int
+    first_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Launch:
         first_slot, table = ints(batch.first_slot), batch.block_table
         row = table.shape[1] * batch.block_size
         # Made flat, then paged: in 0.0.35 no arguments satisfy the paged masks' own from_seqlens.
-        starts = [i * row + first_slot[r.span] for i, r in enumerate(self.readers)]
+        starts = [i * row + first_slot[r.span] + r.first_token for i, r in enumerate(self.readers)]
         mask = flat.from_seqlens(
             [r.num_queries for r in self.readers],
             [*starts, len(self.readers) * row],
@@ -103,12 +105,15 @@ class Launch:
         return mask.make_paged(pages, batch.block_size, row, paged)
 
 
-def plan_launches(batch: SpanBatch) -> list[Launch]:
+def plan_launches(batch: SpanBatch, window: int | None = None) -> list[Launch]:
     """Every query of the batch with every span of its request.
 
     Parents, and own spans of single queries, are one launch; other own spans are cut into
-    sequences as short as the kernel takes, one launch for each length.
+    sequences as short as the kernel takes, one launch for each length. In a window every query
+    reads for itself.
     """
+    if window is not None:
+        return [Launch(list(_near(batch, window)), is_causal=False)]
     query_start, span_start = ints(batch.query_start_loc), ints(batch.span_start_loc)
     num_tokens = ints(batch.num_tokens)
     by_causal_queries: dict[int, list[Reader]] = {}
@@ -124,6 +129,22 @@ def plan_launches(batch: SpanBatch) -> list[Launch]:
             reader = Reader(r, own, 0, begin, stop - begin, num_tokens[own] - (end - stop))
             by_causal_queries.setdefault(stop - begin, []).append(reader)
     return [Launch(readers, queries > 1) for queries, readers in by_causal_queries.items()]
+
+
+def _near(batch: SpanBatch, window: int) -> Iterator[Reader]:
+    """Every query, and what it sees in the window of each span."""
+    query_start, span_start = ints(batch.query_start_loc), ints(batch.span_start_loc)
+    num_tokens, seen = ints(batch.num_tokens), ints(batch.stored_position - batch.position_delta)
+    for r in range(batch.num_reqs):
+        own = span_start[r + 1] - 1
+        for query in range(query_start[r], query_start[r + 1]):
+            index = num_tokens[own] - query_start[r + 1] + query
+            for j in range(span_start[r], own + 1):
+                end = index + 1 if j == own else num_tokens[j]
+                first = max(0, seen[own] + index + 1 - window - seen[j])
+                column = 0 if j == own else j - span_start[r] + 1
+                if first < end:
+                    yield Reader(r, j, column, query, 1, end - first, first)
 
 
 def span_attention(
@@ -153,11 +174,15 @@ def span_attention(
     group = query.shape[1] // num_kv_heads
     keys = _paged(key_view(kv_cache, layer.layout), pages_per_block, group)
     values = _paged(value_view(kv_cache, layer.layout), pages_per_block, group)
-    num_columns = max(ints(batch.span_start_loc.diff()))
+    sinks = layer.sinks
+    # A sink is a column that nobody reads: an output of zero.
+    num_columns = max(ints(batch.span_start_loc.diff())) + (sinks is not None)
     shape = (num_queries, num_columns, num_kv_heads, group)
     found = query.new_zeros((*shape, query.shape[2]), dtype=torch.float32)
     lse = query.new_full(shape, -torch.inf, dtype=torch.float64)
-    for launch in plan_launches(batch):
+    if sinks is not None:
+        lse[:, -1] = sinks.double().view(num_kv_heads, group)
+    for launch in plan_launches(batch, layer.window):
         rows, columns, spans = _rows(launch.readers, query.device)
         asked = query[rows]
         if cos_sin is not None:

@@ -38,9 +38,13 @@ class ReadOptions(TypedDict, total=False):
         save_as: a name for the message; its id is `session/name`.
         mode: "choreo" or "exact"; omitted: that of the session.
         deny: messages of which the call may read no trace (docs/exactness.md).
-        adapter: the LoRA adapter that encodes the new tokens and generates: in process a
-            `vllm.lora.request.LoRARequest`, over HTTP a name that the server knows. Omitted: that
-            of the session; the name of the model: none. Parents are read as they were encoded.
+        adapter: the LoRA adapter that encodes the new tokens and generates: in process a folder or
+            a `vllm.lora.request.LoRARequest`, over HTTP a name that the server knows. Omitted: that
+            of the session, if its placement has such calls wear it; the name of the model: none.
+            Parents are read as they were encoded.
+        repair: which tokens of the parents are encoded anew in the call's own context: a rule
+            ("first:32"), or runs (docs/repair.md). Omitted: that of the session; "none": none.
+        role: what the new message is in its workflow, such as "vote"; policies of repair go by it.
     """
 
     parents: Sequence[Any] | None
@@ -50,6 +54,8 @@ class ReadOptions(TypedDict, total=False):
     mode: str | None
     deny: Sequence[Any] | None
     adapter: Any
+    repair: Any
+    role: str | None
 
 
 class DecodeOptions(ReadOptions, total=False):
@@ -63,7 +69,8 @@ class DecodeOptions(ReadOptions, total=False):
 
 
 # With a list of calls, these may be given once for all of them.
-_FOR_ALL = ("sampling_params", "mode", "deny", "adapter")
+_FOR_ALL = ("sampling_params", "mode", "deny", "adapter", "repair", "role")
+MAX_ROLE_CHARS = 64
 # What a call is of: the keys of a dict, and the kind of call that each makes.
 _CONTENTS = {"header": "decode", "tokens": "prefill", "copy_of": "prefill"}
 
@@ -85,7 +92,9 @@ class CallSpec:
         content: the new tokens: text, token ids, text with its tokens, or the message (or part of
             one) whose tokens are encoded anew.
         sampling_params: `vllm.SamplingParams`, fields of them (HTTP), or None.
-        parents, offsets, new_offset, save_as, mode, deny, adapter: see `ReadOptions`.
+        parents, offsets, new_offset, save_as, mode, deny, adapter, repair, role: see `ReadOptions`.
+        tenant: whose identical messages it shares, where that is not the session's; callers have
+            no option for it, only the server for what its operator provides.
     """
 
     kind: str
@@ -97,7 +106,10 @@ class CallSpec:
     mode: str | None = None
     deny: tuple[str, ...] = ()
     adapter: Any = None
+    repair: Any = None
+    role: str | None = None
     sampling_params: Any = None
+    tenant: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind == "prefill" and self.sampling_params is not None:
@@ -105,6 +117,14 @@ class CallSpec:
                 "prefill samples nothing: leave sampling_params out, or call decode",
                 parameter="sampling_params",
                 value=self.sampling_params,
+            )
+        if self.role is not None and not (
+            isinstance(self.role, str) and 0 < len(self.role) <= MAX_ROLE_CHARS
+        ):
+            raise ChoreoError(
+                f"a role is a name of 1 to {MAX_ROLE_CHARS} characters",
+                parameter="role",
+                value=self.role,
             )
         if isinstance(self.content, ParentSpan):
             check_span(self.content.start, self.content.stop, None, self.content)
@@ -121,6 +141,7 @@ class CallSpec:
             "new_offset": self.new_offset,
             "kind": self.kind,
             "deny": self.deny,
+            "repair": self.repair,
         }
         return ChoreoParams(**{**own, **engine_side})
 
@@ -285,6 +306,8 @@ def _spec(kind: str, content: Any, options: Mapping[str, Any]) -> CallSpec:
         mode=options.get("mode"),
         deny=tuple(dict.fromkeys(options["deny"])),
         adapter=options.get("adapter"),
+        repair=options.get("repair"),
+        role=options.get("role"),
         sampling_params=options.get("sampling_params"),
     )
 

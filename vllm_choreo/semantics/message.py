@@ -6,7 +6,8 @@ Keys and values stay in the engine: a `Message` is a handle with the text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError
@@ -24,12 +25,20 @@ class Usage:
         repositioned_tokens: those of `reused_tokens` that were seen at another position than the
             one at which they were encoded.
         encoded_tokens: whose keys and values were computed for this call, generated ones included.
+        repaired_tokens: of the parents, that were read as they are encoded in the call's own
+            context, by `repair=`; computed for this call, or for an earlier one with the same.
     """
 
     exact: bool
     reused_tokens: int
     repositioned_tokens: int
     encoded_tokens: int
+    repaired_tokens: int = 0
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> Usage:
+        """What a report of the engine, or a record, says among other things."""
+        return cls(**{field.name: report.get(field.name, field.default) for field in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,7 @@ class Message:
             None: omitted, one after the other. Text has no such places, hence they count for
             nothing in baseline mode; but a program that is recorded there can be trained on as if
             it were choreographed.
+        role: what it is in its workflow, as its call said; None: it did not.
         trace: the history of its keys and values, from which `provenance` is read; None where the
             history is elsewhere: on a server, or lost with the engine (transcripts).
     """
@@ -88,6 +98,12 @@ class Message:
     trace: Trace | None = None
     offsets: tuple[int | None, ...] | None = None
     new_offset: int | None = None
+    role: str | None = None
+
+    @property
+    def num_prefilled(self) -> int:
+        """Tokens that its call encoded before it generated any; 0 for a prefill of the baseline."""
+        return max(0, self.usage.encoded_tokens - len(self.generated_token_ids))
 
     @property
     def provenance(self) -> frozenset[str]:

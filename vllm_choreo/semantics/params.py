@@ -13,6 +13,7 @@ The wire form, drawn once (JSON and msgpack carry it as it is):
      "open_end":   bool,            left out if false
      "exact":      bool,            left out if false
      "deny":       [id, ...],       left out if empty
+     "repair":     rule,            left out if None; see `repair.rules`
      "copy_of":    id}              left out if None
 """
 
@@ -22,7 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
-from vllm_choreo.errors import ChoreoError, OffsetError, SpanError
+from vllm_choreo.errors import ChoreoError, OffsetError, RepairError, SpanError
+from vllm_choreo.repair.rules import GivenRuns, Rule, rule_of
 
 EXTRA_ARGS_KEY = "choreo"
 FLAT_PREFIX = "choreo_"  # of the keys that OpenAI's clients send, which hold no objects
@@ -60,9 +62,13 @@ class ChoreoParams:
         deny: ids of messages of which the call may read no trace.
         copy_of: id of the message whose tokens are encoded anew, of which the new one then
             carries a trace.
+        repair: which tokens of the parents are encoded anew in the call's own context: a rule as
+            `rule_of` takes it, kept as `Rule`; None: none.
 
     Raises:
         ChoreoError: a field of the wrong type, or an unknown kind.
+        RepairError: no such rule, runs that are not one list per parent, or an exact call, which
+            encodes anew whatever it must.
         OffsetError: offsets that are negative, no ints, or not one per parent.
         SpanError: a sub-span that is empty, negative, or no pair of ints.
     """
@@ -78,6 +84,7 @@ class ChoreoParams:
     exact: bool = False
     deny: tuple[str, ...] = ()
     copy_of: str | None = None
+    repair: Rule | None = None
 
     def __post_init__(self) -> None:
         parents = tuple(_parent(parent) for parent in _sequence("parents", self.parents))
@@ -108,6 +115,22 @@ class ChoreoParams:
             _check_id("deny", message_id)
         if self.copy_of is not None:
             _check_id("copy_of", self.copy_of)
+        self._check_repair()
+
+    def _check_repair(self) -> None:
+        if self.repair is None:
+            return
+        rule = self.repair if hasattr(self.repair, "to_json") else rule_of(self.repair)
+        object.__setattr__(self, "repair", rule)
+        if self.exact:
+            raise RepairError(
+                "mode 'exact' encodes anew whatever it must: leave repair out, or choose the mode "
+                "'choreo'",
+                parameter="repair",
+                value=rule.to_json(),
+            )
+        if isinstance(rule, GivenRuns):
+            rule.check_count(len(self.parents))
 
     def _check_offsets(self) -> None:
         if self.offsets is not None:
@@ -135,7 +158,11 @@ class ChoreoParams:
             "session": self.session,
         }
         names = ("tenant", "open_end", "exact", "copy_of")
-        options = {**{name: getattr(self, name) for name in names}, "deny": list(self.deny)}
+        options = {
+            **{name: getattr(self, name) for name in names},
+            "deny": list(self.deny),
+            "repair": self.repair and self.repair.to_json(),
+        }
         return {EXTRA_ARGS_KEY: {**wire, **{key: value for key, value in options.items() if value}}}
 
     @classmethod

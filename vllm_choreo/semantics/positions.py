@@ -9,7 +9,9 @@ each parent's tokens, padded to whole KV blocks, then the new tokens::
     seen position     a_1, a_1+1 ..     a_2 ..   o, o+1 ...
 
 New tokens are rotated by their virtual index. Scores depend on relative positions only, so the
-query is rotated by a further `position_delta` before it meets the keys of a parent.
+query is rotated by a further `position_delta` before it meets the keys of a parent. Where they
+depend on the position itself, as in models that scale queries by it, the model is told the seen
+position of a new token instead: such a call is *placed*.
 """
 
 from __future__ import annotations
@@ -43,12 +45,22 @@ class CallPlan:
         new_offset: position of the first new token.
         base: virtual index of the first new token, a multiple of the block size.
         exact: whether the result is what an ordinary request on the concatenated text gives.
+        repaired_tokens: of the parents, that are read as they are encoded in the call's context.
+        is_placed: whether the model sees new tokens at their positions, not at their virtual
+            indices.
     """
 
     parents: tuple[ParentPlan, ...]
     new_offset: int
     base: int
     exact: bool
+    repaired_tokens: int = 0
+    is_placed: bool = False
+
+    @property
+    def own_position(self) -> int:
+        """To which the model rotates the first new token."""
+        return self.new_offset if self.is_placed else self.base
 
 
 def resolve_offsets(
@@ -64,27 +76,46 @@ def resolve_offsets(
     return tuple(placed), end if new_offset is None else new_offset
 
 
-def is_text(lengths: Sequence[int], offsets: Sequence[int], new_offset: int) -> bool:
-    """Whether everything lies one right after the other, from anywhere on."""
+def is_text(
+    lengths: Sequence[int], offsets: Sequence[int], new_offset: int, from_zero: bool = False
+) -> bool:
+    """Whether everything lies one right after the other, from anywhere on or from position 0."""
+    if from_zero and (*offsets, new_offset)[0]:
+        return False
     ends = [offset + length for offset, length in zip(offsets, lengths, strict=True)]
     return ends == [*offsets[1:], new_offset][: len(ends)]
 
 
 def check_text_offsets(
-    lengths: Sequence[int], offsets: Sequence[int | None] | None, new_offset: int | None
+    lengths: Sequence[int],
+    offsets: Sequence[int | None] | None,
+    new_offset: int | None,
+    from_zero: bool = False,
 ) -> None:
     """Refuse positions that no text has; a constant added to all of them is allowed.
+
+    Args:
+        from_zero: it is not, for the model scales queries by their position.
 
     Raises:
         OffsetError: there is a gap, an overlap, or another order.
     """
     placed, end = resolve_offsets(lengths, offsets, new_offset)
+    parameter = "new_offset" if offsets is None else "offsets"
+    value = new_offset if offsets is None else offsets
+    if from_zero and (*placed, end)[0]:
+        raise OffsetError(
+            "this model scales queries by their position, and a text begins at position 0; leave "
+            "offsets and new_offset out, or call with mode='choreo'",
+            parameter=parameter,
+            value=value,
+        )
     if not is_text(lengths, placed, end):
         raise OffsetError(
             "in exact mode the parents and the new tokens follow one another as text does; leave "
             "offsets and new_offset out, or call with mode='choreo'",
-            parameter="new_offset" if offsets is None else "offsets",
-            value=new_offset if offsets is None else offsets,
+            parameter=parameter,
+            value=value,
         )
 
 

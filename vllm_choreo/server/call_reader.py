@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.renderers.params import ChatParams
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
+from vllm_choreo.api.adapters import Placed
 from vllm_choreo.errors import ChoreoError, LimitError, TooLongError, UnsupportedOptionError
 from vllm_choreo.semantics.call import CallSpec, Tokenized
 from vllm_choreo.semantics.params import ParentSpan
@@ -81,9 +82,17 @@ class CallReader:
             save_as=body.save_as,
             mode=body.mode,
             deny=tuple(body.deny or ()),
-            adapter=await self.adapters.resolve(body.adapter or adapter),
-            sampling_params=_sampling(body.sampling_params),
+            adapter=await self.adapter_of(body.adapter, adapter),
+            repair=body.repair,
+            role=body.role,
+            sampling_params=sampling_of(body.sampling_params),
         )
+
+    async def adapter_of(self, own: str | None, adapter: str | None) -> Any:
+        """That of the call, or that of calls which name none, where it is placed."""
+        if own is not None or adapter is None:
+            return await self.adapters.resolve(own)
+        return Placed(await self.adapters.resolve(adapter))
 
     async def _content(self, body: CallBody) -> Tokenized | tuple[int, ...] | ParentSpan:
         if body.copy_of is not None:
@@ -136,7 +145,8 @@ class CallReader:
         return prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
 
 
-def _sampling(body: SamplingBody | None) -> SamplingParams | None:
+def sampling_of(body: SamplingBody | None) -> SamplingParams | None:
+    """How a call samples. Raises ChoreoError: vLLM refuses it."""
     if body is None:
         return None
     fields = body.model_dump(exclude_none=True)

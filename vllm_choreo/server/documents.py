@@ -8,14 +8,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class _Answer(BaseModel):
+class AnswerModel(BaseModel):
+    """What every answer is: fields of these types, and no others."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
 # -- sessions ------------------------------------------------------------------------------------
 
 
-class SessionUsage(_Answer):
+class SessionUsage(AnswerModel):
     """What a session holds, and how much it may hold."""
 
     messages: int
@@ -29,7 +31,7 @@ class SessionUsage(_Answer):
     max_tokens: int
 
 
-class SessionAnswer(_Answer):
+class SessionAnswer(AnswerModel):
     """A session."""
 
     id: str = Field(examples=["8f14e45fceea167a5a36dedd4bea2543"])
@@ -41,10 +43,14 @@ class SessionAnswer(_Answer):
     max_model_len: int = Field(description="Tokens that a call reads and writes, at most.")
     model: str
     adapter: str | None = Field(description="Of calls that name none; null: the model alone.")
+    placement: Literal["writer", "reader", "both"] | None = Field(
+        description="Which calls wear the adapter; null: there is none."
+    )
+    repair: str | dict[str, Any] | None = Field(description="Of calls that name none; null: none.")
     usage: SessionUsage
 
 
-class ClosedAnswer(_Answer):
+class ClosedAnswer(AnswerModel):
     """A session that was closed."""
 
     id: str
@@ -55,7 +61,7 @@ class ClosedAnswer(_Answer):
 # -- messages ------------------------------------------------------------------------------------
 
 
-class ParentAnswer(_Answer):
+class ParentAnswer(AnswerModel):
     """A parent, and which of its tokens were read; null: from the first, to the end."""
 
     id: str
@@ -63,13 +69,13 @@ class ParentAnswer(_Answer):
     stop: int | None
 
 
-class CachedTokens(_Answer):
+class CachedTokens(AnswerModel):
     """As in OpenAI's API."""
 
     cached_tokens: int
 
 
-class UsageAnswer(_Answer):
+class UsageAnswer(AnswerModel):
     """Tokens that a call read and wrote, and where they came from."""
 
     prompt_tokens: int = Field(description="Of the parents, and of the header.")
@@ -84,9 +90,12 @@ class UsageAnswer(_Answer):
         description="Those of them that were seen at another position than they were encoded at."
     )
     encoded_tokens: int = Field(description="Computed for this call, generated ones included.")
+    repaired_tokens: int = Field(
+        description="Of the parents, read as they are encoded in the call's own context (`repair`)."
+    )
 
 
-class Times(_Answer):
+class Times(AnswerModel):
     """Of a call, in seconds from its submission."""
 
     waiting: float | None = Field(description="Until it was first scheduled; null: not known.")
@@ -94,7 +103,7 @@ class Times(_Answer):
     latency: float = Field(description="To the end.")
 
 
-class LogprobAnswer(_Answer):
+class LogprobAnswer(AnswerModel):
     """Of a token at one position."""
 
     logprob: float
@@ -102,7 +111,7 @@ class LogprobAnswer(_Answer):
     decoded_token: str | None
 
 
-class ShortMessageAnswer(_Answer):
+class ShortMessageAnswer(AnswerModel):
     """A message in the list of a session's messages."""
 
     id: str = Field(description="`session/name`.")
@@ -125,6 +134,7 @@ class MessageAnswer(ShortMessageAnswer):
     new_offset: int | None = Field(
         description="Where it asked the message to stand; null: after the last parent."
     )
+    role: str | None = Field(description="What it is in its workflow, as its call said.")
     text: str = Field(description="What was sent, then what was generated.")
     token_ids: list[int]
     generated_text: str
@@ -136,14 +146,14 @@ class MessageAnswer(ShortMessageAnswer):
     metrics: Times
 
 
-class MessageListAnswer(_Answer):
+class MessageListAnswer(AnswerModel):
     """The messages of a session."""
 
     object: Literal["list"]
     data: list[ShortMessageAnswer]
 
 
-class FreedAnswer(_Answer):
+class FreedAnswer(AnswerModel):
     """A message that was freed."""
 
     id: str
@@ -151,7 +161,7 @@ class FreedAnswer(_Answer):
     deleted: Literal[True]
 
 
-class EvictedAnswer(_Answer):
+class EvictedAnswer(AnswerModel):
     """A message that is no longer cached, and is encoded again when it is read."""
 
     id: str
@@ -159,7 +169,7 @@ class EvictedAnswer(_Answer):
     evicted: Literal[True]
 
 
-class PinAnswer(_Answer):
+class PinAnswer(AnswerModel):
     """A message that is evicted last until its pin expires, or that is not pinned."""
 
     id: str
@@ -168,28 +178,28 @@ class PinAnswer(_Answer):
     ttl_seconds: float | None
 
 
-class FreedListAnswer(_Answer):
+class FreedListAnswer(AnswerModel):
     """Messages that were freed."""
 
     object: Literal["list"]
     data: list[FreedAnswer]
 
 
-class EvictedListAnswer(_Answer):
+class EvictedListAnswer(AnswerModel):
     """Messages that are no longer cached."""
 
     object: Literal["list"]
     data: list[EvictedAnswer]
 
 
-class PinListAnswer(_Answer):
+class PinListAnswer(AnswerModel):
     """Messages that are pinned, or not."""
 
     object: Literal["list"]
     data: list[PinAnswer]
 
 
-class ProvenanceAnswer(_Answer):
+class ProvenanceAnswer(AnswerModel):
     """What a message carries traces of."""
 
     id: str
@@ -202,7 +212,7 @@ class ProvenanceAnswer(_Answer):
 # -- errors and lists ----------------------------------------------------------------------------
 
 
-class ErrorContent(_Answer):
+class ErrorContent(AnswerModel):
     """What is wrong, and what to do instead."""
 
     message: str
@@ -212,26 +222,26 @@ class ErrorContent(_Answer):
     code: int = Field(description="The HTTP status.")
 
 
-class ErrorAnswer(_Answer):
+class ErrorAnswer(AnswerModel):
     """A request that was refused, or failed, as a whole."""
 
     error: ErrorContent
 
 
-class UnauthorizedAnswer(_Answer):
+class UnauthorizedAnswer(AnswerModel):
     """vLLM's answer where no API key, or a wrong one, was sent."""
 
     error: Literal["Unauthorized"]
 
 
-class FailedCallAnswer(_Answer):
+class FailedCallAnswer(AnswerModel):
     """A call of a list that failed; the others are not affected, unless they read its message."""
 
     object: Literal["error"]
     error: ErrorContent
 
 
-class ResultsAnswer(_Answer):
+class ResultsAnswer(AnswerModel):
     """What each call of a list came to, in its order; the usage of all of them."""
 
     object: Literal["list"]
@@ -239,7 +249,7 @@ class ResultsAnswer(_Answer):
     usage: UsageAnswer
 
 
-class ChunkAnswer(_Answer):
+class ChunkAnswer(AnswerModel):
     """An event of a stream: what a call generated since the last one."""
 
     object: Literal["choreo.message.chunk"]

@@ -18,6 +18,7 @@ from vllm_choreo.errors import (
     LimitError,
     NameTakenError,
     UnknownMessageError,
+    UnknownSchemaError,
     UnknownSessionError,
 )
 from vllm_choreo.wire.refusals import refusal_json
@@ -33,13 +34,14 @@ BODY_LIMIT = "max_request_bytes"
 # The parameter of a message that is missing where the path of the request should lead. A body may
 # have a field of this name, too: a wrong one.
 PATH_NAME = "name"
+_MISSING = (UnknownMessageError, FreedMessageError, UnknownSchemaError)
 
 
 def status_of(error: ChoreoError) -> int:
     """The HTTP status of an error; 400 for what the caller can mend."""
     if isinstance(error, LimitError) and error.parameter == BODY_LIMIT:
         return 413
-    if error.parameter == PATH_NAME and isinstance(error, (UnknownMessageError, FreedMessageError)):
+    if error.parameter == PATH_NAME and isinstance(error, _MISSING):
         return 404
     return _STATUS.get(type(error), 400)
 

@@ -53,6 +53,7 @@ _TOKENS = {
     "reused": "Tokens that calls read from the cache.",
     "repositioned": "Reused tokens that were read at another position than they were encoded at.",
     "encoded": "Tokens that were computed for calls, generated ones included.",
+    "repaired": "Tokens of parents that were read as encoded in the call's own context (repair).",
     "generated": "Tokens that calls generated.",
 }
 # Of each call: what is measured, and upper bounds of buckets or vLLM's name for them.
@@ -193,6 +194,7 @@ class CallMetrics:
         self._tokens["reused"].inc(usage.reused_tokens)
         self._tokens["repositioned"].inc(usage.repositioned_tokens)
         self._tokens["encoded"].inc(usage.encoded_tokens)
+        self._tokens["repaired"].inc(usage.repaired_tokens)
         self._tokens["generated"].inc(num_generated)
         measured = {
             "call_waiting_time_seconds": times.waiting,

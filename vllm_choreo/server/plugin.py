@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class ChoreoEndpoints:
     """Entry point of `vllm.endpoint_plugins`; vLLM makes one for each API server, or batch.
 
-    After `init_state`, `app.state.choreo` is the `Sessions` of the server and `choreo_reader` its
-    `CallReader`.
+    After `init_state`, `app.state.choreo` is the `Sessions` of the server, `choreo_reader` its
+    `CallReader` and `choreo_schemas` its `ServedSchemas`.
     """
 
     name = "choreo"
@@ -32,12 +32,13 @@ class ChoreoEndpoints:
         self._has_routes = False  # a batch has none
 
     def attach_router(self, app: FastAPI) -> None:
-        from vllm_choreo.server import message_routes, routes
+        from vllm_choreo.server import message_routes, prompt_routes, routes
         from vllm_choreo.server.errors import answer_error
 
         self._has_routes = True
         app.include_router(routes.router)
         app.include_router(message_routes.router)
+        app.include_router(prompt_routes.router)
         app.add_exception_handler(ChoreoError, answer_error)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
@@ -51,6 +52,7 @@ class ChoreoEndpoints:
         from vllm_choreo.server.guard import guarded
         from vllm_choreo.server.openai import batch, handlers
         from vllm_choreo.server.served_adapters import ServedAdapters
+        from vllm_choreo.server.served_schemas import ServedSchemas
         from vllm_choreo.server.sessions import Sessions
 
         check_one_process(args)
@@ -61,6 +63,8 @@ class ChoreoEndpoints:
         if self._has_routes:
             adapters = ServedAdapters(state.openai_serving_models)
             state.choreo_reader = CallReader(state.online_renderer, adapters)
+            state.choreo_schemas = ServedSchemas(state.choreo, state.online_renderer)
+            await state.choreo_schemas.start_operators(getattr(args, "choreo_schema", None) or ())
             state.choreo.start_expiry()
             handlers.init_state(state, llm)
         else:

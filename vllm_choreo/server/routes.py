@@ -94,8 +94,11 @@ Name = Annotated[str, Path(description="The name of a message: the part of its i
 async def open_session(request: Request, body: SessionBody | None = None) -> Response:
     """Open a session: messages live in it until they are freed or it is closed."""
     sessions, body = _sessions(request), body or SessionBody()
-    await request.app.state.choreo_reader.adapters.resolve(body.adapter)
-    opened = sessions.open(tenant_of(request), body.mode, body.ttl_seconds, body.adapter)
+    adapter = await request.app.state.choreo_reader.adapters.resolve(body.adapter)
+    tenant = tenant_of(request)
+    opened = sessions.open(
+        tenant, body.mode, body.ttl_seconds, adapter, body.placement, body.repair
+    )
     return JSONResponse(await sessions.describe(opened))
 
 

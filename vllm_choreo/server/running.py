@@ -40,11 +40,12 @@ class Run:
 
     Attributes:
         pending: the calls.
+        sessions: of the server.
     """
 
     def __init__(self, sessions: Sessions, session: OpenSession) -> None:
         self.pending: list[Pending] = []
-        self._sessions = sessions
+        self.sessions = sessions
         self._session = session
         self._results: dict[str, Result] = {}  # by the id of the call
         session.enter()
@@ -140,18 +141,18 @@ class Run:
 
     def _as_told(self, error: ChoreoError) -> ChoreoError:
         """`error`, or that the session was closed, which is why then."""
-        return error if self._sessions.is_open(self._session) else unknown_session()
+        return error if self.sessions.is_open(self._session) else unknown_session()
 
     def _ended(self, pending: Pending, result: Result) -> Result:
         if isinstance(result, ChoreoError):
             result = self._as_told(result)
         self._results[pending.id] = result
-        self._sessions.ended(self._session, pending.call.params.kind, result)
+        self.sessions.ended(self._session, pending.call.params.kind, result)
         return result
 
     def refused(self, error: ChoreoError) -> None:
         """Count an error that is told inside an answer."""
-        self._sessions.refused(error)
+        self.sessions.refused(error)
 
     def leave(self, *, is_answered: bool) -> None:
         """The request is over.
@@ -162,7 +163,7 @@ class Run:
         if is_answered or not self.pending:
             self._session.leave()
         else:
-            self._sessions.in_background(self._drop())
+            self.sessions.in_background(self._drop())
 
     async def _drop(self) -> None:
         choreography = self._session.choreography
@@ -170,7 +171,7 @@ class Run:
             await choreography.cancel(self.pending)
             for pending in self.pending:
                 if pending.id not in self._results:
-                    self._sessions.abandoned(self._session, pending.call.params.kind)
+                    self.sessions.abandoned(self._session, pending.call.params.kind)
             made = [result for result in self._results.values() if isinstance(result, Message)]
             with suppress(ChoreoError):  # somebody else freed one, or closed the session
                 await choreography.free(*made)

@@ -22,6 +22,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from vllm_choreo.semantics.call import MAX_ROLE_CHARS
+
 # Of one request, in all of its calls together: planning them takes a second.
 MAX_PARENTS = 100_000
 # Beyond these, numbers do not fit into the engine's messages, and have no meaning.
@@ -52,7 +54,7 @@ MessageId = Annotated[
 ]
 
 
-class _Body(BaseModel):
+class BodyModel(BaseModel):
     """Unknown fields and values of another type are refused, not ignored or converted."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -72,7 +74,20 @@ Adapter = Annotated[
 ]
 
 
-class SessionBody(_Body):
+Repair = Annotated[
+    str | dict[str, Any] | list[Any],
+    Field(
+        description=(
+            "Which tokens of the parents are encoded anew in the call's own context: `first:32`, "
+            "`last:16`, `all`, `none`, `{share, by, seed}`, or runs (start, stop), one list per "
+            "parent."
+        ),
+        examples=["first:32"],
+    ),
+]
+
+
+class SessionBody(BodyModel):
     """A session to open."""
 
     mode: Literal["choreo", "exact", "baseline"] = Field(
@@ -92,9 +107,18 @@ class SessionBody(_Body):
         examples=[600],
     )
     adapter: Adapter | None = Field(None, description="Of calls that name none.")
+    placement: Literal["writer", "reader", "both"] | None = Field(
+        None,
+        description=(
+            "Which calls wear the adapter: `writer`: those that encode messages; `reader`: those "
+            "that generate; `both`. By default as training has written into its folder; `both` if "
+            "it has not."
+        ),
+    )
+    repair: Repair | None = Field(None, description="The rule of calls that name none.")
 
 
-class PinBody(_Body):
+class PinBody(BodyModel):
     """How long to pin a message."""
 
     ttl_seconds: Seconds | None = Field(
@@ -104,7 +128,7 @@ class PinBody(_Body):
     )
 
 
-class MessagesListBody(_Body):
+class MessagesListBody(BodyModel):
     """Messages of the session."""
 
     messages: Annotated[list[MessageId], Field(fail_fast=True, max_length=MAX_PARENTS)]
@@ -117,7 +141,7 @@ class PinListBody(MessagesListBody, PinBody):
 # -- calls ---------------------------------------------------------------------------------------
 
 
-class ParentBody(_Body):
+class ParentBody(BodyModel):
     """Some of a message's tokens."""
 
     id: MessageId
@@ -125,7 +149,7 @@ class ParentBody(_Body):
     stop: Count | None = Field(None, description="One after the last token; by default the end.")
 
 
-class ChatMessage(_Body):
+class ChatMessage(BodyModel):
     """One turn of a chat."""
 
     role: str = Field(max_length=64, examples=["user"])
@@ -165,7 +189,7 @@ Offsets = Annotated[list[Position | None], Field(fail_fast=True, max_length=MAX_
 _Biases = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Number]
 
 
-class SamplingBody(_Body):
+class SamplingBody(BodyModel):
     """How to generate: fields of vLLM's `SamplingParams`, with its defaults."""
 
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT)] | None = Field(
@@ -217,7 +241,7 @@ class SamplingBody(_Body):
     )
 
 
-class CallBody(_Body):
+class CallBody(BodyModel):
     """One call. It needs exactly one of `content`, `messages` and `copy_of`."""
 
     type: Literal["prefill", "decode"] = Field(
@@ -276,8 +300,15 @@ class CallBody(_Body):
         None,
         description=(
             "The LoRA adapter that encodes the new tokens and generates; by default that of the "
-            "session. Parents are read as they were encoded. The name of the model stands for none."
+            "session, where it is placed. Parents are read as they were encoded. The name of the "
+            "model stands for none."
         ),
+    )
+    repair: Repair | None = Field(
+        None, description="By default that of the session; see docs/repair.md."
+    )
+    role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_CHARS)] | None = Field(
+        None, description="What the new message is in its workflow: a policy of repair goes by it."
     )
     sampling_params: SamplingBody | None = Field(
         None, description="Of a decode; by default those that the model recommends."
@@ -290,7 +321,7 @@ class OneCallBody(CallBody):
     stream: bool = Field(False, description="Answer with server-sent events.")
 
 
-class CallsBody(_Body):
+class CallsBody(BodyModel):
     """Calls that run at once, each as soon as the messages that it reads are complete."""
 
     calls: Annotated[list[CallBody], Field(fail_fast=True, min_length=1)]

@@ -18,7 +18,9 @@ from vllm.logger import init_logger
 from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
+from vllm_choreo.repair.rules import rule_of
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.wire.calls import adapter_name
 from vllm_choreo.wire.messages import usage_json
 
 logger = init_logger("vllm.choreo.server")
@@ -124,18 +126,21 @@ class Sessions:
         tenant: str,
         mode: str = "choreo",
         ttl_seconds: float | None = None,
-        adapter: str | None = None,
+        adapter: Any = None,
+        placement: str | None = None,
+        repair: Any = None,
         *,
         is_limited: bool = True,
     ) -> OpenSession:
         """Open a session.
 
         Args:
+            adapter, placement, repair: of calls that name none, see `Choreography`.
             is_limited: whether the limits of a session hold for its messages.
 
         Raises:
             LimitError: too many are open, or the time to live is too long.
-            ChoreoError: no such mode.
+            ChoreoError: no such mode, placement or rule of repair, or an adapter that does not fit.
         """
         config = self.config
         self._close_expired()
@@ -145,8 +150,20 @@ class Sessions:
         ttl = config.session_ttl_seconds if ttl_seconds is None else ttl_seconds
         _check_limit("session_ttl_seconds", ttl, config.session_ttl_seconds)
         limits = config if is_limited else None
-        choreography = AsyncChoreography(self._llm, mode, tenant=tenant, limits=limits)
-        session = OpenSession(choreography, tenant, ttl, adapter)
+        if isinstance(repair, str):
+            rule_of(
+                repair
+            )  # a client names no file of the server's: it sends what its policy holds
+        choreography = AsyncChoreography(
+            self._llm,
+            mode,
+            tenant=tenant,
+            adapter=adapter,
+            placement=placement,
+            repair=repair,
+            limits=limits,
+        )
+        session = OpenSession(choreography, tenant, ttl, adapter_name(adapter))
         self._sessions[tenant, session.id] = session
         for observer in self.observers:
             observer.opened()
@@ -178,6 +195,11 @@ class Sessions:
             self._defaults[tenant] = session.id
             return session
 
+    def opened_default(self, tenant: str) -> OpenSession | None:
+        """The session of requests that name none, if it is open."""
+        session = self._sessions.get((tenant, self._defaults.get(tenant, "")))
+        return session if session is not None and session.expires_in > 0 else None
+
     def is_open(self, session: OpenSession) -> bool:
         """Whether it has not been closed."""
         return (session.tenant, session.id) in self._sessions
@@ -197,6 +219,8 @@ class Sessions:
             "max_model_len": self.max_model_len,
             "model": self.model,
             "adapter": session.adapter,
+            "placement": choreography.placement,
+            "repair": choreography.repair,
             "usage": {
                 "messages": len(num_tokens),
                 "tokens": sum(num_tokens),

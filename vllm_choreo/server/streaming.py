@@ -4,25 +4,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from vllm_choreo.semantics.call import Result
 from vllm_choreo.semantics.message import Piece
 from vllm_choreo.server.answers import result_json
 from vllm_choreo.server.running import Run
 
 
 class EventStream(StreamingResponse):
-    """The events of `run`, and its end: also if the client goes away before the first of them."""
+    """The events of `run`, and its end: also if the client goes away before the first of them.
+
+    Args:
+        told: what the client is told of the event of a call, by its index; None: nothing.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(
+        self,
+        run: Run,
+        told: Callable[[int, dict[str, Any]], dict[str, Any] | None] = lambda _, event: event,
+    ) -> None:
         super().__init__(self._events(), headers={"Cache-Control": "no-store"})
         self._run = run
+        self._told = told
         self._is_complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,21 +43,22 @@ class EventStream(StreamingResponse):
 
     async def _events(self) -> AsyncIterator[str]:
         async for index, event in self._run.events():
-            if isinstance(event, Piece):
-                yield _line(
-                    {
-                        "object": "choreo.message.chunk",
-                        "index": index,
-                        "id": self._run.pending[index].id,
-                        "text": event.text,
-                        "token_ids": list(event.token_ids),
-                    }
-                )
-            else:
-                yield _line({**result_json(event), "index": index})
+            if (told := self._told(index, self._event_json(index, event))) is not None:
+                yield _line(told)
         # Before the last line goes out: a client may close the connection when it has read it.
         self._is_complete = True
         yield "data: [DONE]\n\n"
+
+    def _event_json(self, index: int, event: Piece | Result) -> dict[str, Any]:
+        if not isinstance(event, Piece):
+            return {**result_json(event), "index": index}
+        return {
+            "object": "choreo.message.chunk",
+            "index": index,
+            "id": self._run.pending[index].id,
+            "text": event.text,
+            "token_ids": list(event.token_ids),
+        }
 
 
 def _line(event: dict[str, Any]) -> str:

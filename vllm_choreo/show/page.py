@@ -64,12 +64,13 @@ def page_html(workflow: str, problems: Sequence[ShownProblem], facts: Mapping[st
         "facts": dict(facts),
         "problems": [_problem(problem) for problem in problems],
     }
-    page = _INCLUDE.sub(lambda found: _fragment(found[1]), _fragment("page.html"))
+    page = _INCLUDE.sub(lambda found: fragment(found[1]), fragment("page.html"))
     title, page_data = html.escape(workflow), _script_json(data)
     return page.replace("{{title}}", title, 1).replace("{{data}}", page_data, 1)
 
 
-def _fragment(name: str) -> str:
+def fragment(name: str) -> str:
+    """A file beside this one."""
     return (files("vllm_choreo.show") / name).read_text(encoding="utf-8")
 
 

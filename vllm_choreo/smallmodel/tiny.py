@@ -45,15 +45,26 @@ _GQA = {
     "num_key_value_heads": 2,
     **_COMMON,
 }
+_GEMMA = {
+    **_GQA,
+    "head_dim": _HEAD_SIZE,
+    "query_pre_attn_scalar": _HEAD_SIZE,
+    "tie_word_embeddings": True,  # vLLM refuses a separate head
+}
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 @dataclass(frozen=True)
 class TinyModel:
-    """One architecture: its name, the `transformers` configuration, and what it is here for."""
+    """One architecture: its name, the `transformers` configuration, what it is here for, whether
+    `vllm_choreo.train` takes it, and whether it has sliding windows.
+    """
 
     name: str
     config: Callable[[], transformers.PretrainedConfig]
     why: str
+    is_trainable: bool = True
+    is_local: bool = False
 
 
 def _llama() -> transformers.PretrainedConfig:
@@ -88,15 +99,53 @@ def _yarn() -> transformers.PretrainedConfig:
 
 
 def _gemma2() -> transformers.PretrainedConfig:
-    # vLLM refuses a separate head, and sliding windows are no part of choreography.
-    sizes = {**_GQA, "tie_word_embeddings": True}
     return transformers.Gemma2Config(
-        **sizes,
-        head_dim=_HEAD_SIZE,
-        query_pre_attn_scalar=_HEAD_SIZE,
+        **_GEMMA,
         attn_logit_softcapping=3.0,
-        layer_types=["full_attention"] * sizes["num_hidden_layers"],
+        layer_types=["full_attention"] * _GEMMA["num_hidden_layers"],
         sliding_window=MAX_MODEL_LEN,
+    )
+
+
+def _gemma2_window() -> transformers.PretrainedConfig:
+    return transformers.Gemma2Config(
+        **_GEMMA, attn_logit_softcapping=3.0, layer_types=_ALTERNATING, sliding_window=20
+    )
+
+
+def _gemma3() -> transformers.PretrainedConfig:
+    return transformers.Gemma3TextConfig(**_GEMMA, layer_types=_ALTERNATING, sliding_window=12)
+
+
+def _mistral_window() -> transformers.PretrainedConfig:
+    return transformers.MistralConfig(**_GQA, head_dim=_HEAD_SIZE, sliding_window=24)
+
+
+def _qwen2_window() -> transformers.PretrainedConfig:
+    # vLLM takes windows in all layers or in none.
+    return transformers.Qwen2Config(
+        **_GQA, use_sliding_window=True, sliding_window=16, max_window_layers=0
+    )
+
+
+def _gpt_oss() -> transformers.PretrainedConfig:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": MAX_MODEL_LEN // 4,
+    }
+    return transformers.GptOssConfig(
+        **_GQA,
+        head_dim=_HEAD_SIZE,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=_ALTERNATING,
+        sliding_window=8,
+        rope_parameters=rope,
     )
 
 
@@ -128,6 +177,46 @@ def _bloom() -> transformers.PretrainedConfig:
     return transformers.BloomConfig(hidden_size=192, n_layer=3, n_head=6, **sizes)
 
 
+def _paddleocr_vl() -> transformers.PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    # Never run: the model is given text alone.
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
+    return transformers.PaddleOCRVLConfig(
+        text_config={**_GQA, "head_dim": _HEAD_SIZE, "rope_parameters": rope},
+        vision_config=vision,
+        **_COMMON,
+    )
+
+
+def _ministral3() -> transformers.PretrainedConfig:
+    original, beta = 48, 0.1
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "llama_4_scaling_beta": beta,
+        "original_max_position_embeddings": original,
+    }
+    # The name by which vLLM knows the same.
+    scaling = {"original_max_position_embeddings": original, "beta": beta}
+    return transformers.Ministral3Config(
+        **_GQA,
+        head_dim=_HEAD_SIZE,
+        sliding_window=None,
+        rope_parameters=rope,
+        llama_4_scaling=scaling,
+    )
+
+
+def _local(name: str, config: Callable[[], transformers.PretrainedConfig], why: str) -> TinyModel:
+    return TinyModel(name, config, why, is_trainable=False, is_local=True)
+
+
 TINY_MODELS = {
     model.name: model
     for model in (
@@ -140,7 +229,14 @@ TINY_MODELS = {
         TinyModel("glm4", _glm4, "partial rotary, interleaved pairs"),
         TinyModel("gpt_neox", _gpt_neox, "partial rotary, parallel residual, vLLM's HF backend"),
         TinyModel("smollm3", _smollm3, "every other layer without positions"),
-        TinyModel("bloom", _bloom, "ALiBi"),
+        TinyModel("bloom", _bloom, "ALiBi", False),
+        _local("mistral_window", _mistral_window, "a sliding window in all layers"),
+        _local("qwen2_window", _qwen2_window, "the same, biases of queries and keys"),
+        _local("gemma2_window", _gemma2_window, "alternating windows, logit soft cap"),
+        _local("gemma3", _gemma3, "alternating windows, two rotary bases"),
+        _local("gpt_oss", _gpt_oss, "alternating windows, sinks, YaRN, experts"),
+        TinyModel("ministral3", _ministral3, "queries scaled by their position", False),
+        TinyModel("paddleocr_vl", _paddleocr_vl, "M-RoPE, given text alone", False),
     )
 }
 
@@ -158,6 +254,11 @@ def _draw_weights(model: transformers.PreTrainedModel, generator: torch.Generato
         is_head = parameter is model.get_output_embeddings().weight
         if parameter.dim() == 2 and (is_head or "embed" not in name):
             noise *= (LOGIT_STD if is_head else _gain(name)) / math.sqrt(parameter.shape[1])
+        elif parameter.dim() == 3:  # experts, [experts, inputs, outputs]
+            noise /= math.sqrt(parameter.shape[1])
+        elif name.endswith("sinks"):
+            # Of the size of the greatest scores.
+            noise += 3.0
         elif parameter.dim() == 1 and name.endswith("weight"):
             # Norms: near one, but not one, so that a norm left out or applied twice shows.
             noise = 1.0 + 0.1 * noise
@@ -167,7 +268,7 @@ def _draw_weights(model: transformers.PreTrainedModel, generator: torch.Generato
             # With a tied head the token's own embedding must not dominate the residual stream, or
             # every token predicts itself.
             noise *= 0.15
-        elif model.config.model_type == "gemma2":
+        elif model.config.model_type.startswith("gemma"):
             # The same by a smaller embedding; the final norm, whose weights Gemma adds to one,
             # makes up for it in the logits.
             if is_head:
@@ -187,18 +288,34 @@ def _make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def make_tiny_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def model_class(config: transformers.PretrainedConfig) -> type[transformers.PreTrainedModel]:
+    """The class in `transformers` that generates text, from text alone or from pictures, too."""
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise KeyError(type(config).__name__)
+
+
+def make_tiny_model(
+    name: str,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    config: transformers.PretrainedConfig | None = None,
+) -> Path:
     """Write the tiny model `name` to `folder / name` and return that path.
 
     The folder holds the configuration, the weights and a tokenizer whose words are `t0 … t511`.
     The same name gives the same weights.
 
+    Args:
+        config: of a model that has no entry in `TINY_MODELS`.
+
     Raises:
         KeyError: there is no tiny model of that name.
     """
-    config = TINY_MODELS[name].config()
+    config = config or TINY_MODELS[name].config()
     config.dtype = dtype
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = model_class(config)(config)
     seed = sum(ord(letter) for letter in name)
     _draw_weights(model, torch.Generator().manual_seed(seed))
     path = folder / name

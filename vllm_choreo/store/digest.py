@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from vllm_choreo.repair.runs import Runs
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Adapter
 
@@ -18,6 +19,7 @@ def encoding_digest(
     token_ids: Sequence[int],
     plan: CallPlan,
     parents: Sequence[bytes],
+    patched: tuple[bytes, int, Runs] | None = None,
 ) -> bytes:
     """A digest that is equal for encodings whose keys and values are the same, and for no others.
 
@@ -28,6 +30,7 @@ def encoding_digest(
         token_ids: of the encoding.
         plan: where it stands, and where it sees its parents.
         parents: their digests.
+        patched: of a patch: the digest of its source, the first token seen, and the runs.
     """
     digest = blake2b(digest_size=32)
     spans = [(span.start, span.stop, span.offset) for span in plan.parents]
@@ -37,7 +40,7 @@ def encoding_digest(
         tenant.encode(),
         adapter.weights if adapter else b"",
         array("q", token_ids).tobytes(),
-        repr((plan.new_offset, spans)).encode(),
+        repr((plan.new_offset, spans, patched)).encode(),
         *parents,
     ):
         digest.update(len(part).to_bytes(8, "little"))

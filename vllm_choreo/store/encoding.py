@@ -7,6 +7,9 @@ model. A message has the encoding that its call made, and others of the same tok
     message  --own-->     encoding   in the context of its call
              --copies-->  encodings  in other contexts, by their digests
 
+A copy encodes all its tokens in the other context, or is a *patch* of another encoding: runs of
+tokens are encoded anew, all others are read as they are, in the very blocks if no run touches them.
+
 An encoding has a *recipe* (tokens, parents, plan, adapter), which is the truth; its KV blocks are a
 cache of it:
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_choreo.repair.runs import Run, Runs, num_tokens
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
 
@@ -65,6 +69,26 @@ class StoredMessage:
         return [self.own, *self.copies.values()]
 
 
+@dataclass(frozen=True)
+class Patch:
+    """How an encoding differs from another one of the same tokens.
+
+    Attributes:
+        source: the other one; the patch has its own place in the same frame of positions.
+        start: the first token that is seen in the patch's context.
+        runs: tokens that are encoded anew there.
+    """
+
+    source: Encoding
+    start: int
+    runs: Runs
+
+    @property
+    def num_tokens(self) -> int:
+        """That are encoded anew."""
+        return num_tokens(self.runs)
+
+
 @dataclass(eq=False)
 class Encoding:
     """Tokens of a message with their keys and values, in one context and by one model.
@@ -77,17 +101,20 @@ class Encoding:
         token_ids: header and generated tokens, or some of them; None while they are generated.
         parents: the encodings behind `plan.parents`, in the same order; they keep a freed parent's
             recipe alive for as long as this one may have to be encoded again.
-        plan: how it is encoded; None until all its parents' lengths are known.
+        plan: how it is encoded; None until all its parents' lengths are known. That of a patch
+            places token 0, seen or not, so that `base` may be negative.
+        patch: None: all tokens are encoded in its context.
         digest: of what it depends on; None until all of that is known.
         is_orphan: a copy that no new call can read.
         num_unreported: tokens of a copy that were encoded, but that no call has reported yet.
         readers: copies that were encoded with it.
         blocks: KV blocks that hold tokens `0 … num_encoded-1`, from its first slot on.
         stored_position: position to which the first key is rotated now.
+        unwritten: runs of a patch whose step has not been planned yet.
         held_in_step: the step in which its blocks last changed.
         num_readers: running calls that read it; its blocks must stay.
         num_waiting: calls that wait for it or will read it.
-        encoder: id of the request that is making or encoding it; None when nobody is.
+        encoders: ids of the requests that make or encode it: one, or one for each run of a patch.
     """
 
     message: StoredMessage
@@ -96,6 +123,7 @@ class Encoding:
     token_ids: list[int] | None = None
     parents: tuple[Encoding, ...] = field(default=(), repr=False)
     plan: CallPlan | None = None
+    patch: Patch | None = None
     digest: bytes | None = None
     is_orphan: bool = False
     num_unreported: int = 0
@@ -103,10 +131,11 @@ class Encoding:
     blocks: list[Any] = field(default_factory=list)
     num_encoded: int = 0
     stored_position: int = 0
+    unwritten: list[Run] = field(default_factory=list)
     held_in_step: int = -1
     num_readers: int = 0
     num_waiting: int = 0
-    encoder: str | None = None
+    encoders: set[str] = field(default_factory=set)
 
     @property
     def is_copy(self) -> bool:
@@ -125,11 +154,16 @@ class Encoding:
     @property
     def is_resident(self) -> bool:
         """Every token has keys and values, at the latest when the step now planned has run."""
-        return self.is_known and self.num_encoded == self.num_tokens
+        return self.is_known and self.num_encoded == self.num_tokens and not self.unwritten
+
+    @property
+    def recipe(self) -> tuple[Encoding, ...]:
+        """What must be resident for it to be encoded."""
+        return (*self.parents, self.patch.source) if self.patch else self.parents
 
     @property
     def in_use(self) -> bool:
-        return self.num_readers > 0 or self.num_waiting > 0 or self.encoder is not None
+        return self.num_readers > 0 or self.num_waiting > 0 or bool(self.encoders)
 
     @property
     def is_given_up(self) -> bool:

@@ -19,28 +19,20 @@ evicted, encoded again. So all that exact mode adds is the choice of what to rea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 
-from vllm_choreo.semantics.positions import CallPlan, ParentPlan, is_text, num_span_blocks
-from vllm_choreo.store.encoding import Adapter, Encoding
+from vllm_choreo.semantics.positions import is_text
+from vllm_choreo.store.copies import Context, Link
+from vllm_choreo.store.encoding import Adapter
 from vllm_choreo.store.store import MessageStore
 
 
-@dataclass(frozen=True)
-class Link:
-    """Tokens `start … stop-1` of an encoding, as one parent of a call."""
-
-    encoding: Encoding
-    start: int
-    stop: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
-
-
 def is_exact(
-    links: Sequence[Link], offsets: Sequence[int], new_offset: int, adapter: Adapter | None = None
+    links: Sequence[Link],
+    offsets: Sequence[int],
+    new_offset: int,
+    adapter: Adapter | None = None,
+    from_zero: bool = False,
 ) -> bool:
     """Whether a call gives what an ordinary request on the concatenated text gives.
 
@@ -48,9 +40,11 @@ def is_exact(
         links: the parents of the call.
         offsets, new_offset: where the call sees them, and itself stands.
         adapter: the one that encodes the call.
+        from_zero: whether text gives the same at position 0 alone, see `is_text`.
     """
-    return is_text([link.num_tokens for link in links], offsets, new_offset) and all(
-        _continues(links[:j], link, adapter) for j, link in enumerate(links)
+    return is_text([link.num_tokens for link in links], offsets, new_offset, from_zero) and all(
+        Context(links[:j], offsets[:j], adapter).has(link, offsets[j])
+        for j, link in enumerate(links)
     )
 
 
@@ -67,36 +61,11 @@ def exact_chain(links: Sequence[Link], adapter: Adapter | None, store: MessageSt
     """
     chain: list[Link] = []
     for link in links:
-        if not _continues(chain, link, adapter):
-            parents, plan = plan_after(chain, store.block_size)
-            copy = store.copy(link.encoding, link.start, link.stop, adapter, parents, plan)
-            link = Link(copy, 0, copy.num_tokens)
-        chain.append(link)
+        lengths = [before.num_tokens for before in chain]
+        *offsets, position = accumulate(lengths, initial=0)
+        context = Context(chain, offsets, adapter, exact=True)
+        chain = [
+            *chain,
+            link if context.has(link, position) else context.copy(link, position, store),
+        ]
     return chain
-
-
-def _continues(chain: Sequence[Link], link: Link, adapter: Adapter | None) -> bool:
-    """Whether `link` was encoded with exactly `chain`, right before it."""
-    encoding, plan = link.encoding, link.encoding.plan
-    assert plan is not None, "the parents of a call that is planned have their plans"
-    if link.start != 0 or encoding.adapter != adapter or len(chain) != len(encoding.parents):
-        return False
-    position = plan.new_offset - sum(before.num_tokens for before in chain)
-    for before, parent, span in zip(chain, encoding.parents, plan.parents, strict=True):
-        # Encodings count by identity: a name may be given again after it was freed.
-        read = (parent, span.start, span.stop, span.offset)
-        if read != (before.encoding, before.start, before.stop, position):
-            return False
-        position += before.num_tokens
-    return True
-
-
-def plan_after(chain: Sequence[Link], block_size: int) -> tuple[tuple[Encoding, ...], CallPlan]:
-    """The parents and the plan of what is encoded after `chain`, from position 0 on."""
-    spans, position = [], 0
-    for link in chain:
-        spans.append(ParentPlan(link.encoding.message.id, link.start, link.stop, position))
-        position += link.num_tokens
-    base = block_size * sum(num_span_blocks(s.start, s.stop, block_size) for s in spans)
-    plan = CallPlan(tuple(spans), position, base, True)
-    return tuple(link.encoding for link in chain), plan

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from vllm_choreo.repair.runs import Run
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.eviction import choose_victim, over_share
 
@@ -54,7 +55,7 @@ class Residency:
         assert encoding.plan is not None, "a message is encoded according to its plan"
         assert not encoding.num_readers, "what is read stays where it is"
         held = list(blocks[: -(-num_encoded // self.block_size)])
-        position = encoding.stored_position if encoding.blocks else encoding.plan.base
+        position = encoding.stored_position if encoding.blocks else encoding.plan.own_position
         self.pool.touch(held)
         self.drop(encoding)
         with self._changing(encoding):
@@ -69,6 +70,7 @@ class Residency:
         self.pool.free_blocks(reversed(encoding.blocks))
         with self._changing(encoding):
             encoding.blocks, encoding.num_encoded, encoding.stored_position = [], 0, 0
+        encoding.unwritten = []
         self._holding.pop(encoding, None)
 
     def cut(self, encoding: Encoding, num_tokens: int) -> None:
@@ -81,6 +83,25 @@ class Residency:
         with self._changing(encoding):
             encoding.num_encoded = num_tokens
             del encoding.blocks[num_blocks:]
+
+    def patch(self, encoding: Encoding, blocks: Sequence[Any], position: int, step: int) -> None:
+        """Make `blocks` the place of a patch whose runs are still to be written over its source.
+
+        Args:
+            position: at which token 0 is stored.
+        """
+        assert encoding.patch is not None
+        self.hold(encoding, blocks, encoding.num_tokens, step)
+        encoding.stored_position, encoding.unwritten = position, list(encoding.patch.runs)
+
+    def written(self, encoding: Encoding, run: Run, step: int) -> None:
+        """The step being planned writes the last tokens of the run."""
+        encoding.unwritten.remove(run)
+        encoding.held_in_step = step
+
+    def not_written(self, encoding: Encoding, run: Run) -> None:
+        """The run was taken out of that step again."""
+        encoding.unwritten = sorted([*encoding.unwritten, run])
 
     def move(self, encoding: Encoding, stored_position: int) -> None:
         """Its keys are rotated where they lie."""
@@ -126,11 +147,16 @@ class Residency:
                 encoding.num_readers -= reading
                 encoding.num_waiting -= not reading
 
-    def set_encoder(self, encoding: Encoding, request_id: str | None) -> None:
-        """A request makes or encodes it; None: no request does any more."""
-        assert request_id is None or encoding.encoder is None, "one request encodes at a time"
+    def encode(self, encoding: Encoding, request_id: str) -> None:
+        """A request makes or encodes it."""
+        assert encoding.patch or not encoding.encoders, "one request encodes at a time"
         with self._changing(encoding):
-            encoding.encoder = request_id
+            encoding.encoders.add(request_id)
+
+    def encoded(self, encoding: Encoding, request_id: str) -> None:
+        """The request does so no more."""
+        with self._changing(encoding):
+            encoding.encoders.discard(request_id)
 
     # -- choices ---------------------------------------------------------------------------
 

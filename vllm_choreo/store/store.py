@@ -12,12 +12,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from vllm_choreo.errors import LimitError, NameTakenError, UnknownMessageError
-from vllm_choreo.semantics.positions import CallPlan
+from vllm_choreo.repair.runs import Run
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.digest import encoding_digest
 from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.residency import BlockPool, Residency
+from vllm_choreo.store.twins import Twins
 
 # Messages that will never be complete are known by their names, of all sessions together.
 MAX_FAILED = 10_000
@@ -30,11 +31,13 @@ class MessageStore:
         pool: vLLM's.
         block_size: tokens in a block.
         engine: what all encodings depend on, besides their recipes.
+        is_placed: whether they depend on where they stand, too, and not on distances alone; then
+            all plans are, see `CallPlan`.
         clock: in seconds, for pins.
 
     Attributes:
         tier: memory outside the KV cache for what is evicted, or None.
-        by_digest: the latest encoding of each digest, from which others may start.
+        twins: encodings by their digests, from which others may start.
         totals: of messages and tokens, since the engine started.
         step: the one being planned.
     """
@@ -44,14 +47,16 @@ class MessageStore:
         pool: BlockPool,
         block_size: int,
         engine: bytes = b"",
+        is_placed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.residency = Residency(pool, block_size)
         self.block_size = block_size
         self.engine = engine
+        self.is_placed = is_placed
         self.clock = clock
         self.tier: HostTier | None = None
-        self.by_digest: dict[bytes, Encoding] = {}
+        self.twins = Twins()
         self.totals: Counter[str] = Counter()
         self.step = 0
         self._sessions: dict[str, dict[str, StoredMessage]] = {}
@@ -111,6 +116,11 @@ class MessageStore:
         assert encoding.plan is not None and encoding.token_ids is not None
         parents = [parent.digest for parent in encoding.parents if parent.digest is not None]
         assert len(parents) == len(encoding.parents), "parents are known before their children are"
+        patched = None
+        if encoding.patch is not None:
+            source = encoding.patch.source.digest
+            assert source is not None, "what is patched is known"
+            patched = source, encoding.patch.start, encoding.patch.runs
         encoding.digest = encoding_digest(
             self.engine,
             encoding.message.tenant,
@@ -118,40 +128,34 @@ class MessageStore:
             encoding.token_ids,
             encoding.plan,
             parents,
+            patched,
         )
 
     def known(self, encoding: Encoding) -> None:
         """The tokens of a generated message are final: others may share them from now on."""
         self.identify(encoding)
-        assert encoding.digest is not None
-        self.by_digest[encoding.digest] = encoding
+        self.twins.add(encoding)
 
-    def copy(
-        self,
-        source: Encoding,
-        start: int,
-        stop: int,
-        adapter: Adapter | None,
-        parents: tuple[Encoding, ...],
-        plan: CallPlan,
-    ) -> Encoding:
-        """Tokens `start … stop-1` of `source` in another context: a copy, made if there is none.
+    def kept_copy(self, copy: Encoding, source: Encoding, num_new: int) -> Encoding:
+        """A new copy, or the one of the same digest that its message has.
 
         A new one is known and not resident, as if it had been evicted.
+
+        Args:
+            copy: with its plan, without a digest.
+            source: whose tokens it has.
+            num_new: tokens of it that are not as in the source.
         """
-        message = source.message
-        assert source.token_ids is not None
-        trace = Trace(message.id, tuple(parent.trace for parent in parents), source.trace.origin)
-        copy = Encoding(message, trace, adapter, source.token_ids[start:stop], parents, plan)
+        message = copy.message
         self.identify(copy)
         assert copy.digest is not None
         if copy.digest in message.copies:
             return message.copies[copy.digest]
-        copy.num_unreported = copy.num_tokens
-        copy.is_orphan = any(encoding.is_given_up for encoding in (source, *parents))
+        copy.num_unreported = num_new
+        copy.is_orphan = any(encoding.is_given_up for encoding in (source, *copy.parents))
         if not copy.is_orphan:
             message.copies[copy.digest] = copy
-            for parent in parents:
+            for parent in copy.parents:
                 parent.readers.add(copy)
         return copy
 
@@ -162,15 +166,18 @@ class MessageStore:
         Traces of `denied` messages are not shared: what was reused would tell their tokens.
         """
         assert encoding.plan is not None and encoding.digest is not None
-        twin = self.by_digest.get(encoding.digest)
-        if twin and denied:
-            is_own = twin.message.session == encoding.message.session
-            twin = twin if is_own and not twin.trace.carries(denied) else None
-        if twin and twin is not encoding and twin.stored_position == encoding.plan.base:
+        position, session = encoding.plan.own_position, encoding.message.session
+
+        def may_share(twin: Encoding) -> bool:
+            is_own = twin.message.session == session
+            is_allowed = not denied or (is_own and not twin.trace.carries(denied))
+            return is_allowed and twin.stored_position == position
+
+        if twin := self.twins.fullest(encoding, may_share):
             num_shared = min(twin.num_encoded, encoding.num_tokens - 1)
             num_shared -= num_shared % self.block_size
             self.hold(encoding, twin.blocks, num_shared)
-        self.by_digest[encoding.digest] = encoding
+        self.twins.add(encoding)
 
     def end(self, message: StoredMessage, num_tokens: int) -> dict[str, Any] | None:
         """Complete a message of which the client keeps the first `num_tokens` tokens.
@@ -197,6 +204,10 @@ class MessageStore:
     def hold(self, encoding: Encoding, blocks: Sequence[Any], num_encoded: int) -> None:
         """See `Residency.hold`; in the step being planned."""
         self.residency.hold(encoding, blocks, num_encoded, self.step)
+
+    def written(self, encoding: Encoding, run: Run) -> None:
+        """See `Residency.written`; in the step being planned."""
+        self.residency.written(encoding, run, self.step)
 
     def is_settled(self, encoding: Encoding) -> bool:
         """Whether all its keys were written before the step that is being planned."""
@@ -238,7 +249,7 @@ class MessageStore:
 
         For a change of what they were computed by: whoever reads a message has it encoded again.
         """
-        self.by_digest.clear()
+        self.twins.clear()
         for encoding in self.residency.holding():
             if not encoding.num_readers:
                 self.residency.drop(encoding)
@@ -307,8 +318,7 @@ class MessageStore:
         """Give back the blocks of an encoding that was given up, once nobody needs them."""
         if not encoding.is_given_up:
             return
-        if encoding.digest and self.by_digest.get(encoding.digest) is encoding:
-            del self.by_digest[encoding.digest]
+        self.twins.discard(encoding)
         if not encoding.in_use:
             self.residency.drop(encoding)
             if self.tier:

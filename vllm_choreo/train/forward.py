@@ -69,7 +69,8 @@ class PackedModel:
             ChoreoError: tokens that the model does not have; flags without an adapter.
             TooLongError: a position beyond the model's context.
         """
-        self._check(packing, adapted)
+        self.check(packing)
+        self._check_adapter(adapted)
         flags = None if adapted is None else packing.per_token(adapted)
         keep = rows is not None and self._takes_rows
         with packed_attention.carrying(
@@ -89,7 +90,14 @@ class PackedModel:
             {"use_reentrant": False, "context_fn": packed_attention.checkpoint_contexts}
         )
 
-    def _check(self, packing: Packing, adapted: Sequence[bool] | None) -> None:
+    @property
+    def device(self) -> torch.device:
+        """That of the model's weights."""
+        device: torch.device = self.model.device
+        return device
+
+    def check(self, packing: Packing) -> None:
+        """Raises ChoreoError, TooLongError: as `logits`, of the packing alone."""
         largest = int(packing.token_ids.max())
         if largest >= self._vocab_size:
             raise ChoreoError(
@@ -105,6 +113,8 @@ class PackedModel:
                 parameter="calls",
                 value=end,
             )
+
+    def _check_adapter(self, adapted: Sequence[bool] | None) -> None:
         if adapted is not None and not self.has_adapter:
             raise ChoreoError(
                 "the model has no adapter: wrap it by peft.get_peft_model before",

@@ -4,33 +4,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from vllm_choreo.errors import ChoreoError
 from vllm_choreo.train.forward import PackedModel
 from vllm_choreo.train.packing import Packing, pack_as_text
+from vllm_choreo.trained_adapter import wears_adapter
 
-PLACEMENTS = ("writer", "reader", "both")
+_LEAST = 1e-7  # of the probability of all other tokens: float32 knows no less beside 1
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """What the text says of every trained token: the likeliest tokens, and the rest as one.
+
+    Attributes:
+        token_ids: int64 `[num_trained, k]`.
+        logprobs: float32 `[num_trained, k]`, natural.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+
+    @classmethod
+    def joined(cls, teachers: Sequence[Teacher]) -> Teacher:
+        """Row after row; `k` is the smallest of them."""
+        k = min(teacher.token_ids.shape[1] for teacher in teachers)
+        return cls(
+            torch.cat([teacher.token_ids[:, :k] for teacher in teachers]),
+            torch.cat([teacher.logprobs[:, :k] for teacher in teachers]),
+        )
+
+    def to(self, device: torch.device | str) -> Teacher:
+        """The same on a device."""
+        return Teacher(self.token_ids.to(device), self.logprobs.to(device))
 
 
 def adapted_calls(packing: Packing, placement: str) -> tuple[bool, ...]:
-    """For each call, whether the adapter encodes it.
-
-    "writer": those that encode messages, while calls that generate are the plain model's;
-    "reader": those that generate, from messages that the plain model encoded; "both": all.
+    """For each call, whether an adapter of this placement encodes it; see `wears_adapter`.
 
     Raises:
         ChoreoError: no such placement.
     """
-    if placement not in PLACEMENTS:
-        raise ChoreoError(
-            f"placement must be one of {PLACEMENTS}", parameter="placement", value=placement
-        )
-    return tuple(
-        placement == "both" or call.is_decode == (placement == "reader") for call in packing.calls
-    )
+    return tuple(wears_adapter(placement, call.is_decode) for call in packing.calls)
 
 
 def text_logprobs(model: PackedModel, packing: Packing) -> torch.Tensor:
@@ -65,3 +83,15 @@ def cross_entropy(logprobs: torch.Tensor, packing: Packing) -> torch.Tensor:
 def divergence(logprobs: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     """KL(text || choreographed), nats per token, over the whole vocabulary."""
     return F.kl_div(logprobs, text, reduction="batchmean", log_target=True)
+
+
+def likeliest_divergence(logprobs: torch.Tensor, teacher: Teacher) -> torch.Tensor:
+    """`divergence` where all but the teacher's tokens count as one: nats per token.
+
+    At most that over the whole vocabulary, and equal to it if the teacher has all of it.
+    """
+    found = logprobs.gather(1, teacher.token_ids)
+    text = teacher.logprobs.exp()
+    rest_text, rest = ((1 - p.sum(1)).clamp_min(_LEAST) for p in (text, found.exp()))
+    each = (text * (teacher.logprobs - found)).sum(1) + rest_text * (rest_text / rest).log()
+    return each.mean()

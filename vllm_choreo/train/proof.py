@@ -35,7 +35,7 @@ _TYPES_THAT_VARY = ("dynamic", "longrope")
 
 
 @dataclass(eq=False)
-class Recorder:
+class LayerRecord:
     """Carried by a forward of calls of one token each: records, and gives each its own value.
 
     Attributes:
@@ -144,20 +144,20 @@ def _refused(reason: str, value: str) -> UnsupportedModelError:
     )
 
 
-def _record(model: Any, positions: Sequence[int], first: int) -> tuple[Recorder, torch.Tensor]:
+def _record(model: Any, positions: Sequence[int], first: int) -> tuple[LayerRecord, torch.Tensor]:
     """What layers do with token 7 at each position, and the logits; `first` is at the first."""
     last = model.config.get_text_config().vocab_size - 1
     tokens = [min(first, last), *[min(7, last)] * (len(positions) - 1)]
     calls = [PackedCall((token,), (), at) for token, at in zip(tokens, positions, strict=True)]
     packing: Packing = pack(calls).to(model.device)
-    recorder = Recorder(adapted=torch.zeros(len(calls), dtype=torch.bool, device=model.device))
-    with carrying(recorder):
+    record = LayerRecord(adapted=torch.zeros(len(calls), dtype=torch.bool, device=model.device))
+    with carrying(record):
         logits = model(
             input_ids=packing.token_ids[None],
             position_ids=packing.positions[None],
             use_cache=False,
         ).logits[0]
-    return recorder, logits
+    return record, logits
 
 
 def _match(

@@ -28,6 +28,8 @@ def call_json(spec: CallSpec) -> dict[str, Any]:
         "mode": spec.mode,
         "deny": list(params.deny) or None,
         "adapter": adapter_name(spec.adapter),
+        "repair": params.repair and params.repair.to_json(),
+        "role": spec.role,
         "sampling_params": sampling_fields(spec.sampling_params),
     }
     return {key: value for key, value in call.items() if value is not None}

@@ -42,6 +42,7 @@ def record_json(message: Message) -> dict[str, Any]:
         "position": message.position,
         "offsets": None if message.offsets is None else list(message.offsets),
         "new_offset": message.new_offset,
+        "role": message.role,
         "num_tokens": message.num_tokens,
         "token_ids": list(message.token_ids),
         "text": message.text,
@@ -95,6 +96,7 @@ def total_usage_json(messages: Sequence[Message]) -> dict[str, Any]:
         reused_tokens=sum(part.reused_tokens for part in parts),
         repositioned_tokens=sum(part.repositioned_tokens for part in parts),
         encoded_tokens=sum(part.encoded_tokens for part in parts),
+        repaired_tokens=sum(part.repaired_tokens for part in parts),
     )
     return _usage_json(total, sum(len(message.generated_token_ids) for message in messages))
 
@@ -137,7 +139,7 @@ def message_of(body: Mapping[str, Any], submitted: float) -> Message:
         body: of an answer, or of a transcript.
         submitted: when the call was submitted, on the clock of `time.perf_counter`.
     """
-    usage, metrics = body["usage"], body["metrics"]
+    metrics = body["metrics"]
     return Message(
         id=body["id"],
         text=body["text"],
@@ -149,15 +151,11 @@ def message_of(body: Mapping[str, Any], submitted: float) -> Message:
         generated_token_ids=tuple(body["generated_token_ids"]),
         logprobs=_logprobs_of(body.get("logprobs")),
         finish_reason=body["finish_reason"],
-        usage=Usage(
-            exact=usage["exact"],
-            reused_tokens=usage["reused_tokens"],
-            repositioned_tokens=usage["repositioned_tokens"],
-            encoded_tokens=usage["encoded_tokens"],
-        ),
+        usage=Usage.of(body["usage"]),
         metrics=Metrics(submitted, metrics["waiting"], metrics["ttft"], metrics["latency"]),
         offsets=None if body.get("offsets") is None else tuple(body["offsets"]),
         new_offset=body.get("new_offset"),
+        role=body.get("role"),
     )
 
 

@@ -48,7 +48,7 @@ def branch_solve_merge(
         stories = _as_text(c, log, *stories)
     answer = c.decode(
         user(MERGE.format(", ".join(concepts))) + assistant(),
-        **layout(variant, *stories),
+        **(layout(variant, *stories) | {"role": "merge"}),
         sampling_params=sampling_params,
     )
     log.add("merge", "merge", answer)
@@ -70,11 +70,11 @@ def _solve(
         }
         for number, words in enumerate(branches, start=1)
     ]
-    return log.add_all("solve", ["story 1", "story 2"], c.decode(calls))
+    return log.add_all("solve", ["story 1", "story 2"], c.decode(calls, role="story"))
 
 
 def _as_text(c: Facade, log: Transcript, first: Message, second: Message) -> list[Message]:
     """Both stories encoded again, as one text."""
-    one = log.add("as text", "story 1", c.prefill(first.token_ids))
-    two = log.add("as text", "story 2", c.prefill(second.token_ids, parents=[one]))
+    one = log.add("as text", "story 1", c.prefill(first.token_ids, role="story"))
+    two = log.add("as text", "story 2", c.prefill(second.token_ids, parents=[one], role="story"))
     return [one, two]

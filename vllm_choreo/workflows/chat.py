@@ -18,6 +18,11 @@ def user(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n"
 
 
+def restated(question: str) -> str:
+    """A user turn that says once more what was asked: encoded by the reader, after all it reads."""
+    return user(f"Once more, the question: {question}")
+
+
 def assistant(opening: str = "") -> str:
     """The beginning of an assistant turn, for the model to go on from."""
     return f"<|im_start|>assistant\n{opening}"

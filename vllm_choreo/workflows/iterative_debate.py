@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.workflows.chat import assistant, system, user
+from vllm_choreo.workflows.chat import assistant, restated, system, user
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
 
@@ -38,6 +38,7 @@ def iterative_debate(
     rounds: int = 3,
     sampling_params: Any = None,
     verdict_params: Any = None,
+    restate: bool = False,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
     """Run a debate; see `vllm_choreo.workflows`. The answer is the moderator's.
@@ -46,16 +47,22 @@ def iterative_debate(
         question: what is debated.
         rounds: how often each side may speak.
         verdict_params: of the moderator's verdicts; None: as `sampling_params`.
+        restate: the moderator is told the question once more, after all that it reads.
     """
-    inputs = {"question": question, "rounds": rounds}
+    inputs: dict[str, Any] = {"question": question, "rounds": rounds, "restate": restate}
     inputs |= {"sampling_params": sampling_params, "verdict_params": verdict_params}
     log = Transcript("iterative_debate", c.mode, inputs, on_step)
-    texts = [user(question), *map(system, ROLES.values())]
-    messages = c.prefill([{"tokens": text} for text in texts])
-    task, affirmative, negative, moderator = log.add_all("task", ["question", *ROLES], messages)
-    requests = [{"tokens": user(t), "parents": [moderator, task]} for t in (JUDGE, CONCLUDE)]
+    texts = {"question": user(question)} | {side: system(ROLES[side]) for side in ROLES}
+    messages = c.prefill([{"tokens": text, "role": role} for role, text in texts.items()])
+    task, affirmative, negative, moderator = log.add_all("task", list(texts), messages)
+    read = [moderator, task]
+    requests = [
+        {"tokens": user(text), "parents": read, "role": role}
+        for role, text in (("judge", JUDGE), ("conclude", CONCLUDE))
+    ]
     judge, conclude = log.add_all("task", ["judge", "conclude"], c.prefill(requests))
 
+    again = restated(question) if restate else ""
     turns: list[Message] = []
     for number in range(1, rounds + 1):
         for side, role in (("affirmative", affirmative), ("negative", negative)):
@@ -64,11 +71,11 @@ def iterative_debate(
         if number < rounds:
             heard = [moderator, task, *turns, judge]
             params = verdict_params or sampling_params
-            verdict = _say(c, log, f"verdict {number}", "moderator", heard, params)
+            verdict = _say(c, log, f"verdict {number}", "moderator", heard, params, again)
             if is_settled(verdict.generated_text):
                 break
     heard = [moderator, task, *turns, conclude]
-    answer = _say(c, log, "answer", "moderator", heard, sampling_params)
+    answer = _say(c, log, "answer", "moderator", heard, sampling_params, again)
     return log.finish([answer.generated_text])
 
 
@@ -79,10 +86,12 @@ def _say(
     author: str,
     parents: list[Message],
     sampling_params: Any,
+    again: str = "",
 ) -> Message:
     answer = c.decode(
-        assistant(f"{author.capitalize()}:"),
+        again + assistant(f"{author.capitalize()}:"),
         parents=parents,
+        role=stage.partition(" ")[0],
         sampling_params=seeded(sampling_params, len(log.steps)),
     )
     return log.add(stage, author, answer)

@@ -12,7 +12,10 @@ from vllm_choreo.workflows.chat import assistant, user
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.variants import check_variant, layout
 
-ASK = "Answer both questions, each in one line."
+# Numbers and the opening are for small models, which otherwise answer one of the questions alone.
+QUESTION = "Question {}: {}"
+ASK = "Answer question 1 and question 2, each in one line."
+OPENING = "1."
 
 
 def multi_qa(
@@ -37,12 +40,14 @@ def multi_qa(
         raise ChoreoError("must be two", parameter="questions", value=list(questions))
     inputs = {"questions": list(questions), "variant": variant, "sampling_params": sampling_params}
     log = Transcript("multi_qa", c.mode, inputs, on_step)
-    one, two = questions
-    first = log.add("questions", "question 1", c.prefill(user(one)))
+    one, two = (user(QUESTION.format(i, text)) for i, text in enumerate(questions, start=1))
+    first = log.add("questions", "question 1", c.prefill(one, role="question"))
     context = [first] if variant == "baseline" else []
-    second = log.add("questions", "question 2", c.prefill(user(two), parents=context))
+    second = log.add("questions", "question 2", c.prefill(two, parents=context, role="question"))
     answer = c.decode(
-        user(ASK) + assistant(), **layout(variant, first, second), sampling_params=sampling_params
+        user(ASK) + assistant(OPENING),
+        **(layout(variant, first, second) | {"role": "answer"}),
+        sampling_params=sampling_params,
     )
     log.add("answer", "answer", answer)
     return log.finish([answer.generated_text])

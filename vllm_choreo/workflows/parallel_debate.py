@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.workflows.chat import assistant, system, user
+from vllm_choreo.workflows.chat import assistant, restated, system, user
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
 
@@ -28,6 +28,7 @@ def parallel_debate(
     agents: int | Sequence[str] = 3,
     rounds: int = 3,
     sampling_params: Any = None,
+    restate: bool = False,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
     """Run a debate; see `vllm_choreo.workflows`. The answers are each agent's last one.
@@ -36,26 +37,28 @@ def parallel_debate(
         question: what is debated.
         agents: how many there are; or one system prompt for each.
         rounds: how often each agent speaks.
+        restate: whoever revises is told the question once more, after all that it reads.
     """
-    inputs = {"question": question, "agents": agents, "rounds": rounds}
-    inputs["sampling_params"] = sampling_params
+    inputs: dict[str, Any] = {"question": question, "agents": agents, "rounds": rounds}
+    inputs |= {"sampling_params": sampling_params, "restate": restate}
     log = Transcript("parallel_debate", c.mode, inputs, on_step)
-    task = log.add("task", "question", c.prefill(user(question)))
-    revise = log.add("task", "revise", c.prefill(user(REVISE), parents=[task]))
+    task = log.add("task", "question", c.prefill(user(question), role="question"))
+    revise = log.add("task", "revise", c.prefill(user(REVISE), parents=[task], role="revise"))
     history = [[*role, task] for role in _roles(c, log, agents)]
     names = _names(len(history))
 
     answers: list[Message] = []
     for number in range(1, rounds + 1):
+        again = restated(question) if restate and number > 1 else ""
         calls = [
             {
-                "header": assistant(f"{name}:"),
+                "header": again + assistant(f"{name}:"),
                 "parents": parents,
                 "sampling_params": seeded(sampling_params, number * len(names) + i),
             }
             for i, (name, parents) in enumerate(zip(names, history, strict=True))
         ]
-        answers = log.add_all(f"round {number}", names, c.decode(calls))
+        answers = log.add_all(f"round {number}", names, c.decode(calls, role="answer"))
         for i, parents in enumerate(history):
             others = answers[:i] + answers[i + 1 :]
             # Its own answer first: as text, the prompt of the next round then begins with that of
@@ -73,5 +76,5 @@ def _roles(c: Facade, log: Transcript, agents: int | Sequence[str]) -> list[list
     """What each agent reads before all else: its role, or nothing."""
     if isinstance(agents, int):
         return [[] for _ in range(agents)]
-    messages = c.prefill([{"tokens": system(text)} for text in agents])
+    messages = c.prefill([{"tokens": system(text)} for text in agents], role="agent")
     return [[role] for role in log.add_all("task", _names(len(agents)), messages)]

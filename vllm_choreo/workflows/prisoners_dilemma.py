@@ -87,7 +87,7 @@ def prisoners_dilemma(
     inputs = {"strategies": list(strategies), "leak": leak, "rounds": rounds}
     inputs |= {"sampling_params": sampling_params, "decision_params": decision_params}
     log = Transcript("prisoners_dilemma", c.mode, inputs, on_step)
-    rules = log.add("rules", "rules", c.prefill(user(RULES)))
+    rules = log.add("rules", "rules", c.prefill(user(RULES), role="rules"))
     agents = _agents(c, log, rules, strategies, sampling_params)
 
     public: list[Message] = []  # the talk as the other one hears it
@@ -120,7 +120,9 @@ def _agents(
         system(SYSTEM.format(name, other, STRATEGIES[strategy]))
         for name, other, strategy in zip(NAMES, NAMES[::-1], strategies, strict=True)
     ]
-    prompts = log.add_all("rules", NAMES, c.prefill([{"tokens": text} for text in texts]))
+    prompts = log.add_all(
+        "rules", NAMES, c.prefill([{"tokens": text} for text in texts], role="system")
+    )
     calls = [
         {
             "header": assistant("My secret plan:"),
@@ -129,7 +131,7 @@ def _agents(
         }
         for number, prompt in enumerate(prompts)
     ]
-    plans = log.add_all("plans", NAMES, c.decode(calls))
+    plans = log.add_all("plans", NAMES, c.decode(calls, role="plan"))
     return [_Agent(*each) for each in zip(NAMES, prompts, plans, strict=True)]
 
 
@@ -139,6 +141,7 @@ def _speak(
     said = c.decode(
         assistant(f"{agent.name}:"),
         parents=[agent.system, rules, agent.plan, *agent.talk],
+        role="utterance",
         sampling_params=seeded(sampling_params, len(log.steps)),
     )
     return log.add(stage, agent.name, said)
@@ -155,7 +158,7 @@ def _as_heard(
         "plan": [speaker.plan],
         "none": [],
     }
-    heard = c.prefill(said.token_ids, parents=[*carried[leak], *public])
+    heard = c.prefill(said.token_ids, parents=[*carried[leak], *public], role="utterance")
     return log.add("as heard", speaker.name, heard)
 
 
@@ -170,7 +173,7 @@ def _decisions(
         }
         for number, agent in enumerate(agents)
     ]
-    messages = log.add_all("decisions", NAMES, c.decode(calls))
+    messages = log.add_all("decisions", NAMES, c.decode(calls, role="decision"))
     return [decision(message.generated_text) for message in messages]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.workflows.chat import assistant, system, user
+from vllm_choreo.workflows.chat import assistant, restated, system, user
 from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
 
@@ -32,6 +32,7 @@ def tree_of_thoughts(
     voters: int | Sequence[str] = 4,
     sampling_params: Any = None,
     vote_params: Any = None,
+    restate: bool = False,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
     """Run one level of the tree; see `vllm_choreo.workflows`. One answer.
@@ -41,23 +42,30 @@ def tree_of_thoughts(
         candidates: how many thoughts are voted on.
         voters: how many there are, all alike; or one system prompt for each.
         vote_params: of the votes; None: as `sampling_params`.
+        restate: votes and the answer are told the question once more, after all that they read.
     """
-    inputs = {"question": question, "candidates": candidates, "voters": voters}
+    inputs: dict[str, Any] = {"question": question, "candidates": candidates, "voters": voters}
+    inputs["restate"] = restate
+    again = restated(question) if restate else ""
     inputs |= {"sampling_params": sampling_params, "vote_params": vote_params}
     log = Transcript("tree_of_thoughts", c.mode, inputs, on_step)
 
-    task = log.add("task", "question", c.prefill(user(question)))
-    requests = [{"tokens": user(text), "parents": [task]} for text in (BALLOT, FINISH)]
+    task = log.add("task", "question", c.prefill(user(question), role="question"))
+    requests = [
+        {"tokens": user(text), "parents": [task], "role": role}
+        for role, text in (("ballot", BALLOT), ("finish", FINISH))
+    ]
     ballot, finish = log.add_all("task", ["ballot", "finish"], c.prefill(requests))
     roles = _roles(c, log, voters)
 
     thoughts = _think(c, log, task, candidates, sampling_params)
     readings = [[*role, task, *thoughts, ballot] for role in roles]
-    votes = _vote(c, log, readings, vote_params or sampling_params)
+    votes = _vote(c, log, readings, again, vote_params or sampling_params)
     best = elected([vote.generated_text for vote in votes], candidates)
     answer = c.decode(
-        assistant("Final answer:"),
+        again + assistant("Final answer:"),
         parents=[task, thoughts[best - 1], finish],
+        role="answer",
         sampling_params=sampling_params,
     )
     log.add("answer", "answer", answer)
@@ -70,7 +78,8 @@ def _roles(c: Facade, log: Transcript, voters: int | Sequence[str]) -> list[list
         return [[] for _ in range(voters)]
     texts = list(dict.fromkeys(voters))
     authors = [f"voter {voters.index(text) + 1}" for text in texts]
-    messages = log.add_all("task", authors, c.prefill([{"tokens": system(t)} for t in texts]))
+    calls = [{"tokens": system(text), "role": "voter"} for text in texts]
+    messages = log.add_all("task", authors, c.prefill(calls))
     return [[messages[texts.index(text)]] for text in voters]
 
 
@@ -86,22 +95,26 @@ def _think(
         for number in range(1, count + 1)
     ]
     authors = [f"candidate {number}" for number in range(1, count + 1)]
-    return log.add_all("candidates", authors, c.decode(calls))
+    return log.add_all("candidates", authors, c.decode(calls, role="candidate"))
 
 
 def _vote(
-    c: Facade, log: Transcript, readings: Sequence[Sequence[Message]], sampling_params: Any
+    c: Facade,
+    log: Transcript,
+    readings: Sequence[Sequence[Message]],
+    again: str,
+    sampling_params: Any,
 ) -> list[Message]:
     calls = [
         {
-            "header": assistant("The best is candidate number"),
+            "header": again + assistant("The best is candidate number"),
             "parents": parents,
             "sampling_params": seeded(sampling_params, len(log.steps) + number),
         }
         for number, parents in enumerate(readings, start=1)
     ]
     authors = [f"voter {number}" for number in range(1, len(readings) + 1)]
-    return log.add_all("votes", authors, c.decode(calls))
+    return log.add_all("votes", authors, c.decode(calls, role="vote"))
 
 
 def elected(votes: Sequence[str], candidates: int) -> int:

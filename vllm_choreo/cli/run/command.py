@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllm_choreo.cli.run.engine import (
     start_engine,
     warm_up,
 )
-from vllm_choreo.cli.run.options import add_arguments
+from vllm_choreo.cli.run.options import add_arguments, repair_of
 from vllm_choreo.cli.run.report import Result, facts_of, save_page, save_transcript, table
 from vllm_choreo.cli.run.task import Task, program_of
 from vllm_choreo.cli.run.tasks import tasks_of
@@ -41,9 +41,10 @@ def main(args: argparse.Namespace) -> int:
         ChoreoError: the arguments do not make sense, or the engine does not start.
     """
     _check_server(args)
+    options = _options(args)
     tasks = tasks_of(args)
-    _make_folder(args.out)
-    return run_tasks(_engine(args), tasks, args.workflow, modes_of(args.mode), args.out)
+    make_folder(args.out)
+    return run_tasks(_engine(args, options), tasks, args.workflow, modes_of(args.mode), args.out)
 
 
 def _check_server(args: argparse.Namespace) -> None:
@@ -61,11 +62,35 @@ def _check_server(args: argparse.Namespace) -> None:
             raise ChoreoError(f"a server has its own: leave out --{name.replace('_', '-')}")
 
 
-def _engine(args: argparse.Namespace) -> Engine:
+def _engine(args: argparse.Namespace, options: Mapping[str, Any]) -> Engine:
     if args.server is not None:
-        return Server(args.server, args.api_key or os.environ.get("VLLM_API_KEY"))
+        api_key = args.api_key or os.environ.get("VLLM_API_KEY")
+        return Server(args.server, api_key, options)
     max_model_len = args.max_model_len or DEFAULT_MAX_MODEL_LEN
-    return LocalEngine(start_engine(args.model, max_model_len, forces_tokens=bool(args.replay)))
+    adapters = [options["adapter"]] if "adapter" in options else []
+    llm = start_engine(args.model, max_model_len, bool(args.replay), adapters)
+    return LocalEngine(llm, options)
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of choreographed runs; refuses what no run would have, and a placement of nothing."""
+    if args.placement is not None and args.adapter is None:
+        raise ChoreoError("--placement is that of an adapter: give --adapter, too")
+    options = {
+        name: getattr(args, name)
+        for name in ("adapter", "placement", "repair")
+        if getattr(args, name) is not None
+    }
+    if options and "choreo" not in modes_of(args.mode):
+        raise ChoreoError(
+            f"runs in mode {args.mode} are the model's alone: leave out --{next(iter(options))}, "
+            "or run in mode choreo"
+        )
+    if "adapter" in options and args.server is None:
+        options["adapter"] = Path(args.adapter)
+    if "repair" in options:
+        options["repair"] = repair_of(args.repair)
+    return options
 
 
 def modes_of(mode: str) -> tuple[str, ...]:
@@ -153,7 +178,8 @@ def _file_name(number: int, num_tasks: int, mode: str, modes: Sequence[str]) -> 
     return "-".join(parts) + ".json"
 
 
-def _make_folder(path: Path) -> None:
+def make_folder(path: Path) -> None:
+    """Raises ChoreoError: it cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

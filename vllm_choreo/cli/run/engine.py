@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.repair.rules import rule_text
 
 DEFAULT_MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 16
@@ -38,16 +39,19 @@ class LocalEngine:
 
     Attributes:
         llm: see `start_engine`.
+        options: of choreographed runs, further ones of `Choreography`: an adapter, a rule of
+            repair. Text is the model's alone.
     """
 
     llm: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self, mode: str) -> Any:
         from vllm_choreo.api.choreography import Choreography
 
         # Within a run the baseline has all the caching that vLLM offers; from earlier runs nothing.
         self.llm.reset_prefix_cache()
-        return Choreography(self.llm, mode=mode)
+        return Choreography(self.llm, mode, **_of_mode(mode, self.options))
 
     @staticmethod
     def sampling(**fields: Any) -> Any:
@@ -58,7 +62,8 @@ class LocalEngine:
     def facts(self, modes: Sequence[str]) -> dict[str, str]:
         import vllm
 
-        return {"model": Path(self.llm.model_config.model).name, "vLLM": vllm.__version__}
+        facts = {"model": Path(self.llm.model_config.model).name, "vLLM": vllm.__version__}
+        return facts | _facts_of(self.options)
 
 
 @dataclass(frozen=True)
@@ -67,15 +72,17 @@ class Server:
 
     Attributes:
         base_url, api_key: as of `ChoreoClient`.
+        options: as of `LocalEngine`; an adapter is a name that the server knows.
     """
 
     base_url: str
     api_key: str | None = field(default=None, repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self, mode: str) -> Any:
         from vllm_choreo.client import ChoreoClient
 
-        return ChoreoClient(self.base_url, self.api_key, mode)
+        return ChoreoClient(self.base_url, self.api_key, mode, **_of_mode(mode, self.options))
 
     @staticmethod
     def sampling(**fields: Any) -> Any:
@@ -87,18 +94,43 @@ class Server:
         if "baseline" in modes:
             # It is the server's, and other clients' requests are in it: nobody may empty it.
             facts["prefix cache"] = "not emptied between runs: earlier text may be reused"
-        return facts
+        return facts | _facts_of(self.options)
 
 
-def start_engine(model: str | None, max_model_len: int, forces_tokens: bool) -> Any:
+def _of_mode(mode: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    return options if mode == "choreo" else {}
+
+
+def _facts_of(options: Mapping[str, Any]) -> dict[str, str]:
+    """What a page says of the options of choreographed runs."""
+    facts = {}
+    if options.get("adapter") is not None:
+        placement = options.get("placement")
+        worn = "" if placement is None else f", as {placement}"
+        facts["adapter"] = getattr(options["adapter"], "name", options["adapter"]) + worn
+    if options.get("repair") is not None:
+        facts["repair"] = rule_text(options["repair"])
+    return facts
+
+
+def start_engine(
+    model: str | None,
+    max_model_len: int,
+    forces_tokens: bool = False,
+    adapters: Sequence[Path] = (),
+    **options: Any,
+) -> Any:
     """Start a `vllm.LLM`.
 
     Args:
         model: folder or name; None: the small test model.
         max_model_len: the context, in tokens.
         forces_tokens: load what replays need.
+        adapters: folders of those that it will be asked for.
+        options: further ones of `vllm.LLM`.
 
     Raises:
+        AdapterError: one of them is no adapter.
         ChoreoError: vLLM does not start with this model.
     """
     from vllm_choreo.smallmodel.embedded import embedded_model
@@ -114,6 +146,8 @@ def start_engine(model: str | None, max_model_len: int, forces_tokens: bool) -> 
 
     vllm_choreo.register()
     from vllm import LLM
+
+    from vllm_choreo.engine.lora import engine_options
 
     processors = ["vllm_choreo.engine.worker.forced:ForcedTokens"] if forces_tokens else None
     try:
@@ -131,7 +165,11 @@ def start_engine(model: str | None, max_model_len: int, forces_tokens: bool) -> 
             logits_processors=processors,
             use_tqdm_on_load=False,
             seed=0,
+            **engine_options(adapters),
+            **options,
         )
+    except ChoreoError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ChoreoError(f"vLLM does not start with {folder}: {reason}") from error
@@ -142,4 +180,7 @@ def warm_up(engine: Engine, modes: Sequence[str]) -> None:
     for mode in modes:
         with engine.open(mode) as c:
             doc = c.prefill("A document of a few words.")
-            c.decode("Hello", parents=[doc], sampling_params=engine.sampling(max_tokens=4))
+            # A policy knows the calls of its workflow alone.
+            plain = {"repair": "none"} if mode == "choreo" else {}
+            params = engine.sampling(max_tokens=4)
+            c.decode("Hello", parents=[doc], sampling_params=params, **plain)

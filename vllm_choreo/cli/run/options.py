@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.cli.run.engine import DEFAULT_MAX_MODEL_LEN
+from vllm_choreo.cli.run.sets import DEFAULT_MAX_TOKENS, SETS
+from vllm_choreo.repair.policy import SUFFIX, session_rule
+from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.semantics.call import MODES
+from vllm_choreo.trained_adapter import PLACEMENTS
 from vllm_choreo.workflows.prisoners_dilemma import LEAKS, STRATEGIES
 from vllm_choreo.workflows.variants import VARIANTS
 
@@ -20,22 +24,33 @@ WORKFLOWS = {
     "parallel_debate": "agents answer at once, then revise after reading each other",
     "iterative_debate": "two sides speak in turn, a moderator concludes",
     "multi_qa": "two questions, encoded apart, and one answer to both",
+    "document_qa": "documents, encoded apart, and one answer from all of them",
     "branch_solve_merge": "two stories with half of the words each, merged into one",
     "prisoners_dilemma": "two agents with secret plans talk, then cooperate or defect",
 }
 
+_RESTATE: dict[str, Any] = {
+    "restate": {
+        "action": "store_true",
+        "default": None,
+        "help": "ask the question once more after what is read (default: False)",
+    }
+}
 # Arguments of the workflow's function, by its name; those left out keep its defaults.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "tree_of_thoughts": {
         "candidates": {"help": "how many thoughts are voted on (default: 8)"},
         "voters": {"help": "how many votes there are (default: 4)"},
+        **_RESTATE,
     },
     "parallel_debate": {
         "agents": {"help": "how many agents there are (default: 3)"},
         "rounds": {"help": "how often each agent speaks (default: 3)"},
+        **_RESTATE,
     },
     "iterative_debate": {
         "rounds": {"help": "how often each side may speak (default: 3)"},
+        **_RESTATE,
     },
     "multi_qa": {
         "variant": {"choices": VARIANTS, "help": "how the questions lie (default: serial)"},
@@ -57,70 +72,145 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser of `run` one subcommand for each workflow."""
-    workflows = parser.add_subparsers(dest="workflow", required=True, metavar="WORKFLOW")
-    common = _common()
-    for workflow, text in WORKFLOWS.items():
-        own = workflows.add_parser(workflow, parents=[common], help=text, description=text)
-        if workflow != "prisoners_dilemma":
-            own.add_argument(
-                "--data",
-                type=Path,
-                metavar="FILE",
-                help="problems as JSON lines (default: some made from the seed)",
-            )
-        for name, settings in OPTIONS.get(workflow, {}).items():
-            if "choices" not in settings:
-                settings = {"type": positive, "metavar": "N", **settings}
-            own.add_argument(f"--{name}", **settings)
-
-
-def _common() -> argparse.ArgumentParser:
+    parser.set_defaults(logprobs=None)
     common = argparse.ArgumentParser(add_help=False)
-    add = common.add_argument
-    add("--model", metavar="MODEL", help="model folder or name (default: the small test model)")
-    add(
-        "--server",
-        metavar="URL",
-        help="run on a server of `vllm serve MODEL --plugin choreo` (default: on an own engine)",
-    )
-    add("--api-key", metavar="KEY", help="of the server (default: VLLM_API_KEY)")
-    add(
+    add_model(common)
+    _add_server(common)
+    common.add_argument(
         "--mode",
         choices=(*MODES, "both"),
         default="choreo",
         help="choreo: choreographed, the default; exact: reused only where nothing changes; "
         "baseline: as text; both: choreo and baseline, one after the other",
     )
-    add("--limit", type=positive, metavar="N", help="run N problems only (default: 3, or the file)")
-    add("--seed", type=natural, metavar="N", help="of the problems and of sampling (default: 0)")
-    add("--max-tokens", type=positive, metavar="N", help="of one answer (default: 128)")
-    add(
-        "--temperature",
-        type=_temperature,
-        metavar="T",
-        help="of sampling (default: 0, or 0.7 where calls ask the same)",
-    )
-    add(
+    _add_adapter(common)
+    add_repair(common, "of choreographed runs")
+    add_sampling(common, None, "0, or 0.7 where calls ask the same")
+    common.add_argument(
         "--replay",
         type=Path,
         nargs="+",
         metavar="FILE",
         help="transcripts: run the same problems and generate the same tokens",
     )
-    add(
+    add_out(common, "run-out", "folder for the transcripts and index.html")
+    add_workflows(parser, common)
+
+
+def add_workflows(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """One subcommand for each workflow: its own arguments, and those of `common`."""
+    workflows = parser.add_subparsers(dest="workflow", required=True, metavar="WORKFLOW")
+    for workflow, text in WORKFLOWS.items():
+        own = workflows.add_parser(workflow, parents=[common], help=text, description=text)
+        if workflow != "prisoners_dilemma":
+            _add_problems(own, tuple(SETS[workflow]))
+        for name, settings in OPTIONS.get(workflow, {}).items():
+            if not {"choices", "action"} & settings.keys():
+                settings = {"type": positive, "metavar": "N", **settings}
+            own.add_argument(f"--{name}", **settings)
+
+
+def _add_problems(parser: argparse.ArgumentParser, sets: tuple[str, ...]) -> None:
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="problems as JSON lines (default: some made from the seed)",
+    )
+    parser.set_defaults(set=None)
+    if len(sets) > 1:
+        parser.add_argument(
+            "--set", choices=sets, help=f"which problems are made (default: {sets[0]})"
+        )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model of an engine in this process, and its context."""
+    parser.add_argument(
+        "--model", metavar="MODEL", help="model folder or name (default: the small test model)"
+    )
+    parser.add_argument(
         "--max-model-len",
         type=positive,
         metavar="N",
         help=f"the engine's context, in tokens (default: {DEFAULT_MAX_MODEL_LEN})",
     )
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--server",
+        metavar="URL",
+        help="run on a server of `vllm serve MODEL --plugin choreo` (default: on an own engine)",
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="of the server (default: VLLM_API_KEY)")
+
+
+def _add_adapter(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adapter",
+        metavar="DIR",
+        help="folder of an adapter (docs/training.md) that choreographed runs wear; with --server "
+        "the name under which it serves one",
+    )
+    parser.add_argument(
+        "--placement",
+        choices=PLACEMENTS,
+        help="which calls wear the adapter (default: as training has written into its folder)",
+    )
+
+
+def add_repair(parser: argparse.ArgumentParser, of: str, **options: Any) -> None:
+    """A rule of repair; `of` says of which runs."""
+    parser.add_argument(
+        "--repair",
+        metavar="RULE",
+        help=f"which tokens of its parents a call encodes anew (docs/repair.md), {of}: "
+        "first:32, last:16, all, as JSON, or the file of a policy",
+        **options,
+    )
+
+
+def repair_of(text: str) -> Any:
+    """The rule that an argument gives, as `Choreography` takes it.
+
+    Raises:
+        RepairError: it gives none, or runs, which are those of one call.
+    """
+    given = text if text.endswith(SUFFIX) else rule_given(text)
+    session_rule(given, "choreo")
+    return given
+
+
+def add_sampling(parser: argparse.ArgumentParser, temperature: float | None, default: str) -> None:
+    """How many problems, and how answers are sampled; `default` says what `temperature` means."""
+    add = parser.add_argument
+    add("--limit", type=positive, metavar="N", help="run N problems only (default: 3, or the file)")
+    add("--seed", type=natural, metavar="N", help="of the problems and of sampling (default: 0)")
     add(
+        "--max-tokens",
+        type=positive,
+        metavar="N",
+        help=f"of one answer (default: {DEFAULT_MAX_TOKENS}, or as the problems need)",
+    )
+    add(
+        "--temperature",
+        type=_temperature,
+        metavar="T",
+        default=temperature,
+        help=f"of sampling (default: {default})",
+    )
+
+
+def add_out(parser: argparse.ArgumentParser, default: str, text: str) -> None:
+    """The folder that a command writes."""
+    parser.add_argument(
         "--out",
         type=Path,
-        default=Path("run-out"),
+        default=Path(default),
         metavar="DIR",
-        help="folder for the transcripts and index.html (default: %(default)s)",
+        help=f"{text} (default: %(default)s)",
     )
-    return common
 
 
 def positive(text: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from vllm_choreo.cli.run.engine import LocalEngine
-from vllm_choreo.cli.run.options import OPTIONS
+from vllm_choreo.cli.run.options import OPTIONS, WORKFLOWS
 from vllm_choreo.cli.run.task import Task, program_of, unreadable
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.workflows.problems import Kind, Problem
@@ -21,11 +21,14 @@ from vllm_choreo.workflows.record.transcript import Transcript
 INPUTS: dict[str, Any] = {
     "question": str,
     "questions": [str],
+    "documents": [str],
+    "opening": str,
     "concepts": [str],
     "candidates": int,
     "voters": (int, [str]),
     "agents": (int, [str]),
     "rounds": int,
+    "restate": bool,
     "variant": str,
     "strategies": [str],
     "leak": str,
@@ -48,16 +51,31 @@ def recorded_tasks(args: argparse.Namespace) -> list[Task]:
                 f"the inputs of a replay are those of its transcript: leave out "
                 f"--{name.replace('_', '-')}"
             )
-    return [_recorded(args.workflow, path) for path in args.replay]
+    tasks = [recorded_task(path) for path in args.replay]
+    for task, path in zip(tasks, args.replay, strict=True):
+        assert task.recorded is not None
+        if task.recorded.workflow != args.workflow:
+            found = task.recorded.workflow
+            raise ChoreoError(f"{path} is a transcript of {found}, not of {args.workflow}")
+    return tasks
 
 
-def _recorded(workflow: str, path: Path) -> Task:
+def recorded_task(path: Path) -> Task:
+    """The run of a file.
+
+    Raises:
+        ChoreoError: it cannot be read, or is no transcript of `vllm-choreo run`.
+    """
     try:
         data = json.loads(path.read_text("utf-8"))
         transcript = Transcript.from_json(data)
-        if transcript.workflow != workflow:
-            found = transcript.workflow
-            raise ChoreoError(f"{path} is a transcript of {found}, not of {workflow}")
+        if transcript.workflow not in WORKFLOWS:
+            raise ChoreoError(
+                f"{path} is of a workflow that is not known; the workflows are "
+                f"{', '.join(WORKFLOWS)}",
+                parameter="workflow",
+                value=transcript.workflow,
+            )
         return _task(data, transcript, path)
     except OSError as error:
         raise unreadable(path, error) from error

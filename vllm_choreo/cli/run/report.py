@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm_choreo.cli.run.task import Task, transcript_json
+from vllm_choreo.files import write_text
 from vllm_choreo.show.page import Shown, ShownProblem, page_html
 from vllm_choreo.workflows.record.transcript import Transcript
 
@@ -27,7 +28,7 @@ class Result:
 def save_transcript(result: Result, path: Path) -> None:
     """Write a transcript with its problems; the file is whole or not there."""
     data = transcript_json(result.task, result.transcript)
-    _write(path, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
+    write_text(path, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
 
 
 def save_page(
@@ -37,13 +38,13 @@ def save_page(
     problems = [
         ShownProblem(
             id=task.id,
-            question=question_of(task, runs[0].transcript),
+            question=question_of(task, runs[0].transcript.inputs),
             expected=task.expected(),
             runs=[Shown(run.transcript.to_json(), run.correct) for run in runs],
         )
         for task, runs in _by_task(results)
     ]
-    _write(path, page_html(workflow, problems, facts))
+    write_text(path, page_html(workflow, problems, facts))
 
 
 def _by_task(results: Sequence[Result]) -> list[tuple[Task, list[Result]]]:
@@ -51,13 +52,13 @@ def _by_task(results: Sequence[Result]) -> list[tuple[Task, list[Result]]]:
     return [(task, [run for run in results if run.task is task]) for task in tasks.values()]
 
 
-def question_of(task: Task, transcript: Transcript) -> str:
+def question_of(task: Task, inputs: Mapping[str, Any]) -> str:
     """What was asked, for a reader; of a game, how it was set up."""
     if task.problems:
         return "\n\n".join(problem.question for problem in task.problems)
     settings = {
         name: ", ".join(value) if isinstance(value, list) else value
-        for name, value in transcript.inputs.items()
+        for name, value in inputs.items()
         if not name.endswith("_params")
     }
     return "\n".join(f"{name}: {value}" for name, value in settings.items())
@@ -85,12 +86,17 @@ def table(results: Sequence[Result]) -> str:
     head = ("problems", "mode", "right", "calls", "reused", "encoded", "TTFT", "seconds")
     keys = dict.fromkeys((result.task.source, result.transcript.mode) for result in results)
     lines = [head, *(_row(key, results) for key in keys)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return aligned(lines, num_names=2)
+
+
+def aligned(lines: Sequence[Sequence[str]], num_names: int) -> str:
+    """A table for a terminal: the first line is the head, the first columns are names."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = []
     for line in lines:
-        names = [cell.ljust(width) for cell, width in zip(line[:2], widths, strict=False)]
-        numbers = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-        text.append("  ".join(names + numbers))
+        cells = list(zip(line, widths, strict=True))
+        names = [cell.ljust(width) for cell, width in cells[:num_names]]
+        text.append("  ".join(names + [cell.rjust(width) for cell, width in cells[num_names:]]))
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 
@@ -108,10 +114,3 @@ def _row(key: tuple[str, str], results: Sequence[Result]) -> tuple[str, ...]:
         f"{1000 * statistics.median(ttfts):.0f} ms" if ttfts else "-",
         f"{sum(r.transcript.seconds for r in mine):.1f}",
     )
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file at once, so that whoever is interrupted leaves the old one or the new one."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

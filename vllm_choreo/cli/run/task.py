@@ -58,8 +58,12 @@ def _expected(problem: Problem) -> str:
 
 def transcript_json(task: Task, transcript: Transcript) -> dict[str, Any]:
     """The transcript as it is saved: with its problems, so that a replay can be judged."""
-    about = {"id": task.id, "source": task.source, "problems": [asdict(p) for p in task.problems]}
-    return {**transcript.to_json(), "task": about}
+    return {**transcript.to_json(), "task": about_task(task)}
+
+
+def about_task(task: Task) -> dict[str, Any]:
+    """What is known of the right answer, as plain data."""
+    return {"id": task.id, "source": task.source, "problems": [asdict(p) for p in task.problems]}
 
 
 def program_of(workflow: str) -> Callable[..., Transcript]:

@@ -4,44 +4,35 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_choreo.cli.run.engine import LocalEngine, Server
 from vllm_choreo.cli.run.options import OPTIONS
 from vllm_choreo.cli.run.recorded import recorded_tasks
+from vllm_choreo.cli.run.sets import DEFAULT_MAX_TOKENS, SETS, ProblemSet
 from vllm_choreo.cli.run.task import Task, unreadable
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.workflows.problems import (
-    DataError,
-    Problem,
-    algebra,
-    arithmetic,
-    concept_lists,
-    load_jsonl,
-    trivia,
-    word_problems,
-)
+from vllm_choreo.workflows.problems import DataError, Problem, load_jsonl
 
-DEFAULT_LIMIT, DEFAULT_MAX_TOKENS = 3, 128
+DEFAULT_LIMIT = 3
 # Where calls ask the same, they must not all say the same; elsewhere the likeliest answer is best.
 DEFAULT_TEMPERATURE = {"tree_of_thoughts": 0.7, "parallel_debate": 0.7}
 # Of calls that need to say one word only, as votes and decisions.
 SHORT_TOKENS = 16
 
-SETS: dict[str, Callable[[int, int], list[Problem]]] = {
-    "direct": trivia,
-    "tree_of_thoughts": word_problems,
-    "parallel_debate": arithmetic,
-    "iterative_debate": algebra,
-    "multi_qa": trivia,
-    "branch_solve_merge": functools.partial(concept_lists, size=10),
-}
 _SHORT = {
     "tree_of_thoughts": "vote_params",
     "iterative_debate": "verdict_params",
     "prisoners_dilemma": "decision_params",
+}
+# What a workflow needs of each problem.
+_NEEDED: dict[str, tuple[str, Callable[[Problem], bool]]] = {
+    "branch_solve_merge": (
+        "two or more concepts",
+        lambda problem: problem.kind == "concepts" and len(problem.answers) > 1,
+    ),
+    "document_qa": ("documents", lambda problem: bool(problem.documents)),
 }
 # How an answer is to be given, so that it is found in what the model says.
 _FORM = {
@@ -68,23 +59,27 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
             for i in range(args.limit or 1)
         ]
     groups = _groups(args.workflow, _problems(args))
-    options |= _sampling(args)
     return [
         Task(
             id=" + ".join(problem.id for problem in group),
             source=args.data.name if args.data else group[0].id.partition("/")[0],
-            inputs=_inputs(args.workflow, group) | options,
+            inputs=_inputs(args.workflow, group) | options | _sampling(args, i),
             problems=group,
         )
-        for group in groups
+        for i, group in enumerate(groups)
     ]
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
     per_run = 2 if args.workflow == "multi_qa" else 1
     if args.data is None:
-        seed = args.seed or 0
-        return SETS[args.workflow]((args.limit or DEFAULT_LIMIT) * per_run, seed)
+        num = (args.limit or DEFAULT_LIMIT) * per_run
+        try:
+            return _set(args).make(num, args.seed or 0)
+        except ValueError as error:
+            raise ChoreoError(str(error), parameter="limit", value=args.limit) from error
+    if args.set is not None:
+        raise ChoreoError("the problems are those of --data: leave out --set")
     try:
         return load_jsonl(args.data, args.limit and args.limit * per_run)
     except DataError as error:
@@ -93,15 +88,19 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
         raise unreadable(args.data, error) from error
 
 
+def _set(args: argparse.Namespace) -> ProblemSet:
+    sets = SETS[args.workflow]
+    return sets[args.set or next(iter(sets))]
+
+
 def _groups(workflow: str, problems: Sequence[Problem]) -> list[tuple[Problem, ...]]:
     """The problems of each run."""
-    if workflow == "branch_solve_merge":
+    if workflow in _NEEDED:
+        needed, is_there = _NEEDED[workflow]
         for problem in problems:
-            if problem.kind != "concepts" or len(problem.answers) < 2:
+            if not is_there(problem):
                 raise ChoreoError(
-                    "branch_solve_merge needs rows with two or more concepts",
-                    parameter="data",
-                    value=problem.id,
+                    f"{workflow} needs rows with {needed}", parameter="data", value=problem.id
                 )
     if workflow != "multi_qa":
         return [(problem,) for problem in problems]
@@ -117,14 +116,19 @@ def _groups(workflow: str, problems: Sequence[Problem]) -> list[tuple[Problem, .
 def _inputs(workflow: str, group: Sequence[Problem]) -> dict[str, Any]:
     if workflow == "branch_solve_merge":
         return {"concepts": list(group[0].answers)}
+    if workflow == "document_qa":
+        (problem,) = group
+        question = problem.question + _FORM[problem.kind]
+        documents = list(problem.documents)
+        return {"question": question, "documents": documents, "opening": problem.opening}
     texts = ["\n\n".join([*p.documents, p.question]) + _FORM[p.kind] for p in group]
     return {"questions": texts} if workflow == "multi_qa" else {"question": texts[0]}
 
 
-def _sampling(args: argparse.Namespace, number: int = 0) -> dict[str, Any]:
-    """The sampling parameters, by argument of the workflow; `number` is that of the game."""
+def _sampling(args: argparse.Namespace, number: int) -> dict[str, Any]:
+    """The sampling parameters, by argument of the workflow; `number` is that of the run."""
     params = Server.sampling if args.server else LocalEngine.sampling
-    max_tokens = args.max_tokens or DEFAULT_MAX_TOKENS
+    max_tokens = args.max_tokens or _max_tokens(args)
     temperature = args.temperature
     if temperature is None:
         temperature = DEFAULT_TEMPERATURE.get(args.workflow, 0.0)
@@ -132,8 +136,15 @@ def _sampling(args: argparse.Namespace, number: int = 0) -> dict[str, Any]:
         "temperature": temperature,
         "seed": (args.seed or 0) + number,
     }
+    if args.logprobs:
+        settings["logprobs"] = args.logprobs
     sampling = {"sampling_params": params(max_tokens=max_tokens, **settings)}
     if args.workflow in _SHORT:
         short = params(max_tokens=min(max_tokens, SHORT_TOKENS), **settings)
         sampling[_SHORT[args.workflow]] = short
     return sampling
+
+
+def _max_tokens(args: argparse.Namespace) -> int:
+    is_made = args.workflow in SETS and args.data is None
+    return _set(args).max_tokens if is_made else DEFAULT_MAX_TOKENS

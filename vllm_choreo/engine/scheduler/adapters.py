@@ -89,7 +89,8 @@ def replaced(adapter: Adapter, message_id: str) -> ChoreoError:
 def _stamp(lora: LoRARequest) -> tuple[list[Path], _Stamp]:
     """The files of an adapter, and what they look like. Raises OSError."""
     folder = Path(lora.lora_path).expanduser()
-    files = sorted(path for path in folder.glob("*") if path.is_file())
+    # What vLLM loads, under PEFT's names; training leaves more in the folder.
+    files = sorted(path for path in folder.glob("adapter_*") if path.is_file())
     stats = [(path, path.stat()) for path in files]
     return files, tuple((path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
 

@@ -77,10 +77,12 @@ def _check_options(request: Request) -> None:
         "mm_features": request.mm_features or None,
         "resumable": request.resumable or None,
     }
+    reasons = {"mm_features": "messages are text: pictures have positions in several dimensions"}
     for name, value in unsupported.items():
         if value is not None:
+            reason = reasons.get(name, "choreographed calls do not support this")
             raise UnsupportedOptionError(
-                "choreographed calls do not support this; leave it out",
+                f"{reason}; leave it out",
                 parameter=name,
                 value=value if name == "prompt_logprobs" else "given",
             )

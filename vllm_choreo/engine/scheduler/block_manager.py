@@ -28,6 +28,8 @@ class ChoreoKVCacheManager(KVCacheManager):
         call = self.book.calls.get(request.request_id)
         if call is None:
             return super().get_computed_blocks(request, *args, **kwargs)
+        if call.run is not None:  # its slots exist; it adopts all blocks when it is scheduled
+            return self.empty_kv_cache_blocks, self.book.run_blocks(call)[1], 0
         self.book.share_twin(call)
         blocks = self.mover.place(call) if self.mover else self.book.parent_blocks(call)
         blocks = blocks + self.book.own_blocks(call)
@@ -41,6 +43,9 @@ class ChoreoKVCacheManager(KVCacheManager):
         if call is not None:
             # vLLM hashes and registers blocks here unless told that they are not written yet.
             kwargs["delay_cache_blocks"] = True
+        starting = call if call is not None and not call.admitted else None
+        if starting and starting.run is not None:
+            self.inherit(request, self.book.run_blocks(starting)[0])
         protected = call.needed() if call else []
         # With nothing running, waiting calls would wait for one another: take from the last.
         nothing_runs = not kwargs.get("has_scheduled_reqs", True)
@@ -50,8 +55,10 @@ class ChoreoKVCacheManager(KVCacheManager):
             )
             if blocks is not None or not self.book.store.evict_one(protected, nothing_runs):
                 break
+        if blocks is None and starting and starting.run is not None:
+            self.free(request)
         if call is not None and blocks is not None:
-            if self.mover and not call.admitted:
+            if self.mover and starting and starting.run is None:
                 self.mover.commit(call)
             up_to = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
             self.book.scheduled(call, self.get_blocks(request.request_id).blocks[0], up_to)

@@ -17,9 +17,11 @@ from typing import Any
 from vllm.v1.request import Request
 
 from vllm_choreo.engine.scheduler.planning import plan_call, write_virtual_sequence
+from vllm_choreo.engine.scheduler.report import report_of
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.step import RequestSpans, request_spans
-from vllm_choreo.errors import CyclicParentsError, ParentFailedError
+from vllm_choreo.errors import CyclicParentsError, ParentFailedError, RepairError
+from vllm_choreo.repair.runs import Run
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.positions import ParentPlan
 from vllm_choreo.semantics.provenance import trace_of
@@ -34,12 +36,15 @@ class CallBook:
     """The calls in flight. Knows messages and plans; queues and allocation are the scheduler's.
 
     Attributes:
+        min_run_tokens: with speculative decoding vLLM pads a request of one token to more, which
+            would be written over what follows the run.
         calls: by request id.
         waiting: those of them that are not admitted.
     """
 
-    def __init__(self, store: MessageStore, max_model_len: int) -> None:
+    def __init__(self, store: MessageStore, max_model_len: int, min_run_tokens: int = 1) -> None:
         self.store = store
+        self.min_run_tokens = min_run_tokens
         self.block_size = store.block_size
         self.max_model_len = max_model_len
         self.calls: dict[str, ScheduledCall] = {}
@@ -81,13 +86,19 @@ class CallBook:
         """Enter a call that encodes what is missing of something known."""
         return self._enter(ScheduledCall(request, encoding, encoding.parents, None, serves))
 
+    def open_run(
+        self, request: Request, encoding: Encoding, run: Run, serves: ScheduledCall
+    ) -> ScheduledCall:
+        """Enter a call that writes one run of a patch."""
+        return self._enter(ScheduledCall(request, encoding, encoding.parents, None, serves, run))
+
     def _enter(self, call: ScheduledCall) -> ScheduledCall:
         # Choreographed keys and values stay out of vLLM's prefix cache: nothing is hashed.
         call.request.block_hashes.clear()
         call.request._block_hasher = None
         call.request.skip_reading_prefix_cache = True
-        self.store.residency.set_encoder(call.encoding, call.id)
-        self.store.residency.wait_for(call.parents)
+        self.store.residency.encode(call.encoding, call.id)
+        self.store.residency.wait_for(call.reads)
         # An encoding again takes its turn with the call that it serves.
         self._num_opened += 1
         call.number = call.serves.number if call.serves else self._num_opened
@@ -124,6 +135,7 @@ class CallBook:
         encoding = call.encoding
         if encoding.plan is None:
             encoding.plan, parents = plan_call(call, self.store, self.max_model_len)
+            self._check_runs(parents)
             self._read_instead(call, parents)
             if encoding.is_known:
                 self.store.identify(encoding)
@@ -131,9 +143,19 @@ class CallBook:
         write_virtual_sequence(call, self.block_size, self.max_model_len)
         return True
 
+    def _check_runs(self, parents: Sequence[Encoding]) -> None:
+        runs = [run for parent in parents if parent.patch for run in parent.patch.runs]
+        if any(stop - start < self.min_run_tokens for start, stop in runs):
+            raise RepairError(
+                f"with speculative decoding a run needs {self.min_run_tokens} tokens at least; "
+                "join it with a neighbour, or leave it out",
+                parameter="repair",
+                value=runs,
+            )
+
     def _read_instead(self, call: ScheduledCall, parents: tuple[Encoding, ...]) -> None:
         """Wait for other parents than those that were listed."""
-        if parents is call.parents:
+        if parents == call.parents:
             return
         listed, call.parents, call.encoding.parents = call.parents, parents, parents
         self.store.residency.wait_for(parents)
@@ -149,11 +171,13 @@ class CallBook:
         """
         if call.admitted:  # it holds the blocks already
             return True
+        if call.run is not None and call.encoding.unwritten[:1] != [call.run]:
+            return False  # runs are written in their order, for each reads those before it
         return call.plan is not None and all(parent.is_resident for parent in call.parents)
 
     def missing(self, call: ScheduledCall) -> list[Encoding]:
         """Parents that must be encoded again, and that nobody encodes yet."""
-        return [p for p in call.parents if p.is_known and not p.is_resident and not p.encoder]
+        return [p for p in call.parents if p.is_known and not p.is_resident and not p.encoders]
 
     def runs_in_circles(self, call: ScheduledCall) -> bool:
         """Whether more was encoded again for this call than its recipes hold, several times over.
@@ -165,7 +189,7 @@ class CallBook:
             return False
         recipes, frontier = set(call.parents), list(call.parents)
         while frontier:
-            fresh = [p for p in frontier.pop().parents if p not in recipes]
+            fresh = [p for p in frontier.pop().recipe if p not in recipes]
             recipes.update(fresh)
             frontier += fresh
         return call.num_served > _ROUNDS * len(recipes)
@@ -202,6 +226,14 @@ class CallBook:
         num_reused = max(0, min(call.encoding.num_encoded, call.encoding.num_tokens - 1))
         return call.encoding.blocks[: num_reused // self.block_size]
 
+    def run_blocks(self, call: ScheduledCall) -> tuple[list[Any], int]:
+        """The whole block table of a run, its own slots included, and the tokens before it."""
+        assert call.plan is not None and call.run is not None and call.encoding.patch
+        start, stop = call.run
+        own = ParentPlan(call.message.id, call.encoding.patch.start, stop, 0)
+        blocks = self.parent_blocks(call) + self.span_blocks(call.encoding, own)
+        return blocks, call.plan.base + start
+
     def take_over(self, call: ScheduledCall, finished: ScheduledCall) -> None:
         """`call` goes on in the blocks of `finished`: it reads its parents where they lie."""
         self._admit(call, finished.stored_positions)
@@ -211,31 +243,46 @@ class CallBook:
         assert call.plan is not None
         if not call.admitted:
             self._admit(call, call.stored_positions)
-        encoding = call.encoding
-        if encoding.is_known and not encoding.is_resident:
-            num_encoded = up_to - call.plan.base
-            if num_encoded >= encoding.num_tokens:
-                own = blocks[call.plan.base // self.block_size :]
-                self.store.hold(encoding, own, encoding.num_tokens)
+        encoding, num_encoded = call.encoding, up_to - call.plan.base
+        if call.run is not None:
+            if num_encoded >= call.run[1] and call.run in encoding.unwritten:
+                self.store.written(encoding, call.run)
+        elif encoding.is_known and not encoding.is_resident and num_encoded >= encoding.num_tokens:
+            own = blocks[call.plan.base // self.block_size :]
+            self.store.hold(encoding, own, encoding.num_tokens)
 
     def _admit(self, call: ScheduledCall, stored_positions: Sequence[int] | None) -> None:
         if stored_positions is None:
             stored_positions = [parent.stored_position for parent in call.parents]
         call.admitted, call.stored_positions = True, stored_positions
         del self.waiting[call.id]
-        self.store.residency.read(call.parents)
+        self.store.residency.read(call.reads)
 
     def preempted(self, call: ScheduledCall) -> None:
         """The call lost its blocks; it waits again, and its parents may be evicted meanwhile."""
         if call.admitted:
+            self._taken_back(call)
             call.admitted, call.stored_positions = False, None
             self.waiting[call.id] = call
-            self.store.residency.wait_again(call.parents)
+            self.store.residency.wait_again(call.reads)
+
+    def _taken_back(self, call: ScheduledCall) -> None:
+        """With priorities, a call may lose its place in the step that encodes its last tokens."""
+        encoding = call.encoding
+        if not encoding.is_known or encoding.held_in_step != self.store.step:
+            return
+        if call.run is None:
+            self.store.residency.drop(encoding)
+        elif call.run not in encoding.unwritten:
+            self.store.residency.not_written(encoding, call.run)
 
     def spans(self, call: ScheduledCall) -> RequestSpans:
         """What the worker must know; valid for as long as the call stays admitted."""
         assert call.plan is not None and call.stored_positions is not None
-        return request_spans(call.plan, call.stored_positions, self.block_size)
+        start = call.encoding.patch.start if call.run and call.encoding.patch else 0
+        return request_spans(
+            call.plan, call.stored_positions, self.block_size, start, call.own_position
+        )
 
     # -- the end ---------------------------------------------------------------------------
 
@@ -243,11 +290,11 @@ class CallBook:
         """The request ended; `failure` says why there is no message, if there is none."""
         del self.calls[call.id]
         self.waiting.pop(call.id, None)
-        self.store.residency.leave(call.parents, reading=call.admitted)
+        self.store.residency.leave(call.reads, reading=call.admitted)
         for parent in call.parents:
             self.store.settle(parent)
         encoding = call.encoding
-        self.store.residency.set_encoder(encoding, None)
+        self.store.residency.encoded(encoding, call.id)
         if failure and not call.is_internal and not encoding.is_resident:
             self.store.fail(call.message, failure)
         self.store.settle(encoding)
@@ -263,41 +310,10 @@ class CallBook:
         request, base, encoding = call.request, call.plan.base, call.encoding
         encoding.token_ids = list(request.all_token_ids[base:])
         if call.params and call.params.open_end:
-            call.message.open_report = self.report(call)
+            call.message.open_report = report_of(call)
         else:
             self.store.known(encoding)
         if not call.admitted:
             return
         num_encoded = min(request.num_computed_tokens, request.num_tokens - 1) - base
         self.store.hold(encoding, blocks[base // self.block_size :], num_encoded)
-
-    def report(self, call: ScheduledCall) -> dict[str, Any]:
-        """What a result says of itself, besides text."""
-        plan = call.plan
-        assert plan is not None
-        num_copied = self._take_unreported(call)
-        num_reused = sum(span.num_tokens for span in plan.parents) - num_copied
-        return {
-            "id": call.message.id,
-            "num_tokens": call.encoding.num_tokens,
-            "position": plan.new_offset,
-            "exact": plan.exact,
-            "reused_tokens": num_reused + call.num_shared,
-            "repositioned_tokens": sum(
-                span.num_tokens
-                for span, parent in zip(plan.parents, call.parents, strict=True)
-                if parent.plan and span.offset - span.start != parent.plan.new_offset
-            ),
-            "encoded_tokens": num_copied + call.encoding.num_tokens - call.num_shared,
-        }
-
-    def _take_unreported(self, call: ScheduledCall) -> int:
-        """Tokens of the copies that were encoded for this call; no later call reports them."""
-        num_tokens = sum(parent.num_unreported for parent in call.parents)
-        params = call.request.sampling_params
-        # With stop strings nobody reads the report, unless the client asks for it ("end").
-        is_read = (call.params and call.params.open_end) or not (params and params.stop)
-        if call.admitted and is_read:
-            for parent in call.parents:
-                parent.num_unreported = 0
-        return num_tokens

@@ -19,16 +19,19 @@ class InternalRequests:
         self._prefix = f"choreo-{uuid.uuid4().hex}-"
         self._count = 0
 
-    def make(self, encoding: Encoding, like: Request) -> Request:
+    def make(
+        self, encoding: Encoding, like: Request, start: int = 0, stop: int | None = None
+    ) -> Request:
         """A request over the tokens of an encoding; vLLM samples a token, we drop it.
 
         Args:
             like: the request whose turn and priority it has.
+            start, stop: of the encoding's tokens, if not all of them.
         """
         self._count += 1
         return Request(
             request_id=f"{self._prefix}{self._count}",
-            prompt_token_ids=list(encoding.token_ids or ()),
+            prompt_token_ids=list(encoding.token_ids or ())[start:stop],
             sampling_params=SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
             pooling_params=None,
             lora_request=encoding.adapter.request if encoding.adapter else None,

@@ -63,7 +63,7 @@ class KeyMover:
         assert call.plan is not None
         blocks = self.book.span_blocks(encoding, span)
         # The one place at which the query needs no rotation.
-        wanted = span.offset - span.start - (call.plan.new_offset - call.plan.base)
+        wanted = span.offset - span.start - (call.plan.new_offset - call.plan.own_position)
         delta = wanted - encoding.stored_position
         if delta == 0 or not self.book.store.is_settled(encoding):
             # Not settled: its keys are written in the step that is being planned, and moves come

@@ -80,7 +80,7 @@ class Operations:
         # until it is read.
         sealed = [call.encoding for call in self._unsealed() if encodings & set(call.parents)]
         self._withdraw_encodings(encodings.union(sealed))
-        idle = [e for e in encodings if e.is_known and not e.num_readers and e.encoder is None]
+        idle = [e for e in encodings if e.is_known and not e.num_readers and not e.encoders]
         for encoding in idle:
             self._store.evict(encoding)
         return sum(not encoding.is_copy for encoding in idle)
@@ -94,8 +94,9 @@ class Operations:
         message = self._store.find(session, message_id)
         if message is None:
             return None
-        if message.own.encoder in self._book.calls:  # the client's abort is still under way
-            self._finish([message.own.encoder], RequestStatus.FINISHED_ABORTED)
+        if running := message.own.encoders & self._book.calls.keys():
+            # The client's abort is still under way.
+            self._finish(list(running), RequestStatus.FINISHED_ABORTED)
         if num_tokens:
             return self._store.end(message, num_tokens)
         self._store.fail(message, "it was ended by the client")
@@ -149,7 +150,7 @@ class Operations:
         """Do not seal or encode again what is given up, unless a call waits for it."""
         while idle := [
             call.id
-            for call in (self._book.calls.get(e.encoder or "") for e in encodings)
+            for call in (self._book.calls.get(r) for e in encodings for r in e.encoders)
             if call is not None and call.is_internal and not call.encoding.num_waiting
         ]:
             self._finish(idle, RequestStatus.FINISHED_ABORTED)

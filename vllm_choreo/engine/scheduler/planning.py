@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
+from vllm_choreo.errors import RepairError
+from vllm_choreo.repair.rules import Seen
 from vllm_choreo.semantics.positions import (
     CallPlan,
-    ParentPlan,
     check_length,
     check_text_offsets,
-    num_span_blocks,
     resolve_offsets,
     resolve_span,
     virtual_tokens,
 )
+from vllm_choreo.store.copies import Context, Link
 from vllm_choreo.store.encoding import Encoding
-from vllm_choreo.store.exact import Link, exact_chain, is_exact
+from vllm_choreo.store.exact import exact_chain, is_exact
+from vllm_choreo.store.repaired import repaired_chain
 from vllm_choreo.store.store import MessageStore
 
 
@@ -36,22 +40,31 @@ def plan_call(
     lengths = [link.num_tokens for link in links]
     offsets, new_offset = resolve_offsets(lengths, params.offsets, params.new_offset)
     if params.exact:
-        check_text_offsets(lengths, offsets, new_offset)
+        check_text_offsets(lengths, offsets, new_offset, from_zero=store.is_placed)
     # What an exact call reads begins with the first token of an encoding: of a copy, if need be.
-    starts = [0 if params.exact else link.start for link in links]
-    parents = tuple(
-        ParentPlan(link.encoding.message.id, start, start + link.num_tokens, offset)
-        for link, start, offset in zip(links, starts, offsets, strict=True)
-    )
-    base = store.block_size * sum(
-        num_span_blocks(parent.start, parent.stop, store.block_size) for parent in parents
-    )
-    exact = params.exact or is_exact(links, offsets, new_offset, adapter)
-    plan = CallPlan(parents, new_offset, base, exact)
+    listed = [Link(link.encoding, 0, link.num_tokens) for link in links] if params.exact else links
+    plan = Context(listed, offsets, adapter).plan(new_offset, store)
     check_length(plan, call.request.num_prompt_tokens, max_model_len)
-    if not params.exact:
-        return plan, call.parents
-    return plan, tuple(link.encoding for link in exact_chain(links, adapter, store))
+    num_repaired = 0
+    if params.exact:
+        links = exact_chain(links, adapter, store)
+    elif params.repair is not None:
+        if store.is_placed:
+            raise RepairError(
+                "this model scales queries by their position, so that tokens encoded elsewhere "
+                "cannot stand beside repaired ones; call without repair, or with mode='exact'",
+                parameter="repair",
+                value=params.repair.to_json(),
+            )
+        seen = [Seen(link.start, link.stop) for link in links]
+        runs = params.repair.runs(seen, store.block_size)
+        links, num_repaired = repaired_chain(links, offsets, runs, adapter, store)
+    plan = replace(
+        Context(links, offsets, adapter).plan(new_offset, store),
+        exact=is_exact(links, offsets, new_offset, adapter, from_zero=store.is_placed),
+        repaired_tokens=num_repaired,
+    )
+    return plan, tuple(link.encoding for link in links)
 
 
 def write_virtual_sequence(call: ScheduledCall, block_size: int, max_model_len: int) -> None:

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_choreo.engine.scheduler.adapters import Adapters, replaced
 from vllm_choreo.engine.scheduler.call_book import CallBook
 from vllm_choreo.engine.scheduler.internal import InternalRequests
+from vllm_choreo.engine.scheduler.patcher import Patcher
 from vllm_choreo.engine.scheduler.refuse import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.errors import ChoreoError
@@ -22,6 +24,8 @@ class Room:
 
     Args:
         enqueue: puts a request of ours into vLLM's queue, right before another one.
+        finish: vLLM's `finish_requests`.
+        is_idle: whether no request runs.
     """
 
     def __init__(
@@ -31,8 +35,11 @@ class Room:
         refusals: Refusals,
         adapters: Adapters,
         internal: InternalRequests,
+        patcher: Patcher,
         *,
         enqueue: Callable[[Request, Request], None],
+        finish: Callable[..., Any],
+        is_idle: Callable[[], bool],
     ) -> None:
         self._book = book
         self._store = book.store
@@ -40,7 +47,10 @@ class Room:
         self._refusals = refusals
         self._adapters = adapters
         self._internal = internal
+        self._patcher = patcher
         self._enqueue = enqueue
+        self._finish = finish
+        self._is_idle = is_idle
 
     def prepare_waiting(self) -> None:
         """Resolve calls whose parents are known now; have evicted parents encoded again.
@@ -49,6 +59,7 @@ class Room:
         beside, or calls would evict one another's parents in turn.
         """
         free: int | None = None
+        self._end_lost_runs()
         waiting = self._book.in_turn()
         for call in waiting:  # grows while calls that encode again are entered
             if not self._resolve(call) or self._book.is_ready(call):
@@ -56,17 +67,20 @@ class Room:
             is_oldest = free is None or call.serves is not None
             if free is None:
                 free = self._free_blocks()
-            for encoding in self._book.missing(call):
-                if self._restore(encoding, call):
+            for wanted in self._book.missing(call):
+                if self._restore(wanted, call):
+                    continue
+                encoding = self._lacking(wanted)
+                if encoding is not wanted and self._restore(encoding, call):
                     continue
                 if encoding.adapter and not self._adapters.is_current(encoding.adapter):
                     error = replaced(encoding.adapter, encoding.message.id)
                     self._refusals.refuse(call.beneficiary.id, error)
                     break
-                need = -(-encoding.num_tokens // self._store.block_size)
+                need = self._num_blocks(encoding)
                 if is_oldest or need <= free:
                     free -= need
-                    waiting.append(self._encode_again(encoding, call))
+                    waiting += self._encode_again(encoding, call)
                     call.beneficiary.num_served += is_oldest
             if self._book.runs_in_circles(call.beneficiary):
                 self._refusals.too_large(call.beneficiary)
@@ -104,21 +118,66 @@ class Room:
         self._pool.free_blocks(blocks)  # the store holds its own references
         return True
 
+    def _lacking(self, encoding: Encoding) -> Encoding:
+        """What has to be encoded first: a patch needs its source."""
+        source = encoding.patch and encoding.patch.source
+        return source if source and not source.is_resident else encoding
+
+    def _num_blocks(self, encoding: Encoding) -> int:
+        """That encoding it takes."""
+        if encoding.patch:
+            return self._patcher.num_blocks(encoding)
+        return -(-encoding.num_tokens // self._store.block_size)
+
     def _free_blocks(self) -> int:
         """Blocks that are free, or would be if all that is idle were evicted, and not promised."""
         promised = sum(
             -(-call.encoding.num_tokens // self._store.block_size)
             for call in self._book.waiting.values()
-            if call.is_internal
+            if call.is_internal and call.run is None
         )
         idle = self._store.residency.num_idle_blocks
         return self._pool.get_num_free_blocks() + idle - promised
 
-    def _encode_again(self, encoding: Encoding, serves: ScheduledCall) -> ScheduledCall:
-        """Queue a request that encodes what is lacking, right before the call it serves."""
+    def _encode_again(self, encoding: Encoding, serves: ScheduledCall) -> list[ScheduledCall]:
+        """Queue requests that encode what is lacking, right before the call they serve."""
+        if encoding.encoders:
+            return []
+        if encoding.patch:
+            return self._write_runs(encoding, serves)
         self._store.totals["encoded_again_messages"] += 1
         self._store.totals["encoded_again_tokens"] += encoding.num_tokens - encoding.num_encoded
         request = self._internal.make(encoding, serves.request)
         call = self._book.open_encode(request, encoding, serves)
         self._enqueue(request, serves.request)
-        return call
+        return [call]
+
+    def _write_runs(self, encoding: Encoding, serves: ScheduledCall) -> list[ScheduledCall]:
+        """Give a patch its blocks, and queue a request for each of its runs."""
+        patch, size = encoding.patch, self._store.block_size
+        assert patch is not None
+        is_idle = self._is_idle()
+        while self._pool.get_num_free_blocks() < self._patcher.num_blocks(encoding):
+            if not self._store.evict_one(serves.needed(), waiting_too=is_idle):
+                if is_idle:
+                    self._refusals.too_large(serves.beneficiary)
+                return []
+        self._patcher.place(encoding)
+        self._store.totals["repaired_tokens"] += patch.num_tokens
+        calls = []
+        for start, stop in patch.runs:
+            first = patch.start - patch.start % size
+            request = self._internal.make(encoding, serves.request, first, stop)
+            calls.append(self._book.open_run(request, encoding, (start, stop), serves))
+            self._enqueue(request, serves.request)
+        return calls
+
+    def _end_lost_runs(self) -> None:
+        """A patch that made room for others is begun anew; what was to be written into it ends."""
+        lost = [
+            call.id
+            for call in self._book.waiting.values()
+            if call.run is not None and call.run not in call.encoding.unwritten
+        ]
+        if lost:
+            self._finish(lost, RequestStatus.FINISHED_ABORTED)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from vllm.v1.request import Request
 
+from vllm_choreo.repair.runs import Run
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Encoding, StoredMessage
@@ -24,6 +25,7 @@ class ScheduledCall:
         parents: what it attends to; in exact mode, once it has its plan, copies among them.
         params: as the caller gave them; None for an encoding again.
         serves: the call for which this one encodes something again, or None.
+        run: of a patch: the tokens that this one writes; None: all that the encoding lacks.
         plan: positions; None until all parents are known.
         admitted: it runs (or is being scheduled) and reads its parents.
         num_shared: tokens of its message that another of the same digest had encoded.
@@ -37,6 +39,7 @@ class ScheduledCall:
     parents: tuple[Encoding, ...]
     params: ChoreoParams | None
     serves: ScheduledCall | None = None
+    run: Run | None = None
     plan: CallPlan | None = None
     admitted: bool = False
     num_shared: int = 0
@@ -61,9 +64,21 @@ class ScheduledCall:
     def is_decode(self) -> bool:
         return self.params is not None and self.params.kind == "decode"
 
+    @property
+    def reads(self) -> tuple[Encoding, ...]:
+        """What must stay where it is while the call runs; a run reads the rest of its patch."""
+        return self.parents if self.run is None else (*self.parents, self.encoding)
+
+    @property
+    def own_position(self) -> int:
+        """To which the model rotates the own token 0."""
+        assert self.plan is not None
+        return self.plan.own_position if self.run is None else self.encoding.stored_position
+
     def needed(self) -> list[set[Encoding]]:
         """What this call needs now, then what the calls that it serves need later."""
         own = {self.encoding, *self.parents}
+        own.update(p.patch.source for p in self.parents if p.patch and not p.blocks)
         return [own, *self.serves.needed()] if self.serves else [own]
 
     @property

@@ -18,6 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_choreo.config import ChoreoConfig
+from vllm_choreo.engine.query_scaling import scales_queries
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.arrival import Arrivals
 from vllm_choreo.engine.scheduler.block_manager import ChoreoKVCacheManager
@@ -25,6 +26,7 @@ from vllm_choreo.engine.scheduler.call_book import CallBook
 from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
 from vllm_choreo.engine.scheduler.operations import Operations
+from vllm_choreo.engine.scheduler.patcher import Patcher
 from vllm_choreo.engine.scheduler.refuse import Refusals
 from vllm_choreo.engine.scheduler.room import Room
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
@@ -46,9 +48,13 @@ class _Choreographed(Scheduler):
         super().__init__(*args, **kwargs)
         self.choreo_config = ChoreoConfig.from_vllm(self.vllm_config)
         manager = self.kv_cache_manager
-        self.store = MessageStore(manager.block_pool, self.block_size, self._signature())
+        is_placed = scales_queries(self.vllm_config.model_config.hf_text_config)
+        self.store = MessageStore(
+            manager.block_pool, self.block_size, self._signature(), is_placed=is_placed
+        )
         self.store.tier = self._host_tier()
-        self.book = CallBook(self.store, self.max_model_len)
+        min_run_tokens = 1 if self.vllm_config.speculative_config is None else 2
+        self.book = CallBook(self.store, self.max_model_len, min_run_tokens)
         in_place = self.choreo_config.reposition == "in_place"
         self.mover = KeyMover(self.book, manager.block_pool) if in_place else None
         # vLLM's constructor names its manager class; the subclass only adds methods.
@@ -66,7 +72,16 @@ class _Choreographed(Scheduler):
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         self.arrivals = Arrivals(self.book, adapters, self.vllm_config, num_groups)
         shared = (self.refusals, adapters, self.internal)
-        self.room = Room(self.book, pool, *shared, enqueue=self._enqueue_before)
+        self.patcher = Patcher(self.book, pool)
+        self.room = Room(
+            self.book,
+            pool,
+            *shared,
+            self.patcher,
+            enqueue=self._enqueue_before,
+            finish=self.finish_requests,
+            is_idle=lambda: not self.running,
+        )
         self.sealer = Sealer(self.book, manager, *shared, enqueue=super().add_request)
         self.operations = Operations(
             self.book,
@@ -131,7 +146,7 @@ class _Choreographed(Scheduler):
         spans = {r: self.book.spans(calls[r]) for r in started if r in calls}
         if self.mover is not None:
             self.mover.withdraw_all()
-        moves = self.mover.take_moves() if self.mover else []
+        moves = self.patcher.take_copies() + (self.mover.take_moves() if self.mover else [])
         saves, loads = tier.take_copies() if tier else ([], [])
         return ChoreoStep(spans, tuple(moves), tuple(saves), tuple(loads))
 

@@ -14,6 +14,7 @@ from vllm_choreo.engine.scheduler.block_manager import ChoreoKVCacheManager
 from vllm_choreo.engine.scheduler.call_book import CallBook
 from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.refuse import Refusals
+from vllm_choreo.engine.scheduler.report import report_of
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 
 _COMPLETE = (
@@ -60,7 +61,7 @@ class Sealer:
             self._book.finish_decode(call, blocks)
         report, encoding, message = None, call.encoding, call.message
         if encoding.is_known and call.plan is not None and not call.is_internal:
-            report = {"choreo": self._book.report(call)}
+            report = {"choreo": report_of(call)}
         failure = None if complete or stopped else f"its request ended as {request.status.name}"
         self._book.close(call, self._refusals.reason(call.id) or failure)
         # An open message is not known: it has no last token yet.

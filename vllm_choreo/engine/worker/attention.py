@@ -42,16 +42,25 @@ class ChoreoImpl:
 
     def prepare(self: Any, batcher: SpanBatcher, kind: LayerKind) -> None:
         """From now on the layer reads what the batcher plans for its kind."""
-        rotation = kind.rotation
+        rotation, sinks = kind.rotation, getattr(self, "sinks", None)
         self.rotation, self.plan_index = rotation, batcher.kinds.index(kind)
         self.attention = LayerAttention(
             scale=self.scale,
             is_neox=rotation is None or rotation.is_neox,
             softcap=self.logits_soft_cap,
             alibi_slopes=self.alibi_slopes,
+            window=kind.shape.window,
+            sinks=None if sinks is None else sinks.detach().float(),
             layout=self.layout,
         )
         self.batcher = batcher
+
+    def describe(self) -> dict[str, Any]:
+        """What there is besides the rotation, as plain data."""
+        return {
+            "window": self.attention.window,
+            "sinks": self.attention.sinks is not None,
+        }
 
     def forward(
         self: Any,

@@ -4,7 +4,8 @@
     LLM(model, logits_processors=["vllm_choreo.engine.worker.forced:ForcedTokens"])
     SamplingParams(extra_args={"forced_tokens": [17, 4, 2]}, max_tokens=3)
 
-To replay a recorded workflow, and to compare two ways of computing the same tokens.
+To replay a recorded workflow, and to compare two ways of computing the same tokens. What the model
+would have said in their place can be kept, see `engine.kept`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
+from vllm_choreo.engine import kept
+
 KEY = "forced_tokens"
 
 
 class _Forced(NamedTuple):
-    """One request: the tokens to sample, and the live list of those sampled so far."""
+    """One request: the tokens to sample, the live list of those sampled so far, and the name under
+    which its distributions are kept, if any.
+    """
 
     tokens: Sequence[int]
     sampled: Sequence[int]
+    kept_as: str | None
 
 
 class ForcedTokens(LogitsProcessor):
@@ -67,6 +73,9 @@ class ForcedTokens(LogitsProcessor):
             if position < len(request.tokens) and request.tokens[position] < logits.shape[1]:
                 rows.append(row)
                 tokens.append(request.tokens[position])
+                if request.kept_as is not None:
+                    said = logits[row].log_softmax(-1, dtype=torch.float32)
+                    kept.keep(request.kept_as, position, said.cpu().numpy())
         if rows:
             where = torch.tensor(rows, device=logits.device)
             logits.index_fill_(0, where, float("-inf"))
@@ -76,8 +85,9 @@ class ForcedTokens(LogitsProcessor):
 
 
 def _state(params: Any, prompt: Sequence[int] | None, sampled: Sequence[int]) -> _Forced | None:
-    tokens = (params.extra_args or {}).get(KEY)
-    return None if tokens is None else _Forced(tokens, sampled)
+    extra = params.extra_args or {}
+    tokens = extra.get(KEY)
+    return None if tokens is None else _Forced(tokens, sampled, extra.get(kept.KEY))
 
 
 def _refuse(reason: str, value: Any) -> NoReturn:

@@ -19,6 +19,7 @@ from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
 from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, to_device
 from vllm_choreo.engine.worker.warmup import warm_up
+from vllm_choreo.engine.worker.windows import keep_all_tokens
 from vllm_choreo.errors import UnsupportedModelError
 from vllm_choreo.ops import Rotation, detect_layout, reposition_keys
 from vllm_choreo.ops.sharing import PARTIAL_BYTES
@@ -50,6 +51,10 @@ class ChoreoModelRunner:
     def graphs(self) -> Any:
         """What chooses CUDA graphs for a step; has `allow_full`."""
         raise NotImplementedError
+
+    def get_kv_cache_spec(self: Any) -> dict[str, Any]:
+        """As vLLM's, with room for all tokens in layers with sliding windows, too."""
+        return keep_all_tokens(super().get_kv_cache_spec(), self.vllm_config)  # type: ignore[misc]
 
     def prepare_choreography(self: Any) -> None:
         """Probe the loaded model, and check what the KV cache looks like.
@@ -107,7 +112,7 @@ class ChoreoModelRunner:
     def _kind(self, layer: Any, rotation: Rotation | None) -> LayerKind:
         """What the layer shares with others."""
         heads = layer.num_heads, layer.num_kv_heads, layer.head_size
-        return LayerKind(rotation, LayerShape(*heads, self.kv_cache_dtype))
+        return LayerKind(rotation, LayerShape(*heads, self.kv_cache_dtype, layer.sliding_window))
 
     def _make_host_blocks(self, config: ChoreoConfig) -> HostBlocks | None:
         caches = [layer.kv_cache for layer in self.layers.values()]
@@ -207,10 +212,6 @@ def _check_layer(name: str, layer: Any, block_size: int) -> None:
     impl = layer.impl
     if not isinstance(impl, ChoreoImpl):
         found = f"the backend {type(impl).__name__}"
-    elif layer.sliding_window is not None:
-        found = f"a sliding window of {layer.sliding_window} tokens"
-    elif getattr(impl, "sinks", None) is not None:
-        found = "attention sinks"
     elif layer.kv_sharing_target_layer_name is not None:
         found = "keys and values shared with another layer"
     elif getattr(layer, "attention_chunk_size", None):

@@ -4,7 +4,8 @@
 One token is run through the loaded model, at several positions at once. With every token alone,
 attention is the identity on values, so nothing in the model depends on the position but the
 rotation of queries and keys: between two positions they must differ exactly by one of the
-rotations that the model's modules declare, or not at all. Whatever does not fit is refused.
+rotations that the model's modules declare, or not at all. The length of queries may differ where
+the model's configuration says that it scales them. Whatever does not fit is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 
 import torch
 from vllm.forward_context import set_forward_context
+from vllm.transformers_utils.config import mrope_num_dims
 
+from vllm_choreo.engine.query_scaling import scales_queries
 from vllm_choreo.errors import UnsupportedModelError
 from vllm_choreo.ops import Rotation
 from vllm_choreo.ops.reference import rotate
@@ -181,12 +184,14 @@ def probe_positions(
 
     candidates: list[Rotation | None] = [None, *declared_rotations(model, config.max_model_len)]
     positions = probed_positions(config.max_model_len)
+    is_declared = scales_queries(config.hf_text_config)
     records = run(positions)
     found = []
     for layer in layers:
         vectors = _Vectors.of(layer, positions, records)
         found.append(_match(layer, candidates, vectors, config.dtype))
-        _refuse_scaled(vectors, _LENGTH_TOLERANCE[config.dtype], run)
+        unscaled = vectors.keys_only() if is_declared else vectors
+        _refuse_scaled(unscaled, _LENGTH_TOLERANCE[config.dtype], run)
     return found
 
 
@@ -210,8 +215,11 @@ def _record(
     token_id = min(7, vllm_config.model_config.get_vocab_size() - 1)
     tokens = torch.full((len(positions),), token_id, dtype=torch.int32, device=device)
     metadata = dict.fromkeys(layers, recorder)
+    where = torch.tensor(positions, device=device)
+    if rows := mrope_num_dims(vllm_config.model_config.hf_config):
+        where = where.expand(rows, -1)  # as in text
     with set_forward_context(metadata, vllm_config, num_tokens=len(positions)):
-        model(input_ids=tokens, positions=torch.tensor(positions, device=device))
+        model(input_ids=tokens, positions=where)
     return recorder
 
 
@@ -221,7 +229,7 @@ class _Vectors:
 
     layer: str
     positions: Sequence[int]
-    parts: tuple[torch.Tensor, torch.Tensor]
+    parts: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, layer: str, positions: Sequence[int], records: Sequence[QueryRecorder]) -> _Vectors:
@@ -239,6 +247,10 @@ class _Vectors:
         queries = torch.cat([record.queries[layer] for record in records])
         keys = torch.cat([record.keys[layer] for record in records])
         return cls(layer, positions, (queries, keys))
+
+    def keys_only(self) -> _Vectors:
+        """Without the queries."""
+        return _Vectors(self.layer, self.positions, self.parts[1:])
 
     def rotation_error(self, rotation: Rotation | None) -> float:
         """Largest deviation from the first position's vectors, rotated; lengths do not count."""
@@ -290,7 +302,7 @@ def _match(
         raise UnsupportedModelError(
             "between two positions the queries of this layer do not differ by a rotation that "
             f"the model declares (closest: relative error {errors[best]:.2g}). Learned absolute "
-            "positions, M-RoPE and frequencies that depend on the length cannot be "
+            "positions and frequencies that depend on the length cannot be "
             'choreographed: run this model without the plugin (VLLM_PLUGINS="")',
             parameter="model",
             value=layer,
@@ -303,7 +315,7 @@ def _refuse_scaled(
 ) -> None:
     """
     Raises:
-        UnsupportedModelError: the layer's queries change their length with the position.
+        UnsupportedModelError: the vectors change their length with the position.
     """
     scaled = vectors.first_scaled(tolerance)
     if scaled is None:
@@ -318,8 +330,9 @@ def _refuse_scaled(
         else:
             below = middle
     raise UnsupportedModelError(
-        f"this layer scales its queries by their position: from position {first} on, there by "
-        f"{factor:.4g}. Such positions cannot be choreographed yet: start the engine with "
+        f"this layer scales its queries or keys by their position: from position {first} on, "
+        f"there by {factor:.4g}, and the model's configuration does not say so. Such positions "
+        "cannot be choreographed: start the engine with "
         f"max_model_len={first} or less, or run this model without the plugin "
         '(VLLM_PLUGINS="")',
         parameter="model",

@@ -31,6 +31,7 @@ class LayerShape(NamedTuple):
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
+    window: int | None = None
 
 
 class LayerKind(NamedTuple):
@@ -135,9 +136,9 @@ class SpanBatcher:
         self._block_ids.update({r: ids for r, ids in (block_ids or {}).items() if r in started})
 
     def reads_spans(self, request_ids: Iterable[str]) -> bool:
-        """Whether any of the requests reads more than its own tokens."""
+        """Whether any of the requests reads more than its own tokens, or has them elsewhere."""
         found = (self._requests.get(request_id, _ORDINARY) for request_id in request_ids)
-        return any(spans.first_slot or spans.other_groups for spans in found)
+        return not all(spans.is_ordinary for spans in found)
 
     def batch(self, step: StepBatch) -> list[SpanPlan] | None:
         """The plan of each kind; None if every request reads its own tokens only."""
@@ -155,6 +156,19 @@ class SpanBatcher:
         for group in self._groups:
             plans.update(group.batch(step, is_new))
         return [plans[index] for index in range(len(self.kinds))]
+
+    def place(self, step: StepBatch, positions: torch.Tensor) -> None:
+        """Give the model the positions at which own tokens are stored, in place.
+
+        Args:
+            step: the batch.
+            positions: int `[..., num_tokens]`, on the device: the virtual indices.
+        """
+        shifts = [self._requests.get(r, _ORDINARY).shift for r in step.request_ids]
+        if any(shifts):
+            lengths = step.query_start_loc.diff()
+            by_token = torch.tensor(shifts).repeat_interleave(lengths)
+            positions[..., : len(by_token)] += to_device(by_token, positions.device)
 
     def host_table(self, step: StepBatch) -> torch.Tensor:
         """The block table in host memory, as far as planning looks it up."""
@@ -209,7 +223,7 @@ class _GroupBatcher:
                 spans,
                 first_slot=(*spans.first_slot, spans.base),
                 num_tokens=(*spans.num_tokens, 0),
-                stored_position=(*spans.stored_position, spans.base),
+                stored_position=(*spans.stored_position, spans.base + spans.shift),
                 position_delta=(*spans.position_delta, 0),
             )
             for spans in (request.of_group(self.group) for request in requests)

@@ -54,6 +54,8 @@ class ChoreoModelRunnerV1(ChoreoModelRunner):
                 self.input_batch.block_table[0].get_device_tensor(num_reqs),
                 self.seq_lens[:num_reqs],
             )
+            rows = self.mrope_positions.gpu if self.uses_mrope else self.positions
+            self.batcher.place(step, rows)
             self.batcher.running = self.batcher.batch(step)
         return super()._build_attention_metadata(  # type: ignore[misc]
             num_tokens, num_reqs, *args, **kwargs

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import StepBatch
+from vllm_choreo.errors import UnsupportedModelError
 
 
 class ChoreoCudaGraphManager(ModelCudaGraphManager):
@@ -44,6 +45,23 @@ class ChoreoCudaGraphManager(ModelCudaGraphManager):
 class ChoreoModelRunnerV2(ChoreoModelRunner):
     """Takes part where vLLM looks up the blocks of a batch; dummy runs look none up."""
 
+    def prepare_choreography(self: Any) -> None:
+        """As on all runners, but of models with M-RoPE, whose positions are built elsewhere.
+
+        Raises:
+            UnsupportedModelError: the model cannot be choreographed; says why.
+        """
+        model = self.vllm_config.model_config
+        if model.uses_mrope:
+            raise UnsupportedModelError(
+                "models with M-RoPE are choreographed by vLLM's model runner V1 alone: set "
+                "VLLM_USE_V2_MODEL_RUNNER=0, or run this model without the plugin "
+                '(VLLM_PLUGINS="")',
+                parameter="model",
+                value=model.model,
+            )
+        super().prepare_choreography()
+
     @property
     def graphs(self: Any) -> ChoreoCudaGraphManager:
         return self.cudagraph_manager
@@ -67,6 +85,7 @@ class ChoreoModelRunnerV2(ChoreoModelRunner):
                 block_tables[0][:num_reqs],
                 input_batch.seq_lens[:num_reqs],
             )
+            self.batcher.place(step, input_batch.positions)
             self.batcher.running = self.batcher.batch(step)
         return block_tables, slot_mappings
 

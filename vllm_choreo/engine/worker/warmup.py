@@ -32,9 +32,10 @@ def warm_up(layers: Iterable[Any], batcher: SpanBatcher, table_width: int) -> No
     # All zeros: block 0 belongs to no request.
     table = torch.zeros(_NUM_REQUESTS, table_width, dtype=torch.int32, device=batcher.device)
     for layer in {_compiled_for(batcher, layer): layer for layer in layers}.values():
-        num_heads, num_kv_heads, head_size, dtype = _kind(batcher, layer).shape
-        num_queries = _start_batch(batcher, num_heads // num_kv_heads, table)
-        query = torch.zeros(num_queries, num_heads, head_size, dtype=dtype, device=batcher.device)
+        shape = _kind(batcher, layer).shape
+        num_queries = _start_batch(batcher, shape.num_heads // shape.num_kv_heads, table)
+        size = num_queries, shape.num_heads, shape.head_size
+        query = torch.zeros(size, dtype=shape.dtype, device=batcher.device)
         layer.impl.forward(layer, query, None, None, layer.kv_cache, None, torch.empty_like(query))
     batcher.running = None
     batcher.update({}, map(str, range(_NUM_REQUESTS)))
@@ -49,7 +50,8 @@ def _compiled_for(batcher: SpanBatcher, layer: Any) -> tuple[Any, ...]:
     rotation, shape, _ = _kind(batcher, layer)
     turns = rotation and (rotation.rotary_dim, rotation.is_neox)
     attention = layer.impl.attention
-    return shape, turns, bool(attention.softcap), attention.alibi_slopes is not None
+    has_floats = (attention.alibi_slopes is not None, attention.sinks is not None)
+    return shape, turns, bool(attention.softcap), has_floats
 
 
 def _start_batch(batcher: SpanBatcher, group_heads: int, block_table: torch.Tensor) -> int:

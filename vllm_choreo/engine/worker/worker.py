@@ -49,5 +49,10 @@ class ChoreoWorker:
         return self.model_runner
 
     def choreo_positions(self) -> list[dict[str, Any]]:
-        """What the position probe found, per layer, as plain data (for `vllm-choreo doctor`)."""
-        return [found.describe() for found in self.runner.layer_positions]
+        """What the position probe found, and what the layer attends to, per layer, as plain data
+        (for `vllm-choreo doctor`).
+        """
+        return [
+            {**found.describe(), **self.runner.layers[found.layer].impl.describe()}
+            for found in self.runner.layer_positions
+        ]

@@ -12,7 +12,8 @@ from vllm_choreo.ops.layout import key_view, value_view
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.sharing import PARTIAL_BYTES, SharedReads, partial_row_bytes
 from vllm_choreo.ops.spans import SpanBatch
-from vllm_choreo.ops.tiles import MIN_ROWS, Tiles, plan_tiles
+from vllm_choreo.ops.tile_planner import plan_tiles
+from vllm_choreo.ops.tiles import MIN_ROWS, Tiles
 from vllm_choreo.ops.triton.kernels import attend_tiles, merge_partials
 
 # Programs in flight per multiprocessor: of these kernels two fit, by their shared memory.
@@ -55,6 +56,7 @@ def make_tiles(
     head_size: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    window: int | None = None,
 ) -> Tiles:
     """`plan_tiles` for these kernels on a device. The batch lies in host memory."""
     device = torch.device(device)
@@ -67,6 +69,7 @@ def make_tiles(
         num_programs=_num_programs(device),
         device=device,
         max_partials=PARTIAL_BYTES // partial_row_bytes(num_heads, head_size),
+        window=window,
     )
 
 
@@ -120,6 +123,7 @@ def span_attention(
             head_size=head_size,
             dtype=query.dtype,
             device=query.device,
+            window=layer.window,
         )
     keys, values = key_view(kv_cache, layer.layout), value_view(kv_cache, layer.layout)
     partial_output, partial_lse = _partials(plan, tiles.num_partials, query)
@@ -130,11 +134,11 @@ def span_attention(
             query, *query.stride()[:2],
             keys, *keys.stride(), values, *values.stride(),
             output, *output.stride()[:2], partial_output, partial_lse,
-            table, table.stride(0), cos_sin, layer.alibi_slopes,
+            table, table.stride(0), cos_sin, layer.alibi_slopes, layer.sinks,
             tile_class.query, tile_class.request, tile_class.column, tile_class.items,
             tiles.segments, tiles.read_span, tiles.read_position,
             tiles.own_first_slot, tiles.own_tokens, tiles.own_position, tiles.query_end,
-            layer.scale, layer.softcap,
+            layer.scale, layer.softcap, layer.window or 0,
             NUM_ROWS=tile_class.num_rows,
             GROUP_HEADS=num_heads // num_kv_heads,
             HEAD_SIZE=head_size,
@@ -143,6 +147,8 @@ def span_attention(
             IS_NEOX=layer.is_neox,
             HAS_SOFTCAP=layer.softcap > 0,
             HAS_ALIBI=layer.alibi_slopes is not None,
+            HAS_WINDOW=layer.window is not None,
+            HAS_SINKS=layer.sinks is not None,
             BLOCK_SIZE=plan.spans.block_size,
             CHUNK=_chunk_tokens(padded, query.dtype),
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
@@ -153,6 +159,7 @@ def span_attention(
     if tiles.num_partials:
         merge_partials[(tiles.merged_query.numel(), num_heads)](
             output, *output.stride()[:2], partial_output, partial_lse,
-            tiles.merged_query, tiles.partial_start_loc, tiles.partial,
-            HEAD_SIZE=head_size, PADDED_HEAD_SIZE=padded, num_warps=1,
+            tiles.merged_query, tiles.partial_start_loc, tiles.partial, layer.sinks,
+            HEAD_SIZE=head_size, PADDED_HEAD_SIZE=padded, HAS_SINKS=layer.sinks is not None,
+            num_warps=1,
         )  # fmt: skip

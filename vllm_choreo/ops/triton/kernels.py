@@ -60,13 +60,13 @@ def _dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes,
             key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
             table_ptr, first_slot, begin, end, dims, scale, softcap,
-            IS_OWN: tl.constexpr, HEAD_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-            HAS_ALIBI: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
-            PRECISION: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
+            window, IS_OWN: tl.constexpr, HEAD_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+            HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+            CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
     """Take tokens begin .. end - 1, from `first_slot` on, into the running softmax of each row.
 
     `distance` is the seen position of token 0 minus the position of the row's query; of an own
-    span a row sees the tokens up to `last_visible`.
+    span a row sees the tokens up to `last_visible`, in a window those beyond `-window`.
     """
     is_dim = dims < HEAD_SIZE
     for start in range(begin, end, CHUNK):
@@ -87,6 +87,8 @@ def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes
         visible = is_token[None, :]
         if IS_OWN:
             visible = visible & (token[None, :] <= last_visible[:, None])
+        if HAS_WINDOW:
+            visible = visible & (distance[:, None] + token[None, :] > -window)
         scores = tl.where(visible, scores * LOG2_E, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # A row that has seen nothing yet has no maximum; any number serves.
@@ -111,15 +113,16 @@ def attend_tiles(
     key_ptr, key_block, key_head, key_slot, key_dim,
     value_ptr, value_block, value_head, value_slot, value_dim,
     output_ptr, output_token, output_head, partial_output_ptr, partial_lse_ptr,
-    table_ptr, table_row, cos_sin_ptr, slopes_ptr,
+    table_ptr, table_row, cos_sin_ptr, slopes_ptr, sinks_ptr,
     tile_query_ptr, tile_request_ptr, tile_column_ptr, items_ptr,
     segments_ptr, read_span_ptr, read_position_ptr,
     own_first_slot_ptr, own_tokens_ptr, own_position_ptr, query_end_ptr,
-    scale, softcap,
+    scale, softcap, window,
     NUM_ROWS: tl.constexpr, GROUP_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     PADDED_HEAD_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One item of one KV head. Names without a suffix are strides, in elements."""
     NUM_SLOTS: tl.constexpr = NUM_ROWS // GROUP_HEADS
@@ -149,8 +152,9 @@ def attend_tiles(
     index = num_own - query_end + query.to(tl.int32)
     position = index
     slopes = tl.zeros([NUM_ROWS], tl.float32)
-    if HAS_ALIBI:
+    if HAS_ALIBI or HAS_WINDOW:
         position += tl.load(own_position_ptr + request, mask=has_query, other=0)
+    if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + head, mask=has_query, other=0.0)
     maximum = tl.full([NUM_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([NUM_ROWS], tl.float32)
@@ -168,30 +172,39 @@ def attend_tiles(
             turned = _rotate(queries, rows_ptr, has_query, cos_sin_ptr, span, dims,
                              HEAD_SIZE, ROTARY_DIM, IS_NEOX)  # fmt: skip
         distance = position
-        if HAS_ALIBI:
+        if HAS_ALIBI or HAS_WINDOW:
             seen = tl.load(read_position_ptr + read, mask=has_query, other=0)
             distance = seen + tl.load(segment_ptr + 4) - position
         accumulator, maximum, total = _attend(
             accumulator, maximum, total, turned, index, distance, slopes,
             key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
             blocks_ptr, tl.load(segment_ptr + 2), 0, tl.load(segment_ptr + 3), dims, scale, softcap,
-            False, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, BLOCK_SIZE, CHUNK, PRECISION, WIDEN,
+            window, False, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW, BLOCK_SIZE, CHUNK,
+            PRECISION, WIDEN,
         )  # fmt: skip
 
     if own_request >= 0:
-        # What the tile's last query sees, in equal shares of whole chunks.
+        # What the tile's queries see, in equal shares of whole chunks.
         num_visible = tl.max(tl.where(has_query, index, -1), 0) + 1
-        per_share = tl.cdiv(tl.cdiv(num_visible, num_shares), CHUNK) * CHUNK
-        begin = share * per_share
+        first_visible = 0
+        if HAS_WINDOW:
+            first = tl.min(tl.where(has_query, index, num_visible), 0)
+            first_visible = tl.maximum(first + 1 - window, 0)
+        per_share = tl.cdiv(tl.cdiv(num_visible - first_visible, num_shares), CHUNK) * CHUNK
+        begin = first_visible + share * per_share
         accumulator, maximum, total = _attend(
             accumulator, maximum, total, queries, index, -index, slopes,
             key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
             table_ptr + own_request.to(tl.int64) * table_row,
             tl.load(own_first_slot_ptr + own_request), begin,
             tl.minimum(begin + per_share, num_visible), dims, scale, softcap,
-            True, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, BLOCK_SIZE, CHUNK, PRECISION, WIDEN,
+            window, True, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW, BLOCK_SIZE, CHUNK,
+            PRECISION, WIDEN,
         )  # fmt: skip
 
+    if HAS_SINKS and first_partial < 0:
+        sink = tl.load(sinks_ptr + head, mask=has_query, other=0.0) * LOG2_E
+        total += tl.where(has_query, tl.exp2(sink - maximum), 0.0)
     # A row that saw nothing has an output of zeros and a log-sum-exp of -inf.
     total = tl.where(total == 0.0, 1.0, total)
     result = accumulator / total[:, None]
@@ -212,8 +225,8 @@ def attend_tiles(
 @triton.jit
 def merge_partials(
     output_ptr, output_token, output_head, partial_output_ptr, partial_lse_ptr,
-    merged_query_ptr, partial_start_ptr, partial_ptr,
-    HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr,
+    merged_query_ptr, partial_start_ptr, partial_ptr, sinks_ptr,
+    HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The output of one head of one query from its partial results."""
     merged, head = tl.program_id(0), tl.program_id(1)
@@ -226,6 +239,8 @@ def merge_partials(
         partial = tl.load(partial_ptr + i).to(tl.int64) * tl.num_programs(1) + head
         maximum = tl.maximum(maximum, tl.load(partial_lse_ptr + partial))
     total = 0.0
+    if HAS_SINKS:  # an output of zero
+        total = tl.exp2(tl.load(sinks_ptr + head) * LOG2_E - maximum)
     result = tl.zeros([PADDED_HEAD_SIZE], tl.float32)
     for i in range(begin, end):
         at = tl.load(partial_ptr + i).to(tl.int64) * tl.num_programs(1) + head

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
@@ -12,17 +13,17 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.errors import as_choreo_error, error_json, renamed
 from vllm_choreo.server.openai.engine_client import CallClient
-from vllm_choreo.server.openai.reading import ARGUMENTS, SESSION_KEY
+from vllm_choreo.server.openai.reading import ARGUMENTS, PROMPT_ARGUMENTS, SESSION_KEY
 from vllm_choreo.wire.messages import usage_json
 
 # What the arguments of a call are called in a request to vLLM's routes.
-_NAMES = {name: f"vllm_xargs.{key}" for key, name in ARGUMENTS.items()}
-_NAMES |= {"session": f"vllm_xargs.{SESSION_KEY}", "header": "prompt"}
+_NAMES = {name: f"vllm_xargs.{key}" for key, name in (ARGUMENTS | PROMPT_ARGUMENTS).items()}
+_NAMES |= {"session": f"vllm_xargs.{SESSION_KEY}", "header": "prompt", "adapter": "model"}
 
 
-def with_numbers(answer: Any, message: Message) -> Any:
-    """VLLM's answer with our usage, and what the message is called."""
-    answer.usage = UsageInfo(**{**answer.usage.model_dump(), **usage_json(message)})
+def with_numbers(answer: Any, message: Message, more: Mapping[str, int]) -> Any:
+    """VLLM's answer with our usage, `more` of it, and what the message is called."""
+    answer.usage = UsageInfo(**{**answer.usage.model_dump(), **usage_json(message), **more})
     answer.choreo = _choreo_json(message)
     return answer
 
@@ -47,7 +48,7 @@ def event_with_numbers(event: str, client: CallClient) -> str:
             client.is_told = True
             chunk["choreo"] = _choreo_json(client.message)
             if usage and not chunk["choices"]:
-                chunk["usage"] = {**usage, **usage_json(client.message)}
+                chunk["usage"] = {**usage, **usage_json(client.message), **client.more_usage}
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 

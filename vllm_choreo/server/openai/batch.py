@@ -220,6 +220,13 @@ def _arguments(body: Any) -> dict[str, Any]:
     check_form(body)
     # vLLM has read the line: true is 1 by now.
     arguments, session_id = read_arguments(body.vllm_xargs)
+    for key in ("schema", "layout"):
+        if key in arguments:
+            raise UnsupportedOptionError(
+                "a file of requests knows no schemas: send prompts to a server",
+                parameter=key,
+                value=arguments[key],
+            )
     if session_id is not None:
         raise UnknownSessionError(
             "the lines of a file share one session: leave the key out", parameter="session"

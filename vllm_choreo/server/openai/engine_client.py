@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_choreo.api.outcomes import Outcome, metrics_of
+from vllm_choreo.api.adapters import Placed
+from vllm_choreo.api.outcomes import Outcome, engine_prompt, metrics_of
 from vllm_choreo.api.pending import Pending
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 from vllm_choreo.semantics.message import Message
@@ -23,6 +24,8 @@ class CallClient:
         llm: an engine client that takes choreographed requests.
         run: of the request; ends with `leave`.
         arguments: of the decode, as `AsyncChoreography.decode` takes them.
+        header: token ids in place of those that vLLM makes of the request's text; None: those.
+        more_usage: numbers that the answer tells beside the message's.
 
     Attributes:
         message: what the request made, once it is complete.
@@ -31,7 +34,14 @@ class CallClient:
         on_submitted: is called when the engine has the call, from when on others may name it.
     """
 
-    def __init__(self, llm: Any, run: Run, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        run: Run,
+        arguments: dict[str, Any],
+        header: Sequence[int] | None = None,
+        more_usage: Mapping[str, int] | None = None,
+    ) -> None:
         self.message: Message | None = None
         self.error: ChoreoError | None = None
         self.is_told = False
@@ -39,6 +49,8 @@ class CallClient:
         self._llm = llm
         self._run = run
         self._arguments = arguments
+        self._header = header
+        self.more_usage = more_usage or {}
         self._start: Callable[[], Any] | None = None
         self._pending: Pending | None = None
         self._queue: Any = None
@@ -72,12 +84,17 @@ class CallClient:
                 parameter="header",
                 value=prompt["type"],
             )
+        if self._header is not None:
+            prompt = engine_prompt(self._header)
         params = sampling_params.clone()
         keys = choreo_keys(params.extra_args)
         params.extra_args = {k: v for k, v in params.extra_args.items() if k not in keys} or None
         self._submitted = time.perf_counter()
         header = prompt["prompt_token_ids"]
-        pending = self._run.begin(header, sampling_params=params, **self._arguments)
+        # `model` names the adapter of a whole workflow, of which this call is a part.
+        placed = Placed(options.get("lora_request"))
+        pending = self._run.begin(header, sampling_params=params, adapter=placed, **self._arguments)
+        options["lora_request"] = pending.call.adapter
         # Nothing else runs in between: who names the message as a parent comes to the engine later.
         self._pending, params = pending, pending.call.params.apply(params)
         self._queue = await self._llm.add_request(request_id, prompt, params, **options)

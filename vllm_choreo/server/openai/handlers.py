@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict
 from typing import Any
 
 from starlette.datastructures import State
@@ -19,6 +20,7 @@ from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.openai.answering import event_with_numbers, in_terms_of_xargs, with_numbers
 from vllm_choreo.server.openai.engine_client import CallClient
 from vllm_choreo.server.openai.reading import check_form, read_arguments
+from vllm_choreo.server.openai.schema_prompts import begin_prompt
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.sessions import OpenSession, Sessions
 from vllm_choreo.server.strict_json import read_json
@@ -29,7 +31,7 @@ def init_state(state: State, llm: Any) -> None:
     """Let the handlers of vLLM's routes choreograph.
 
     Args:
-        state: of the app, with `choreo`, the server's sessions.
+        state: of the app, with `choreo`, `choreo_schemas` and `choreo_reader`.
         llm: an engine client that takes choreographed requests.
     """
     for name, handler in (
@@ -40,6 +42,7 @@ def init_state(state: State, llm: Any) -> None:
         # vLLM names the classes of its handlers; the subclasses only add to them.
         serving.__class__ = handler
         serving.choreo_sessions, serving.choreo_llm = state.choreo, llm
+        serving.choreo_schemas, serving.choreo_reader = state.choreo_schemas, state.choreo_reader
 
 
 class ChoreoServingCompletion(OpenAIServingCompletion):
@@ -78,10 +81,33 @@ async def _answer(
         sent = read_json(await raw_request.body())
         arguments, session_id = read_arguments(sent["vllm_xargs"])
         session = _session(serving.choreo_sessions, tenant_of(raw_request), session_id)
-        client = CallClient(serving.choreo_llm, Run(serving.choreo_sessions, session), arguments)
+        client = await _client(serving, body, session, arguments)
         return await run_call(serving, create, body, client, raw_request)
     except (ChoreoError, EngineDeadError) as error:
         raise in_terms_of_xargs(error) from None
+
+
+async def _client(
+    serving: Any, body: Any, session: OpenSession, arguments: dict[str, Any]
+) -> CallClient:
+    """The engine client of a request; of one that names a schema, its prompt has begun.
+
+    Raises:
+        ChoreoError: the prompt is illegal.
+    """
+    run = Run(serving.choreo_sessions, session)
+    try:
+        prompts = serving.choreo_schemas.of_session(session)
+        # `model` names the adapter of a whole workflow, of which this prompt is a part.
+        adapter = await serving.choreo_reader.adapter_of(None, body.model)
+        calls = await begin_prompt(run, prompts, body, arguments, adapter)
+    except BaseException:
+        run.leave(is_answered=True)
+        raise
+    if calls is None:
+        return CallClient(serving.choreo_llm, run, arguments)
+    usage = asdict(calls.asked.plan.usage)
+    return CallClient(serving.choreo_llm, run, arguments, calls.header, usage)
 
 
 def _session(sessions: Sessions, tenant: str, session_id: str | None) -> OpenSession:
@@ -117,7 +143,11 @@ async def run_call(
         client.is_told = client.message is not None
     finally:
         client.leave()
-    return answer if client.message is None else with_numbers(answer, client.message)
+    return (
+        answer
+        if client.message is None
+        else with_numbers(answer, client.message, client.more_usage)
+    )
 
 
 async def _begun(client: CallClient, create: Callable[[], Any]) -> Any:

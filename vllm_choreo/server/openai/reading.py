@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError, LimitError, SpanError, UnsupportedOptionError
+from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.schemas import MAX_PARENTS
@@ -17,8 +18,11 @@ SESSION_KEY = "choreo_session"
 # The arguments of a decode, by key.
 ARGUMENTS = {
     f"choreo_{name}": name
-    for name in ("parents", "offsets", "new_offset", "save_as", "mode", "deny")
+    for name in ("parents", "offsets", "new_offset", "save_as", "mode", "deny", "repair", "role")
 }
+# And of a prompt of a schema.
+PROMPT_ARGUMENTS = {f"choreo_{name}": name for name in ("schema", "layout")}
+_KEYS = {**ARGUMENTS, **PROMPT_ARGUMENTS}
 _PARENT = re.compile(r"(?P<id>[^\[\]]+)(\[(?P<start>\d{0,9}):(?P<stop>\d{0,9})\])?")
 
 
@@ -62,23 +66,23 @@ def _refused(body: Any) -> dict[str, tuple[bool, str]]:
 
 
 def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """The arguments of `AsyncChoreography.decode`, and the session if one is named.
+    """The arguments of `AsyncChoreography.decode` and of a prompt, and the session if one is named.
 
     Raises:
         LimitError: too many parents.
         ChoreoError: an unknown key, or a value that has not the form of its key.
     """
     for key in choreo_keys(xargs):
-        if key not in ARGUMENTS and key != SESSION_KEY:
+        if key not in _KEYS and key != SESSION_KEY:
             raise ChoreoError(
-                f"unknown key; the keys are {', '.join((*ARGUMENTS, SESSION_KEY))}",
+                f"unknown key; the keys are {', '.join((*_KEYS, SESSION_KEY))}",
                 parameter=f"vllm_xargs.{key}",
                 value=xargs[key],
             )
     session_id = xargs.get(SESSION_KEY)
     if session_id is not None and not isinstance(session_id, str):
         raise ChoreoError("the id of a session is a string", parameter="session", value=session_id)
-    arguments = {name: xargs[key] for key, name in ARGUMENTS.items() if key in xargs}
+    arguments = {name: xargs[key] for key, name in _KEYS.items() if key in xargs}
     parents = arguments.get("parents")
     if isinstance(parents, list):
         if len(parents) > MAX_PARENTS:
@@ -86,6 +90,8 @@ def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
                 f"a call has up to {MAX_PARENTS} parents", parameter="parents", value=len(parents)
             )
         arguments["parents"] = [_parent(parent) for parent in parents]
+    if isinstance(arguments.get("repair"), str):
+        arguments["repair"] = rule_given(arguments["repair"])
     return arguments, session_id
 
 

@@ -6,10 +6,12 @@ from vllm_choreo.workflows.problems.documents import (
     key_values,
     list_pairs,
     sentence_facts,
+    stated_numbers,
 )
 from vllm_choreo.workflows.problems.facts import trivia
 from vllm_choreo.workflows.problems.generate import algebra, arithmetic, counting
 from vllm_choreo.workflows.problems.jsonl import DataError, load_jsonl
+from vllm_choreo.workflows.problems.long_documents import reports
 from vllm_choreo.workflows.problems.problem import Kind, Problem
 from vllm_choreo.workflows.problems.word_problems import word_problems
 from vllm_choreo.workflows.problems.words import concept_lists
@@ -26,7 +28,9 @@ __all__ = [
     "key_values",
     "list_pairs",
     "load_jsonl",
+    "reports",
     "sentence_facts",
+    "stated_numbers",
     "trivia",
     "word_problems",
 ]

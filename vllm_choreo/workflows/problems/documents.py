@@ -53,6 +53,17 @@ def key_values(num: int, seed: int = 0, num_documents: int = 4) -> list[Problem]
     return draw_distinct("key_values", num, seed, draw)
 
 
+def stated_numbers(num: int, seed: int = 0) -> list[Problem]:
+    """Questions that hold their own answer, for who is to answer several. Kind "trivia"."""
+
+    def draw(rng: random.Random, problem_id: str) -> Problem:
+        (name,), (value,) = _numbered(rng, 1)
+        question = f"{name}'s number is {value}. What is {name}'s number?"
+        return Problem(problem_id, question, (value,), "trivia")
+
+    return draw_distinct("stated_numbers", num, seed, draw)
+
+
 def sentence_facts(num: int, seed: int = 0, num_documents: int = 4) -> list[Problem]:
     """Each document says three things of a person; the job of one is asked for. Kind "trivia".
 

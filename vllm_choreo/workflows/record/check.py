@@ -37,7 +37,7 @@ _STEP = {
     },
 }
 # Files of before there were any lack them.
-_PLACES = {"offsets": ([(int, None)], None), "new_offset": (int, None)}
+_PLACES = {"offsets": ([(int, None)], None), "new_offset": (int, None), "role": (str, None)}
 _TRANSCRIPT = {
     "workflow": str,
     "mode": str,
@@ -54,6 +54,8 @@ def check_transcript(data: Any) -> None:
     for i, step in enumerate(data["steps"]):
         for name, form in _PLACES.items():
             check_form(step.get(name), form, f"steps[{i}].{name}")
+        repaired = step["usage"].get("repaired_tokens", 0)
+        check_form(repaired, int, f"steps[{i}].usage.repaired_tokens")
         for name in ("token_ids", "generated_token_ids"):
             if any(token < 0 for token in step[name]):
                 raise ValueError(f"steps[{i}].{name} must hold token ids, which are 0 or more")

@@ -13,6 +13,7 @@ tokens can be compared. The engine must have been started with
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -59,15 +60,17 @@ class Replay:
                 know forced tokens.
         """
         many, asked = is_list_of_calls(header), options.get("sampling_params")
+        for_all: Any = {k: v for k, v in options.items() if many and k != "sampling_params"}
         items = header if many else [{"header": header, **options}]
         recorded = self._next("decode", items)
         calls = []
         for item, message in zip(items, recorded, strict=True):
             params = _forcing(message, item.get("sampling_params") or asked)
             calls.append({**item, "sampling_params": params})
-        messages = self._c.decode(calls)
-        for message, expected in zip(messages, recorded, strict=True):
-            _check_forced(message, expected)
+        messages = [
+            _forced(message, expected)
+            for message, expected in zip(self._c.decode(calls, **for_all), recorded, strict=True)
+        ]
         return messages if many else messages[0]
 
     def free(self, *messages: Any) -> None:
@@ -131,7 +134,8 @@ def _forcing(recorded: Message, asked: Any) -> Any:
     )
 
 
-def _check_forced(message: Message, recorded: Message) -> None:
+def _forced(message: Message, recorded: Message) -> Message:
+    """The message with the text of the recorded one, whose tokens it has."""
     if message.generated_token_ids != recorded.generated_token_ids:
         raise ChoreoError(
             "the engine did not generate the recorded tokens: start it with the same model and "
@@ -139,6 +143,7 @@ def _check_forced(message: Message, recorded: Message) -> None:
             parameter="transcript",
             value=message.generated_text,
         )
+    return replace(message, text=recorded.text, generated_text=recorded.generated_text)
 
 
 def _differs(reason: str, value: Any = None) -> ChoreoError:

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts from schemas: time to first token, and answers.
+
+    python -m benchmarks.pml [--documents 5000 8000] [--in-flight 1 8 32] [--turns 3] [--limit 100]
+
+One engine; the sides take turns. Whoever runs as text empties the prefix cache before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks.harness.engine import start_choreo_engine
+from benchmarks.harness.record import read_csv, record, write_csv
+from benchmarks.pml import answers, first_token
+from benchmarks.pml.page import bar_reached, section
+
+# Beside the document: an instruction, a question, a token, and padding to whole blocks.
+ROOM_TOKENS = 192
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, nargs="*", default=[5000, 8000], help="tokens")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--limit", type=int, default=100, help="problems of each task; 0: none")
+    args = parser.parse_args()
+    if max(args.in_flight) > first_token.NUM_ROLES:
+        parser.error(f"there are instructions for {first_token.NUM_ROLES} prompts")
+    longest = max([2048, *(tokens + ROOM_TOKENS for tokens in args.documents)])
+    settings = {"choreo": {"host_memory_gib": first_token.HOST_GIB}}
+    llm = start_choreo_engine(
+        4,
+        max_model_len=min(longest, 8192),
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        additional_config=settings,
+    )
+    rows = [
+        row
+        for tokens in args.documents
+        for row in first_token.measure(llm, tokens, args.in_flight, args.turns)
+    ]
+    if rows:
+        write_csv("pml_first_token", rows, **record())
+    if args.limit:
+        write_csv("pml_answers", answers.measure(llm, args.limit), **record())
+    print(section())
+    return int(not bar_reached(read_csv("pml_first_token")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of repair: which runs they choose, what they refuse, and their way over the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_choreo.errors import RepairError
+from vllm_choreo.repair.policy import session_rule
+from vllm_choreo.repair.rules import Seen, rule_given, rule_of, rule_text
+from vllm_choreo.repair.runs import Runs, num_tokens
+from vllm_choreo.semantics.params import ChoreoParams
+
+SIZE = 16
+PARENTS = st.lists(
+    st.tuples(st.integers(0, 70), st.integers(1, 90)).map(lambda p: Seen(p[0], p[0] + p[1])),
+    max_size=4,
+)
+RULES: list[Any] = [
+    *("first:1", "first:32", "last:16", "all", "none"),
+    {"share": 0.0, "by": "random"},
+    {"share": 0.3, "by": "random", "seed": 7},
+    {"share": 1, "by": "random"},
+]
+
+
+def _tokens(runs: Runs) -> set[int]:
+    return {token for start, stop in runs for token in range(start, stop)}
+
+
+@given(parents=PARENTS, rule=st.sampled_from(RULES))
+def test_runs_lie_in_their_parents_in_order(parents: list[Seen], rule: Any) -> None:
+    chosen = rule_of(rule).runs(parents, SIZE)
+    assert len(chosen) == len(parents)
+    for runs, parent in zip(chosen, parents, strict=True):
+        ends = [end for run in runs for end in run]
+        assert ends == sorted(set(ends)), "runs are ascending, not empty, and do not touch"
+        assert _tokens(runs) <= set(range(parent.num_tokens))
+
+
+@given(parents=PARENTS, count=st.integers(1, 100))
+def test_first_and_last(parents: list[Seen], count: int) -> None:
+    first = rule_of(f"first:{count}").runs(parents, SIZE)
+    last = rule_of(f"last:{count}").runs(parents, SIZE)
+    for parent, head, tail in zip(parents, first, last, strict=True):
+        tokens = list(range(parent.num_tokens))
+        assert _tokens(head) == set(tokens[:count])
+        assert _tokens(tail) == set(tokens[-count:])
+
+
+@given(parents=PARENTS, share=st.floats(0, 1), seed=st.integers(0, 9))
+def test_random_blocks_are_whole_blocks_within_the_budget(
+    parents: list[Seen], share: float, seed: int
+) -> None:
+    chosen = rule_of({"share": share, "by": "random", "seed": seed}).runs(parents, SIZE)
+    total = sum(parent.num_tokens for parent in parents)
+    spent = sum(num_tokens(runs) for runs in chosen)
+    assert spent <= share * total
+    for runs, parent in zip(chosen, parents, strict=True):
+        for end in (end + parent.start for run in runs for end in run):
+            assert end % SIZE == 0 or end in (parent.start, parent.stop)
+    # What is left of the budget would not pay for any block that was left out.
+    left = [
+        stop - start
+        for runs, parent in zip(chosen, parents, strict=True)
+        for start, stop in parent.blocks(SIZE)
+        if start not in _tokens(runs)
+    ]
+    assert not left or min(left) > share * total - spent - 1e-9
+
+
+@given(parent=PARENTS.filter(bool), start=st.integers(0, 99), length=st.integers(1, 99))
+def test_clipped_runs_end_with_their_parents(parent: list[Seen], start: int, length: int) -> None:
+    rule = rule_of({"clipped": [[[start, start + length]]] * len(parent)})
+    for seen, runs in zip(parent, rule.runs(parent, SIZE), strict=True):
+        assert _tokens(runs) == set(range(start, start + length)) & set(range(seen.num_tokens))
+
+
+def test_a_share_of_one_is_everything() -> None:
+    parents = [Seen(5, 40), Seen(0, 16), Seen(16, 17)]
+    assert rule_of({"share": 1, "by": "random"}).runs(parents, SIZE) == rule_of("all").runs(
+        parents, SIZE
+    )
+
+
+@pytest.mark.parametrize(
+    "rule", [*RULES, [[[0, 3], [5, 9]], []], {"clipped": [[[0, 3], [5, 9]], []]}]
+)
+def test_the_wire_carries_rules(rule: Any) -> None:
+    params = ChoreoParams(parents=("a", "b"), repair=rule)
+    again = ChoreoParams.from_extra_args(params.to_extra_args())
+    assert again == params and again.repair == rule_of(rule)
+
+
+@pytest.mark.parametrize("rule", [*RULES, [[[0, 3], [5, 9]], []]])
+def test_rules_as_text(rule: Any) -> None:
+    assert rule_of(rule_given(rule_text(rule))) == rule_of(rule)
+
+
+@pytest.mark.parametrize(
+    "text", ["best:3", "", "{", "[[0, 3]", "[" * 100_000, '{"share": 2, "by": "random"}', "7"]
+)
+def test_what_is_no_rule_as_text_is_refused(text: str) -> None:
+    with pytest.raises(RepairError) as caught:
+        rule_given(text)
+    assert caught.value.parameter.startswith("repair")
+
+
+def test_runs_are_sorted_and_joined() -> None:
+    assert rule_of([[(5, 9), (0, 3), (3, 4)]]).to_json() == [[[0, 4], [5, 9]]]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *("first", "first:", "first:0", "first:-1", "first:x", "best:3", ""),
+        *({}, {"share": 1.5, "by": "random"}, {"share": -0.1, "by": "random"}),
+        *({"share": 0.1, "by": "luck"}, {"share": True, "by": "random"}, {"by": "random"}),
+        *({"share": 0.1, "by": "random", "seed": "x"}, {"share": 0.1, "by": "random", "size": 3}),
+        *(7, 0.3, [[(3, 3)]], [[(4, 2)]], [[(-1, 2)]], [[(0, 4), (3, 6)]], [[(0.0, 2)]]),
+        *([[0, 3]], [["03"]], "none:3"),
+    ],
+)
+def test_what_is_no_rule_is_refused(rule: Any) -> None:
+    with pytest.raises(RepairError) as caught:
+        ChoreoParams(parents=("a",), repair=rule)
+    assert caught.value.parameter.startswith("repair")
+
+
+def test_one_list_of_runs_per_parent() -> None:
+    for rule in ([[(0, 1)]], {"clipped": [[(0, 1)]]}):
+        with pytest.raises(RepairError, match="2 parents, 1 lists"):
+            ChoreoParams(parents=("a", "b"), repair=rule)
+
+
+def test_an_exact_call_is_not_repaired() -> None:
+    with pytest.raises(RepairError, match="mode 'exact'"):
+        ChoreoParams(parents=("a",), repair="first:3", exact=True)
+    with pytest.raises(RepairError, match="mode 'exact'"):
+        session_rule("first:3", "exact")
+
+
+def test_a_session_has_a_rule_and_no_runs() -> None:
+    with pytest.raises(RepairError, match="one call"):
+        session_rule([[(0, 1)]], "choreo")
+    assert session_rule(None, "exact") is None

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans on a real engine: exact ones give what the naive run gives, on six workflows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.byte_model import make_byte_model
+from vllm_choreo import Choreography
+from vllm_choreo.planner import AnswerCache, Planner, build, invoke, naive
+from vllm_choreo.planner.graph import CompiledGraph
+from vllm_choreo.planner.patterns import (
+    debate,
+    iterative_refinement,
+    map_reduce,
+    parallel_chains,
+    reflection,
+    trading,
+)
+
+GREEDY = {"temperature": 0.0, "max_tokens": 6}
+ROLES = ["You are terse, and you always say why you think so.", "You doubt all that you are told."]
+TASK = {
+    "context": [
+        "Anna owns a red bicycle and a green shed.",
+        "Ben has two dogs, three cats and a cow.",
+    ],
+    "question": "What is there?",
+}
+CHUNKS = {
+    "chunk_1": ["It broke after a week.", "Lovely colours."],
+    "chunk_2": ["The box was torn.", "Lovely colours, too."],
+}
+DESK = {
+    "ticker": ["AAA", "BBB"],
+    "market": ["Prices rose.", "Prices fell."],
+    "social": "All talk of it.",
+    "news": ["A new factory.", "A strike."],
+    "fundamentals": "No debts.",
+}
+WORKFLOWS: dict[str, Callable[[], CompiledGraph]] = {
+    "map_reduce": lambda: build([map_reduce(ROLES, sampling=GREEDY)]).compile(**TASK),
+    "debate": lambda: build(debate(ROLES, sampling=GREEDY)).compile(**TASK),
+    "reflection": lambda: build([reflection(ROLES, sampling=GREEDY)]).compile(**TASK),
+    "iterative": lambda: build([iterative_refinement(2, sampling=GREEDY)]).compile(**CHUNKS),
+    "parallel": lambda: build([parallel_chains(ROLES, 2, sampling=GREEDY)]).compile(**CHUNKS),
+    "trading": lambda: build([trading(ROLES, rounds=1, sampling=GREEDY)]).compile(**DESK),
+}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_byte_model(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture
+def llm(engine_slot: Callable[..., Any], model_path: Path) -> Any:
+    return engine_slot(model_path, max_num_batched_tokens=1024)
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_exact_plans_give_what_the_naive_run_gives(llm: Any, name: str) -> None:
+    compiled = WORKFLOWS[name]()
+    with Choreography(llm, mode="baseline") as c:
+        expected = naive(compiled, c)
+    for mode in ("baseline", "choreo"):
+        with Choreography(llm, mode=mode) as c:
+            result = invoke(compiled, c)
+            assert list(result) == expected, mode
+            assert all(lane.answer.exact for lane in result.stats.lanes)
+
+
+@pytest.mark.parametrize("name", ["debate", "reflection", "trading"])
+def test_choreographed_plans_read_answers_where_they_lie(llm: Any, name: str) -> None:
+    compiled = WORKFLOWS[name]()
+    with Choreography(llm, mode="choreo") as c:
+        exact = invoke(compiled, c)
+    with Choreography(llm, mode="choreo") as c:
+        planner = Planner(c, semantics="choreo")
+        for operator in compiled.graph.nodes:
+            if operator.kind == "llm":  # as if answers were long: to read them pays
+                planner.profile.add(operator.name, 100.0)
+        result = planner.invoke(compiled)
+        assert not result.errors
+        assert "message" in {choice.how for choice in result.plan.choices.values()}
+        assert not all(lane.answer.exact for lane in result.stats.lanes)
+        # What calls read is the same text, but less of it is encoded.
+        encoded = [
+            sum(lane.answer.num_prompt - lane.answer.reused for lane in run.stats.lanes)
+            for run in (exact, result)
+        ]
+        assert encoded[1] < encoded[0]
+        kept = c.stats()["num_messages"]
+    assert kept <= len(result.plan.cuts.static)
+
+
+def test_the_second_day_fetches_what_has_not_changed(llm: Any) -> None:
+    graph = build([trading(ROLES, rounds=1, sampling=GREEDY)])
+    with Choreography(llm, mode="choreo") as c:
+        planner = Planner(c, cache=AnswerCache())
+        planner.invoke(graph.compile(**DESK))
+        second = graph.compile(**{**DESK, "market": ["Prices rose.", "Prices fell again."]})
+        result = planner.invoke(second)
+        fetched = result.plan.logical.num_fetched
+        assert fetched > 0 and result.stats.num_calls < len(result.plan.logical.tasks)
+    with Choreography(llm, mode="baseline") as c:
+        assert list(result) == naive(second, c)
+
+
+def test_one_refused_query_leaves_the_others(llm: Any) -> None:
+    long = {**TASK, "context": ["short", "much too long " * 400]}
+    compiled = build([map_reduce(ROLES, sampling=GREEDY)]).compile(**long)
+    with Choreography(llm, mode="choreo") as c:
+        result = invoke(compiled, c)
+    assert set(result.errors) == {1} and result[0]
+    assert "TooLongError" in str(result.errors[1])

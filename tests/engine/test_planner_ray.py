@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two workers of Ray's, each with an engine, of which one is killed: the answers stay the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.byte_model import make_byte_model
+from vllm_choreo.planner import build, invoke
+from vllm_choreo.planner.patterns import debate
+
+pytest.importorskip("ray")
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine ends with the actor
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def make(path: str, mode: str) -> Any:
+    from tests.engine.conftest import start_engine
+    from vllm_choreo import Choreography
+
+    return Choreography(start_engine(Path(path), max_num_batched_tokens=1024), mode=mode)
+
+
+def processes() -> set[int]:
+    """Of this machine's processes, those of Ray's and their children."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and b"ray::" in (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_loses_nothing(tmp_path: Path) -> None:
+    from vllm_choreo.planner.ray_workers import ray_workers
+
+    path = str(make_byte_model(tmp_path))
+    compiled = build(
+        debate(["You are terse.", "You doubt it."], sampling={"max_tokens": 6, "temperature": 0.0})
+    ).compile(context=[f"There are {i} cows." for i in range(12)], question="How many?")
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **ENVIRONMENT}
+    before = processes()
+    seen: list[int] = []
+    with ray_workers(2, partial(make, path, "choreo"), width=4, num_cpus=0.5, env=paths) as workers:
+        expected = list(invoke(compiled, workers))
+
+        def kill(query: int, value: Any) -> None:
+            seen.append(query)
+            if len(seen) == 3:
+                os.kill(workers[0].pid, signal.SIGKILL)
+
+        result = invoke(compiled, workers, on_result=kill)
+    assert list(result) == expected
+    assert sorted(seen) == list(range(12)) and result.stats.num_retries > 0
+    tasks = [lane.task for lane in result.stats.lanes]
+    assert len(tasks) == len(set(tasks))
+    deadline = time.monotonic() + 30
+    while processes() - before and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not processes() - before, "no process is left behind"

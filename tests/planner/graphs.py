@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random graphs of operators, for property tests; seeded, so that a failure can be run again."""
+
+from __future__ import annotations
+
+import random
+
+from vllm_choreo.planner import Msg, build, ops
+from vllm_choreo.planner.graph import CompiledGraph
+from vllm_choreo.planner.op import Op
+
+SYSTEMS = ("Be brief. " * 20, "Be exact. " * 20, "You are a judge of answers. " * 10)
+
+
+def shout(text: str) -> str:
+    return text.upper()
+
+
+def words(text: str) -> list[str]:
+    return [text[:2], text[2:4], text[4:]]
+
+
+def is_even(text: str) -> bool:
+    return len(text) % 2 == 0
+
+
+class RandomGraph:
+    """A graph of every kind of operator, some twice, some that no output needs."""
+
+    def __init__(self, seed: int, num_ops: int = 18, sampled: bool = False) -> None:
+        self._random = random.Random(seed)
+        self._sampled = sampled
+        self._texts: list[Op] = [ops.placeholder("a"), ops.placeholder("b")]
+        self._lists: list[Op] = []
+        for _ in range(num_ops):
+            self._add()
+
+    def compile(self, batch: int = 3) -> CompiledGraph:
+        count = min(len(self._texts), self._random.randint(1, 3))
+        results = self._random.sample(self._texts[2:], count) if count else self._texts[:1]
+        used = build(results).placeholders
+        draw = self._random.choice
+        # Few different values, so that queries have much in common.
+        inputs = {name: [draw(["one", "two"]) for _ in range(batch)] for name in ("a", "b")}
+        return build(results).compile(**{name: inputs[name] for name in used})
+
+    def _text(self) -> Op:
+        return self._random.choice(self._texts)
+
+    def _add(self) -> None:
+        kind = self._random.choice(["llm"] * 5 + ["fmt", "fmt", "fn", "list", "item", "switch"])
+        kind = "llm" if kind == "item" and not self._lists else kind
+        if kind == "llm":
+            turns = [Msg("system", self._random.choice(SYSTEMS))]
+            turns += [Msg("user", self._text()) for _ in range(self._random.randint(1, 3))]
+            sampled = self._sampled and self._random.random() < 0.3
+            sampling = {"temperature": 1.0} if sampled else {}
+            self._texts.append(ops.llm(turns, sampling={"max_tokens": 8, **sampling}))
+        elif kind == "fmt":
+            order = self._random.choice(["fixed", "any"])
+            parts = [self._text(), self._random.choice(["-", "+"]), self._text()]
+            self._texts.append(ops.concat(*parts, sep=self._random.choice(["", " "]), order=order))
+        elif kind == "fn":
+            self._texts.append(ops.fn(shout, self._text()))
+        elif kind == "list":
+            self._lists.append(ops.fn(words, self._text(), returns="list"))
+        elif kind == "item":
+            source = ops.slice(self._random.choice(self._lists), 0, 3)
+            self._texts.append(ops.item(source, self._random.randint(0, 2)))
+        else:
+            key = ops.fn(is_even, self._text(), returns="value")
+            self._texts.append(ops.switch(key, {True: self._text()}, self._text()))

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The language: what operators mean, graphs as data, and what is refused, by name and line."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.planner.facades import DigestFacade
+from tests.planner.graphs import RandomGraph, is_even, shout, words
+from vllm_choreo.planner import Graph, Msg, build, naive, ops
+from vllm_choreo.planner.graph_errors import (
+    BatchLengthError,
+    GraphCycleError,
+    GraphError,
+    OperatorFailedError,
+    OperatorTypeError,
+    UnknownPlaceholderError,
+)
+
+
+def value(op: Any, **inputs: Any) -> Any:
+    """The value of an operator in the naive run."""
+    return naive(build([op]).compile(**inputs), DigestFacade("baseline"))
+
+
+def ask(text: Any, **options: Any) -> Any:
+    return ops.llm([Msg("user", text)], **options)
+
+
+def test_text_operators() -> None:
+    a, b = ops.placeholder("a"), ops.placeholder("b")
+    inputs = {"a": ["x", "y"], "b": "z"}
+    assert value(ops.fmt("{}-{b}-{{{0}}}", a, b=b), **inputs) == ["x-z-{x}", "y-z-{y}"]
+    assert value(ops.fmt("Revise", a, b), **inputs) == ["Revise\n\nx\n\nz", "Revise\n\ny\n\nz"]
+    assert value(ops.concat(a, "!", b, sep=" "), **inputs) == ["x ! z", "y ! z"]
+    assert value(ops.slice(ops.fmt("hello {}", a), 1, -1), a="you") == ["ello yo"]
+    assert value(ops.fmt(""), **{}) == [""]
+
+
+def test_lists() -> None:
+    a = ops.placeholder("a")
+    parts = ops.fn(words, a, returns="list")
+    assert value(parts, a="abcdef") == [["ab", "cd", "ef"]]
+    assert value(ops.item(parts, -1), a="abcdef") == ["ef"]
+    assert value(ops.concat(parts, ops.slice(parts, 1)), a="abcdef") == [
+        ["ab", "cd", "ef", "cd", "ef"]
+    ]
+    assert value(ops.data(["p", "q"])) == ["p", "q"]
+    assert value(ops.data(["p", "q"], whole=True)) == [["p", "q"]]
+    assert value(ops.data({"k": 1})) == [{"k": 1}]
+
+
+def test_of_a_switch_only_the_chosen_case_is_run() -> None:
+    a = ops.placeholder("a")
+    chosen = ops.switch(ops.fn(len, a, returns="value"), {1: ask("one"), 2: a}, ask("many"))
+    facade = DigestFacade("baseline")
+    graph = build([chosen]).compile(a=["xx", "xxx"])
+    assert naive(graph, facade)[0] == "xx"
+    assert [said.header for said in facade.decodes] == [
+        "<|im_start|>user\nmany<|im_end|>\n<|im_start|>assistant\n"
+    ]
+
+
+def test_a_loop_ends_after_its_rounds_or_when_it_is_done() -> None:
+    text = ops.placeholder("text")
+
+    def more(state: Any) -> Any:
+        return ops.fmt("{}+", state)
+
+    assert value(ops.loop(text, more, rounds=4), text="a") == ["a++++"]
+    done = ops.loop(text, more, rounds=4, until=is_even)
+    assert value(done, text=["a", "aa", "aaa"]) == ["a+", "aa++", "aaa+"]
+    facade = DigestFacade("baseline")
+    asked = ops.loop(text, lambda state: ask(state), rounds=5, until=lambda answer: True)
+    naive(build([asked]).compile(text="a"), facade)
+    assert len(facade.decodes) == 1
+
+
+def test_results_are_named() -> None:
+    a = ops.placeholder("a")
+    by_name = build({"first": a, "second": ops.fmt("{}!", a)}).compile(a=["x"])
+    assert naive(by_name, DigestFacade()) == [{"first": "x", "second": "x!"}]
+    named = build([ops.output(a, "first"), ops.output(ops.fmt("{}!", a), "second")])
+    assert naive(named.compile(a=["x"]), DigestFacade()) == [{"first": "x", "second": "x!"}]
+    assert set(build([a, ask(a, name="answer")]).outputs) == {"a", "answer"}
+
+
+def test_the_same_placeholder_twice_is_one_input() -> None:
+    both = ops.fmt("{}{}", ops.placeholder("a"), ops.placeholder("a"))
+    assert value(both, a="x") == ["xx"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_json_and_back(seed: int) -> None:
+    compiled = RandomGraph(seed, sampled=True).compile()
+    text = compiled.graph.to_json()
+    back = Graph.from_json(text, {"shout": shout, "words": words, "is_even": is_even})
+    assert back == compiled.graph
+    assert back.to_json() == text
+    shuffled = json.loads(text)
+    shuffled["operators"].reverse()
+    again = Graph.from_json(
+        json.dumps(shuffled), {"shout": shout, "words": words, "is_even": is_even}
+    )
+    bound = {compiled.graph.nodes[n].name: list(v) for n, v in compiled.inputs.items()}
+    names = again.placeholders
+    assert naive(again.compile(**{n: bound[n] for n in names}), DigestFacade()) == naive(
+        compiled, DigestFacade()
+    )
+
+
+def test_functions_of_a_file_are_named_by_who_loads_it() -> None:
+    text = build([ops.fn(shout, "x", name="loud")]).to_json()
+    with pytest.raises(GraphError, match=r"operator loud at test_language\.py:\d+.*functions"):
+        Graph.from_json(text)
+
+
+def test_texts_whose_order_does_not_matter_get_the_order_that_shares_most() -> None:
+    a, b = ops.placeholder("a"), ops.placeholder("b")
+    one = ops.concat(ask(a), b, "Read: ", sep="\n", order="any")
+    other = ops.concat("Read: ", b, ask(b), sep="\n", order="any")
+    said = naive(build([one, other]).compile(a="x", b="y"), DigestFacade("baseline"))
+    values = list(said[0].values())
+    assert [text.split("\n")[:2] for text in values] == [["Read: ", "y"]] * 2
+
+
+def cycle() -> Any:
+    nodes = [
+        {
+            "name": n,
+            "kind": "fmt",
+            "type": "text",
+            "inputs": [o],
+            "attrs": {"pieces": [0]},
+            "line": line,
+        }
+        for n, o, line in (("one", "two", "w.py:3"), ("two", "one", "w.py:4"))
+    ]
+    return Graph.from_json(json.dumps({"format": 1, "operators": nodes, "outputs": {"o": "one"}}))
+
+
+A = ops.placeholder("a")
+REFUSED: dict[str, tuple[type[GraphError], str, Callable[[], Any]]] = {
+    "a cycle": (GraphCycleError, r"operator one at w\.py:3.*one, two", cycle),
+    "an unknown input": (
+        UnknownPlaceholderError,
+        "it has a",
+        lambda: build([A]).compile(a="x", b="y"),
+    ),
+    "a missing input": (
+        UnknownPlaceholderError,
+        r"operator a at test_language",
+        build([A]).compile,
+    ),
+    "unequal lengths": (
+        BatchLengthError,
+        r"operator b at test_language.*2 values, where a has 1",
+        lambda: build([ops.fmt("{}{}", A, ops.placeholder("b"))]).compile(a=["x"], b=["x", "y"]),
+    ),
+    "an empty batch": (BatchLengthError, "at least one", lambda: build([A]).compile(a=[])),
+    "an input of another type": (
+        OperatorTypeError,
+        "a text is needed",
+        lambda: build([A]).compile(a=[3]),
+    ),
+    "a list as text": (
+        OperatorTypeError,
+        "a list is no text",
+        lambda: ops.fmt("{}", ops.fn(words, A, returns="list")),
+    ),
+    "no list of messages": (OperatorTypeError, "operator llm at", lambda: ops.llm(A)),
+    "an unknown role": (OperatorTypeError, "a Msg by one of", lambda: ops.llm([Msg("boss", A)])),
+    "a hole too many": (OperatorTypeError, r"hole \{1\}", lambda: ops.fmt("{0}{1}", A)),
+    "an argument too many": (
+        OperatorTypeError,
+        "no hole takes argument b",
+        lambda: ops.fmt("{}", A, b=A),
+    ),
+    "a conversion": (OperatorTypeError, "neither conversion", lambda: ops.fmt("{!r}", A)),
+    "a bad template": (OperatorTypeError, "no template", lambda: ops.fmt("{", A)),
+    "an operator as text": (OperatorTypeError, "put it into fmt or concat", lambda: f"{A}"),
+    "an operator as condition": (OperatorTypeError, "use switch", lambda: bool(A)),
+    "an operator as list": (OperatorTypeError, "use slice, item or fn", lambda: list(A)),
+    "no function": (OperatorTypeError, "fn takes a function", lambda: ops.fn("f", A)),
+    "an unknown type": (OperatorTypeError, "the types are", lambda: ops.fn(len, A, returns="int")),
+    "a switch of two types": (
+        OperatorTypeError,
+        "cases of one type",
+        lambda: ops.switch(A, {"x": A, "y": ops.fn(words, A, returns="list")}),
+    ),
+    "too many rounds": (OperatorTypeError, "1 to 1000", lambda: ops.loop(A, lambda s: s, rounds=0)),
+    "two of a name": (
+        GraphError,
+        "another operator has this name",
+        lambda: build([ask(A, name="x"), ask(A, name="x")]),
+    ),
+    "a function that raises": (
+        OperatorFailedError,
+        r"operator boom at test_language.*ZeroDivisionError",
+        lambda: value(ops.fn(lambda: 1 / 0, name="boom")),
+    ),
+    "a function of another type": (
+        OperatorTypeError,
+        "declared to return a text",
+        lambda: value(ops.fn(len, A), a="x"),
+    ),
+    "no such item": (
+        OperatorFailedError,
+        "a list of 3 has no item 7",
+        lambda: value(ops.item(ops.fn(words, A, returns="list"), 7), a="x"),
+    ),
+    "no such case": (
+        OperatorFailedError,
+        "no case has the key 'x'",
+        lambda: value(ops.switch(A, {"y": A}), a="x"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_operator_and_its_line(case: str) -> None:
+    error, match, make = REFUSED[case]
+    with pytest.raises(error, match=match) as raised:
+        make()
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert str(again) == str(raised.value) and type(again) is type(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 2, "operators": [], "outputs": {}}', "nonsense"]
+)
+def test_what_is_no_graph_is_refused(text: str) -> None:
+    with pytest.raises(GraphError):
+        Graph.from_json(text)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of prompts from schemas without an engine: its schemas, and its page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.pml import answers, page, texts
+from vllm_choreo.pml.structure import check_documents
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    unk_token_id = 0
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return list(map(ord, text))
+
+
+@pytest.mark.parametrize("task", answers.TASKS, ids=lambda task: task.name)
+def test_the_schemas_of_problems_take_their_prompts(task: answers.Task) -> None:
+    for number, problem in enumerate(task.make(3, answers.SEED)):
+        schema = texts.problem_schema(problem, f"p{number}")
+        check_documents([schema, texts.problem_prompt(problem, schema.name)])
+        assert len(texts.without_scaffolds(schema).children) == 1 + len(problem.documents)
+
+
+def test_long_documents_have_the_length_that_is_asked_for_and_differ() -> None:
+    one, other = (texts.long_text(Letters(), 2000, seed) for seed in (1, 2))
+    assert one != other and all(1500 < len(text) <= 2000 for text in (one, other))
+    schema = texts.long_schema("long", one)
+    check_documents([schema, texts.long_prompt("long", texts.NUM_ROLES - 1)])
+
+
+def test_the_page_tells_ratios_and_whether_the_bar_is_reached() -> None:
+    def row(tokens: int, side: str, seconds: float) -> dict[str, Any]:
+        cells = {"document_tokens": tokens, "in_flight": 1, "side": side, "median_s": seconds}
+        return {key: str(value) for key, value in cells.items()}
+
+    rows = [row(5000, "text", 10.0), row(5000, "cached", 0.08), row(300, "text", 1.0)]
+    rows.append(row(300, "cached", 0.1))
+    assert page.ratios(rows)[5000, 1][0] == pytest.approx(125)
+    assert page.bar_reached(rows), "short documents have no bar"
+    assert not page.bar_reached([*rows, row(8000, "text", 1.0), row(8000, "cached", 0.1)])
+    assert page.bar_reached([])

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans on a real server: several sessions are several workers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from benchmarks.harness.serving import Server
+from vllm_choreo.planner import Msg, ainvoke, build, ops
+from vllm_choreo.planner.graph import CompiledGraph
+from vllm_choreo.planner.server_workers import server_workers
+
+GREEDY = {"temperature": 0.0, "max_tokens": 8}
+ROLE = Msg("system", "You answer questions about things and their colours, in a few words. " * 3)
+
+
+def two_steps() -> CompiledGraph:
+    q = ops.placeholder("q")
+    answer = ops.llm([ROLE, Msg("user", q)], sampling=GREEDY)
+    revised = ops.fmt("Question: {}\n\nAnswer: {}\n\nWrite it as a sentence.", q, answer)
+    return build([ops.llm([ROLE, Msg("user", revised)], sampling=GREEDY)]).compile(
+        q=["What colour is snow?", "What colour is grass?", "What colour is blood?"]
+    )
+
+
+async def run(server: Server, count: int, **options: Any) -> Any:
+    urls = [server.base_url] * count
+    mode = options.pop("mode", "choreo")
+    async with server_workers(urls, api_key=server.keys[0], mode=mode, timeout=60.0) as workers:
+        return await ainvoke(two_steps(), workers, **options)
+
+
+def test_exact_plans_on_servers(server: Server) -> None:
+    plain = ("schedule", "reuse", "merge", "warm")
+    text = asyncio.run(run(server, 1, mode="baseline", **dict.fromkeys(plain, False)))
+    planned = asyncio.run(run(server, 2))
+    assert list(planned) == list(text)
+    assert {lane.worker for lane in planned.stats.lanes} == {0, 1}
+    assert planned.stats.num_shared > 0 and all(lane.answer.exact for lane in planned.stats.lanes)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_choreographed_plans_on_servers(server: Server, count: int) -> None:
+    result = asyncio.run(run(server, count, semantics="choreo"))
+    assert len(list(result)) == 3 and not result.errors

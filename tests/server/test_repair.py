@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repair over HTTP: by our own routes, by the OpenAI client, by ours, as a session's rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.harness.serving import Server
+from tests.server.openai_calls import Caller
+from tests.server.serving import Session
+from vllm_choreo.client import ChoreoClient
+from vllm_choreo.errors import RepairError
+from vllm_choreo.repair.policy import Policy
+from vllm_choreo.trained_adapter import BaseModel
+
+DOCUMENTS = ("Anna owns a red bicycle. It is in the shed.", "Bert has the key. He is at work.")
+GREEDY = {"temperature": 0, "max_tokens": 4}
+
+
+def _documents(session: Session) -> list[str]:
+    for number, text in enumerate(DOCUMENTS):
+        session.call(type="prefill", content=text, save_as=f"doc{number}")
+    return ["doc0", "doc1"]
+
+
+@pytest.mark.parametrize(
+    ("repair", "repaired"),
+    [("first:5", 5), ([[], [[0, 2], [4, 7]]], 5), ({"share": 0.0, "by": "random"}, 0)],
+)
+def test_calls_repair(session: Session, repair: Any, repaired: int) -> None:
+    named = _documents(session)
+    call = {"type": "decode", "content": "So", "parents": named, "sampling_params": GREEDY}
+    assert session.call(**call, repair=repair)["usage"]["repaired_tokens"] == repaired
+    assert session.call(**call)["usage"]["repaired_tokens"] == 0
+
+
+def test_a_session_has_a_rule(alpha: httpx.Client) -> None:
+    session = Session(alpha, repair="first:5")
+    assert alpha.get(session.path).json()["repair"] == "first:5"
+    call = {"type": "prefill", "content": "So", "parents": _documents(session)}
+    assert session.call(**call)["usage"]["repaired_tokens"] == 5
+    assert session.call(**call, repair="none")["usage"]["repaired_tokens"] == 0
+    alpha.delete(session.path)
+
+
+@pytest.mark.parametrize("route", ["completions", "chat"])
+def test_an_openai_client_repairs(server: Server, session: Session, route: str) -> None:
+    caller, named = Caller(server, session.id), _documents(session)
+    for repair in ("first:5", "[[], [[0, 2], [4, 7]]]"):
+        answer = caller(route, "So", parents=named, repair=repair)
+        assert answer["usage"]["repaired_tokens"] == 5
+
+
+def test_our_client_repairs(server: Server) -> None:
+    with ChoreoClient(server.base_url, server.keys[0], repair="first:5") as c:
+        docs = [c.prefill(text) for text in DOCUMENTS]
+        assert c.decode("So", parents=docs, sampling_params=GREEDY).usage.repaired_tokens == 5
+        plain = c.decode("So", parents=docs, repair="none", sampling_params=GREEDY)
+        assert plain.usage.repaired_tokens == 0
+        with pytest.raises(RepairError, match="behind the"):
+            c.prefill("So", parents=docs, repair=[[], [(0, 999)]])
+
+
+def test_a_client_brings_its_policy(server: Server, alpha: httpx.Client, tmp_path: Path) -> None:
+    """A file is the client's: of the server's files it can name none."""
+    masks = {"answer": {"document": (0,)}}
+    policy = Policy("document_qa", BaseModel("served", "", ""), 4, 2, masks, 0.5)
+    policy.save(tmp_path / "policy.json")
+    with ChoreoClient(server.base_url, server.keys[0], repair=tmp_path / "policy.json") as c:
+        docs = [c.prefill(text, role="document") for text in DOCUMENTS]
+        answer = c.decode("So", parents=docs, role="answer", sampling_params=GREEDY)
+        assert answer.usage.repaired_tokens == 4 and answer.role == "answer"
+        with pytest.raises(RepairError, match="calibrated on document_qa"):
+            c.decode("So", parents=docs, role="vote", sampling_params=GREEDY)
+    named = {"repair": str(tmp_path / "policy.json")}
+    assert alpha.post("/v1/choreo/sessions", json=named).status_code == 400
+    foreign = replace(policy, model=BaseModel("other", "ab", "cd")).to_json()
+    refused = alpha.post("/v1/choreo/sessions", json={"repair": foreign})
+    assert refused.status_code == 400 and "calibrated with other" in refused.text
+
+
+@pytest.mark.parametrize("repair", ["best:3", 7, [[[0, 3]]], {"share": 3, "by": "random"}])
+def test_bad_repairs_are_refused(session: Session, repair: Any) -> None:
+    call = {"type": "prefill", "content": "So", "parents": _documents(session)}
+    answer = session.post({**call, "repair": repair})
+    assert answer.status_code in (400, 422)
+    assert "repair" in answer.json()["error"]["param"]
+    assert session.call(**call, repair="first:5")["usage"]["repaired_tokens"] == 5
+
+
+def test_repaired_tokens_are_counted(server: Server, session: Session) -> None:
+    def counted() -> float:
+        page = httpx.get(f"{server.base_url}/metrics").text
+        (line,) = [
+            line for line in page.splitlines() if line.startswith("vllm_choreo:repaired_tokens_tot")
+        ]
+        return float(line.split()[-1])
+
+    before = counted()
+    session.call(type="prefill", content="So", parents=_documents(session), repair="first:5")
+    assert counted() - before == 5

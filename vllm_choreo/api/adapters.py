@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which adapter encodes a call: the one that it names, or that of the session where it is placed.
+
+| placement | prefill | decode |
+|---|---|---|
+| writer | with it | without |
+| reader | without | with it |
+| both | with it | with it |
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from vllm_choreo.errors import AdapterError, ChoreoError, UnsupportedOptionError
+from vllm_choreo.trained_adapter import (
+    FILE_NAME,
+    PEFT_FILES,
+    BaseModel,
+    TrainedAdapter,
+    wears_adapter,
+)
+
+# Of both files that say what an adapter is: when it changed, in ns, and its size; None: not there.
+_Stamp = tuple[tuple[int, int] | None, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Stands in place of a call's adapter: worn if its placement has such calls wear it.
+
+    Attributes:
+        adapter: as a session takes it.
+    """
+
+    adapter: Any
+
+
+class SessionAdapters:
+    """The adapters of a session's calls.
+
+    Args:
+        vllm_config: the engine's.
+        adapter: of calls that name none: a `LoRARequest`, a folder, or the name of the model for
+            none.
+        placement: which calls wear adapters in this session; None: as the folder of each says
+            (`choreo_train.json`), and all calls where it does not.
+
+    Raises:
+        AdapterError: a folder that does not say where its adapter is worn, while `placement` does
+            not either; or an adapter that does not fit the engine.
+        ChoreoError: no such adapter or placement.
+    """
+
+    def __init__(self, vllm_config: Any, adapter: Any = None, placement: str | None = None) -> None:
+        self._vllm_config = vllm_config
+        self._given_placement = placement
+        self._fitting: dict[Path, _Stamp] = {}  # folders that have been checked
+        self._adapter = self._checked(adapter)
+        if placement is not None:
+            wears_adapter(placement, generates=True)
+        if self._adapter is None:
+            if placement is not None:
+                raise ChoreoError(
+                    "a placement is that of an adapter: name the adapter, too",
+                    parameter="placement",
+                    value=placement,
+                )
+        elif self._placement_of(self._adapter) is None and isinstance(adapter, (str, Path)):
+            raise AdapterError(
+                f"the folder has no {FILE_NAME}, which would say which calls wear the adapter: say "
+                'placement="writer", "reader" or "both"',
+                parameter="adapter",
+                value=str(adapter),
+            )
+
+    @property
+    def placement(self) -> str | None:
+        """That of the session's adapter; None: the session has none."""
+        return self._adapter and (self._placement_of(self._adapter) or "both")
+
+    def of(self, kind: str, given: Any) -> Any:
+        """The `LoRARequest` that encodes a call and generates, or None.
+
+        Args:
+            kind: "prefill" or "decode".
+            given: the adapter that the call names, a `Placed`, or None.
+
+        Raises:
+            AdapterError: the call names an adapter that is not worn by calls of its kind, or that
+                does not fit the engine.
+            ChoreoError: no such adapter.
+        """
+        if given is None:
+            given = Placed(self._adapter)
+        is_placed = isinstance(given, Placed)
+        request = self._checked(given.adapter if is_placed else given)
+        if request is None:
+            return None
+        placement = self._placement_of(request) or "both"
+        if wears_adapter(placement, kind == "decode"):
+            return request
+        if is_placed:
+            return None
+        raise _contradicts(kind, placement, request)
+
+    def _placement_of(self, request: Any) -> str | None:
+        """None: nobody says."""
+        trained = _trained(request)
+        return self._given_placement or (trained.placement if trained else None)
+
+    def _checked(self, given: Any) -> Any:
+        """The `LoRARequest` of what was given; None: the model itself."""
+        config = self._vllm_config.model_config
+        names = config.served_model_name, config.model
+        if given is None or given in names:
+            return None
+        request = _request_of(given)
+        if request is None:
+            raise ChoreoError(
+                "in process an adapter is a folder that there is, or a vllm.lora.request."
+                f"LoRARequest; the name of the model ({names[0]}) stands for none",
+                parameter="adapter",
+                value=given,
+            )
+        if self._vllm_config.lora_config is None:
+            raise UnsupportedOptionError(
+                "the engine takes no adapters: start it with enable_lora=True",
+                parameter="adapter",
+                value=request.lora_name,
+            )
+        folder = _folder(request)
+        stamp = _stamp(folder)
+        if self._fitting.get(folder) != stamp:
+            _check_fits(request, self._vllm_config)
+            self._fitting[folder] = stamp
+        return request
+
+
+def _request_of(given: Any) -> Any:
+    """The `LoRARequest`; of a folder always the same. None: it is no adapter."""
+    if isinstance(given, (str, Path)):
+        folder = Path(given).expanduser().absolute()
+        if not folder.is_dir():
+            return None
+        from vllm.lora.request import LoRARequest
+
+        # Above 0, and small enough for any integer of vLLM's workers.
+        digest = blake2b(str(folder).encode(), digest_size=4).digest()
+        number = int.from_bytes(digest, "little") % (2**31 - 1) + 1
+        return LoRARequest(str(folder), number, str(folder))
+    # Whoever has such an object has imported the module that defines it.
+    module = sys.modules.get("vllm.lora.request")
+    return given if module is not None and isinstance(given, module.LoRARequest) else None
+
+
+def _contradicts(kind: str, placement: str, request: Any) -> AdapterError:
+    worn_by = "calls that encode messages" if placement == "writer" else "calls that generate"
+    return AdapterError(
+        f"a {kind} names an adapter that is worn by {worn_by} alone (placement {placement}): leave "
+        'it out, or open the session with the adapter and placement="both"',
+        parameter="adapter",
+        value=request.lora_name,
+    )
+
+
+# -- what is on the disk -------------------------------------------------------------------------
+
+
+def _trained(request: Any) -> TrainedAdapter | None:
+    """What training has left with an adapter; None: it is none of ours."""
+    folder = _folder(request)
+    stamp = _stamp(folder)[0]
+    return None if stamp is None else _load(folder, *stamp)
+
+
+def _check_fits(request: Any, vllm_config: Any) -> None:
+    """Raises AdapterError: the adapter is of another model, or vLLM does not load it."""
+    trained, model = _trained(request), vllm_config.model_config.model
+    if trained is not None and not trained.base.same_as(base_model(model)):
+        raise AdapterError(
+            f"the adapter was trained on {trained.base.name}; weights or tokenizer of the model "
+            f"that is served, {base_model(model).name}, are others: serve that model, or train "
+            "an adapter of this one",
+            parameter="adapter",
+            value=request.lora_name,
+        )
+    # What lies in no folder here is the worker's to find, or to refuse.
+    if _folder(request).is_dir():
+        from vllm_choreo.engine.lora import check_loadable
+
+        check_loadable(_folder(request), vllm_config.lora_config)
+
+
+def _folder(request: Any) -> Path:
+    return Path(request.lora_path).expanduser()
+
+
+def _stamp(folder: Path) -> _Stamp:
+    return tuple(_stamp_of(folder / name) for name in (FILE_NAME, PEFT_FILES[0]))
+
+
+def _stamp_of(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
+@lru_cache(maxsize=64)
+def _load(folder: Path, *stamp: int) -> TrainedAdapter:
+    """Read again when the file changes."""
+    return TrainedAdapter.load(folder)
+
+
+@lru_cache(maxsize=8)
+def base_model(model: str) -> BaseModel:
+    """The model of an engine, as its configuration names it."""
+    return BaseModel.of(model)

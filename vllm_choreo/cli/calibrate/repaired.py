@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A facade that chooses call by call what is repaired, and keeps what each call read and took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Unpack
+
+from vllm_choreo.api.protocol import Facade
+from vllm_choreo.repair.calibration import Key, ReadParent
+from vllm_choreo.repair.policy import block_runs
+from vllm_choreo.repair.rules import ClippedRuns
+from vllm_choreo.semantics.call import DecodeOptions, ReadOptions, is_list_of_calls
+from vllm_choreo.semantics.message import Message
+
+# From the role of a call and what it reads to what is repaired; None: what the session does.
+Choose = Callable[[str, Sequence[ReadParent]], frozenset[Key] | None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that was made: its role, its parents, what was chosen, and its message."""
+
+    role: str
+    parents: tuple[ReadParent, ...]
+    chosen: frozenset[Key] | None
+    message: Message
+
+
+class Repaired:
+    """A `Facade` that hands calls to `c` with `repair=` as chosen; parents are whole messages.
+
+    Args:
+        c: a facade, in any mode.
+        choose: see `Choose`; None: the session's own rule.
+        block, num_blocks: of a `Policy`.
+
+    Attributes:
+        calls: in order.
+    """
+
+    def __init__(self, c: Facade, choose: Choose | None, block: int, num_blocks: int) -> None:
+        self.mode = c.mode
+        self.calls: list[Call] = []
+        self._c = c
+        self._choose = choose
+        self._block, self._num_blocks = block, num_blocks
+
+    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
+        """See `Choreography.prefill`."""
+        return self._made("tokens", self._c.prefill, tokens, options)
+
+    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
+        """See `Choreography.decode`."""
+        return self._made("header", self._c.decode, header, options)
+
+    def free(self, *messages: Any) -> None:
+        """See `Choreography.free`."""
+        self._c.free(*messages)
+
+    def _made(self, name: str, method: Any, content: Any, options: Any) -> Any:
+        is_list = is_list_of_calls(content)
+        given = (
+            [{**options, **item} for item in content] if is_list else [{name: content, **options}]
+        )
+        read = [_read(item.get("parents") or ()) for item in given]
+        chosen = [
+            self._choose(item.get("role") or "", parents) if self._choose and parents else None
+            for item, parents in zip(given, read, strict=True)
+        ]
+        calls = [
+            item if keys is None else {**item, "repair": self._rule(parents, keys)}
+            for item, parents, keys in zip(given, read, chosen, strict=True)
+        ]
+        messages = method(calls)
+        for item, parents, keys, message in zip(given, read, chosen, messages, strict=True):
+            self.calls.append(Call(item.get("role") or "", parents, keys, message))
+        return messages if is_list else messages[0]
+
+    def _rule(self, parents: Sequence[ReadParent], keys: frozenset[Key]) -> Any:
+        runs = (
+            block_runs(
+                [key.block for key in keys if key.parent == parent.role],
+                self._block,
+                self._num_blocks,
+            )
+            for parent in parents
+        )
+        return ClippedRuns(tuple(runs)).to_json()
+
+
+def _read(parents: Sequence[Message]) -> tuple[ReadParent, ...]:
+    found: list[ReadParent] = []
+    are_right = True
+    for number, parent in enumerate(parents):
+        before = [message.id for message in parents[:number]]
+        are_right = are_right and [span.id for span in parent.parents] == before
+        found.append(ReadParent(parent.role or "", parent.num_tokens, are_right))
+    return tuple(found)
+
+
+def policy_choice(masks: Mapping[str, Mapping[str, Sequence[int]]]) -> Choose:
+    """What a policy with these masks chooses."""
+
+    def choose(role: str, parents: Sequence[ReadParent]) -> frozenset[Key]:
+        return frozenset(
+            Key(role, parent.role, block)
+            for parent in parents
+            for block in masks[role][parent.role]
+        )
+
+    return choose
+
+
+if TYPE_CHECKING:
+    _is_one: type[Facade] = Repaired

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every arm on every problem, and what that says of the arms."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_choreo.cli.evaluate.arms import DIRECT, Arm, judge
+from vllm_choreo.cli.evaluate.results import JudgedSet, save, table
+from vllm_choreo.cli.evaluate.sets import HeldOutSet
+from vllm_choreo.cli.run.engine import LocalEngine, warm_up
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.workflows.direct import question_of
+
+
+def judged_sets(
+    sets: Sequence[HeldOutSet], arms: Sequence[Arm], *, is_direct_asked: bool
+) -> list[JudgedSet]:
+    """Each set with the arms that it can have: not every workflow answers one question.
+
+    Raises:
+        ChoreoError: a direct call was asked for, and there is no question.
+    """
+    judged = []
+    for problems in sets:
+        try:
+            question_of(problems.workflow, problems.tasks[0].inputs)
+            is_question = problems.workflow != DIRECT
+        except ChoreoError:
+            if is_direct_asked:
+                raise
+            is_question = False
+        judged.append(JudgedSet(problems, [a for a in arms if is_question or not a.is_direct]))
+    return judged
+
+
+def judge_all(llm: Any, judged: Sequence[JudgedSet], out: Path, *, measures_kl: bool) -> int:
+    """Judge all sets on an engine, print a table and write what was found.
+
+    Args:
+        llm: started with forced tokens, and room for the arms' adapters.
+        judged: empty still.
+        out: an existing folder.
+
+    Returns:
+        The exit status: 0, or 1 if a problem failed.
+
+    Raises:
+        ChoreoError: an adapter does not fit the engine.
+    """
+    engine = LocalEngine(llm)
+    errors: list[str] = []
+    for arm in {arm.name: arm for one in judged for arm in one.arms}.values():
+        arm.open(llm).close()  # what does not fit is refused once, not with every problem
+    warm_up(engine, ("baseline", "choreo"))
+    try:
+        for one in judged:
+            _judge_set(llm, one, measures_kl, errors)
+    finally:
+        # After Ctrl-C too: what is complete is shown.
+        complete = [one for one in judged if one.problems]
+        if complete:
+            print(table(save(complete, engine.facts(()), out)))
+            print(f"\nOpen {out / 'index.html'}")
+        for error in errors:
+            print(f"vllm-choreo: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _judge_set(llm: Any, one: JudgedSet, measures_kl: bool, errors: list[str]) -> None:
+    """Fill a set; append to the errors for problems that failed."""
+    from tqdm import tqdm
+
+    name, workflow, tasks = one.set.name, one.set.workflow, one.set.tasks
+    for task in tqdm(tasks, desc=f"judging {name}", unit="problem", leave=False):
+        try:
+            found = judge(llm, workflow, task, one.arms, measures_kl=measures_kl)
+        except ChoreoError as error:
+            errors.append(f"{task.id}: {error}")
+            continue
+        one.problems.append((task, found))

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributions that a worker keeps for the program that asked, where both are one process.
+
+    SamplingParams(extra_args={"forced_tokens": [17, 4], "kept_as": "run 3"}, max_tokens=2)
+    taken("run 3")     float32 [2, vocab_size], once
+
+Full vocabularies as vLLM's log-probabilities take a hundred times as long as the tokens themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+KEY = "kept_as"
+
+_kept: dict[str, dict[int, np.ndarray]] = {}
+
+
+def expect(name: str) -> dict[str, Any]:
+    """Keep what a forced request says, under a name of its own; what `extra_args` need for it."""
+    _kept[name] = {}
+    return {KEY: name}
+
+
+def keep(name: str, position: int, logprobs: np.ndarray) -> None:
+    """What is said at a token, the first one generated at 0; the latest of several counts.
+
+    A chunk of a prompt says something that is never sampled. Names that nobody expects, which a
+    stranger's request may hold, keep nothing.
+
+    Args:
+        logprobs: natural log-probabilities, float32 [vocab_size].
+    """
+    if name in _kept:
+        _kept[name][position] = logprobs
+
+
+def taken(name: str) -> np.ndarray:
+    """What was kept: float32 [num_tokens, vocab_size], the tokens in order. It is kept no longer.
+
+    Raises:
+        KeyError: the name was not expected.
+    """
+    found = _kept.pop(name)
+    if not found:
+        return np.empty((0, 0), dtype=np.float32)
+    return np.stack([found[position] for position in sorted(found)])

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that scale queries by their position: what they declare, which the probe then proves.
+
+In such a model scores depend on where a query stands, not on its distance from a key alone. Virtual
+indices would scale it wrongly, so all calls are *placed*: see `semantics.positions`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_DECLARED = ("llama_4_scaling", "attn_temperature_tuning")
+
+
+def scales_queries(text_config: Any) -> bool:
+    """Whether a model scales its queries by their position, as its configuration has it.
+
+    Args:
+        text_config: of `transformers`, with what vLLM added to it.
+
+    Source: `llama_4_scaling` of vLLM's Mistral models; Llama 4's `attn_temperature_tuning`, of the
+    layers without rotation.
+    """
+    return any(getattr(text_config, name, None) for name in _DECLARED)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches are encoded: whole blocks are shared or copied, then runs are written over the copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+
+from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.step import BlockMove
+from vllm_choreo.repair.runs import Runs
+from vllm_choreo.store.encoding import Encoding
+
+
+class Patcher:
+    """Gives patches their blocks, and collects the copies of the step being planned."""
+
+    def __init__(self, book: CallBook, pool: BlockPool) -> None:
+        self._book = book
+        self._pool = pool
+        self._block_size = book.block_size
+        self._copies: list[BlockMove] = []
+        self._copied: list[Any] = []
+
+    def num_blocks(self, encoding: Encoding) -> int:
+        """That are free now and will not be when the patch has its place."""
+        return len(self._private(encoding))
+
+    def place(self, encoding: Encoding) -> None:
+        """Put a patch, whose source is resident, over shared blocks and new ones.
+
+        A block is new where a run touches it, and a copy where the run leaves tokens of it. Keys
+        that were moved to positions which the model does not know are copied, all of them.
+        """
+        patch, store = encoding.patch, self._book.store
+        assert patch is not None
+        blocks, position = list(patch.source.blocks), self._position(encoding)
+        private = self._private(encoding)
+        for index, new in zip(private, self._pool.get_new_blocks(len(private)), strict=True):
+            if not self._is_overwritten(index, encoding.num_tokens, patch.runs):
+                self._copy(blocks[index], new, position - patch.source.stored_position)
+            blocks[index] = new
+        store.residency.patch(encoding, blocks, position, store.step)
+        self._pool.free_blocks(blocks[index] for index in private)  # the store has its own
+
+    def take_copies(self) -> list[BlockMove]:
+        """Copies to make before the step just planned. Until then nobody else gets the sources."""
+        copies, self._copies = self._copies, []
+        self._pool.free_blocks(self._copied)
+        self._copied = []
+        return copies
+
+    def _copy(self, source: Any, target: Any, delta: int) -> None:
+        self._pool.touch([source])
+        self._copied.append(source)
+        self._copies.append(BlockMove(source.block_id, target.block_id, delta))
+
+    def _private(self, encoding: Encoding) -> list[int]:
+        """The numbers of the blocks that the patch does not share with its source."""
+        patch = encoding.patch
+        assert patch is not None
+        if self._position(encoding) != patch.source.stored_position:
+            return list(range(len(patch.source.blocks)))
+        size = self._block_size
+        touched = {n for start, stop in patch.runs for n in range(start // size, -(-stop // size))}
+        return sorted(touched)
+
+    def _position(self, encoding: Encoding) -> int:
+        """Of token 0: that of the source, unless the model cannot be asked for it."""
+        assert encoding.patch is not None
+        position = encoding.patch.source.stored_position
+        is_known = 0 <= position <= self._book.max_model_len - encoding.num_tokens
+        return position if is_known else 0
+
+    def _is_overwritten(self, index: int, num_tokens: int, runs: Runs) -> bool:
+        """Whether one run has all tokens of a block."""
+        first, last = index * self._block_size, min((index + 1) * self._block_size, num_tokens)
+        return any(start <= first and last <= stop for start, stop in runs)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call's result says of itself, besides text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
+from vllm_choreo.store.encoding import Encoding
+
+
+def report_of(call: ScheduledCall) -> dict[str, Any]:
+    """What a result says of itself, besides text."""
+    plan = call.plan
+    assert plan is not None
+    num_copied = _take_unreported(call)
+    num_reused = sum(span.num_tokens for span in plan.parents) - num_copied
+    return {
+        "id": call.message.id,
+        "num_tokens": call.encoding.num_tokens,
+        "position": plan.new_offset,
+        "exact": plan.exact,
+        "reused_tokens": num_reused + call.num_shared,
+        "repositioned_tokens": sum(
+            span.num_tokens
+            for span, parent in zip(plan.parents, call.parents, strict=True)
+            if span.offset - span.start != _position(parent)
+        ),
+        "encoded_tokens": num_copied + call.encoding.num_tokens - call.num_shared,
+        "repaired_tokens": plan.repaired_tokens,
+    }
+
+
+def _take_unreported(call: ScheduledCall) -> int:
+    """Tokens of the copies that were encoded for this call; no later call reports them."""
+    num_tokens = sum(parent.num_unreported for parent in call.parents)
+    params = call.request.sampling_params
+    # With stop strings nobody reads the report, unless the client asks for it ("end").
+    is_read = (call.params and call.params.open_end) or not (params and params.stop)
+    if call.admitted and is_read:
+        for parent in call.parents:
+            parent.num_unreported = 0
+    return num_tokens
+
+
+def _position(encoding: Encoding) -> int | None:
+    """At which token 0 was encoded; of a patch, those tokens that are as in its source."""
+    plan = encoding.patch.source.plan if encoding.patch else encoding.plan
+    return plan.new_offset if plan else None

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far what a model says of given tokens, token by token, is from what it says reading text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+
+from vllm_choreo.api.protocol import Facade
+from vllm_choreo.engine import kept
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.call import DecodeOptions, ReadOptions, is_list_of_calls
+
+
+class Measured:
+    """A `Facade` that hands calls to `c` and keeps the distributions of what they generate.
+
+    Args:
+        c: a facade on an engine in this process, that forces tokens; each call that generates says
+            which (`Replay`).
+
+    Attributes:
+        distributions: of each call that generated, in order: natural log-probabilities, float32
+            [num_generated, vocab_size].
+    """
+
+    def __init__(self, c: Facade) -> None:
+        self.mode = c.mode
+        self.distributions: list[np.ndarray] = []
+        self._c = c
+
+    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
+        """See `Choreography.prefill`."""
+        return self._c.prefill(tokens, **options)
+
+    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
+        """See `Choreography.decode`; each call has sampling parameters of its own.
+
+        Raises:
+            ChoreoError: the engine is in another process, or its tokens are not forced.
+        """
+        is_list = is_list_of_calls(header)
+        items = header if is_list else [{"header": header, **options}]
+        names = [f"{id(self)}/{len(self.distributions) + i}" for i in range(len(items))]
+        calls = [
+            {**item, "sampling_params": _keeping(item["sampling_params"], name)}
+            for item, name in zip(items, names, strict=True)
+        ]
+        try:
+            messages = self._c.decode(calls, **(options if is_list else {}))
+        finally:
+            found = [kept.taken(name) for name in names]
+        for message, said in zip(messages, found, strict=True):
+            if len(said) != len(message.generated_token_ids):
+                raise ChoreoError(
+                    "distributions are kept by an engine in this process that forces tokens: set "
+                    "VLLM_ENABLE_V1_MULTIPROCESSING=0, and start it with logits_processors="
+                    '["vllm_choreo.engine.worker.forced:ForcedTokens"]',
+                    parameter="llm",
+                )
+        self.distributions += found
+        return messages if is_list else messages[0]
+
+    def free(self, *messages: Any) -> None:
+        """See `Choreography.free`."""
+        self._c.free(*messages)
+
+
+def _keeping(params: Any, name: str) -> Any:
+    """Sampling parameters under which what a call says is kept."""
+    params = params.clone()
+    params.extra_args = {**(params.extra_args or {}), **kept.expect(name)}
+    return params
+
+
+def kl_per_token(base: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """KL(base || other) at each token, in nats.
+
+    Args:
+        base, other: natural log-probabilities, [num_tokens, vocab_size].
+
+    Returns:
+        float64 [num_tokens].
+    """
+    base64: np.ndarray = base.astype(np.float64)
+    other64: np.ndarray = other.astype(np.float64)
+    # Where the base says never, nothing is lost, whatever the other says.
+    difference: np.ndarray = np.where(base64 > -np.inf, base64 - other64, 0.0)
+    kl: np.ndarray = (np.exp(base64) * difference).sum(axis=1)
+    return kl
+
+
+def divergence(base: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[float, int]:
+    """KL(base || other), in nats: the sum over all tokens of all calls, and how many there are."""
+    kl = [kl_per_token(*pair) for pair in zip(base, other, strict=True)]
+    return float(sum(values.sum() for values in kl)), sum(map(len, kl))
+
+
+if TYPE_CHECKING:
+    _is_one: type[Facade] = Measured

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts the work of a batch into the tiles and items of ``vllm_choreo.ops.tiles``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_choreo.ops.sharing import Group, SharedPiece, SharedReads
+from vllm_choreo.ops.spans import SpanBatch, ints
+from vllm_choreo.ops.tiles import MIN_ROWS, MIN_SPLIT_TOKENS, TileClass, Tiles
+
+# Items begin at multiples of this within their tile, so that programs load whole chunks.
+SPLIT_UNIT = 64
+
+
+def plan_tiles(
+    batch: SpanBatch,
+    reads: SharedReads | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    max_rows: int,
+    num_programs: int,
+    device: torch.device | str,
+    max_partials: int | None = None,
+    window: int | None = None,
+) -> Tiles:
+    """Cut the work of a batch.
+
+    Args:
+        batch: its tensors lie in host memory, but for the block table, which is not looked at.
+        reads: ``plan_shared_reads`` of it; None: each request reads for itself.
+        num_heads, num_kv_heads: of the layer (of this worker's share of it).
+        max_rows: of a tile, a power of two; more where one query alone has more heads.
+        num_programs: how many the device runs at once; more work than that is not split.
+        device: where the plan goes.
+        max_partials: rows of partial results that there is room for. If they would be more, long
+            tiles are not split, then groups not read together.
+        window: of the layers (see ``LayerAttention``): what no query of a tile sees of a parent
+            is left out of its segments.
+    """
+    group_heads, num_items = num_heads // num_kv_heads, num_programs // num_kv_heads
+    alone = list(_alone(batch))
+    groups = alone if reads is None else reads.groups()
+    # Together and split, together, alone and split, alone: that leaves no partial results at all.
+    for chosen, items in ((groups, num_items), (groups, 1), (alone, num_items), (alone, 0)):
+        planner = _Planner(batch, group_heads, max_rows, window)
+        for g, group in enumerate(chosen):
+            planner.add_group(group, has_own=g < batch.num_reqs)
+        planner.split(items)
+        if max_partials is None or planner.num_partials <= max_partials:
+            break
+    return planner.finish(device)
+
+
+def _alone(batch: SpanBatch) -> Iterator[Group]:
+    """The groups of a batch in which every request reads for itself."""
+    start, num_tokens = ints(batch.span_start_loc), ints(batch.num_tokens)
+    for r in range(batch.num_reqs):
+        spans = range(start[r], start[r + 1] - 1)
+        yield Group((r,), [SharedPiece(num_tokens[j], ((j, 0),)) for j in spans])
+
+
+@dataclass(eq=False)
+class _Tile:
+    """Queries as (query, request, column) each; segments as in ``Tiles``."""
+
+    queries: list[tuple[int, int, int]]
+    segments: list[tuple[int, ...]]
+    num_rows: int
+    own_request: int  # or -1
+    own_tokens: int  # of those that its last query sees
+    items: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    first_partial: int = -1
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(segment[3] for segment in self.segments) + self.own_tokens
+
+    @property
+    def cost(self) -> int:
+        # Reading keys and values costs about as much as computing MIN_ROWS rows.
+        return self.num_tokens * (self.num_rows + MIN_ROWS)
+
+
+class _Planner:
+    def __init__(
+        self, batch: SpanBatch, group_heads: int, max_rows: int, window: int | None
+    ) -> None:
+        self.group_heads = group_heads
+        self.window = window
+        self.max_rows = max(max_rows, _power_of_two(group_heads))
+        self.first_slot, self.num_tokens = ints(batch.first_slot), ints(batch.num_tokens)
+        self.stored, self.delta = ints(batch.stored_position), ints(batch.position_delta)
+        self.query_start = ints(batch.query_start_loc)
+        self.own_spans = [end - 1 for end in ints(batch.span_start_loc)[1:]]
+        self.reads: list[tuple[int, int]] = []  # span, position
+        self.tiles: list[_Tile] = []
+        self.num_partials = 0
+
+    # -- tiles -------------------------------------------------------------------------------
+
+    def add_group(self, group: Group, has_own: bool) -> None:
+        """Cut the queries of a group's members into tiles; with own tokens there is one member."""
+        segments = [self._segment(group.members[0], piece) for piece in group.pieces]
+        queries = [
+            (query, r, column)
+            for column, r in enumerate(group.members)
+            for query in range(self.query_start[r], self.query_start[r + 1])
+        ]
+        most = self.max_rows // self.group_heads
+        for begin in range(0, len(queries) if segments or has_own else 0, most):
+            chosen = queries[begin : begin + most]
+            last, request, _ = chosen[-1]
+            own = self._own_index(last, request) + 1 if has_own else 0
+            if self.window is not None:
+                own = min(own, self.window + len(chosen) - 1)
+            rows = self._num_rows(len(chosen) * self.group_heads)
+            seen = self._seen(segments, chosen)
+            if seen or has_own:
+                self.tiles.append(_Tile(chosen, seen, rows, request if has_own else -1, own))
+
+    def _own_index(self, query: int, request: int) -> int:
+        """Which of the request's own tokens the query is."""
+        own = self.num_tokens[self.own_spans[request]]
+        return own - self.query_start[request + 1] + query
+
+    def _seen(
+        self, segments: Sequence[tuple[int, ...]], queries: Sequence[tuple[int, int, int]]
+    ) -> list[tuple[int, ...]]:
+        """The segments without the beginnings that none of the queries sees."""
+        if self.window is None:
+            return list(segments)
+        first: dict[int, int] = {}  # position of the first query, by column
+        for query, request, column in queries:
+            own = self.stored[self.own_spans[request]]
+            first.setdefault(column, own + self._own_index(query, request))
+        found: list[tuple[int, ...]] = []
+        for read, request, slot, num_tokens, _ in segments:
+            hidden = min(
+                position + 1 - self.window - self.reads[read + column][1]
+                for column, position in first.items()
+            )
+            hidden = max(hidden, 0)
+            if hidden < num_tokens:
+                found.append((read, request, slot + hidden, num_tokens - hidden, hidden))
+        return found
+
+    def _segment(self, request: int, piece: SharedPiece) -> tuple[int, ...]:
+        first_read = len(self.reads)
+        for span, begin in piece.reads:
+            self.reads.append((span, self.stored[span] + begin - self.delta[span]))
+        span, begin = piece.reads[0]
+        return first_read, request, self.first_slot[span] + begin, piece.num_tokens, 0
+
+    def _num_rows(self, rows: int) -> int:
+        """The smallest, a middle or the largest size: each further one is one launch more."""
+        sizes = (MIN_ROWS, 4 * MIN_ROWS, self.max_rows)
+        return next(size for size in sizes if rows <= size <= self.max_rows)
+
+    # -- items -------------------------------------------------------------------------------
+
+    def split(self, num_items: int) -> None:
+        """Share out the tokens of long tiles, for about `num_items` items in all."""
+        target = sum(tile.cost for tile in self.tiles) / max(num_items, 1)
+        for tile in self.tiles:
+            wanted = int(tile.cost / max(target, 1)) if num_items else 1
+            num_splits = max(1, min(wanted, tile.num_tokens // MIN_SPLIT_TOKENS))
+            self._split(tile, num_splits)
+        num_results: dict[int, int] = {}
+        for tile in self.tiles:
+            for query, _, _ in tile.queries:
+                num_results[query] = num_results.get(query, 0) + len(tile.items)
+        for tile in self.tiles:
+            if any(num_results[query] > 1 for query, _, _ in tile.queries):
+                tile.first_partial = self.num_partials
+                self.num_partials += len(tile.items) * len(tile.queries)
+
+    def _split(self, tile: _Tile, num_splits: int) -> None:
+        """Items: (first segment, end segment, own request or -1, own share, own shares)."""
+        share = -(-tile.num_tokens // num_splits)
+        share = -(-share // SPLIT_UNIT) * SPLIT_UNIT
+        cut = list(_cut(tile.segments, share)) if num_splits > 1 else [tile.segments]
+        tile.segments = [segment for part in cut for segment in part]
+        bounds, begin = [], 0
+        for part in cut:
+            bounds.append((begin, begin + len(part)))
+            begin += len(part)
+        own = tile.own_request
+        if own < 0:
+            tile.items = [(*bound, -1, 0, 0) for bound in bounds]
+            return
+        own_shares = max(1, round(tile.own_tokens / share))
+        if own_shares == 1:  # its few tokens go with the last, shortest share
+            tile.items = [(*bound, -1, 0, 0) for bound in bounds[:-1]]
+            tile.items.append((*(bounds or [(0, 0)])[-1], own, 0, 1))
+            return
+        tile.items = [(*bound, -1, 0, 0) for bound in bounds if bound[0] < bound[1]]
+        tile.items += [(begin, begin, own, i, own_shares) for i in range(own_shares)]
+
+    # -- tensors -----------------------------------------------------------------------------
+
+    def finish(self, device: torch.device | str) -> Tiles:
+        """Everything as tensors, in one copy to the device."""
+        segments: list[tuple[int, ...]] = []
+        rows_of: dict[int, list[int]] = {}
+        by_size: dict[int, list[tuple[_Tile, int]]] = {}
+        for tile in sorted(self.tiles, key=lambda tile: -tile.cost):  # the longest starts first
+            by_size.setdefault(tile.num_rows, []).append((tile, len(segments)))
+            segments += tile.segments
+            if tile.first_partial >= 0:
+                self._list_partials(tile, rows_of)
+        merged = sorted(rows_of)
+        starts = [0]
+        for query in merged:
+            starts.append(starts[-1] + len(rows_of[query]))
+        own = self.own_spans
+        arrays: dict[str, Sequence] = {
+            "segments": segments,
+            "read_span": [span for span, _ in self.reads],
+            "read_position": [position for _, position in self.reads],
+            "own_first_slot": [self.first_slot[j] for j in own],
+            "own_tokens": [self.num_tokens[j] for j in own],
+            "own_position": [self.stored[j] for j in own],
+            "query_end": self.query_start[1:],
+            "merged_query": merged,
+            "partial_start_loc": starts,
+            "partial": [row for query in merged for row in rows_of[query]],
+        }
+        sizes = sorted(by_size)
+        lists = [list(self._class_arrays(size, by_size[size])) for size in sizes]
+        tensors = iter(_to_device([*arrays.values(), *(a for four in lists for a in four)], device))
+        common = {name: next(tensors) for name in arrays}
+        classes = tuple(
+            TileClass(size, next(tensors), next(tensors), next(tensors), next(tensors))
+            for size in sizes
+        )
+        return Tiles(classes=classes, num_partials=self.num_partials, **common)
+
+    def _list_partials(self, tile: _Tile, rows_of: dict[int, list[int]]) -> None:
+        row = tile.first_partial
+        for _ in tile.items:
+            for query, _, _ in tile.queries:
+                rows_of.setdefault(query, []).append(row)
+                row += 1
+
+    def _class_arrays(self, num_rows: int, tiles: Sequence[tuple[_Tile, int]]) -> Iterator[list]:
+        """Query, request, column, items of the tiles of a size, each with its first segment."""
+        width = num_rows // self.group_heads
+        padding = [(-1, 0, 0)]
+        slots = [[*t.queries, *padding * (width - len(t.queries))] for t, _ in tiles]
+        for i in range(3):
+            yield [[slot[i] for slot in of_tile] for of_tile in slots]
+        yield [
+            (index, base + first, base + end, own, share, shares,
+             tile.first_partial + i * len(tile.queries) if tile.first_partial >= 0 else -1)
+            for index, (tile, base) in enumerate(tiles)
+            for i, (first, end, own, share, shares) in enumerate(tile.items)
+        ]  # fmt: skip
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest one that is not below `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+def _cut(segments: Sequence[tuple[int, ...]], share: int) -> Iterator[list[tuple[int, ...]]]:
+    """Runs of segments with `share` tokens each, the last one with what is left."""
+    part: list[tuple[int, ...]] = []
+    room = share
+    for read, request, slot, num_tokens, before in segments:
+        done = 0
+        while done < num_tokens:
+            taken = min(room, num_tokens - done)
+            part.append((read, request, slot + done, taken, before + done))
+            done += taken
+            room -= taken
+            if room == 0:
+                yield part
+                part, room = [], share
+    if part:
+        yield part
+
+
+def _to_device(arrays: Sequence[Sequence], device: torch.device | str) -> list[torch.Tensor]:
+    """Int32 tensors on a device, cut out of one buffer at multiples of 16 bytes."""
+    tensors = [torch.tensor(array, dtype=torch.int32) for array in arrays]
+    padded = [-(-tensor.numel() // 4) * 4 for tensor in tensors]
+    buffer = torch.zeros(sum(padded), dtype=torch.int32)
+    if torch.device(device).type != "cpu":
+        buffer = buffer.pin_memory()
+    for part, tensor in zip(buffer.split(padded), tensors, strict=True):
+        part[: tensor.numel()] = tensor.flatten()
+    moved = buffer.to(device, non_blocking=True).split(padded)
+    return [
+        part[: tensor.numel()].view(tensor.shape)
+        for part, tensor in zip(moved, tensors, strict=True)
+    ]

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer cache: values of deterministic operators, by the digest of operator and inputs.
+
+Helium calls it the prompt cache. Least recently used entries are dropped first; tenants share
+nothing. In memory, or in a file that several processes may use at once (SQLite).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+_MAX_ENTRIES = 100_000
+
+
+class AnswerCache:
+    """Values of deterministic operators, for whoever gives the same inputs again.
+
+    Args:
+        path: a file; None: in memory.
+        tenant: whose entries are seen and written.
+        max_entries: of this tenant; then those that were not used for longest are dropped.
+
+    Attributes:
+        hits, misses: of look-ups through this object.
+    """
+
+    def __init__(
+        self, path: str | Path | None = None, *, tenant: str = "", max_entries: int = _MAX_ENTRIES
+    ) -> None:
+        self.tenant = tenant
+        self.hits = self.misses = 0
+        self._store = _File(Path(path), tenant) if path is not None else _Memory()
+        self._max_entries = max_entries
+
+    def get(self, key: str) -> tuple[bool, Any]:
+        """(whether there is an entry, its value)."""
+        found = self._store.get(key)
+        self.hits += found is not None
+        self.misses += found is None
+        return (False, None) if found is None else (True, json.loads(found))
+
+    def put(self, key: str, value: Any) -> None:
+        """Keep a value that JSON has."""
+        self._store.put(key, json.dumps(value), self._max_entries)
+
+    def clear(self) -> None:
+        """Drop all entries of the tenant."""
+        self._store.clear()
+
+    def close(self) -> None:
+        """Close the file, if there is one."""
+        self._store.close()
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+
+class _Memory:
+    def __init__(self) -> None:
+        self._entries: OrderedDict[str, str] = OrderedDict()
+
+    def get(self, key: str) -> str | None:
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        return self._entries.get(key)
+
+    def put(self, key: str, value: str, most: int) -> None:
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        while len(self._entries) > most:
+            self._entries.popitem(last=False)
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class _File:
+    """`used` counts up with every look-up, so that its least value was used longest ago."""
+
+    def __init__(self, path: Path, tenant: str) -> None:
+        self._tenant = tenant
+        self._db = sqlite3.connect(path, timeout=60.0, isolation_level=None)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.execute(
+            "CREATE TABLE IF NOT EXISTS entries (tenant TEXT, key TEXT, value TEXT NOT NULL, "
+            "used INTEGER NOT NULL, PRIMARY KEY (tenant, key)) WITHOUT ROWID"
+        )
+        self._db.execute("CREATE INDEX IF NOT EXISTS by_use ON entries (tenant, used)")
+
+    def get(self, key: str) -> str | None:
+        # One statement, so that processes that use the file at once do not drop what is read.
+        row = self._db.execute(
+            f"UPDATE entries SET used = {self._next()} WHERE tenant = ? AND key = ? "
+            "RETURNING value",
+            (self._tenant, self._tenant, key),
+        ).fetchone()
+        return row and str(row[0])
+
+    def put(self, key: str, value: str, most: int) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.execute(
+            f"INSERT OR REPLACE INTO entries VALUES (?, ?, ?, {self._next()})",
+            (self._tenant, key, value, self._tenant),
+        )
+        over = len(self) - most
+        if over > 0:
+            self._db.execute(
+                "DELETE FROM entries WHERE tenant = ? AND key IN "
+                "(SELECT key FROM entries WHERE tenant = ? ORDER BY used LIMIT ?)",
+                (self._tenant, self._tenant, over),
+            )
+        self._db.execute("COMMIT")
+
+    def clear(self) -> None:
+        self._db.execute("DELETE FROM entries WHERE tenant = ?", (self._tenant,))
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __len__(self) -> int:
+        found = self._db.execute("SELECT count(*) FROM entries WHERE tenant = ?", (self._tenant,))
+        return int(found.fetchone()[0])
+
+    @staticmethod
+    def _next() -> str:
+        return "(SELECT coalesce(max(used), 0) + 1 FROM entries WHERE tenant = ?)"
+
+
+# -- digests ---------------------------------------------------------------------------------------
+
+
+def answer_key(identity: Any, prompt: Any, sampling: Any) -> str:
+    """Of an answer: the model that gives it, what it reads, and how it is decoded."""
+    return _digest("llm", identity, prompt, sampling)
+
+
+def function_key(function: Callable[..., Any], inputs: Sequence[Any]) -> str | None:
+    """Of a pure function's value; None: what the function is cannot be told from its code.
+
+    The digest is of the code and of the values that it closes over, if JSON has them; not of what
+    the code calls in turn.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    closed = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    defaults = [getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)]
+    try:
+        return _digest(
+            "fn",
+            code.co_code.hex(),
+            _constants(code),
+            code.co_names,
+            closed,
+            defaults,
+            list(inputs),
+        )
+    except (TypeError, ValueError):
+        return None
+
+
+def _constants(code: Any) -> list[Any]:
+    """The constants of code, of functions inside it as well."""
+    return [
+        [inner.co_code.hex(), _constants(inner), list(inner.co_names)]
+        if hasattr(inner, "co_code")
+        else repr(inner)
+        for inner in code.co_consts
+    ]
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

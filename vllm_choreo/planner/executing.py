@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One batch, run: calls go to workers in the plan's order, as far as they can; values come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_choreo.planner.answer_cache import AnswerCache, answer_key, function_key
+from vllm_choreo.planner.graph_errors import GraphError
+from vllm_choreo.planner.journal import Journal
+from vllm_choreo.planner.nodes import Node
+from vllm_choreo.planner.physical import PhysicalPlan
+from vllm_choreo.planner.profile import Profile, measured
+from vllm_choreo.planner.progress import Progress
+from vllm_choreo.planner.reading import Key, Reading, SharedMessages, reading, repeated
+from vllm_choreo.planner.retrying import MESSAGES_GONE, Retry
+from vllm_choreo.planner.run_stats import Lane, RunStats
+from vllm_choreo.planner.values import Functions, asked_of, failed
+from vllm_choreo.planner.worker import Answer, Worker
+
+
+class Execution:
+    """A run of a physical plan.
+
+    Args:
+        plan: what is to be done.
+        workers: who answers, one for each worker of the plan.
+        retry: which calls are made again.
+        cache: is told of values of deterministic operators, under `identity`.
+        identity: of the models and the semantics.
+        journal: is told of all values.
+        exact: nothing is to change an answer.
+        merge: equal calls are made once.
+        on_query: told of each query once its results are there: its number.
+        readers: of former runs on these workers, with what they pinned.
+    """
+
+    def __init__(
+        self,
+        plan: PhysicalPlan,
+        workers: Sequence[Worker],
+        *,
+        retry: Retry,
+        cache: AnswerCache | None,
+        identity: Any,
+        journal: Journal | None,
+        exact: bool,
+        merge: bool,
+        on_query: Callable[[int, Progress], None] | None,
+        profile: Profile,
+        readers: Sequence[SharedMessages],
+    ) -> None:
+        self.plan, self.workers = plan, workers
+        self.stats = RunStats()
+        self.profile = profile
+        self._retry, self._cache, self._identity = retry, cache, identity
+        self._journal, self._exact, self._on_query = journal, exact, on_query
+        self._functions = Functions()
+        self.progress = Progress(plan.logical, self._function_done, self._function)
+        self._readers = readers
+        self._before = [(reader.num_shared, reader.num_tokens) for reader in readers]
+        self._ready: list[list[tuple[int, int]]] = [[] for _ in workers]
+        self._running: dict[asyncio.Task[None], int] = {}
+        self._counts = [0] * len(workers)
+        self._answers: dict[int, tuple[int, Answer]] = {}
+        self._equal: dict[str, int] = {}  # the first call of a deterministic prompt
+        self._followers: dict[int, list[int]] = {}
+        self._frees: list[asyncio.Task[None]] = []
+        self._waiting = [len(set(outputs.values())) for outputs in plan.logical.outputs]
+        self._wanted: dict[int, list[int]] = {}
+        self._own: dict[int, list[int]] = {}  # calls that one query alone has asked for
+        self._merge = merge
+        self._start = 0.0
+
+    async def run(self, warm: Sequence[Key]) -> None:
+        """Run until every output has a value or an error."""
+        self._start = time.perf_counter()
+        self._watch_outputs()
+        alone = frozenset() if self._exact else self._between()
+        for reader in self._readers:
+            reader.alone = alone
+        try:
+            await asyncio.gather(*(self._warm(reader, warm) for reader in self._readers))
+            self.progress.start()
+            self._take_calls()
+            while self._running:
+                done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+                for finished in done:
+                    self._counts[self._running.pop(finished)] -= 1
+                    finished.result()
+                self._take_calls()
+        finally:
+            for running in self._running:
+                running.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+            await self._free_all()
+            self.stats.seconds = time.perf_counter() - self._start
+
+    async def _warm(self, reader: SharedMessages, chains: Sequence[Key]) -> None:
+        """Encode static beginnings; what fails here is encoded by the call that needs it."""
+        try:
+            await reader.warm(chains)
+        except Exception as error:
+            if not self._retry.on(error):
+                raise
+
+    # -- which call next -------------------------------------------------------------------------
+
+    def _take_calls(self) -> None:
+        """Queue calls that became ready, and begin as many as workers take."""
+        calls = self.progress.calls
+        while calls:
+            call = calls.popleft()
+            worker = self.plan.worker.get(call, 0)
+            heapq.heappush(self._ready[worker], (self.plan.rank.get(call, call), call))
+        self._report()
+        for worker, ready in enumerate(self._ready):
+            while ready and self._counts[worker] < self.workers[worker].width:
+                self._counts[worker] += 1
+                task = asyncio.ensure_future(self._call(heapq.heappop(ready)[1], worker))
+                self._running[task] = worker
+
+    def _report(self) -> None:
+        """Tell of queries whose results have come."""
+        settled = self.progress.settled
+        while settled:
+            task = settled.popleft()
+            for query in self._wanted.pop(task, ()):
+                self._waiting[query] -= 1
+                if not self._waiting[query]:
+                    self._free_query(query)
+                    if self._on_query:
+                        self._on_query(query, self.progress)
+
+    # -- one call --------------------------------------------------------------------------------
+
+    async def _call(self, call: int, worker: int) -> None:
+        node = self.plan.logical.node(call)
+        key = self._key(call, node)
+        if key is not None and (self._fetches(call, key) or self._joins(call, key)):
+            return
+        read = self._reading(call, worker)
+        begin, tried = time.perf_counter(), 0
+        while True:
+            tried += 1
+            try:
+                answer = await self._readers[worker].answer(read, node.attrs["sampling"])
+                break
+            except Exception as error:
+                wait = self._retry.seconds(error, tried)
+                if wait is None:
+                    wrapped = failed(node, f"{type(error).__name__}: {error}")
+                    wrapped.__cause__ = error
+                    self._finish(call, wrapped)
+                    return
+                self.stats.num_retries += 1
+                if isinstance(error, MESSAGES_GONE):
+                    self._lose(worker)
+                await asyncio.sleep(wait)
+                read = self._reading(call, worker)
+        end = time.perf_counter()
+        self._count(Lane(call, worker, begin - self._start, end - self._start, answer, tried))
+        self._answers[call] = (worker, answer)
+        if key is not None and self._cache is not None:
+            self._cache.put(key, answer.text)
+        self._finish(call, answer.text)
+
+    def _finish(self, call: int, result: str | GraphError) -> None:
+        """Settle a call, and those that are equal to it."""
+        for number in (call, *self._followers.pop(call, ())):
+            if isinstance(result, GraphError):
+                self.progress.fail(number, result)
+                continue
+            if self._journal is not None:
+                self._journal.add(number, result)
+            self.progress.complete(number, result)
+
+    def _fetches(self, call: int, key: str) -> bool:
+        """Whether the cache has the answer."""
+        found, text = self._cache.get(key) if self._cache is not None else (False, "")
+        if found:
+            self.stats.num_fetched += 1
+            self._finish(call, text)
+        return found
+
+    def _joins(self, call: int, key: str) -> bool:
+        """Whether an equal call has been made: its answer is this one's, too.
+
+        What a choreographed call answers depends on more than its text, so it joins none.
+        """
+        if not (self._exact and self._merge):
+            return False
+        first = self._equal.setdefault(key, call)
+        if first == call or first in self.progress.errors:
+            return False
+        self.stats.num_joined += 1
+        if first in self.progress.values:
+            self._finish(call, self.progress.values[first])
+        else:
+            self._followers.setdefault(first, []).append(call)
+        return True
+
+    def _reading(self, call: int, worker: int) -> Reading:
+        """How a call reads its prompt, given where answers are."""
+        node = self.plan.logical.tasks[call].node
+        pieces: list[str | Answer] = []
+        for symbol in self.plan.prompts[call]:
+            if isinstance(symbol, str):
+                pieces.append(symbol)
+                continue
+            source = self.progress.origin.get(symbol)
+            held = self._answers.get(source) if source is not None else None
+            readable = held is not None and held[0] == worker and held[1].span is not None
+            if readable and self._is_message(node, symbol):
+                assert held is not None
+                pieces.append(held[1])
+            else:
+                pieces.append(self.progress.values[symbol])
+        return reading(pieces, self.plan.cuts.at.get(call, ()))
+
+    def _between(self) -> frozenset[str]:
+        """Texts between messages that several calls have."""
+        return repeated(
+            [
+                symbol
+                if isinstance(symbol, str)
+                else None
+                if self._is_message(self.plan.logical.tasks[call].node, symbol)
+                else f"<{symbol}>"  # its text is not known yet: the same for those that read it
+                for symbol in symbols
+            ]
+            for call, symbols in self.plan.prompts.items()
+        )
+
+    def _is_message(self, node: int, symbol: int) -> bool:
+        choice = self.plan.choices.get((node, self.plan.logical.tasks[symbol].node))
+        return choice is not None and choice.how == "message"
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def _key(self, call: int, node: Node) -> str | None:
+        """Of a deterministic call's answer."""
+        if not node.deterministic:
+            return None
+        return answer_key(self._identity, self.progress.inputs(call), asked_of(node))
+
+    def _function(self, node: Node, inputs: list[Any]) -> Any:
+        if self._cache is None or not node.deterministic:
+            return self._functions.call(node, inputs)
+        key = function_key(node.attrs["function"], inputs)
+        found, value = self._cache.get(key) if key is not None else (False, None)
+        if not found:
+            value = self._functions.call(node, inputs)
+            if key is not None:
+                self._cache.put(key, value)
+        return value
+
+    def _function_done(self, task: int, value: Any) -> None:
+        if self._journal is not None:
+            self._journal.add(task, value)
+        measured(self.profile, self.plan.logical.node(task), value, None)
+
+    def _count(self, lane: Lane) -> None:
+        stats, answer = self.stats, lane.answer
+        stats.lanes.append(lane)
+        stats.num_calls += 1
+        stats.num_prompt += answer.num_prompt
+        stats.num_reused += answer.reused
+        stats.num_encoded += answer.num_prompt - answer.reused
+        stats.num_out += answer.num_out
+        measured(self.profile, self.plan.logical.node(lane.task), answer.text, answer.num_out)
+
+    def _lose(self, worker: int) -> None:
+        """The messages of a worker are gone: what was shared is encoded again, answers are text."""
+        self._readers[worker].forget()
+        self._answers = {c: held for c, held in self._answers.items() if held[0] != worker}
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def _watch_outputs(self) -> None:
+        """Who waits for which output."""
+        for query, outputs in enumerate(self.plan.logical.outputs):
+            for output in set(outputs.values()):
+                self._wanted.setdefault(output, []).append(query)
+        self.progress.watched = set(self._wanted)
+        for call in self.plan.prompts:
+            task = self.plan.logical.tasks[call]
+            if task.num_queries == 1:
+                self._own.setdefault(task.query, []).append(call)
+
+    def _free_query(self, query: int) -> None:
+        """A query is done: nobody else reads the answers that it alone has asked for."""
+        done = [call for call in self._own.pop(query, ()) if call in self._answers]
+        by_worker: dict[int, list[Any]] = {}
+        for call in done:
+            worker, answer = self._answers.pop(call)
+            by_worker.setdefault(worker, []).extend(answer.messages())
+        for worker, messages in by_worker.items():
+            self._frees.append(asyncio.ensure_future(self._free(worker, messages)))
+
+    async def _free(self, worker: int, messages: list[Any]) -> None:
+        with contextlib.suppress(*MESSAGES_GONE):  # then there is nothing to be freed
+            await self.workers[worker].free(messages)
+
+    async def _free_all(self) -> None:
+        """Free what the run has left, but what is pinned."""
+        for number in range(len(self.workers)):
+            left = [answer.messages() for at, answer in self._answers.values() if at == number]
+            await self._free(number, [message for messages in left for message in messages])
+            reader, before = self._readers[number], self._before[number]
+            self.stats.num_shared += reader.num_shared - before[0]
+            self.stats.num_encoded += reader.num_tokens - before[1]
+            with contextlib.suppress(*MESSAGES_GONE):
+                await self._readers[number].free()
+        await asyncio.gather(*self._frees)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The physical plan: what is read how, which worker runs what, and in which order."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm_choreo.planner.cost import Calls, CostModel, Timetable, timetable
+from vllm_choreo.planner.logical import (
+    LogicalPlan,
+    call_dependencies,
+    no_collection,
+    structure_keys,
+)
+from vllm_choreo.planner.placement import place
+from vllm_choreo.planner.profile import Profile
+from vllm_choreo.planner.prompts import Cuts, call_symbols, cuts, operator_symbols
+from vllm_choreo.planner.radix import Symbol, TemplatedRadixTree
+from vllm_choreo.planner.reuse import Choice, choose
+from vllm_choreo.planner.schedule import schedule
+from vllm_choreo.planner.values import CHATML, Template
+
+# Up to so many calls are scheduled one by one, beside the schedule of operators.
+_SINGLE_UP_TO = 2000
+_LONG_PREFIX = 16.0  # tokens that operators of one inner sequence must share
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan may do.
+
+    Attributes:
+        semantics: "exact" or "choreo".
+        num_workers: how many workers there are.
+        cost: the cost model.
+        profile: lengths of answers.
+        template: of the model's chat.
+        schedule: order calls by the plan; else as they become ready.
+        reuse: share beginnings, and read answers as messages; else all is encoded by each call.
+        repaired: tokens that are repaired at the beginning of each message.
+    """
+
+    semantics: str = "exact"
+    num_workers: int = 1
+    cost: CostModel = field(default_factory=CostModel)
+    profile: Profile = field(default_factory=Profile)
+    template: Template = CHATML
+    schedule: bool = True
+    reuse: bool = True
+    repaired: float = 0.0
+
+
+@dataclass
+class PhysicalPlan:
+    """Attributes:
+    logical: the tasks.
+    prompts: of each call, as symbols.
+    cuts: where beginnings of prompts are shared.
+    choices: how an operator reads another.
+    calls: what was scheduled, with their tree.
+    table: the estimated times of the calls.
+    worker: of each call.
+    rank: the calls' order on their worker; the runtime may take a later one that can run.
+    sequences: of each worker the operators' nested sequences: of an inner one, the calls run
+        query by query; the inner ones follow one another.
+    seconds: what planning took.
+    """
+
+    logical: LogicalPlan
+    prompts: dict[int, list[Symbol]]
+    cuts: Cuts
+    choices: dict[tuple[int, int], Choice]
+    calls: Calls
+    table: Timetable
+    worker: dict[int, int]
+    rank: dict[int, int]
+    sequences: list[list[list[int]]]
+    seconds: float = 0.0
+
+
+@no_collection()
+def physical_plan(logical: LogicalPlan, options: PlanOptions) -> PhysicalPlan:
+    """Plan what is left to be done of a logical plan."""
+    begun = time.perf_counter()
+    graph = logical.graph
+    sizes = options.profile.expected(graph)
+    prompts = call_symbols(logical, options.template)
+    operators = operator_symbols(graph, options.template)
+    live = {logical.tasks[call].node for call in prompts}
+    operators = {number: symbols for number, symbols in operators.items() if number in live}
+    choices: dict[tuple[int, int], Choice] = {}
+    found = Cuts()
+    if options.reuse:
+        choices = choose(graph, operators, options.semantics, sizes.__getitem__, options.repaired)
+        found = cuts(
+            prompts,
+            operators,
+            options.template,
+            anywhere=options.semantics == "choreo",
+            weigh=lambda task: sizes[logical.tasks[task].node],
+        )
+    calls = _calls(logical, prompts, sizes)
+    table, sequences = _scheduled(logical, calls, operators, sizes, options)
+    plan = PhysicalPlan(logical, prompts, found, choices, calls, table, {}, {}, sequences)
+    for worker, order in enumerate(table.orders):
+        for rank, call in enumerate(order):
+            plan.worker[call], plan.rank[call] = worker, rank
+    plan.seconds = time.perf_counter() - begun
+    return plan
+
+
+def _calls(
+    logical: LogicalPlan, prompts: Mapping[int, Sequence[Symbol]], sizes: Sequence[float]
+) -> Calls:
+    """In an order that is the same however the graph was written and the queries are ordered."""
+    depends = call_dependencies(logical, list(prompts))
+    levels: dict[int, int] = {}
+    for call in sorted(prompts):
+        levels[call] = 1 + max((levels[other] for other in depends[call]), default=0)
+    keys = structure_keys(logical)
+    order = sorted(prompts, key=lambda call: (levels[call], keys[call], call))
+    tree = TemplatedRadixTree(lambda task: sizes[logical.tasks[task].node])
+    for call in order:
+        tree.add(call, prompts[call])
+    num_out = {call: sizes[logical.tasks[call].node] for call in order}
+    places = {call: place for place, call in enumerate(order)}
+    ordered = {call: tuple(sorted(depends[call], key=places.__getitem__)) for call in order}
+    return Calls(tree, num_out, ordered)
+
+
+# -- operators in nested sequences -----------------------------------------------------------------
+
+
+def _scheduled(
+    logical: LogicalPlan,
+    calls: Calls,
+    operators: Mapping[int, Sequence[Symbol]],
+    sizes: Sequence[float],
+    options: PlanOptions,
+) -> tuple[Timetable, list[list[list[int]]]]:
+    """The better of two: a schedule of operators, spread over the queries; and one of calls."""
+    assigned = place(calls, options.num_workers, options.cost)
+    if not options.schedule:
+        return timetable(calls, assigned, options.cost), []
+    nested = _sequences(logical, calls, operators, sizes, options.cost)
+    worker = {call: number for number, mine in enumerate(assigned) for call in mine}
+    orders: list[list[int]] = [[] for _ in assigned]
+    for call in _spread(logical, calls, nested):
+        orders[worker[call]].append(call)
+    sequences = [_of_worker(logical, order, nested) for order in orders]
+    best = timetable(calls, orders, options.cost)
+    if len(calls.num_out) <= _SINGLE_UP_TO:
+        single = schedule(calls, assigned, options.cost)
+        best = min(single, best, key=lambda table: table.total)
+    return best, sequences
+
+
+def _sequences(
+    logical: LogicalPlan,
+    calls: Calls,
+    operators: Mapping[int, Sequence[Symbol]],
+    sizes: Sequence[float],
+    model: CostModel,
+) -> list[list[int]]:
+    """The operators in inner sequences: those that begin with the same static text together."""
+    times: dict[int, float] = {}
+    depends: dict[int, set[int]] = {}
+    for call in calls.num_out:
+        number = logical.tasks[call].node
+        times[number] = times.get(number, 0.0) + 1.0
+        before = {logical.tasks[other].node for other in calls.depends[call]}
+        depends.setdefault(number, set()).update(before - {number})
+    tree = TemplatedRadixTree(sizes.__getitem__)
+    for number in times:
+        tree.add(number, operators[number])
+    whole = Calls(
+        tree,
+        {number: sizes[number] for number in times},
+        {number: tuple(sorted(before)) for number, before in depends.items()},
+        times,
+    )
+    (order,) = schedule(whole, [list(times)], model, improve=False).orders
+    nested: list[list[int]] = []
+    for number in order:
+        if nested and _same_static(tree, nested[-1][-1], number):
+            nested[-1].append(number)
+        else:
+            nested.append([number])
+    return nested
+
+
+def _same_static(tree: TemplatedRadixTree, one: int, other: int) -> bool:
+    """Whether two operators share a static beginning that is worth it."""
+    shared = 0.0
+    for mine, theirs in zip(tree.end[one].path(), tree.end[other].path(), strict=False):
+        if mine is not theirs or not isinstance(mine.symbol, str):
+            break
+        shared += mine.weight
+    return shared >= _LONG_PREFIX
+
+
+def _spread(logical: LogicalPlan, calls: Calls, nested: list[list[int]]) -> list[int]:
+    """The calls in the order of their operators: query by query within an inner sequence.
+
+    What queries have in common is run for the first of them, so a call may have to be put back
+    behind those on which it depends.
+    """
+    place_of = {number: (i, j) for i, inner in enumerate(nested) for j, number in enumerate(inner)}
+    homes = _homes(logical)
+    ranks = {}
+    for position, call in enumerate(calls.num_out):
+        outer, inner = place_of[logical.tasks[call].node]
+        ranks[call] = (outer, homes[call], inner, position, call)
+    missing = {call: len(calls.depends[call]) for call in calls.num_out}
+    dependents = calls.dependents()
+    free = [ranks[call] for call, count in missing.items() if not count]
+    heapq.heapify(free)
+    order = []
+    while free:
+        call = heapq.heappop(free)[-1]
+        order.append(call)
+        for other in dependents[call]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(free, ranks[other])
+    return order
+
+
+def _homes(logical: LogicalPlan) -> dict[int, int]:
+    """For each task the first query that needs it, of the queries in an order of their own."""
+    keys = structure_keys(logical)
+    order = sorted(
+        range(logical.batch_size),
+        key=lambda query: [keys[task] for task in logical.outputs[query].values()],
+    )
+    homes: dict[int, int] = {}
+    for rank, query in enumerate(order):
+        stack = list(logical.outputs[query].values())
+        while stack:
+            task = stack.pop()
+            if task not in homes:
+                homes[task] = rank
+                stack += logical.tasks[task].inputs
+    return homes
+
+
+def _of_worker(
+    logical: LogicalPlan, order: Sequence[int], nested: list[list[int]]
+) -> list[list[int]]:
+    """The inner sequences, of those operators that a worker runs."""
+    here = {logical.tasks[call].node for call in order}
+    mine = [[number for number in inner if number in here] for inner in nested]
+    return [inner for inner in mine if inner]

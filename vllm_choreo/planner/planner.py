@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`invoke` runs a compiled graph; `Planner` does so batch after batch, with what they share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_choreo.planner.answer_cache import AnswerCache, answer_key, function_key
+from vllm_choreo.planner.cost import CostModel
+from vllm_choreo.planner.executing import Execution
+from vllm_choreo.planner.graph import CompiledGraph, Graph
+from vllm_choreo.planner.graph_errors import GraphError
+from vllm_choreo.planner.journal import Journal
+from vllm_choreo.planner.lanes import lanes_page
+from vllm_choreo.planner.logical import LogicalPlan, fetch, logical_plan
+from vllm_choreo.planner.nodes import Node
+from vllm_choreo.planner.physical import PhysicalPlan, PlanOptions, physical_plan
+from vllm_choreo.planner.profile import Profile
+from vllm_choreo.planner.progress import Progress
+from vllm_choreo.planner.reading import SharedMessages
+from vllm_choreo.planner.retrying import Retry
+from vllm_choreo.planner.reuse import SEMANTICS
+from vllm_choreo.planner.run_stats import RunStats
+from vllm_choreo.planner.values import CHATML, Template, asked_of
+from vllm_choreo.planner.worker import Worker, as_worker
+
+Result = Any  # the value of a query's result; with several results a dict of them by name
+
+
+@dataclass(frozen=True)
+class BatchResult(Sequence[Result]):
+    """The results of a batch, one for each query, in their order.
+
+    To take the result of a query that failed raises its error; `errors` has them all.
+
+    Attributes:
+        values: of the queries that succeeded, by number.
+        errors: of those that failed.
+        plan: as it was run.
+        stats: what running it took.
+    """
+
+    values: dict[int, Result]
+    errors: dict[int, GraphError]
+    plan: PhysicalPlan
+    stats: RunStats
+
+    def __getitem__(self, query: Any) -> Any:
+        if isinstance(query, slice):
+            return [self[number] for number in range(len(self))[query]]
+        number = range(len(self))[query]
+        if number in self.errors:
+            raise self.errors[number]
+        return self.values[number]
+
+    def page(self, title: str = "Run of a plan") -> str:
+        """The run as a page of HTML: which worker ran what, and when."""
+        return lanes_page(self.plan, self.stats, title)
+
+    def __len__(self) -> int:
+        return len(self.values) + len(self.errors)
+
+    def __repr__(self) -> str:
+        return repr([self.values.get(n, self.errors.get(n)) for n in range(len(self))])
+
+
+class Planner:
+    """Plans batches, and runs them on workers.
+
+    Args:
+        workers: a facade (`Choreography`, `AsyncChoreography`, a client), or a list of them or of
+            `Worker`s. They have one model.
+        semantics: "exact": answers are those of the naive run, query by query, each prompt as text;
+            "choreo": answers of other operators are read as messages, where that is cheaper.
+        cache: the answer cache; None: none.
+        profile: lengths of answers; every run adds its own.
+        cost: the cost model.
+        template: of the model's chat.
+        retry: which failed calls are made again.
+        prune, merge, schedule, reuse, warm: parts of planning that may be left out: see
+            `logical_plan` and `PlanOptions`; `warm` encodes and pins static beginnings first.
+
+    Raises:
+        GraphError: no such semantics, no worker, or a cache for nobody knows which model.
+    """
+
+    def __init__(
+        self,
+        workers: Any,
+        *,
+        semantics: str = "exact",
+        cache: AnswerCache | None = None,
+        profile: Profile | None = None,
+        cost: CostModel | None = None,
+        template: Template = CHATML,
+        retry: Retry | None = None,
+        prune: bool = True,
+        merge: bool = True,
+        schedule: bool = True,
+        reuse: bool = True,
+        warm: bool = True,
+    ) -> None:
+        if semantics not in SEMANTICS:
+            raise GraphError(
+                f"the semantics are {' and '.join(SEMANTICS)}",
+                parameter="semantics",
+                value=semantics,
+            )
+        given = list(workers) if isinstance(workers, Sequence) else [workers]
+        if not given:
+            raise GraphError("at least one worker is needed", parameter="workers", value=given)
+        self.workers: list[Worker] = [as_worker(worker) for worker in given]
+        if cache is not None and self.workers[0].identity is None:
+            raise GraphError(
+                "which model answers is not known here, so its answers cannot be cached: say it by "
+                "FacadeWorker(facade, model=...)",
+                parameter="cache",
+            )
+        self.cache = cache
+        self.profile = profile or Profile()
+        self._retry = retry or Retry()
+        self._prune, self._merge, self._warm = prune, merge, warm
+        self.options = PlanOptions(
+            semantics=semantics,
+            num_workers=len(given),
+            cost=cost or CostModel(),
+            profile=self.profile,
+            template=template,
+            schedule=schedule,
+            reuse=reuse,
+        )
+        self._readers = [SharedMessages(worker) for worker in self.workers]
+
+    # -- planning ------------------------------------------------------------------------------
+
+    def plan(self, compiled: CompiledGraph, journal: Journal | None = None) -> PhysicalPlan:
+        """What `invoke` would do."""
+        logical = logical_plan(compiled, prune=self._prune, merge=self._merge)
+        if journal is not None:
+            journal.restore(logical)
+        if self.cache is not None:
+            fetch(logical, self._probe)
+        return physical_plan(logical, self.options)
+
+    @property
+    def identity(self) -> Any:
+        """What answers depend on besides their prompts."""
+        models = [worker.identity for worker in self.workers]
+        template = [self.options.template.opening, self.options.template.closing]
+        return [models[0], self.options.semantics, template]
+
+    def _probe(self, node: Node, inputs: Sequence[Any]) -> tuple[bool, Any]:
+        assert self.cache is not None
+        if node.kind == "llm":
+            return self.cache.get(answer_key(self.identity, list(inputs), asked_of(node)))
+        key = function_key(node.attrs["function"], inputs)
+        return (False, None) if key is None else self.cache.get(key)
+
+    # -- running -------------------------------------------------------------------------------
+
+    async def ainvoke(
+        self,
+        compiled: CompiledGraph,
+        *,
+        journal: str | Path | None = None,
+        on_result: Callable[[int, Result], None] | None = None,
+    ) -> BatchResult:
+        """Run a batch.
+
+        Args:
+            compiled: the graph and its inputs.
+            journal: a file in which every value is written down; a run that was killed goes on
+                where it was, if it is given the same graph, inputs and file.
+            on_result: told of each query's result as it comes: (number of the query, its result or
+                its error).
+
+        Raises:
+            JournalError: the journal is of something else.
+        """
+        if isinstance(compiled, Graph):
+            compiled = compiled.compile()
+        book = Journal(journal, compiled, self.identity) if journal is not None else None
+        try:
+            plan = self.plan(compiled, book)
+            done = BatchResult({}, {}, plan, RunStats())
+
+            def report(query: int, progress: Progress) -> None:
+                _collect(done, plan.logical, query, progress)
+                if on_result is not None:
+                    on_result(query, done.values.get(query, done.errors.get(query)))
+
+            run = Execution(
+                plan,
+                self.workers,
+                retry=self._retry,
+                cache=self.cache,
+                identity=self.identity,
+                journal=book,
+                exact=self.options.semantics == "exact",
+                merge=self._merge,
+                on_query=report,
+                profile=self.profile,
+                readers=self._readers,
+            )
+            await run.run(sorted(plan.cuts.static) if self._warm else [])
+        finally:
+            if book is not None:
+                book.close()
+        return replace(done, stats=run.stats)
+
+    def invoke(self, compiled: CompiledGraph, **options: Any) -> BatchResult:
+        """`ainvoke` for programs without an event loop.
+
+        Raises:
+            GraphError: there is one; await `ainvoke` there.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self.ainvoke(compiled, **options))
+        raise GraphError("an event loop is running here: await ainvoke(...)")
+
+
+def _collect(done: BatchResult, plan: LogicalPlan, query: int, progress: Progress) -> None:
+    """Put the results of a query into `done`."""
+    outputs = plan.outputs[query]
+    for task in outputs.values():
+        if task in progress.errors:
+            done.errors[query] = progress.errors[task]
+            return
+    values = {name: progress.values[task] for name, task in outputs.items()}
+    done.values[query] = values if len(values) > 1 else next(iter(values.values()))
+
+
+def invoke(compiled: CompiledGraph, workers: Any, **options: Any) -> BatchResult:
+    """Run a batch once.
+
+    Args:
+        compiled: the graph and its inputs.
+        workers: a facade, or several: see `Planner`.
+        options: of `Planner`, and `journal` and `on_result` of `Planner.ainvoke`.
+    """
+    mine = {key: options.pop(key) for key in ("journal", "on_result") if key in options}
+    return Planner(workers, **options).invoke(compiled, **mine)
+
+
+async def ainvoke(compiled: CompiledGraph, workers: Any, **options: Any) -> BatchResult:
+    """`invoke`, awaited."""
+    mine = {key: options.pop(key) for key in ("journal", "on_result") if key in options}
+    return await Planner(workers, **options).ainvoke(compiled, **mine)
+
+
+def profile(sample: CompiledGraph, workers: Any, **options: Any) -> Profile:
+    """What the operators of a graph generate, measured on a batch that is a sample.
+
+    Returns:
+        A profile to be given to `invoke` or `Planner`, or to be saved.
+    """
+    planner = Planner(workers, **options)
+    planner.invoke(sample)
+    return planner.profile

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""From the symbols of a prompt to one call: parents that are read as messages, and a header.
+
+    symbols   [system turn] [question] <answer 1> "and" <answer 2> [instruction, opening]
+    exact     \___ shared beginnings: a chain of messages ___/      header
+    choreo    \___ chain ___________/ message    alone  message     header
+
+A chain is exact: each link is encoded with all before it. Text between messages is encoded alone if
+other calls have the same, else with all that stands before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_choreo.planner.worker import Answer, Worker
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A prompt, as one call reads it.
+
+    Attributes:
+        chain: texts of shared beginnings, each encoded with those before.
+        parts: what follows: texts, and answers that are read as messages.
+        header: text at the end, never empty.
+    """
+
+    chain: Key
+    parts: tuple[str | Answer, ...]
+    header: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is read that was encoded apart."""
+        return not self.parts
+
+    def text(self) -> str:
+        """The prompt as text."""
+        parts = (part if isinstance(part, str) else part.text for part in self.parts)
+        return "".join((*self.chain, *parts, self.header))
+
+
+def reading(pieces: Sequence[str | Answer], cuts: Sequence[int]) -> Reading:
+    """Divide a prompt.
+
+    Args:
+        pieces: the symbols of the prompt: text, or an answer that is to be read as a message. The
+            last one is text.
+        cuts: after which of them the beginnings are shared.
+    """
+    first = next((i for i, p in enumerate(pieces) if isinstance(p, Answer)), len(pieces))
+    chain: list[str] = []
+    start = 0
+    for cut in cuts:
+        if cut < first and cut < len(pieces) - 1:
+            link = "".join(str(piece) for piece in pieces[start : cut + 1])
+            if link:
+                chain.append(link)
+            start = cut + 1
+    rest: list[str | Answer] = []
+    for piece in pieces[start:]:
+        if isinstance(piece, str) and rest and isinstance(rest[-1], str):
+            rest[-1] += piece
+        elif piece != "":
+            rest.append(piece)
+    header = rest.pop()
+    assert isinstance(header, str), "a prompt ends with the opening of the answer"
+    return Reading(tuple(chain), tuple(rest), header)
+
+
+def repeated(prompts: Iterable[Sequence[str | None]]) -> frozenset[str]:
+    """Texts that stand between messages in more than one prompt.
+
+    Args:
+        prompts: their symbols; None: what is read as a message.
+    """
+    counts: Counter[str] = Counter()
+    for symbols in prompts:
+        texts, between = [], ""
+        for symbol in symbols:
+            if symbol is None:
+                texts.append(between)
+            between = "" if symbol is None else between + symbol
+        counts.update(set(texts[1:]) - {""})
+    return frozenset(text for text, count in counts.items() if count > 1)
+
+
+class SharedMessages:
+    """The messages of one worker that calls of a run share.
+
+    Args:
+        worker: who encodes them.
+
+    Attributes:
+        alone: texts between messages that several calls have, which are encoded alone.
+        num_shared, num_tokens: messages that were encoded for several calls, and the tokens of
+            these and of those that were encoded beside a call.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.alone: frozenset[str] = frozenset()
+        self.num_shared = self.num_tokens = 0
+        self._links: dict[Any, asyncio.Future[Any]] = {}
+        self._pinned: set[Any] = set()
+
+    async def warm(self, chains: Sequence[Key]) -> int:
+        """Encode chains, and pin them; how many. Text without messages is warmed by the engine."""
+        if not self.worker.reads_messages:
+            return 0
+        messages = []
+        for chain in chains:
+            messages += await self._chain(chain)
+        await self.worker.pin(messages)
+        self._pinned.update(message.id for message in messages)
+        return len(chains)
+
+    async def answer(self, read: Reading, sampling: Mapping[str, Any]) -> Answer:
+        """Run a call. Raises ChoreoError: it, or what it shares, is refused."""
+        worker = self.worker
+        if not worker.reads_messages:
+            return await worker.decode(read.text(), (), True, sampling)
+        beside: list[Any] = []
+        try:
+            parents = await self._parents(read, beside)
+            answer = await worker.decode(read.header, parents, read.exact, sampling)
+        except BaseException:
+            await worker.free(beside)
+            raise
+        return replace(answer, beside=tuple(beside))
+
+    async def _parents(self, read: Reading, beside: list[Any]) -> list[Any]:
+        """What a call reads; `beside` is what was encoded for it alone."""
+        parents = await self._chain(read.chain)
+        for part in read.parts:
+            if isinstance(part, Answer):
+                assert part.span is not None
+                parents.append((part.message, *part.span))
+            elif part in self.alone:
+                parents.append(await self._shared(("alone", part), part, ()))
+            else:
+                beside.append(await self._prefill(part, tuple(parents), False))
+                parents.append(beside[-1])
+        return parents
+
+    def forget(self) -> None:
+        """The worker has lost all messages."""
+        self._links.clear()
+        self._pinned.clear()
+
+    async def free(self, keep_pinned: bool = True) -> None:
+        """Free what was shared."""
+        made = {key: link for key, link in self._links.items() if _is_made(link)}
+        kept = self._pinned if keep_pinned else set()
+        self._links = {key: link for key, link in made.items() if link.result().id in kept}
+        unpinned = [link.result() for key, link in made.items() if key not in self._links]
+        await self.worker.free(unpinned)
+
+    async def _chain(self, chain: Key) -> list[Any]:
+        parents: list[Any] = []
+        for i, text in enumerate(chain):
+            key = ("chain", chain[: i + 1])
+            parents.append(await self._shared(key, text, tuple(parents)))
+        return parents
+
+    async def _shared(self, key: Any, text: str, parents: Sequence[Any]) -> Any:
+        """A message that is encoded once; all who need it wait for it."""
+        link = self._links.get(key)
+        if link is None or (link.done() and not _is_made(link)):
+            self.num_shared += 1
+            link = self._links[key] = asyncio.ensure_future(self._prefill(text, parents, True))
+        # Shielded: that one of several readers gives up does not stop it for the others.
+        return await asyncio.shield(link)
+
+    async def _prefill(self, text: str, parents: Sequence[Any], exact: bool) -> Any:
+        message = await self.worker.prefill(text, parents, exact)
+        self.num_tokens += message.num_tokens
+        return message
+
+
+def _is_made(link: asyncio.Future[Any]) -> bool:
+    """Whether the message is there."""
+    return link.done() and not link.cancelled() and link.exception() is None

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How each part of a prompt that another operator writes is read: chosen edge by edge, by cost.
+
+    prefix    the prompt up to here is a message that several calls read; exact
+    message   the answer is read where its writer's call left it; not exact
+    again     it is encoded again, with the text around it; exact
+
+What has no fixed order is given the order in which prompts share most before anything is chosen
+(`concat(order="any")`), so that `prefix` can be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_choreo.planner.nodes import Operators
+from vllm_choreo.planner.radix import Symbol, TemplatedRadixTree
+
+SEMANTICS = ("exact", "choreo")
+# To read a message costs a request for the text between it and the next one, and padding: measured
+# in tokens that are encoded in that time.
+MESSAGE_OVERHEAD = 8.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How an operator reads another one.
+
+    Attributes:
+        how: "prefix", "message" or "again".
+        costs: tokens to be encoded for each way that there is, per call.
+        readers: operators whose prompts have the same beginning up to here.
+    """
+
+    how: str
+    costs: Mapping[str, float]
+    readers: int
+
+
+def choose(
+    graph: Operators,
+    prompts: Mapping[int, Sequence[Symbol]],
+    semantics: str,
+    num_out: Callable[[int], float],
+    repaired: float = 0.0,
+) -> dict[tuple[int, int], Choice]:
+    """The choice for each edge: (operator, operator that it reads).
+
+    Args:
+        graph: the graph.
+        prompts: of `operator_symbols`.
+        semantics: "exact": nothing that changes an answer; or "choreo".
+        num_out: tokens of an operator's value, by its number.
+        repaired: tokens that are repaired at the beginning of each message.
+    """
+    tree = TemplatedRadixTree(num_out)
+    for number, symbols in prompts.items():
+        tree.add(number, symbols)
+    choices: dict[tuple[int, int], Choice] = {}
+    for number in prompts:
+        for node in tree.end[number].path():
+            if not isinstance(node.symbol, int) or (number, node.symbol) in choices:
+                continue
+            size = num_out(node.symbol)
+            costs = {"again": size, "prefix": size / node.num_leaves}
+            if node.num_leaves == 1:
+                del costs["prefix"]
+            # What a program computes is no message: nobody has encoded it.
+            if semantics == "choreo" and writes_message(graph, node.symbol):
+                costs["message"] = MESSAGE_OVERHEAD + min(repaired, size)
+            how = min(costs, key=lambda way: costs[way])
+            choices[number, node.symbol] = Choice(how, costs, node.num_leaves)
+    return choices
+
+
+def writes_message(graph: Operators, number: int) -> bool:
+    """Whether the value of an operator may be an answer of the model."""
+    stack, seen = [number], set()
+    while stack:
+        node = graph.nodes[found := stack.pop()]
+        if node.kind == "llm":
+            return True
+        if node.kind in ("switch", "output") and found not in seen:
+            seen.add(found)
+            stack += node.inputs[node.kind == "switch" :]
+    return False

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers on servers: `vllm serve MODEL --plugin choreo`, one session on each.
+
+async with server_workers(["http://one:8000", "http://two:8000"], api_key="secret") as workers:
+    result = await ainvoke(graph, workers)
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from vllm_choreo.planner.worker import DEFAULT_WIDTH, FacadeWorker
+
+
+@asynccontextmanager
+async def server_workers(
+    urls: Sequence[str],
+    *,
+    api_key: str | None = None,
+    width: int = DEFAULT_WIDTH,
+    model: str | None = None,
+    **options: Any,
+) -> AsyncIterator[list[FacadeWorker]]:
+    """A worker for each server; the sessions are closed at the end.
+
+    Args:
+        urls: of the servers, all with the same model.
+        api_key: of all of them.
+        width: calls of a worker at a time.
+        model: what answers depend on; without it they cannot be cached.
+        options: of `AsyncChoreoClient`.
+    """
+    from vllm_choreo.client import AsyncChoreoClient
+
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(AsyncChoreoClient(url, api_key=api_key, **options))
+            for url in urls
+        ]
+        yield [FacadeWorker(client, width=width, model=model) for client in clients]

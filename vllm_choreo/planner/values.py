@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values of operators that no model computes, and the text of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_choreo.planner.graph_errors import (
+    GraphError,
+    ImpureFunctionError,
+    OperatorFailedError,
+    OperatorTypeError,
+)
+from vllm_choreo.planner.nodes import Node
+from vllm_choreo.planner.op import type_of
+
+
+@dataclass(frozen=True)
+class Template:
+    """How chat messages become text; by default ChatML's (SmolLM2, Qwen and others).
+
+    Attributes:
+        opening: of a message; `{role}` is who speaks.
+        closing: of a message. It ends a text that is tokenised apart as it is together with what
+            follows, which begins with `opening`: exact plans cut prompts there alone.
+    """
+
+    opening: str = "<|im_start|>{role}\n"
+    closing: str = "<|im_end|>\n"
+
+    def begin(self, role: str) -> str:
+        """How a message of this role begins."""
+        return self.opening.format(role=role)
+
+
+CHATML = Template()
+
+
+def prompt_pieces(node: Node, template: Template) -> list[str | int]:
+    """The prompt of an `llm` operator: text, and numbers of its inputs; none after a turn's end."""
+    pieces: list[str | int] = []
+    opening = ""
+    for role, parts in node.attrs["turns"]:
+        if role == "opening":
+            opening = parts[0]
+            continue
+        pieces += [template.begin(role), *parts, template.closing]
+    return [*pieces, template.begin("assistant") + opening]
+
+
+def prompt_text(node: Node, inputs: Sequence[str], template: Template) -> str:
+    """The prompt of an `llm` operator as text."""
+    pieces = prompt_pieces(node, template)
+    return "".join(piece if isinstance(piece, str) else inputs[piece] for piece in pieces)
+
+
+def asked_of(node: Node) -> Any:
+    """What an `llm` operator asks besides the values that it reads, as JSON has it."""
+    return [node.attrs["turns"], sorted(node.attrs["sampling"].items())]
+
+
+def evaluate(node: Node, inputs: Sequence[Any]) -> Any:
+    """The value of a `fmt`, `slice`, `item`, `concat` or `output`.
+
+    Raises:
+        OperatorFailedError: a list has no such item.
+    """
+    attrs = node.attrs
+    if node.kind == "fmt":
+        pieces = attrs["pieces"]
+        return "".join(piece if isinstance(piece, str) else inputs[piece] for piece in pieces)
+    if node.kind == "slice":
+        return inputs[0][attrs["start"] : attrs["stop"]]
+    if node.kind == "item":
+        try:
+            return inputs[0][attrs["index"]]
+        except IndexError as error:
+            raise failed(
+                node, f"a list of {len(inputs[0])} has no item {attrs['index']}"
+            ) from error
+    if node.kind == "concat":
+        return [part for given in inputs for part in given]
+    assert node.kind == "output", node.kind
+    return inputs[0]
+
+
+def chosen_case(node: Node, key: Any) -> int:
+    """Which input of a `switch` is its value: the number of the input.
+
+    Raises:
+        OperatorFailedError: no case has this key, and there is no default.
+    """
+    keys = node.attrs["keys"]
+    if key in keys:
+        return 1 + int(keys.index(key))
+    if not node.attrs["default"]:
+        raise failed(node, f"no case has the key {key!r}, and there is no default")
+    return 1 + len(keys)
+
+
+class Functions:
+    """Calls the functions of a graph; the first call of each pure one is made twice."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def call(self, node: Node, inputs: Sequence[Any]) -> Any:
+        """The value of a `fn`.
+
+        Raises:
+            OperatorFailedError: the function raised; `__cause__` is what.
+            ImpureFunctionError: declared pure, and it is not.
+            OperatorTypeError: its value is of another type than declared.
+        """
+        function = node.attrs["function"]
+        try:
+            value = function(*inputs)
+            if node.attrs["pure"] and id(function) not in self._seen:
+                self._seen.add(id(function))
+                if function(*inputs) != value:
+                    raise ImpureFunctionError(
+                        "declared pure, and the same inputs gave two values: write pure=False",
+                        op=node.name,
+                        line=node.line,
+                        parameter="pure",
+                        value=True,
+                    )
+        except GraphError:
+            raise
+        except Exception as error:
+            raise failed(node, f"the function raised {type(error).__name__}: {error}") from error
+        return _checked(node, value)
+
+
+def failed(node: Node, message: str) -> OperatorFailedError:
+    """An error of an operator."""
+    return OperatorFailedError(message, op=node.name, line=node.line)
+
+
+def _checked(node: Node, value: Any) -> Any:
+    """The value as JSON has it. Raises OperatorTypeError: not of the declared type."""
+    value = list(value) if isinstance(value, tuple) else value
+    if node.type not in ("value", type_of(value)):
+        raise OperatorTypeError(
+            f"the function is declared to return a {node.type}",
+            op=node.name,
+            line=node.line,
+            parameter="returns",
+            value=value,
+        )
+    if node.type == "value":
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise OperatorTypeError(
+                f"a function returns what JSON has: {error}", op=node.name, line=node.line
+            ) from error
+    return value
+
+
+def attrs_key(attrs: Mapping[str, Any]) -> str:
+    """What tells attributes apart, functions by identity: for one process."""
+    return json.dumps(attrs, sort_keys=True, default=lambda function: f"function {id(function)}")

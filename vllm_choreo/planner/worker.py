@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker: whoever answers calls. `FacadeWorker` is one over any facade, in process or over HTTP.
+
+A facade whose methods are coroutines answers calls as they come. One whose methods return when all
+is done (`Choreography` on a `vllm.LLM`) is given what is there as one parallel list, wave by wave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.message import Message
+
+DEFAULT_WIDTH = 16  # calls of one worker at a time: vLLM's default batch on a CPU is larger
+# A call takes a few turns of the event loop from being woken to its next request; a wave waits for
+# them, so that those that were woken together go together.
+_TURNS_PER_WAVE = 10
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call came to.
+
+    Attributes:
+        text: the generated text.
+        num_out: tokens generated.
+        num_prompt: tokens read: of parents and header.
+        reused: those of them that were not encoded for this call.
+        message: the handle of the worker's message; None: there is none to be read.
+        span: the generated tokens in the message, without the one that ended them.
+        exact: see `Usage.exact`.
+        beside: messages that were encoded for this call alone.
+    """
+
+    text: str
+    num_out: int
+    num_prompt: int
+    reused: int
+    message: Any = None
+    span: tuple[int, int] | None = None
+    exact: bool = True
+    beside: tuple[Any, ...] = ()
+
+    def messages(self) -> list[Any]:
+        """What is freed with the answer."""
+        return [*self.beside, *([] if self.message is None else [self.message])]
+
+
+class Worker(Protocol):
+    """Answers calls.
+
+    Attributes:
+        width: how many at a time.
+        reads_messages: whether prompts may be given as messages; otherwise as text alone.
+        identity: what answers depend on besides the call, as JSON has it: the model. None: nobody
+            knows.
+    """
+
+    width: int
+    reads_messages: bool
+
+    @property
+    def identity(self) -> Any: ...
+
+    async def prefill(self, text: str, parents: Sequence[Any], exact: bool) -> Any: ...
+
+    async def decode(
+        self, header: str, parents: Sequence[Any], exact: bool, sampling: Mapping[str, Any]
+    ) -> Answer: ...
+
+    async def pin(self, messages: Sequence[Any]) -> None: ...
+
+    async def free(self, messages: Sequence[Any]) -> None: ...
+
+
+@dataclass
+class _Asked:
+    """A call that waits for its wave."""
+
+    kind: str
+    call: dict[str, Any]
+    future: asyncio.Future[Message]
+
+
+class FacadeWorker:
+    """See `Worker`.
+
+    Args:
+        facade: `Choreography`, `AsyncChoreography`, a client, or what has their methods. One in
+            mode "baseline" is given text.
+        width: calls at a time.
+        repair: of calls that read messages which were encoded apart; see docs/repair.md.
+        pin_seconds: for how long what is pinned stays.
+        model: what answers depend on besides the call; None: the engine in process is asked, or the
+            facade's `model`. Where nobody knows, answers cannot be cached.
+    """
+
+    def __init__(
+        self,
+        facade: Any,
+        *,
+        width: int = DEFAULT_WIDTH,
+        repair: Any = None,
+        pin_seconds: float = 3600.0,
+        model: str | None = None,
+    ) -> None:
+        self.width = width
+        self.reads_messages = facade.mode != "baseline"
+        self._facade = facade
+        self._model = model or getattr(facade, "model", None)
+        self._repair = repair
+        self._pin_seconds = pin_seconds
+        self._is_async = inspect.iscoroutinefunction(facade.decode)
+        self._waiting: list[_Asked] = []
+        self._wave: asyncio.Task[None] | None = None
+
+    @property
+    def identity(self) -> Any:
+        if self._model is not None:
+            return {"model": self._model, "repair": str(self._repair or "")}
+        session = getattr(self._facade, "_session", None)
+        if session is None:
+            return None
+        config, adapters = session._model_config, session.adapters
+        names = ("model", "revision", "dtype", "quantization")
+        return {
+            **{name: str(getattr(config, name, "")) for name in names},
+            "adapter": f"{adapters._adapter or ''} {adapters.placement or ''}",
+            "repair": f"{self._repair or ''} {session._repair or ''}",
+        }
+
+    async def prefill(self, text: str, parents: Sequence[Any], exact: bool) -> Any:
+        """Encode a message."""
+        return await self._ask("prefill", self._call("tokens", text, parents, exact))
+
+    async def decode(
+        self, header: str, parents: Sequence[Any], exact: bool, sampling: Mapping[str, Any]
+    ) -> Answer:
+        """Generate an answer. Raises ChoreoError: the call is refused."""
+        call = self._call("header", header, parents, exact)
+        if parents and not exact and self._repair is not None:
+            call["repair"] = self._repair
+        call["sampling_params"] = self._sampling(sampling)
+        return answer_of(await self._ask("decode", call), sampling)
+
+    async def pin(self, messages: Sequence[Any]) -> None:
+        """Evict these messages after others."""
+        if messages and self.reads_messages and hasattr(self._facade, "pin"):
+            done = self._facade.pin(*messages, ttl=self._pin_seconds)
+            if self._is_async:
+                await done
+
+    async def free(self, messages: Sequence[Any]) -> None:
+        """Free messages."""
+        if messages:
+            done = self._facade.free(*messages)
+            if self._is_async:
+                await done
+
+    def _call(self, key: str, text: str, parents: Sequence[Any], exact: bool) -> dict[str, Any]:
+        call: dict[str, Any] = {key: text}
+        if parents:
+            call["parents"] = list(parents)
+            if exact:
+                call["mode"] = "exact"
+        return call
+
+    def _sampling(self, fields: Mapping[str, Any]) -> Any:
+        """`vllm.SamplingParams` for an engine in process; their fields for all others."""
+        from vllm_choreo.api.async_choreography import AsyncChoreography
+        from vllm_choreo.api.choreography import Choreography
+
+        if not isinstance(self._facade, (Choreography, AsyncChoreography)):
+            return dict(fields)
+        from vllm import SamplingParams
+
+        return SamplingParams(**fields)
+
+    # -- waves ---------------------------------------------------------------------------------
+
+    async def _ask(self, kind: str, call: dict[str, Any]) -> Message:
+        if self._is_async:
+            content = call.pop("tokens" if kind == "prefill" else "header")
+            message: Message = await getattr(self._facade, kind)(content, **call)
+            return message
+        asked = _Asked(kind, call, asyncio.get_running_loop().create_future())
+        self._waiting.append(asked)
+        if self._wave is None:
+            self._wave = asyncio.create_task(self._run_wave())
+        return await asked.future
+
+    async def _run_wave(self) -> None:
+        for _ in range(_TURNS_PER_WAVE):
+            await asyncio.sleep(0)
+        wave, self._waiting, self._wave = self._waiting, [], None
+        for kind in ("prefill", "decode"):
+            asked = [one for one in wave if one.kind == kind and not one.future.done()]
+            if asked:
+                for one, result in zip(asked, self._results(kind, asked), strict=True):
+                    if one.future.done():  # whoever asked has given up
+                        continue
+                    if isinstance(result, BaseException):
+                        one.future.set_exception(result)
+                    else:
+                        one.future.set_result(result)
+
+    def _results(self, kind: str, asked: Sequence[_Asked]) -> Sequence[Any]:
+        """What each call came to: its message, or its error."""
+        try:
+            results: Sequence[Any] = getattr(self._facade, kind)([one.call for one in asked])
+            return results
+        except ChoreoError as error:
+            if error.results:
+                return error.results
+            if len(asked) == 1:
+                return [error]
+        except Exception as error:
+            if len(asked) == 1:
+                return [error]
+        # One of them is refused, so none was run: each by itself, for the sake of the others.
+        return [self._results(kind, [one])[0] for one in asked]
+
+
+def answer_of(message: Any, sampling: Mapping[str, Any]) -> Answer:
+    """The answer that a message of a decode holds."""
+    num_out = len(message.generated_token_ids)
+    start = message.num_tokens - num_out
+    # With stop strings the last token may be part of one, and then the message has been cut.
+    ended = message.finish_reason == "stop" and not sampling.get("stop")
+    stop = message.num_tokens - (1 if ended else 0)
+    readable = stop > start and bool(message.generated_text)
+    usage = message.usage
+    num_prompt = usage.reused_tokens + usage.encoded_tokens - num_out
+    return Answer(
+        text=message.generated_text,
+        num_out=num_out,
+        num_prompt=max(num_prompt, start),
+        reused=usage.reused_tokens,
+        message=message,
+        span=(start, stop) if readable else None,
+        exact=usage.exact,
+    )
+
+
+def as_worker(given: Any) -> Any:
+    """The worker over a facade; workers are passed on."""
+    return given if hasattr(given, "reads_messages") else FacadeWorker(given)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts from schemas of reusable modules, in markup and in Python, over any facade; either side.
+
+    markup  <->  tree  ->  layout (positions)  ->  plan of a prompt  ->  calls of a facade
+
+`PromptCache` and `AsyncPromptCache` are the last step; all before needs neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_EXPORTS = {
+    "PromptCache": "vllm_choreo.pml.prompt_cache",
+    "AsyncPromptCache": "vllm_choreo.pml.async_prompt_cache",
+    "PromptAnswer": "vllm_choreo.pml.answer",
+    "parse": "vllm_choreo.pml.markup",
+    "parse_schema": "vllm_choreo.pml.markup",
+    "parse_prompt": "vllm_choreo.pml.markup",
+    "to_markup": "vllm_choreo.pml.printer",
+    "schema": "vllm_choreo.pml.program",
+    "module": "vllm_choreo.pml.program",
+    "union": "vllm_choreo.pml.program",
+    "param": "vllm_choreo.pml.program",
+    "scaffold": "vllm_choreo.pml.program",
+    "system": "vllm_choreo.pml.program",
+    "user": "vllm_choreo.pml.program",
+    "assistant": "vllm_choreo.pml.program",
+    "use": "vllm_choreo.pml.program",
+    "message": "vllm_choreo.pml.program",
+    "prompt": "vllm_choreo.pml.program",
+}
+
+__all__ = [*_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

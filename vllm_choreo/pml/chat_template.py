@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the model's own chat template writes around the turns of schemas and prompts.
+
+A template is a program over a whole conversation. It is run on turns that hold a mark each; what
+stands between the marks is what it writes around them:
+
+    <|im_start|>system⏎ MARK <|im_end|>⏎ <|im_start|>user⏎ MARK <|im_end|>⏎ …
+    '----- before ----'      '-- after -' '---- before ---'
+
+What is written around a turn of a schema is encoded with the schema, hence must not depend on which
+modules a prompt takes: `ChatTemplate.rest` checks that for each prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from vllm_choreo.errors import PmlError
+
+_MARK = "PMLTURN{}END"
+
+
+class ChatTemplate:
+    """The chat template of a model.
+
+    Args:
+        tokenizer: of transformers, or what has its `apply_chat_template`.
+        template: instead of the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._rendered = lru_cache(maxsize=256)(self._render)
+
+    def around(self, roles: Sequence[str]) -> list[tuple[str, str]]:
+        """What is written before and after each turn of a conversation.
+
+        Args:
+            roles: of its turns.
+
+        Raises:
+            PmlError: the model has no template, or its template refuses such a conversation.
+        """
+        if not roles:
+            return []
+        pieces = self._pieces(tuple(roles), False)
+        made, before = [], pieces[0]
+        for number in range(1, len(roles) + 1):
+            between = pieces[number]
+            if number == len(roles):
+                made.append((before, between))
+                break
+            # What would end the conversation here belongs to the turn, all else to the next one.
+            end = self._end(tuple(roles[:number]))
+            after = end if end is not None and between.startswith(end) else between
+            made.append((before, after))
+            before = between[len(after) :]
+        return made
+
+    def rest(
+        self, kept: Sequence[tuple[str, str, str]], roles: Sequence[str], is_open: bool, ends: bool
+    ) -> list[str]:
+        """What is written from the end of a schema's turns on.
+
+        Args:
+            kept: role, what is before and what is after, of each turn of the schema that the prompt
+                has.
+            roles: of the prompt's own turns.
+            is_open: the last turn is what the answer begins with, and is not closed.
+            ends: the model's turn begins at the end.
+
+        Returns:
+            What is before the first of the prompt's turns, between them, and after the last one.
+
+        Raises:
+            PmlError: the schema's turns would be written otherwise in this prompt.
+        """
+        everything = (*(role for role, _, _ in kept), *roles)
+        if not everything:
+            return [""]
+        pieces = self._pieces(everything, ends)
+        expected = [""]
+        for _, before, after in kept:
+            expected[-1] += before
+            expected.append(after)
+        first = len(kept)
+        if pieces[:first] != expected[:first] or not pieces[first].startswith(expected[first]):
+            raise PmlError(
+                "the model's chat template writes the schema's turns otherwise in this prompt: "
+                "do not put turns into modules, or take all of them",
+                parameter="prompt",
+                value=", ".join(everything),
+            )
+        made = [pieces[first][len(expected[first]) :], *pieces[first + 1 :]]
+        if is_open:
+            made[-1] = ""
+        return made
+
+    def _end(self, roles: tuple[str, ...]) -> str | None:
+        """What ends a conversation; None: it may not end here, such as after the system's turn."""
+        try:
+            return self._pieces(roles, False)[-1]
+        except PmlError:
+            return None
+
+    def _pieces(self, roles: tuple[str, ...], ends: bool) -> list[str]:
+        """What is before the first mark, between them, and after the last one."""
+        text = self._rendered(roles, ends)
+        pieces = []
+        for number in range(len(roles)):
+            before, mark, text = text.partition(_MARK.format(number))
+            if not mark:
+                raise PmlError(
+                    "the model's chat template leaves a turn out",
+                    parameter="chat_template",
+                    value=roles[number],
+                )
+            pieces.append(before)
+        return [*pieces, text]
+
+    def _render(self, roles: tuple[str, ...], ends: bool) -> str:
+        turns = [{"role": r, "content": _MARK.format(n)} for n, r in enumerate(roles)]
+        more = {} if self._template is None else {"chat_template": self._template}
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=ends, **more
+            )
+        except Exception as error:  # whatever a template raises, which is a program
+            raise PmlError(
+                f"the model's chat template refuses these turns: {error}",
+                parameter="chat_template",
+                value=", ".join(roles),
+            ) from error
+        return str(rendered)

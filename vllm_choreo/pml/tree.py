@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schemas and prompts as trees, whichever way they were written.
+
+    Schema   Text | Module | Union | Turn | Scaffold       Prompt   Text | Use | Turn | Passed
+      Module   Text | Module | Union | Turn | Param                   | Prompt (of another schema)
+      Union    Module                                        Use      Text | Use | Passed
+      Turn     as what it stands in, without turns           Turn     Text | Passed
+
+Trees are immutable and compared by what they say, not by where it was written. Neighbouring texts
+are one text, and there are no empty ones. `check_schema` and `check_prompt` hold the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_choreo.errors import PmlError
+
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something was written; lines and columns count from 1."""
+
+    line: int
+    column: int
+
+
+@dataclass(frozen=True)
+class _Node:
+    place: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Text(_Node):
+    """Text as the model gets it, white space included."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Param(_Node):
+    """A place for an argument.
+
+    Attributes:
+        name: of the argument, in prompts an attribute of the module's element.
+        length: the most tokens that an argument has.
+        scaffold: the text that stands there if no argument is given, before unknown tokens.
+    """
+
+    name: str
+    length: int
+    scaffold: str = ""
+
+
+@dataclass(frozen=True)
+class Scaffold(_Node):
+    """Modules that are also encoded together, and read so when all of them are chosen.
+
+    Attributes:
+        modules: their paths, such as "overseas/tokyo".
+    """
+
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Container(_Node):
+    children: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "children", joined(self.children))
+
+
+@dataclass(frozen=True)
+class Module(_Container):
+    """A part that prompts may take.
+
+    Attributes:
+        name: unique among the modules beside it.
+        cache: whether it is encoded once, or with each prompt.
+    """
+
+    name: str = ""
+    cache: bool = True
+
+
+@dataclass(frozen=True)
+class Union(_Container):
+    """Modules of which a prompt takes one at most; they begin at the same position."""
+
+
+@dataclass(frozen=True)
+class Turn(_Container):
+    """A turn of a chat, in the words of the model's own template; `role` is one of `ROLES`."""
+
+    role: str = ""
+
+
+@dataclass(frozen=True)
+class Schema(_Container):
+    """Text that all prompts have, and modules that they choose from."""
+
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Use(_Container):
+    """A module that a prompt takes; `arguments` are `(parameter, text)`, in the order of names."""
+
+    name: str = ""
+    arguments: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "arguments", tuple(sorted(self.arguments)))
+
+
+@dataclass(frozen=True)
+class Passed(_Node):
+    """A message made at run time: whoever runs the prompt passes it under this name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Prompt(_Container):
+    """A choice of a schema's modules, and new text; `schema` is the schema's name."""
+
+    schema: str = ""
+
+
+Document = Schema | Prompt
+
+
+def joined(children: Sequence[Any]) -> tuple[Any, ...]:
+    """Children with neighbouring texts made one and empty ones left out."""
+    made: list[Any] = []
+    for child in children:
+        if isinstance(child, Text):
+            if not child.text:
+                continue
+            if made and isinstance(made[-1], Text):
+                last = made.pop()
+                child = Text(last.text + child.text, place=last.place)
+        made.append(child)
+    return tuple(made)
+
+
+def wrong(message: str, node: Any, parameter: str, value: Any = None) -> PmlError:
+    """An error that says where `node` was written, if it was."""
+    place = node if isinstance(node, Place) else getattr(node, "place", None)
+    where = f"line {place.line}, column {place.column}: " if place else ""
+    return PmlError(where + message, parameter=parameter, value=value)

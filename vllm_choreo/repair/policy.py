@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A static mask that was calibrated on a workflow: which blocks of which messages a call repairs.
+
+Messages and calls go by their roles in the workflow (`role=`). Blocks are the policy's own, counted
+from the first token of it that the call sees; the last one that is measured goes on to the end.
+
+    {"format": 1, "workflow": "tree_of_thoughts", "model": {...}, "block": 16, "num_blocks": 16,
+     "masks": {"vote": {"candidate": [0, 1], "ballot": [0]}, "answer": {...}}, "budget": 0.1,
+     "measured": {...}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_choreo.errors import RepairError
+from vllm_choreo.files import write_text
+from vllm_choreo.repair.rules import ClippedRuns, GivenRuns, Rule, rule_of
+from vllm_choreo.repair.runs import Runs, joined
+from vllm_choreo.trained_adapter import BaseModel
+
+FORMAT = 1
+SUFFIX = ".json"
+_END = 2**31 - 1  # behind every message
+_MODEL = ("name", "weights", "tokenizer")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which blocks are repaired.
+
+    Attributes:
+        workflow: of which it was calibrated, for a reader.
+        model: with which.
+        block: tokens of a block.
+        num_blocks: how many blocks a message has; the last one is all that is left.
+        masks: by role of the call and by role of the parent, the numbers of the blocks. All roles
+            of the workflow are there.
+        budget: the share of reused tokens that it was to encode at most.
+        measured: what calibration found, by name, for a reader.
+    """
+
+    workflow: str
+    model: BaseModel
+    block: int
+    num_blocks: int
+    masks: Mapping[str, Mapping[str, tuple[int, ...]]]
+    budget: float
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+    def rule(self, role: str | None, parents: Sequence[str | None]) -> Rule:
+        """What a call repairs.
+
+        Args:
+            role: of the call.
+            parents: the role of each.
+
+        Raises:
+            RepairError: a role that the workflow does not have, or none.
+        """
+        masks = self.masks.get(role or "")
+        if masks is None:
+            raise self._unknown("call", role, self.masks)
+        runs = []
+        for parent in parents:
+            if parent is None or parent not in masks:
+                raise self._unknown(f"parent of a {role}", parent, masks)
+            runs.append(block_runs(masks[parent], self.block, self.num_blocks))
+        return ClippedRuns(tuple(runs))
+
+    def check_model(self, served: BaseModel) -> None:
+        """Raises RepairError: weights or tokenizer are not those of the calibration."""
+        if not self.model.same_as(served):
+            raise RepairError(
+                f"the policy was calibrated with {self.model.name}; weights or tokenizer of the "
+                f"model that is served, {served.name}, are others: calibrate with that one",
+                parameter="repair",
+                value=self.workflow,
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is written."""
+        masks = {
+            role: {parent: list(blocks) for parent, blocks in of_role.items()}
+            for role, of_role in self.masks.items()
+        }
+        return {"format": FORMAT, **asdict(self), "masks": masks}
+
+    def save(self, path: Path) -> None:
+        """Write the file; the old one or the new one if interrupted."""
+        write_text(path, json.dumps(self.to_json(), ensure_ascii=False, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Policy:
+        """Read a file.
+
+        Raises:
+            RepairError: it cannot be read, or is no policy.
+        """
+        try:
+            data = json.loads(Path(path).expanduser().read_text("utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise _refused(f"the policy cannot be read: {error}", str(path)) from error
+        return cls.from_json(data)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Policy:
+        """What `to_json` has made.
+
+        Raises:
+            RepairError: it is of another format; names the place.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise _refused(f"a policy of format {FORMAT} is needed", found)
+        model, masks = data.get("model"), data.get("masks")
+        if not isinstance(model, Mapping) or any(type(model.get(k)) is not str for k in _MODEL):
+            raise _refused(f"`model` of a policy has the texts {', '.join(_MODEL)}", model)
+        for name in ("block", "num_blocks"):
+            if type(data.get(name)) is not int or data[name] < 1:
+                raise _refused(f"`{name}` of a policy is a whole number from 1 on", data.get(name))
+        budget = data.get("budget")
+        check_budget(budget)
+        assert isinstance(budget, (int, float))
+        return cls(
+            workflow=str(data.get("workflow", "")),
+            model=BaseModel(**{name: model[name] for name in _MODEL}),
+            block=data["block"],
+            num_blocks=data["num_blocks"],
+            masks=_masks(masks, data["num_blocks"]),
+            budget=float(budget),
+            measured=dict(data.get("measured") or {}),
+        )
+
+    def _unknown(self, what: str, role: str | None, known: Mapping[str, Any]) -> RepairError:
+        return RepairError(
+            f"the policy was calibrated on {self.workflow}, where the role of a {what} is one of "
+            f"{', '.join(known)}: run that workflow, say role=, or calibrate this one",
+            parameter="repair",
+            value=role,
+        )
+
+
+def policy_given(given: Any) -> Policy | None:
+    """The policy that `repair=` of a session names or holds; None: it is another rule.
+
+    Raises:
+        RepairError: a file that is no policy.
+    """
+    if isinstance(given, Policy):
+        return given
+    if isinstance(given, Path) or (isinstance(given, str) and given.endswith(SUFFIX)):
+        return Policy.load(given)
+    if isinstance(given, Mapping) and "masks" in given:
+        return Policy.from_json(given)
+    return None
+
+
+def session_rule(given: Any, mode: str) -> Rule | Policy | None:
+    """What a session's calls repair: a rule, or by a policy.
+
+    Raises:
+        RepairError: runs, which are those of one call; or a session whose calls are all exact.
+    """
+    if given is None:
+        return None
+    rule = policy_given(given) or rule_of(given)
+    if isinstance(rule, GivenRuns):
+        raise RepairError(
+            'runs belong to one call; a session has a rule, such as "first:32"',
+            parameter="repair",
+            value=given,
+        )
+    if mode == "exact":
+        raise RepairError(
+            "mode 'exact' encodes anew whatever it must: leave repair out, or choose the mode "
+            "'choreo'",
+            parameter="repair",
+            value=given,
+        )
+    return rule
+
+
+def block_runs(blocks: Sequence[int], block: int, num_blocks: int) -> Runs:
+    """The tokens of some blocks of a message, however long it is."""
+    return joined(
+        (number * block, _END if number == num_blocks - 1 else (number + 1) * block)
+        for number in blocks
+    )
+
+
+def check_budget(share: Any) -> None:
+    """Raises RepairError: it is no share of tokens."""
+    is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+    if not is_number or not 0 <= share <= 1:
+        raise RepairError(
+            "a budget is a share of the reused tokens, from 0 to 1", parameter="budget", value=share
+        )
+
+
+def _masks(data: Any, num_blocks: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    masks: dict[str, dict[str, tuple[int, ...]]] = {}
+    for role, of_role in _items(data):
+        masks[role] = {}
+        for parent, blocks in _items(of_role):
+            if not isinstance(blocks, list) or any(
+                type(number) is not int or not 0 <= number < num_blocks for number in blocks
+            ):
+                raise _refused("`masks` of a policy hold numbers of blocks", blocks)
+            masks[role][parent] = tuple(blocks)
+    return masks
+
+
+def _items(data: Any) -> Any:
+    if not isinstance(data, Mapping):
+        raise _refused("`masks` of a policy go by the roles of calls and of parents", data)
+    return data.items()
+
+
+def _refused(reason: str, value: Any) -> RepairError:
+    return RepairError(reason, parameter="repair", value=value)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that choose what is repaired: from the parents of a call to one list of runs for each.
+
+"first:32"                     the first tokens of every parent (EPIC, arXiv 2410.15332, 4.2)
+"last:16"                      the last ones
+"none"                         no token
+"all"                          every token: what mode "exact" gives, where offsets are those of
+the text
+{"share": 0.15, "by": "random", "seed": 0}   whole blocks at random: the control
+[[(0, 32), (64, 80)], []]      given runs, one list per parent
+{"clipped": [[(0, 32)], []]}   the same, of which what lies behind the end of a parent is left out
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from vllm_choreo.errors import RepairError
+from vllm_choreo.repair.runs import Runs, as_lists, check_inside, checked_runs, joined
+
+
+class Seen(NamedTuple):
+    """What a call sees of one parent: tokens `start … stop-1` of its message.
+
+    The tokens of a message lie in blocks from its first one on.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    def blocks(self, block_size: int) -> list[tuple[int, int]]:
+        """The blocks' parts that are seen, as runs that count from `start`."""
+        first = self.start - self.start % block_size
+        return [
+            (max(edge, self.start) - self.start, min(edge + block_size, self.stop) - self.start)
+            for edge in range(first, self.stop, block_size)
+        ]
+
+
+class Rule(Protocol):
+    """Chooses runs."""
+
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+        """One list per parent; indices count from the first token that the call sees.
+
+        Raises:
+            RepairError: the rule does not fit these parents.
+        """
+        ...
+
+    def to_json(self) -> Any:
+        """As a call gives it."""
+        ...
+
+
+@dataclass(frozen=True)
+class GivenRuns:
+    """The caller's own choice."""
+
+    given: tuple[Runs, ...]
+
+    def check_count(self, num_parents: int) -> None:
+        """Raises RepairError: there is not one list per parent."""
+        if len(self.given) != num_parents:
+            raise RepairError(
+                f"repair holds one list of runs per parent: {num_parents} parents, "
+                f"{len(self.given)} lists; an empty list leaves a parent as it is",
+                parameter="repair",
+                value=self.to_json(),
+            )
+
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+        check_inside(self.given, [parent.num_tokens for parent in parents])
+        return self.given
+
+    def to_json(self) -> Any:
+        return as_lists(self.given)
+
+
+@dataclass(frozen=True)
+class ClippedRuns(GivenRuns):
+    """Runs as far as the call sees their parents, of which some may not be complete yet."""
+
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+        return tuple(
+            joined((start, min(stop, parent.num_tokens)) for start, stop in runs)
+            for runs, parent in zip(self.given, parents, strict=True)
+        )
+
+    def to_json(self) -> Any:
+        return {"clipped": as_lists(self.given)}
+
+
+@dataclass(frozen=True)
+class FirstTokens:
+    """The first `count` tokens of every parent."""
+
+    count: int
+
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+        return tuple(joined([(0, min(self.count, parent.num_tokens))]) for parent in parents)
+
+    def to_json(self) -> Any:
+        return f"first:{self.count}"
+
+
+@dataclass(frozen=True)
+class LastTokens:
+    """The last `count` tokens of every parent."""
+
+    count: int
+
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+        return tuple(
+            joined([(max(0, parent.num_tokens - self.count), parent.num_tokens)])
+            for parent in parents
+        )
+
+    def to_json(self) -> Any:
+        return f"last:{self.count}"
+
+
+@dataclass(frozen=True)
+class NoTokens:
+    """None, where the session has a rule."""
+
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+        return ((),) * len(parents)
+
+    def to_json(self) -> Any:
+        return "none"
+
+
+@dataclass(frozen=True)
+class AllTokens:
+    """Every token."""
+
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+        return tuple(((0, parent.num_tokens),) for parent in parents)
+
+    def to_json(self) -> Any:
+        return "all"
+
+
+@dataclass(frozen=True)
+class RandomBlocks:
+    """Blocks at random, of all parents together as many as make up the share."""
+
+    share: float
+    seed: int
+
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+        blocks = [
+            (number, run)
+            for number, parent in enumerate(parents)
+            for run in parent.blocks(block_size)
+        ]
+        random.Random(self.seed).shuffle(blocks)
+        return chosen_blocks(blocks, self.share, len(parents))
+
+    def to_json(self) -> Any:
+        return {"share": self.share, "by": "random", "seed": self.seed}
+
+
+def chosen_blocks(
+    ranked: Sequence[tuple[int, tuple[int, int]]], share: float, num_parents: int
+) -> tuple[Runs, ...]:
+    """The best blocks whose tokens together are at most the share of all tokens.
+
+    Args:
+        ranked: all blocks, `(number of the parent, run)`, the best first.
+    """
+    budget = share * sum(stop - start for _, (start, stop) in ranked)
+    chosen: list[list[tuple[int, int]]] = [[] for _ in range(num_parents)]
+    for number, (start, stop) in ranked:
+        if stop - start <= budget:
+            budget -= stop - start
+            chosen[number].append((start, stop))
+    return tuple(joined(runs) for runs in chosen)
+
+
+# -- from what a call gives ----------------------------------------------------------------------
+
+_PLAIN: dict[str, type[NoTokens] | type[AllTokens]] = {"none": NoTokens, "all": AllTokens}
+_COUNTED: dict[str, type[FirstTokens] | type[LastTokens]] = {
+    "first": FirstTokens,
+    "last": LastTokens,
+}
+
+
+def rule_of(given: Any) -> Rule:
+    """The rule that a call gives as text, as an object, or as lists of runs.
+
+    Raises:
+        RepairError: none of these.
+    """
+    if isinstance(given, str):
+        return _named(given)
+    if isinstance(given, Mapping):
+        is_clipped = [*given] == ["clipped"]
+        return ClippedRuns(checked_runs(given["clipped"])) if is_clipped else _shared(given)
+    return GivenRuns(checked_runs(given))
+
+
+def rule_given(text: str) -> Any:
+    """A rule that is given in text: by its name, or as the JSON of an object or of lists of runs.
+
+    Returns:
+        What `repair=` takes.
+
+    Raises:
+        RepairError: it is neither.
+    """
+    given: Any = text
+    if text.startswith(("[", "{")):
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RepairError(
+                f"this is no JSON: {error}", parameter="repair", value=text
+            ) from error
+    return rule_of(given).to_json()
+
+
+def rule_text(given: Any) -> str:
+    """A rule, as `repair=` takes it, as the text that `rule_given` reads."""
+    return given if isinstance(given, str) else json.dumps(given)
+
+
+def _named(text: str) -> Rule:
+    if text in _PLAIN:
+        return _PLAIN[text]()
+    name, _, count = text.partition(":")
+    if name not in _COUNTED or not count.isascii() or not count.isdigit() or int(count) < 1:
+        raise RepairError(
+            'a rule is "first:K" or "last:K" with K >= 1, "all", "none", '
+            '{"share": ..., "by": ...}, or one list of runs per parent',
+            parameter="repair",
+            value=text,
+        )
+    return _COUNTED[name](int(count))
+
+
+def _shared(given: Mapping[str, Any]) -> Rule:
+    share, by, seed = given.get("share"), given.get("by"), given.get("seed", 0)
+    unknown = given.keys() - {"share", "by", "seed"}
+    if unknown or by != "random" or type(seed) is not int:
+        raise RepairError(
+            'a share is chosen by {"share": 0.15, "by": "random", "seed": 0}',
+            parameter="repair",
+            value=dict(given),
+        )
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise RepairError(
+            "a budget is a share of the parents' tokens, from 0 to 1",
+            parameter="repair.share",
+            value=share,
+        )
+    return RandomBlocks(float(share), seed)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts in a session of the server: from what a request asks to the calls that it makes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from vllm_choreo.api.async_choreography import AsyncChoreography
+from vllm_choreo.api.pending import Pending
+from vllm_choreo.errors import ChoreoError, LimitError
+from vllm_choreo.pml.async_prompt_cache import AsyncPromptCache
+from vllm_choreo.pml.markup import parse_prompt
+from vllm_choreo.pml.registered import EncodingKey, RegisteredSchema
+from vllm_choreo.pml.schema_book import AskedPrompt, SchemaBook
+from vllm_choreo.pml.structure import passed_names
+from vllm_choreo.pml.tree import Prompt
+from vllm_choreo.semantics.call import CallSpec, linked_specs, submitted_spec
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.server.schemas import MAX_PARENTS
+
+# Whose messages the modules of the operator's schemas are. Tenants are named by hashes.
+OPERATOR = "operator"
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptCalls:
+    """The calls of a prompt.
+
+    Attributes:
+        asked: the prompt.
+        pieces: what is encoded before the last call; later ones name earlier ones.
+        header: of the last call.
+        options: of the last call, but for its sampling.
+    """
+
+    asked: AskedPrompt
+    pieces: list[CallSpec]
+    header: tuple[int, ...]
+    options: dict[str, Any]
+
+    def last(self, **options: Any) -> CallSpec:
+        """The call that generates."""
+        (spec,) = linked_specs([{"header": self.header, **self.options, **options}])
+        return spec
+
+
+class SessionPrompts(AsyncPromptCache):
+    """The prompts of one session.
+
+    Args:
+        choreography: of the session.
+        book: with the schemas that the session can name.
+        operators: those of them whose modules are the operator's messages.
+    """
+
+    def __init__(
+        self,
+        choreography: AsyncChoreography,
+        book: SchemaBook,
+        operators: Mapping[str, RegisteredSchema],
+    ) -> None:
+        super().__init__(choreography, book=book)
+        self._choreography = choreography
+        self._operators = operators
+
+    async def calls(
+        self, prompt: str | Prompt, options: Mapping[str, Any], max_calls: int
+    ) -> PromptCalls:
+        """The calls of a prompt, its modules encoded.
+
+        Args:
+            options: as of `PromptCache.decode`; a message that the prompt names and that is not
+                passed is the session's of that name.
+            max_calls: that it may take.
+
+        Raises:
+            ChoreoError: the prompt is illegal, or takes too many calls.
+        """
+        # In a thread: a long prompt takes a while, in which others are to be served.
+        asked = await asyncio.to_thread(self._asked, prompt, options)
+        calls = asked.plan.calls
+        if len(calls) > max_calls or sum(call.num_parts for call in calls) > MAX_PARENTS:
+            raise LimitError(
+                f"a prompt takes up to {max_calls} calls, which read up to {MAX_PARENTS} parts: "
+                "put its new text to the end",
+                parameter="prompt",
+                value=f"{len(calls)} calls",
+            )
+        self._drop_freed(asked.plan.keys)
+        await self.encode_keys(asked.plan.keys)
+        self._book.check_same(asked)
+        tag = f"pml.{secrets.token_hex(8)}"
+        names = [f"{tag}.{number}" for number in range(len(calls) - 1)]
+        pieces = [
+            {"tokens": call.token_ids, "save_as": name, **self._call(asked, call, names)}
+            for name, call in zip(names, calls, strict=False)
+        ]
+        last = self._call(asked, asked.plan.header, names) | dict(asked.for_last)
+        return PromptCalls(asked, linked_specs(pieces), asked.plan.header.token_ids, last)
+
+    def _asked(self, prompt: str | Prompt, options: Mapping[str, Any]) -> AskedPrompt:
+        tree = parse_prompt(prompt) if isinstance(prompt, str) else prompt
+        named = {name: name for name in passed_names(tree)} | dict(options.get("messages") or {})
+        messages = {name: self._found(message_id) for name, message_id in named.items()}
+        return self._book.asked(tree, {**options, "messages": messages})
+
+    def _found(self, message_id: str) -> Message | str:
+        """The message, whose length is known, if it is complete; else what it is called."""
+        try:
+            return self._choreography.message(message_id)
+        except ChoreoError:
+            return message_id
+
+    def _drop_freed(self, keys: Sequence[EncodingKey]) -> None:
+        """Forget what the tenant has freed of the schemas, so that it is encoded again."""
+        for key in keys:
+            for needed in (key, *self._book.schemas[key.schema].needs(key)):
+                if (handle := self._book.handles.get(needed)) is not None:
+                    with suppress(ChoreoError):
+                        self._choreography.message(handle)
+                        continue
+                    del self._book.handles[needed]
+
+    async def _submit(self, key: EncodingKey, call: dict[str, Any]) -> Pending:
+        tokens = call.pop("tokens")
+        spec = submitted_spec(None, tokens, call)
+        if key.schema in self._operators:
+            spec = dataclasses.replace(spec, tenant=OPERATOR)
+        (pending,) = await self._choreography.submit_all([spec])
+        return pending
+
+    async def forget(self, name: str) -> None:
+        """Free the messages of a schema that is deleted."""
+        handles = self._book.handles
+        for key in [key for key in handles if key.schema == name]:
+            await self.free_one(handles.pop(key))
+
+    async def free_one(self, message: Message) -> None:
+        """Free a message that others may have freed, or whose session may be closed."""
+        with suppress(ChoreoError):
+            await self._choreography.free(message)
+
+    async def free_pieces(self, pending: Sequence[Pending]) -> None:
+        """Free what a prompt made before its last call."""
+        for one in pending:
+            result = await one.result()
+            if isinstance(result, Message):
+                await self.free_one(result)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces of pages that are drawn when they are written, without scripts."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vllm_choreo.show.page import fragment
+
+
+def filled(title: str, facts: Mapping[str, Any], body: str) -> str:
+    """A page that loads nothing from elsewhere.
+
+    Args:
+        facts: shown in its header, by name.
+        body: markup.
+    """
+    shown = " · ".join(f"{text(k)} <b>{text(v)}</b>" for k, v in facts.items())
+    page = fragment("charts.html").replace("<!-- include style.html -->", fragment("style.html"))
+    page = page.replace("{{title}}", text(title))
+    for name, content in (("facts", shown), ("body", body)):
+        page = page.replace("{{" + name + "}}", content, 1)
+    return page
+
+
+def section(title: str, *parts: str) -> str:
+    """Markup under a title that is markup, too."""
+    return f"<section><h2>{title}</h2>{''.join(parts)}</section>"
+
+
+def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are texts, not markup."""
+    top = "".join(f"<th>{text(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    markup = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll">{markup}</div>'
+
+
+def note(content: str) -> str:
+    """A remark."""
+    return f'<p class="note">{text(content)}</p>'
+
+
+def text(value: Any) -> str:
+    """Anything as text, never as markup."""
+    return html.escape(str(value))
+
+
+def percent(share: float | None, sign: bool = False) -> str:
+    """A share in per cent; a dash for None."""
+    return hundredths(share, sign) + ("" if share is None else " %")
+
+
+def hundredths(share: float | None, sign: bool = False) -> str:
+    """A share times a hundred; a dash for None."""
+    return "–" if share is None else f"{100 * share:{'+' if sign else ''}.1f}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """A time; a dash for None."""
+    return "–" if seconds is None else f"{1000 * seconds:,.0f} ms"
+
+
+def nats(value: float | None) -> str:
+    """A divergence; a dash for None."""
+    return "–" if value is None else f"{value:.4f}"

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metadata of a GGUF file, and the error of a file that cannot be converted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import gguf
+
+# Kinds of tokens, `tokenizer.ggml.token_type`.
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+
+class ConversionError(RuntimeError):
+    """The GGUF file cannot be converted, or what was written does not read back the same."""
+
+
+class Fields:
+    """The metadata of a GGUF file by key.
+
+    Raises:
+        ConversionError: the file has no such key.
+    """
+
+    def __init__(self, reader: gguf.GGUFReader) -> None:
+        self._fields = reader.fields
+
+    def __getitem__(self, key: str) -> Any:
+        field = self._fields.get(key)
+        if field is None:
+            raise ConversionError(f"The GGUF file has no {key}: not a model of a known kind.")
+        return field.contents()
+
+    def get(self, key: str) -> Any:
+        """The value, or None."""
+        field = self._fields.get(key)
+        return None if field is None else field.contents()
+
+    def real(self, key: str) -> float:
+        """A number that was meant in decimal: GGUF's float32 to seven digits (1e-05)."""
+        return float(f"{self[key]:.7g}")
+
+    def token_ids(self, kind: int) -> list[int]:
+        """Ids of the tokens of one kind, in their order."""
+        return [i for i, found in enumerate(self["tokenizer.ggml.token_type"]) if found == kind]

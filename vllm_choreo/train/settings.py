@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an adapter is trained: every number that a run depends on, but for the data and the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.trained_adapter import wears_adapter
+
+LOSSES = ("kl", "ce")
+SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
+_CHOICES = {
+    "loss": LOSSES,
+    "schedule": SCHEDULES,
+    "dtype": ("float32", "bfloat16"),
+    "device": ("cpu", "cuda"),
+}
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """
+    Attributes:
+        placement: see `wears_adapter`.
+        loss: "kl": nats from the text's distribution; "ce": surprise at the recorded tokens.
+        rank, alpha, dropout: of LoRA; the defaults are those of Bai and Eisner, "Accelerating
+            Language Model Workflows with Prompt Choreography".
+        targets: the linear layers that it changes, by the ends of their names.
+        learning_rate: the largest one.
+        schedule, warmup: how it falls, as `transformers.get_scheduler` names it, and the share of
+            all steps in which it grows.
+        epochs: how often every run is seen, at most.
+        batch: runs per step of the optimiser.
+        pack_tokens: a batch is cut into forwards of so many tokens, if its runs allow.
+        clip: greatest norm of a step's gradient.
+        patience: so many evaluations without a smaller development loss end the training.
+        evaluations: per epoch.
+        seed: of the adapter's first weights, the order of the runs and dropout.
+        dtype: of the base model; the adapter is trained in float32.
+        device: "cpu" or "cuda".
+        save_memory: run each layer once more in the backward pass instead of keeping activations.
+
+    Raises:
+        ChoreoError: a value that none of this can have.
+    """
+
+    placement: str
+    loss: str = "kl"
+    rank: int = 64
+    alpha: float = 32.0
+    dropout: float = 0.05
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    learning_rate: float = 5e-5
+    schedule: str = "linear"
+    warmup: float = 0.0
+    epochs: int = 8
+    batch: int = 4
+    pack_tokens: int = 2048
+    clip: float = 1.0
+    patience: int = 3
+    evaluations: int = 1
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+    save_memory: bool = False
+
+    def __post_init__(self) -> None:
+        wears_adapter(self.placement, generates=True)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise self._error(name, f"must be one of {choices}")
+        for name in ("rank", "epochs", "batch", "pack_tokens", "patience", "evaluations"):
+            if getattr(self, name) < 1:
+                raise self._error(name, "must be at least 1")
+        for name in ("alpha", "learning_rate", "clip"):
+            if not getattr(self, name) > 0:
+                raise self._error(name, "must be above 0")
+        for name in ("dropout", "warmup"):
+            if not 0 <= getattr(self, name) < 1:
+                raise self._error(name, "must be from 0 to below 1")
+        if not self.targets:
+            raise self._error("targets", "must name one or more layers")
+
+    def _error(self, name: str, reason: str) -> ChoreoError:
+        return ChoreoError(f"{name} {reason}", parameter=name, value=getattr(self, name))

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training leaves in a folder beside PEFT's files, and what a reader must know of it.
+
+    folder/adapter_config.json, adapter_model.safetensors    as PEFT writes them
+    folder/choreo_train.json                                 `TrainedAdapter`
+
+Imports neither torch nor vllm: who trains and who serves share this file and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.files import write_text
+
+FORMAT = 1  # of choreo_train.json
+FILE_NAME = "choreo_train.json"
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+PLACEMENTS = ("writer", "reader", "both")
+
+# The first that a folder has tells how it splits text into tokens.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_HEAD_BYTES = 4096  # of every tensor: whoever trains a tensor changes these, too
+
+
+def wears_adapter(placement: str, generates: bool) -> bool:
+    """Whether a call is encoded with an adapter of this placement.
+
+    "writer": calls that encode messages; "reader": those that generate; "both": all.
+
+    Raises:
+        ChoreoError: no such placement.
+    """
+    if placement not in PLACEMENTS:
+        raise ChoreoError(
+            f"placement must be one of {PLACEMENTS}", parameter="placement", value=placement
+        )
+    return placement == "both" or generates == (placement == "reader")
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """Which model something was recorded with, or trained on. Two are compared by `same_as`.
+
+    Attributes:
+        name: of the folder or of the model, for a reader.
+        weights: hex digest of the names, shapes and first bytes of all tensors; "": unknown.
+        tokenizer: hex digest of the file that splits text into tokens; "": unknown.
+    """
+
+    name: str
+    weights: str
+    tokenizer: str
+
+    @classmethod
+    def of(cls, model: str | Path) -> BaseModel:
+        """That of a model, in milliseconds.
+
+        Args:
+            model: a folder, or a name whose files are in the cache of the model hub. Of any other
+                model nothing but the name is known.
+        """
+        folder = _folder_of(str(model))
+        name = folder.name if Path(model).is_dir() else str(model)
+        return cls(name, _weights_digest(folder), _tokenizer_digest(folder))
+
+    def same_as(self, other: BaseModel) -> bool:
+        """Whether weights and tokenizer are the same, as far as both are known."""
+        pairs = ((self.weights, other.weights), (self.tokenizer, other.tokenizer))
+        return all(mine == theirs for mine, theirs in pairs if mine and theirs)
+
+
+@dataclass(frozen=True)
+class TrainedAdapter:
+    """How an adapter was trained, hence how it is to be worn.
+
+    Attributes:
+        placement: which calls wear it, see `wears_adapter`.
+        base: the model that it was trained on.
+        loss: "ce" or "kl".
+        data: "digest" of the recorded runs, and how many there were of each part.
+        settings: of the training, by name.
+        seeds, versions: by name.
+        curves: by name, lists of `[step, nats per token]`.
+    """
+
+    placement: str
+    base: BaseModel
+    loss: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    curves: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wears_adapter(self.placement, generates=True)
+
+    def save(self, folder: Path) -> None:
+        """Write `choreo_train.json`, the old one or the new one if interrupted."""
+        text = json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False, indent=1)
+        write_text(folder / FILE_NAME, text + "\n")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> TrainedAdapter:
+        """Read the folder that training wrote.
+
+        Raises:
+            ChoreoError: it is no such folder, or one of another format; says what is missing.
+        """
+        folder = Path(folder).expanduser()
+        for name in (FILE_NAME, *PEFT_FILES):
+            if not (folder / name).is_file():
+                raise _refused(f"it has no {name}: give the folder that training wrote", folder)
+        try:
+            data = json.loads((folder / FILE_NAME).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise _refused(f"{FILE_NAME} cannot be read ({error})", folder) from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise _refused(f"{FILE_NAME} is of format {found}, {FORMAT} is needed", folder)
+        return _from_json(data, folder)
+
+
+def _from_json(data: Mapping[str, Any], folder: Path) -> TrainedAdapter:
+    given = {setting.name: data.get(setting.name) for setting in fields(TrainedAdapter)}
+    base = given.pop("base")
+    names = [part.name for part in fields(BaseModel)]
+    if not isinstance(base, dict) or any(not isinstance(base.get(name), str) for name in names):
+        raise _refused(f"`base` in {FILE_NAME} needs the texts {', '.join(names)}", folder)
+    for name, value in given.items():
+        expected = str if name in ("placement", "loss") else dict
+        if not isinstance(value, expected):
+            raise _refused(f"`{name}` in {FILE_NAME} is not as training writes it", folder)
+    return TrainedAdapter(base=BaseModel(**{name: base[name] for name in names}), **given)  # type: ignore[arg-type]
+
+
+def _refused(reason: str, folder: Path) -> ChoreoError:
+    return ChoreoError(f"not a trained adapter: {reason}", parameter="adapter", value=str(folder))
+
+
+# -- digests of a model --------------------------------------------------------------------------
+
+
+def _folder_of(model: str) -> Path:
+    if Path(model).is_dir():
+        return Path(model).absolute()
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, local_files_only=True))
+    except (ImportError, OSError, ValueError):
+        return Path(model)
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    for name in _TOKENIZER_FILES:
+        if (folder / name).is_file():
+            return blake2b((folder / name).read_bytes(), digest_size=16).hexdigest()
+    return ""
+
+
+def _weights_digest(folder: Path) -> str:
+    """Of all safetensors files: the header with names, dtypes and shapes, and each tensor's head.
+
+    Reading every byte would take minutes for large models.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    digest = blake2b(digest_size=16)
+    for path in paths:
+        for piece in _pieces(path):
+            digest.update(len(piece).to_bytes(8, "little"))
+            digest.update(piece)
+    return digest.hexdigest() if paths else ""
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        num_header_bytes = int.from_bytes(file.read(8), "little")
+        header = file.read(num_header_bytes)
+        yield header
+        first = file.tell()
+        tensors = {k: v for k, v in json.loads(header).items() if k != "__metadata__"}
+        for tensor in sorted(tensors.values(), key=lambda tensor: tensor["data_offsets"]):
+            start, stop = tensor["data_offsets"]
+            file.seek(first + start)
+            yield file.read(min(stop - start, _HEAD_BYTES))
