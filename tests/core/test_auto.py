@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +14,13 @@ import pytest
 from tests.core.chat_templates import FAMILIES, tokenizer_of
 from vllm_choreo.auto.book import Entry, MessageBook, digest
 from vllm_choreo.auto.cutter import Cutter, end_tokens
+from vllm_choreo.auto.forecast import Forecaster, requests_of
 from vllm_choreo.auto.marks import Content, marked, places
 from vllm_choreo.auto.matching import ChatPlan, plan_chat
 from vllm_choreo.auto.parts import Split
+from vllm_choreo.cli import main as cli
+from vllm_choreo.cli.explain import explained
+from vllm_choreo.errors import ChoreoError
 
 SYSTEM = "You answer questions about the documents, in one sentence, and never guess."
 DOCUMENTS = [
@@ -147,7 +154,8 @@ def test_a_tool_call_is_a_part_of_its_own() -> None:
     """It has no text; its turn ends where all turns do."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-        "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+        "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n"
+        "{% endfor %}<|im_start|>assistant\n"
     )
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     chat = [turn("user", QUESTION), call, turn("tool", "It is green."), turn("user", "So?")]
@@ -298,3 +306,73 @@ def test_what_comes_first_in_a_chat_goes_last() -> None:
         book.add(entry)
     book.touch(chat)
     assert book.make_room(2, 0) == [chat[2], chat[1]]
+
+
+# -- what recorded chats would reuse ---------------------------------------------------------------
+
+
+def forecaster(name: str) -> Forecaster:
+    chats = Chats(name)
+    return Forecaster(chats.tokenizer, chats._cutter, block_size=16)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "llama3", "gemma"])
+def test_of_a_recorded_conversation_all_is_reused_but_the_next_question(name: str) -> None:
+    follower = forecaster(name)
+    turns = conversation(3)
+    found = [follower.request(chat, answer) for chat, answer, _ in requests_of({"messages": turns})]
+    assert len(found) == 4 and found[0].exact == found[0].choreo == found[0].prefix == 0
+    for one in found[1:]:
+        assert one.exact == one.choreo == sum(p.num_tokens for p in one.parts[:-1])
+        assert one.exact - 16 <= one.prefix <= one.exact + 16  # text has it in whole blocks
+        assert not one.may_differ and one.parts[-1].state == "new"
+
+
+def test_of_documents_in_another_order_choreo_reuses_what_text_does_not() -> None:
+    follower = forecaster("smollm2")
+    turns = [turn("user", text) for text in DOCUMENTS]
+    chats = [
+        {"messages": [turn("system", SYSTEM), *(turns[n] for n in order), turn("user", QUESTION)]}
+        for order in ([0, 1, 2], [2, 0, 1], [2, 0, 1])
+    ]
+    first, other, again = (follower.request(chat, None) for chat, _, _ in requests_of(chats))
+    assert [part.state for part in other.parts] == ["same", "moved", "moved", "moved", "moved"]
+    assert first.choreo == 0 and other.may_differ
+    assert other.choreo == sum(part.num_tokens for part in other.parts)
+    assert other.exact == first.parts[0].num_tokens
+    assert again.exact == again.choreo == other.choreo
+    table = explained([first, other, again], with_parts=True)
+    assert "2 of 3 answers may differ" in table and "message 3: reused in choreo" in table
+
+
+@pytest.mark.parametrize("recorded", [[], {}, {"messages": "Hm"}, [{"messages": ["Hm"]}]])
+def test_what_is_no_recording_is_refused(recorded: Any) -> None:
+    if recorded == []:
+        assert list(requests_of(recorded)) == []
+        return
+    with pytest.raises(ChoreoError, match="a recording is an object"):
+        list(requests_of(recorded))
+
+
+def test_the_command_of_the_page_explains_the_example(
+    embedded_model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "on-ramps.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^vllm-choreo (explain .*)$", page, re.MULTILINE)
+    monkeypatch.chdir(root)
+    assert cli.main(command.split()) == 0
+    out = capsys.readouterr().out
+    assert "1 of 3 answers may differ" in out and "message 3: reused in choreo" in out
+
+
+def test_the_command_explains_a_file(
+    tmp_path: Path, embedded_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps({"messages": conversation(2)}))
+    assert cli.main(["explain", "--chat", str(file), "--parts"]) == 0
+    out = capsys.readouterr().out
+    assert "0 of 3 answers may differ" in out and "assistant  message 2: reused" in out
+    file.write_text("{")
+    assert cli.main(["explain", "--chat", str(file)]) == 1

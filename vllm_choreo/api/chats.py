@@ -4,19 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from vllm_choreo.api.protocol import SessionFacade
 from vllm_choreo.auto.book import Entry, MessageBook, digest
-from vllm_choreo.auto.cutter import DEFAULT_MIN_TOKENS, Cutter, end_tokens
+from vllm_choreo.auto.cutter import Cutter, end_tokens
 from vllm_choreo.auto.marks import marked
 from vllm_choreo.auto.matching import ChatPlan, check_auto, plan_chat
 from vllm_choreo.auto.parts import Split
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
-
-if TYPE_CHECKING:
-    from vllm_choreo.api.choreography import Choreography
 
 # That a session's chats keep. Those whose keys and values are evicted cost their tokens alone.
 MAX_MESSAGES = 2_000
@@ -28,43 +26,45 @@ class SessionChats:
 
     Args:
         llm: of the session.
-        choreography: runs their calls.
         is_live: whether there is a message of this id.
     """
 
-    def __init__(self, llm: Any, choreography: Choreography, is_live: Any) -> None:
+    def __init__(self, llm: Any, is_live: Callable[[str], bool]) -> None:
         self.book = MessageBook(MAX_MESSAGES, MAX_TOKENS)
         self._llm = llm
-        self._choreography = choreography
         self._is_live = is_live
         self._count = 0
-        tokenizer, config = llm.get_tokenizer(), llm.model_config
-        ends = end_tokens(tokenizer, config.try_get_generation_config())
-        self._cutter = Cutter(tokenizer, ends, DEFAULT_MIN_TOKENS)
+        self._cutter: Cutter | None = None
 
     def answer(
         self,
+        choreography: SessionFacade,
         messages: Sequence[Mapping[str, Any]],
         auto: str,
         rendering: Mapping[str, Any],
         min_tokens: int | None,
         options: Mapping[str, Any],
     ) -> Message:
-        """The answer to a chat; see `Choreography.chat`."""
-        mode, choreography = check_auto(auto, "auto"), self._choreography
+        """The answer to a chat; see `Choreography.chat`.
+
+        Args:
+            choreography: the session, or a view of it, that runs the calls.
+        """
+        mode = check_auto(auto, "auto")
         token_ids, text = self._render(messages, rendering)
         if mode == "off" or choreography.mode == "baseline":
             answer: Message = choreography.decode(token_ids, **options)
             return answer
         marks, contents = marked(messages)
         marked_ids, marked_text = self._render(marks, rendering)
-        split = self._cutter.split(token_ids, text, marked_text or marked_ids, contents, min_tokens)
+        cut = self._cutter_of_model().split
+        split = cut(token_ids, text, marked_text or marked_ids, contents, min_tokens)
         adapter = str(options.get("adapter") or "")
-        plan = self._plan(split, adapter)
-        num_encoded = self._encode(plan, mode, options.get("adapter"))
+        plan = self._plan(choreography, split, adapter)
+        num_encoded = self._encode(choreography, plan, mode, options.get("adapter"))
         parents = [entry.message_id for entry in plan.parents]
         answer = choreography.decode(plan.header, parents=parents, mode=mode, **options)
-        self._keep(answer, adapter)
+        self._keep(choreography, answer, adapter)
         # What was encoded for this chat is none that it found.
         usage = dataclasses.replace(
             answer.usage,
@@ -92,20 +92,32 @@ class SessionChats:
             )
         return prompt["prompt_token_ids"], prompt.get("prompt")
 
-    def _plan(self, split: Split, adapter: str) -> ChatPlan:
+    def _cutter_of_model(self) -> Cutter:
+        if self._cutter is None:
+            tokenizer = self._llm.get_tokenizer()
+            generation = self._llm.model_config.try_get_generation_config()
+            self._cutter = Cutter(tokenizer, end_tokens(tokenizer, generation))
+        return self._cutter
+
+    def _plan(self, choreography: SessionFacade, split: Split, adapter: str) -> ChatPlan:
         """What the chat reads, as far as it is known; makes room for the rest."""
-        plan = plan_chat(split, self.book, adapter, self._lives, self._new_id)
+
+        def new_id() -> str:
+            self._count += 1
+            return f"{choreography.session}/auto.{self._count}"
+
+        plan = plan_chat(split, self.book, adapter, self._lives, new_id)
         found = [e for e in plan.parents if self.book.find(e.key) is e]
         self.book.enter(found)
-        self._free(self.book.make_room(len(plan.new) + 1, plan.num_new_tokens))
+        self._free(choreography, self.book.make_room(len(plan.new) + 1, plan.num_new_tokens))
         self.book.leave(found)
         return plan
 
-    def _encode(self, plan: ChatPlan, mode: str, adapter: Any) -> int:
+    def _encode(self, choreography: SessionFacade, plan: ChatPlan, mode: str, adapter: Any) -> int:
         """Make the messages that are new; how many tokens were encoded for that."""
         num_encoded = 0
         for piece in plan.new:
-            made: Message = self._choreography.prefill(
+            made: Message = choreography.prefill(
                 piece.token_ids,
                 parents=[entry.message_id for entry in plan.parents[: piece.number]],
                 save_as=piece.entry.message_id.partition("/")[2],
@@ -117,7 +129,7 @@ class SessionChats:
         self.book.touch(plan.parents)
         return num_encoded
 
-    def _keep(self, answer: Message, adapter: str) -> None:
+    def _keep(self, choreography: SessionFacade, answer: Message, adapter: str) -> None:
         """For the chat that goes on from there."""
         key = digest(answer.token_ids, adapter)
         known = self.book.find(key)
@@ -125,16 +137,12 @@ class SessionChats:
             if known is not None:
                 self.book.drop(known)
             self.book.add(Entry(key, answer.id, answer.num_tokens, is_answer=True))
-            self._free(self.book.make_room(0, 0))
+            self._free(choreography, self.book.make_room(0, 0))
 
-    def _free(self, entries: Sequence[Entry]) -> None:
+    def _free(self, choreography: SessionFacade, entries: Sequence[Entry]) -> None:
         live = [entry.message_id for entry in entries if self._lives(entry)]
         if live:
-            self._choreography.free(*live)
+            choreography.free(*live)
 
     def _lives(self, entry: Entry) -> bool:
         return bool(self._is_live(entry.message_id))
-
-    def _new_id(self) -> str:
-        self._count += 1
-        return f"{self._choreography.session}/auto.{self._count}"

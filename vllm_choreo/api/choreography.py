@@ -92,7 +92,7 @@ class Choreography:
         )
         self._entries = self._session.entries
         self._denied: tuple[str, ...] = ()
-        self._chats: SessionChats | None = None
+        self._chats = SessionChats(llm, self._entries.is_live)
 
     @property
     def session(self) -> str:
@@ -153,9 +153,7 @@ class Choreography:
         Raises:
             ChoreoError: as `decode`.
         """
-        if self._chats is None:
-            self._chats = SessionChats(self._llm, self, self._entries.is_live)
-        return self._chats.answer(messages, auto, rendering or {}, min_tokens, options)
+        return self._chats.answer(self, messages, auto, rendering or {}, min_tokens, options)
 
     def reencode(self, message: Any, **options: Unpack[ReadOptions]) -> Message:
         """Encode the tokens of a message anew, with parents of your choice: a clean copy.
