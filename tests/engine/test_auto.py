@@ -111,8 +111,8 @@ def test_what_is_no_mode_is_refused(c: Choreography) -> None:
 
 
 def test_the_page_runs(llm: Any) -> None:
-    """The example in process; the other one is a client's: tests/server/test_auto.py."""
-    _, example = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    """The example in process; the others are a client's: tests/server/test_auto.py."""
+    _, example, _ = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     exec(compile(example, "docs/on-ramps.md", "exec"), {"llm": llm})
 
 

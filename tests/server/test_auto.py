@@ -271,6 +271,32 @@ def test_refusals(
     assert answer.json()["error"]["param"] == parameter
 
 
+def test_a_completion_of_parts_has_the_tokens_of_all_of_them(
+    server: Server, alpha: httpx.Client
+) -> None:
+    parts = [f"{text}\n" for text in DOCUMENTS] + [f"{QUESTION} Answer:"]
+
+    def complete(prompt: Any, **more: Any) -> dict[str, Any]:
+        body = {"model": server.model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        body |= {"return_token_ids": True, "add_special_tokens": False, **more}
+        answer = alpha.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    for order in ([0, 1, 2], [2, 0, 1]):
+        prompt = [parts[number] for number in order] + parts[3:]
+        exact = complete(prompt, vllm_xargs={"choreo_auto": "exact"})
+        (choice,) = exact["choices"]
+        (text,) = complete(choice["prompt_token_ids"])["choices"]
+        assert choice["token_ids"] == text["token_ids"] and exact["usage"]["exact"]
+    assert exact["choreo"]["auto"]["found"] == exact["choreo"]["auto"]["parts"] == 3
+    assert len(complete(prompt, vllm_xargs={"choreo_auto": "off"})["choices"]) == 4  # a batch
+    body = {"model": server.model, "prompt": "Hm", "vllm_xargs": {"choreo_auto": "exact"}}
+    refused = alpha.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
 def test_metrics_tell_what_was_found(server: Server, ask: Ask) -> None:
     def numbers() -> dict[str, float]:
         with server.client() as client:
@@ -293,8 +319,8 @@ def test_metrics_tell_what_was_found(server: Server, ask: Ask) -> None:
 
 
 def test_the_page_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """The example of a client; the other one is in process: tests/engine/test_auto.py."""
-    example, _ = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
-    example = example.replace("http://localhost:8000", server.base_url)
+    """The examples of a client; the other one is in process: tests/engine/test_auto.py."""
+    chats, _, parts = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
+    example = f"{chats}\n{parts}".replace("http://localhost:8000", server.base_url)
     exec(compile(example.replace("your-key", KEYS[0]), "docs/on-ramps.md", "exec"), {})
     assert "'found': 5" in capsys.readouterr().out

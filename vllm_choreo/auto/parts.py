@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from vllm_choreo.auto.marks import Place
 
@@ -97,6 +97,19 @@ def split(
         cuts |= found or ({first} if number else set())
     legal = sorted(cut for cut in cuts if 0 < cut < len(tokens))[:MAX_PARTS]
     return Split(tokens, tuple(_joined(_parts(legal, starts, places), min_tokens)))
+
+
+def joined_parts(parts: Sequence[Sequence[int]], min_tokens: int) -> Split:
+    """A prompt that is given in parts; what is behind the last cut is its header.
+
+    Args:
+        parts: the tokens of each, one at least.
+        min_tokens: shorter parts are joined with their neighbours.
+    """
+    stops = list(accumulate(map(len, parts)))[:-1][:MAX_PARTS]
+    cut = [Part(start, stop, "user") for start, stop in pairwise((0, *stops))]
+    tokens = tuple(token for part in parts for token in part)
+    return Split(tokens, tuple(_joined(cut, min_tokens)))
 
 
 def _parts(cuts: Sequence[int], starts: Sequence[int], places: Sequence[Place]) -> list[Part]:

@@ -45,19 +45,28 @@ def init_state(state: State, llm: Any, auto: AutoChats) -> None:
         serving.__class__ = handler
         serving.choreo_sessions, serving.choreo_llm = state.choreo, llm
         serving.choreo_schemas, serving.choreo_reader = state.choreo_schemas, state.choreo_reader
-    state.openai_serving_chat.choreo_auto = auto
+        serving.choreo_auto = auto
 
 
 class ChoreoServingCompletion(OpenAIServingCompletion):
     """vLLM's handler of /v1/completions."""
 
+    choreo_auto: AutoChats
+
     async def create_completion(self, request: Any, raw_request: Request | None = None) -> Any:
+        create = OpenAIServingCompletion.create_completion
+        try:
+            client = await self.choreo_auto.client_of_parts(self, request, raw_request)
+            if client is not None:
+                return await run_call(self, create, request, client, raw_request)
+        except (ChoreoError, EngineDeadError) as error:
+            raise in_terms_of_xargs(error) from None
         if not choreo_keys(request.vllm_xargs):
             return await super().create_completion(request, raw_request)
         if "add_special_tokens" not in request.model_fields_set:
             # The prompt is the next piece of a text, not its beginning.
             request.add_special_tokens = False
-        return await _answer(self, OpenAIServingCompletion.create_completion, request, raw_request)
+        return await _answer(self, create, request, raw_request)
 
 
 class ChoreoServingChat(OpenAIServingChat):
