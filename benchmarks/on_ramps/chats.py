@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.harness.engine import empty_caches, scheduler_of
@@ -16,6 +16,7 @@ from benchmarks.harness.turns import in_turn
 SIDES = ("text", "choreo")
 NUM_DOCUMENTS = 10
 NUM_AGENTS = 8
+SYSTEMS = [f"You are agent {n} of 8; say what only you would say." for n in range(NUM_AGENTS)]
 Chat = list[dict[str, str]]
 
 
@@ -31,17 +32,17 @@ def retrieval(documents: list[str], number: int) -> Chat:
     return [system, *found, turn("user", f"Question {number}: which of the numbers is largest?")]
 
 
-def agents(history: list[str]) -> list[Chat]:
+def agents(history: list[str], systems: Sequence[str] = SYSTEMS) -> list[Chat]:
     """One chat for each agent: its system text, and the history that all of them have."""
     roles = ("user", "assistant")
     common = [turn(roles[n % 2], text) for n, text in enumerate(history)]
     return [
         [
-            turn("system", f"You are agent {n} of {NUM_AGENTS}; say what only you would say."),
+            turn("system", system),
             *common,
             turn("user", "What is your opinion, after all that was said?"),
         ]
-        for n in range(NUM_AGENTS)
+        for system in systems
     ]
 
 
@@ -96,17 +97,19 @@ def measure_retrieval(bot: Bot, documents: list[str], num_turns: int) -> list[di
     return rows
 
 
-def measure_agents(llm: Any, make: Callable[[], Bot], history: list[str]) -> list[dict[str, Any]]:
+def measure_agents(
+    llm: Any, make: Callable[[], Bot], history: list[str], systems: Sequence[str] = SYSTEMS
+) -> list[dict[str, Any]]:
     """One row for each side: the blocks that hold what its agents have read and written."""
     rows = []
     for side in SIDES:
         bot = make()
         empty_caches(llm)
-        answers = [bot.answer(side, chat) for chat in agents(history)]
+        answers = [bot.answer(side, chat) for chat in agents(history, systems)]
         rows.append(
             {
                 "side": side,
-                "agents": NUM_AGENTS,
+                "agents": len(systems),
                 "history_tokens": sum(len(llm.get_tokenizer().encode(text)) for text in history),
                 "kv_blocks": bot.sides["choreo"].stats()["num_blocks"]
                 if side == "choreo"

@@ -48,7 +48,7 @@ def event_with_numbers(event: str, client: CallClient) -> str:
             client.refused(client.error)
             chunk = {"error": error_json(in_terms_of_xargs(client.error))}
     elif client.is_text:
-        if not chunk["choices"] or any(choice["finish_reason"] for choice in chunk["choices"]):
+        if not chunk["choices"] or any(choice.get("finish_reason") for choice in chunk["choices"]):
             chunk["choreo"] = client.more_choreo
     else:
         usage = chunk.pop("usage", None)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from functools import partial
 from typing import Any
 
@@ -116,9 +117,9 @@ class AutoChats:
         """The parts of a chat as vLLM has rendered it: it is rendered once more, with marks."""
         online, token_ids = serving.online_renderer, prompt["prompt_token_ids"]
         messages, contents = marked(body.messages)
-        copy = body.model_copy(update={"messages": messages, "kv_transfer_params": None})
+        same = body.model_copy(update={"messages": messages, "kv_transfer_params": None})
         try:
-            rendered = await online.render_chat(copy)
+            rendered = await online.render_chat(same)
         except ValueError:  # a template that wants its contents to be of some form
             return Split(tuple(token_ids), reason="template")
         if isinstance(rendered, ErrorResponse):
@@ -133,7 +134,8 @@ class AutoChats:
 
     def _cutter_of(self, online: Any) -> Cutter:
         if self._cutter is None:
-            tokenizer = online.renderer.get_tokenizer()
+            # A copy of its own: it is used in threads, beside vLLM's.
+            tokenizer = copy.deepcopy(online.renderer.get_tokenizer())
             ends = end_tokens(tokenizer, online.model_config.try_get_generation_config())
             self._cutter = Cutter(tokenizer, ends, self._chats.min_tokens)
         return self._cutter
