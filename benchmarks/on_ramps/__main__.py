@@ -17,12 +17,12 @@ from benchmarks.on_ramps.chats import (
     NUM_AGENTS,
     NUM_DOCUMENTS,
     Bot,
+    long_text,
     measure_agents,
     measure_retrieval,
     retrieval,
 )
 from benchmarks.on_ramps.page import bars_reached, section
-from benchmarks.pml.texts import long_text
 
 
 def main() -> int:

@@ -12,12 +12,23 @@ from typing import Any
 
 from benchmarks.harness.engine import empty_caches, scheduler_of
 from benchmarks.harness.turns import in_turn
+from vllm_choreo.workflows.problems.long_documents import reports
 
 SIDES = ("text", "choreo")
 NUM_DOCUMENTS = 10
 NUM_AGENTS = 8
 SYSTEMS = [f"You are agent {n} of 8; say what only you would say." for n in range(NUM_AGENTS)]
 Chat = list[dict[str, str]]
+
+
+def long_text(tokenizer: Any, num_tokens: int, seed: int) -> str:
+    """A document of about `num_tokens` tokens: whole reports that no other seed has."""
+    text, number = f"Collection {seed}.", 0
+    while len(tokenizer.encode(text, add_special_tokens=False)) < num_tokens - 20:
+        (problem,) = reports(1, seed * 1000 + number)
+        text = " ".join((text, *problem.documents))
+        number += 1
+    return text
 
 
 def turn(role: str, content: str) -> dict[str, str]:

@@ -222,8 +222,8 @@ class Tenant:
         self.book.touch(plan.parents)
         return plan
 
-    def answered(self, tokens: tuple[int, ...]) -> None:
-        self.book.add(Entry(digest(tokens), self._new_id(), len(tokens), is_answer=True))
+    def answered(self, tokens: tuple[int, ...], context: bytes) -> None:
+        self.book.add(Entry(digest(tokens), context, self._new_id(), len(tokens), is_answer=True))
 
     def _is_live(self, entry: Entry) -> bool:
         return entry.message_id not in self.gone
@@ -237,7 +237,7 @@ def test_what_was_said_is_found_and_the_answer_with_it() -> None:
     chats, tenant = Chats("smollm2"), Tenant()
     first = tenant.plan(chats.split(conversation(0)))
     assert [piece.number for piece in first.new] == [0, 1]
-    tenant.answered((*first.header, *chats.tokens(ANSWER), chats.end))
+    tenant.answered((*first.header, *chats.tokens(ANSWER), chats.end), first.context)
     second = tenant.plan(chats.split(conversation(1)))
     assert second.report()["found"] == 3 and [piece.number for piece in second.new] == [3]
 
@@ -245,7 +245,7 @@ def test_what_was_said_is_found_and_the_answer_with_it() -> None:
 def test_an_answer_that_was_cut_off_is_found_without_its_end() -> None:
     chats, tenant = Chats("smollm2"), Tenant()
     first = tenant.plan(chats.split(conversation(0)))
-    tenant.answered((*first.header, *chats.tokens(ANSWER)))
+    tenant.answered((*first.header, *chats.tokens(ANSWER)), first.context)
     split = chats.split(conversation(1))
     second = tenant.plan(split)
     assert second.report()["found"] == 3
@@ -253,6 +253,20 @@ def test_an_answer_that_was_cut_off_is_found_without_its_end() -> None:
     assert piece.token_ids[0] == chats.end
     lengths = [entry.num_tokens for entry in second.parents]
     assert sum(lengths) + len(second.header) == len(split.token_ids)
+
+
+def test_of_equal_answers_the_one_is_read_that_was_given_there() -> None:
+    chats, tenant = Chats("smollm2"), Tenant()
+    made = []
+    for number in range(2):
+        plan = tenant.plan(chats.split(conversation(number)))
+        tenant.answered((*plan.header, *chats.tokens(ANSWER), chats.end), plan.context)
+        made.append(f"s/{tenant._count}")
+    parents = tenant.plan(chats.split(conversation(2))).parents
+    assert [parents[2].message_id, parents[4].message_id] == made
+    # Behind another text there is none that fits: any will do.
+    other = tenant.plan(chats.split(conversation(1)[1:])).parents
+    assert other[1].message_id in made
 
 
 def test_the_same_text_twice_is_one_message_that_is_read_twice() -> None:
@@ -283,14 +297,14 @@ def test_a_message_that_is_gone_is_made_again() -> None:
 
 def test_a_flood_stays_within_the_limits_and_leaves_what_is_read() -> None:
     book = MessageBook(max_messages=10, max_tokens=500)
-    read = [Entry(digest([0, n]), f"read{n}", 40) for n in range(3)]
+    read = [Entry(digest([0, n]), b"", f"read{n}", 40) for n in range(3)]
     for entry in read:
         book.add(entry)
     book.enter(read)
     for n in range(200):
         freed = book.make_room(1, 30 + n % 60)
         assert not any(entry.num_users for entry in freed)
-        book.add(Entry(digest([1, n]), f"flood{n}", 30 + n % 60))
+        book.add(Entry(digest([1, n]), b"", f"flood{n}", 30 + n % 60))
         assert len(book) <= 10 and book.num_tokens <= 500
     assert all(book.find(entry.key) is entry for entry in read)
     book.leave(read)
@@ -301,7 +315,7 @@ def test_a_flood_stays_within_the_limits_and_leaves_what_is_read() -> None:
 def test_what_comes_first_in_a_chat_goes_last() -> None:
     """Copies of a message go with those before it."""
     book = MessageBook(max_messages=3, max_tokens=100)
-    chat = [Entry(digest([n]), str(n), 1) for n in range(3)]
+    chat = [Entry(digest([n]), b"", str(n), 1) for n in range(3)]
     for entry in chat:
         book.add(entry)
     book.touch(chat)

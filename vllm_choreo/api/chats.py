@@ -64,7 +64,7 @@ class SessionChats:
         num_encoded = self._encode(choreography, plan, mode, options.get("adapter"))
         parents = [entry.message_id for entry in plan.parents]
         answer = choreography.decode(plan.header, parents=parents, mode=mode, **options)
-        self._keep(choreography, answer, adapter)
+        self._keep(choreography, answer, digest(answer.token_ids, adapter), plan.context)
         # What was encoded for this chat is none that it found.
         usage = dataclasses.replace(
             answer.usage,
@@ -107,7 +107,7 @@ class SessionChats:
             return f"{choreography.session}/auto.{self._count}"
 
         plan = plan_chat(split, self.book, adapter, self._lives, new_id)
-        found = [e for e in plan.parents if self.book.find(e.key) is e]
+        found = [entry for entry in plan.parents if self.book.has(entry)]
         self.book.enter(found)
         self._free(choreography, self.book.make_room(len(plan.new) + 1, plan.num_new_tokens))
         self.book.leave(found)
@@ -129,15 +129,17 @@ class SessionChats:
         self.book.touch(plan.parents)
         return num_encoded
 
-    def _keep(self, choreography: SessionFacade, answer: Message, adapter: str) -> None:
+    def _keep(
+        self, choreography: SessionFacade, answer: Message, key: bytes, context: bytes
+    ) -> None:
         """For the chat that goes on from there."""
-        key = digest(answer.token_ids, adapter)
-        known = self.book.find(key)
-        if known is None or not self._lives(known):
-            if known is not None:
-                self.book.drop(known)
-            self.book.add(Entry(key, answer.id, answer.num_tokens, is_answer=True))
-            self._free(choreography, self.book.make_room(0, 0))
+        entry = Entry(key, context, answer.id, answer.num_tokens, is_answer=True)
+        known, same = self.book.find(key, context), []
+        if known is not None and known.context == context:
+            self.book.drop(known)  # made alike before, of the same chat
+            same = [known]
+        self.book.add(entry)
+        self._free(choreography, [*same, *self.book.make_room(0, 0)])
 
     def _free(self, choreography: SessionFacade, entries: Sequence[Entry]) -> None:
         live = [entry.message_id for entry in entries if self._lives(entry)]

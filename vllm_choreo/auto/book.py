@@ -19,6 +19,7 @@ class Entry:
 
     Attributes:
         key: the digest of its tokens, and of the adapter that encoded it.
+        context: the digest of what stood before it where it was made.
         message_id: its id.
         num_tokens: its length.
         is_answer: it was generated.
@@ -26,18 +27,33 @@ class Entry:
     """
 
     key: bytes
+    context: bytes
     message_id: str
     num_tokens: int
     is_answer: bool = False
     num_users: int = 0
 
 
+class Digest:
+    """Of tokens, as they come, and of the name of the adapter that encodes them."""
+
+    def __init__(self, adapter: str = "") -> None:
+        self._made = blake2b(adapter.encode() + b"\0", digest_size=16)
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Go on with these."""
+        self._made.update(array("q", token_ids).tobytes())
+
+    def value(self) -> bytes:
+        """Of all tokens so far."""
+        return self._made.digest()
+
+
 def digest(token_ids: Sequence[int], adapter: str = "") -> bytes:
     """Of tokens, and of the name of the adapter that encodes them."""
-    made = blake2b(adapter.encode(), digest_size=16)
-    made.update(b"\0")
-    made.update(array("q", token_ids).tobytes())
-    return made.digest()
+    made = Digest(adapter)
+    made.update(token_ids)
+    return made.value()
 
 
 class MessageBook:
@@ -51,25 +67,38 @@ class MessageBook:
         self.max_messages = max_messages
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[bytes, bytes], Entry] = OrderedDict()
+        self._contexts: dict[bytes, dict[bytes, Entry]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, key: bytes) -> Entry | None:
-        """The message of this digest."""
-        return self._entries.get(key)
+    def find(self, key: bytes, context: bytes = b"") -> Entry | None:
+        """A message of this digest: the one that was made in this context, if there is any."""
+        same = self._contexts.get(key)
+        if same is None:
+            return None
+        return same.get(context) or next(iter(same.values()))
+
+    def has(self, entry: Entry) -> bool:
+        """Whether the book knows just this message."""
+        return self._entries.get((entry.key, entry.context)) is entry
 
     def add(self, entry: Entry) -> None:
-        """Enter a message; of two with equal digests the first is kept: `find` before."""
-        if entry.key not in self._entries:
-            self._entries[entry.key] = entry
+        """Enter a message; of two that are made alike in one context the first is kept."""
+        if (entry.key, entry.context) not in self._entries:
+            self._entries[entry.key, entry.context] = entry
+            self._contexts.setdefault(entry.key, {})[entry.context] = entry
             self.num_tokens += entry.num_tokens
 
     def drop(self, entry: Entry) -> None:
         """Forget a message that is no longer there. Forgetting twice does nothing."""
-        if self._entries.get(entry.key) is entry:
-            del self._entries[entry.key]
+        if self.has(entry):
+            del self._entries[entry.key, entry.context]
+            same = self._contexts[entry.key]
+            del same[entry.context]
+            if not same:
+                del self._contexts[entry.key]
             self.num_tokens -= entry.num_tokens
 
     def enter(self, entries: Iterable[Entry]) -> None:
@@ -81,8 +110,8 @@ class MessageBook:
         """These are used, in this order."""
         for entry in reversed(entries):
             # Copies of a message go with those before it: so what comes first goes last.
-            if entry.key in self._entries:
-                self._entries.move_to_end(entry.key)
+            if self.has(entry):
+                self._entries.move_to_end((entry.key, entry.context))
 
     def leave(self, entries: Iterable[Entry]) -> None:
         """The request is over."""

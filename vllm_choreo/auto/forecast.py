@@ -154,14 +154,16 @@ class Forecaster:
     ) -> None:
         """Enter an answer as the next request would look for it."""
         then = self._split([*chat, {"role": "assistant", "content": answer}], False, rendering)
-        stop = next((p.stop for p in then.parts if p.start == split.header_start), None)
-        if stop is None or then.token_ids[: len(split.token_ids)] != split.token_ids:
+        header_start = len(split.token_ids) - len(plan.header)
+        stops = {part.start: part.stop for part in then.parts}
+        # Where nothing is written behind an answer, it is no part yet: parts leave the last token.
+        stop = stops.get(split.header_start, len(then.token_ids))
+        if then.token_ids[: len(split.token_ids)] != split.token_ids:
             return  # history has it otherwise than it is generated
-        token_ids = then.token_ids[len(split.token_ids) - len(plan.header) : stop]
-        key = digest(token_ids)
-        if self._book.find(key) is None:
-            entry = Entry(key, self._new_id(), len(token_ids), is_answer=True)
-            self._book.add(entry)
+        token_ids = then.token_ids[header_start:stop]
+        entry = Entry(digest(token_ids), plan.context, self._new_id(), len(token_ids), True)
+        self._book.add(entry)
+        if self._book.has(entry):
             chain = tuple(parent.message_id for parent in plan.parents)
             self._first[entry.message_id], self._chains[entry.message_id] = chain, {chain}
         self._texts.append(then.token_ids[:stop])

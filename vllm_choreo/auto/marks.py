@@ -40,7 +40,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Place:
+class ContentPlace:
     """Where a content stands in a rendered chat: its characters `start … stop-1`."""
 
     content: Content
@@ -80,7 +80,7 @@ def _is_text(item: Any) -> bool:
     return isinstance(item, Mapping) and isinstance(item.get("text"), str) and bool(item["text"])
 
 
-def places(rendered: str, rendered_marks: str, contents: Sequence[Content]) -> list[Place]:
+def places(rendered: str, rendered_marks: str, contents: Sequence[Content]) -> list[ContentPlace]:
     """Where the contents stand in the rendered chat, in the order in which they stand there.
 
     Args:
@@ -95,7 +95,7 @@ def places(rendered: str, rendered_marks: str, contents: Sequence[Content]) -> l
     glues, numbers = _glues(rendered_marks)
     if not rendered.startswith(glues[0]):
         return []
-    found: list[Place] = []
+    found: list[ContentPlace] = []
     start = len(glues[0])
     for place, (number, glue) in enumerate(zip(numbers, glues[1:], strict=True)):
         if number >= len(contents):
@@ -104,7 +104,7 @@ def places(rendered: str, rendered_marks: str, contents: Sequence[Content]) -> l
         stop = _end(rendered, start, contents[number].text, glue, is_last)
         if stop is None:
             break
-        found.append(Place(contents[number], start, stop))
+        found.append(ContentPlace(contents[number], start, stop))
         start = stop + len(glue)
     return found
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_choreo.auto.book import Entry, MessageBook, digest
-from vllm_choreo.auto.parts import Part, Split
+from vllm_choreo.auto.book import Digest, Entry, MessageBook, digest
+from vllm_choreo.auto.parts import ChatPart, Split
 from vllm_choreo.errors import ChoreoError
 
 AUTO_MODES = ("exact", "choreo", "off")
@@ -21,7 +21,7 @@ def check_auto(value: object, parameter: str) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
+class NewPart:
     """A part of a chat that no message holds yet.
 
     Attributes:
@@ -32,7 +32,7 @@ class Piece:
     """
 
     number: int
-    part: Part
+    part: ChatPart
     token_ids: tuple[int, ...]
     entry: Entry
 
@@ -46,12 +46,14 @@ class ChatPlan:
         new: the parts that no message holds yet, in order; each is encoded behind all before it.
         header: the tokens behind all parts.
         reason: why the chat has no parts, or "".
+        context: the digest of all parts: that of the answer.
     """
 
     parents: list[Entry] = field(default_factory=list)
-    new: list[Piece] = field(default_factory=list)
+    new: list[NewPart] = field(default_factory=list)
     header: tuple[int, ...] = ()
     reason: str = ""
+    context: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +93,9 @@ def plan_chat(
     It is read as it is, and that token goes to the part behind it. A part that stands in a chat
     twice is one message, read twice.
 
+    Of messages that hold the same tokens, such as two short answers, the one is read that was made
+    behind the same text, if there is any.
+
     Args:
         split: of the chat.
         book: of the tenant; messages that are gone are forgotten.
@@ -101,27 +106,30 @@ def plan_chat(
     plan = ChatPlan(reason=split.reason)
     own: dict[bytes, Entry] = {}
 
-    def known(key: bytes) -> Entry | None:
-        entry = own.get(key) or book.find(key)
-        if entry is not None and key not in own and not is_live(entry):
+    def known(start: int, stop: int) -> Entry | None:
+        key = digest(split.token_ids[start:stop], adapter)
+        if key in own:
+            return own[key]
+        while (entry := book.find(key, context)) is not None and not is_live(entry):
             book.drop(entry)
-            return None
         return entry
 
-    start = 0
+    start, before = 0, Digest(adapter)
+    context = before.value()
     for number, part in enumerate(split.parts):
         stop = part.stop
-        key = digest(split.token_ids[start:stop], adapter)
-        entry = known(key)
+        entry = known(start, stop)
         if entry is None and stop - 1 > start:
-            open_answer = known(digest(split.token_ids[start : stop - 1], adapter))
+            open_answer = known(start, stop - 1)
             if open_answer is not None and open_answer.is_answer:
                 entry, stop = open_answer, stop - 1
         if entry is None:
             token_ids = split.token_ids[start:stop]
-            entry = own[key] = Entry(key, new_id(), len(token_ids))
-            piece = Part(start, stop, part.role, part.messages)
-            plan.new.append(Piece(number, piece, token_ids, entry))
+            key = digest(token_ids, adapter)
+            entry = own[key] = Entry(key, context, new_id(), len(token_ids))
+            piece = ChatPart(start, stop, part.role, part.messages)
+            plan.new.append(NewPart(number, piece, token_ids, entry))
         plan.parents.append(entry)
-        start = stop
-    return ChatPlan(plan.parents, plan.new, split.token_ids[start:], split.reason)
+        before.update(split.token_ids[start:stop])
+        start, context = stop, before.value()
+    return ChatPlan(plan.parents, plan.new, split.token_ids[start:], split.reason, context)

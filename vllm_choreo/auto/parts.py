@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from vllm_choreo.auto.marks import Place
+from vllm_choreo.auto.marks import ContentPlace
 
 # Of a chat, the first ones are messages, and what follows them is text.
 MAX_PARTS = 256
@@ -27,7 +27,7 @@ _ANSWERS = ("assistant", "")  # roles of parts that are never joined with others
 
 
 @dataclass(frozen=True)
-class Part:
+class ChatPart:
     """Tokens `start … stop-1` of a chat.
 
     Attributes:
@@ -56,7 +56,7 @@ class Split:
     """
 
     token_ids: tuple[int, ...]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ChatPart, ...] = ()
     reason: str = field(default="", compare=False)
 
     @property
@@ -68,7 +68,7 @@ class Split:
 def split(
     token_ids: Sequence[int],
     offsets: Sequence[tuple[int, int]],
-    places: Sequence[Place],
+    places: Sequence[ContentPlace],
     num_chars: int,
     ends: Collection[int],
     min_tokens: int,
@@ -107,12 +107,14 @@ def joined_parts(parts: Sequence[Sequence[int]], min_tokens: int) -> Split:
         min_tokens: shorter parts are joined with their neighbours.
     """
     stops = list(accumulate(map(len, parts)))[:-1][:MAX_PARTS]
-    cut = [Part(start, stop, "user") for start, stop in pairwise((0, *stops))]
+    cut = [ChatPart(start, stop, "user") for start, stop in pairwise((0, *stops))]
     tokens = tuple(token for part in parts for token in part)
     return Split(tokens, tuple(_joined(cut, min_tokens)))
 
 
-def _parts(cuts: Sequence[int], starts: Sequence[int], places: Sequence[Place]) -> list[Part]:
+def _parts(
+    cuts: Sequence[int], starts: Sequence[int], places: Sequence[ContentPlace]
+) -> list[ChatPart]:
     """The parts between the cuts, each with the contents that begin in it."""
     parts, start, at = [], 0, 0
     for stop in cuts:
@@ -121,21 +123,21 @@ def _parts(cuts: Sequence[int], starts: Sequence[int], places: Sequence[Place]) 
             inside.append(places[at].content)
             at += 1
         role = inside[-1].role if inside else ""
-        parts.append(Part(start, stop, role, tuple(dict.fromkeys(c.message for c in inside))))
+        parts.append(ChatPart(start, stop, role, tuple(dict.fromkeys(c.message for c in inside))))
         start = stop
     return parts
 
 
-def _joined(parts: Sequence[Part], min_tokens: int) -> list[Part]:
+def _joined(parts: Sequence[ChatPart], min_tokens: int) -> list[ChatPart]:
     """Runs of short parts become parts of at least `min_tokens`, as far as there are enough."""
-    joined: list[Part] = []
+    joined: list[ChatPart] = []
     is_open = False  # the last one is short, and may be joined with the next
     for part in parts:
         can_join = part.role not in _ANSWERS and part.num_tokens < min_tokens
         if is_open and can_join:
             last = joined.pop()
             messages = tuple(dict.fromkeys((*last.messages, *part.messages)))
-            part = Part(last.start, part.stop, part.role, messages)
+            part = ChatPart(last.start, part.stop, part.role, messages)
         joined.append(part)
         is_open = can_join and part.num_tokens < min_tokens
     return joined

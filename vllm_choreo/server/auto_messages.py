@@ -121,17 +121,20 @@ class ChatMessages:
         if lost:
             self.sessions.in_background(self._free(lost))
 
-    def answered(self, message: Message, name: str) -> None:
-        """Keep an answer, with the header before it, for the chat that goes on from there."""
-        key = digest(message.token_ids, name)
-        if (known := self.book.find(key)) is not None:
-            if self._is_live(known):
-                self.sessions.in_background(self._free([_entry(message, key)]))
-                return
+    def answered(self, message: Message, chat: ReadChat, name: str) -> None:
+        """Keep an answer, with the header before it, for the chat that goes on from there.
+
+        One that was made alike before, of the same chat, is given up for it.
+        """
+        key, context = digest(message.token_ids, name), chat.plan.context
+        entry = Entry(key, context, message.id, message.num_tokens, is_answer=True)
+        known = self.book.find(key, context)
+        victims = []
+        if known is not None and known.context == context:
             self.book.drop(known)
-        entry = _entry(message, key)
+            victims = [] if known.num_users else [known]
         self.book.add(entry)
-        victims = self.book.make_room(0, 0)
+        victims += self.book.make_room(0, 0)
         if victims:
             self.sessions.in_background(self._free(victims))
 
@@ -163,7 +166,7 @@ class ChatMessages:
 
     def _is_lost(self, entry: Entry) -> bool:
         """Whether nobody reads a message, and nobody can find it."""
-        return not entry.num_users and self.book.find(entry.key) is not entry
+        return not entry.num_users and not self.book.has(entry)
 
     async def _watch(self, entry: Entry, pending: Pending) -> None:
         """Forget a message that could not be made, or was given up before it was complete."""
@@ -173,10 +176,6 @@ class ChatMessages:
         elif self._is_lost(entry):
             await self._free([entry])
         self.sessions.ended(self.session, "prefill", result)
-
-
-def _entry(message: Message, key: bytes) -> Entry:
-    return Entry(key, message.id, message.num_tokens, is_answer=True)
 
 
 def _pieces(plan: ChatPlan, mode: str, adapter: Any) -> list[CallSpec]:

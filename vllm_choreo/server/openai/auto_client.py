@@ -131,4 +131,4 @@ class AutoClient(CallClient):
         if self._chat is not None:
             self._messages.leave(self._chat)
             if self.is_told and self.message is not None:
-                self._messages.answered(self.message, self._adapter_name)
+                self._messages.answered(self.message, self._chat, self._adapter_name)
