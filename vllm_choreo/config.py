@@ -48,7 +48,7 @@ class ServerConfig:
     max_pin_seconds: float = 3_600.0
     max_schemas_per_tenant: int = 100
     max_tokens_per_schema: int = 1_000_000
-    auto_min_tokens: int = 32
+    auto_min_tokens: int = 16
     auto_max_messages: int = 2_000
     auto_max_tokens: int = 2_000_000
     page: bool = False

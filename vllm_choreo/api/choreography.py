@@ -143,7 +143,7 @@ class Choreography:
             auto: "exact": the answer of plain text; "choreo": its parts are read as they were
                 encoded, wherever they stood; "off": nothing is reused, and nothing kept.
             rendering: what the chat template is told: `tools`, and variables of its own.
-            min_tokens: shorter parts are joined; None: 32.
+            min_tokens: shorter parts are joined; None: 16.
             options: `sampling_params`, `adapter`, `role`, `save_as`, and with "choreo" `repair`:
                 as of `decode`.
 

@@ -9,8 +9,8 @@ from typing import Any
 from vllm_choreo.auto.marks import Content, places
 from vllm_choreo.auto.parts import Split, split
 
-# Parts of fewer tokens are joined. A message takes whole blocks, of 16 or 32 tokens as a rule.
-DEFAULT_MIN_TOKENS = 32
+# Parts of fewer tokens are joined: every message takes whole blocks, of 16 or 32 tokens as a rule.
+DEFAULT_MIN_TOKENS = 16
 
 
 class Cutter:

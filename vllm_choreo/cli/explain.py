@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder or name of the model, for its tokenizer (default: the small test model)",
     )
     parser.add_argument(
-        "--min-tokens", type=positive, metavar="N", help="join shorter parts (default: 32)"
+        "--min-tokens", type=positive, metavar="N", help="join shorter parts (default: 16)"
     )
     parser.add_argument(
         "--block-size", type=positive, default=16, metavar="N", help="(default: %(default)s)"
