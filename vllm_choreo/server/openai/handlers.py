@@ -104,8 +104,9 @@ async def _client(
     except BaseException:
         run.leave(is_answered=True)
         raise
+    header = arguments.pop("header", None)
     if calls is None:
-        return CallClient(serving.choreo_llm, run, arguments)
+        return CallClient(serving.choreo_llm, run, arguments, header)
     usage = asdict(calls.asked.plan.usage)
     return CallClient(serving.choreo_llm, run, arguments, calls.header, usage)
 

@@ -20,9 +20,11 @@ ARGUMENTS = {
     f"choreo_{name}": name
     for name in ("parents", "offsets", "new_offset", "save_as", "mode", "deny", "repair", "role")
 }
+# Token ids that are the header, in place of those that vLLM makes of the request's text.
+HEADER_KEY = "choreo_header"
 # And of a prompt of a schema.
 PROMPT_ARGUMENTS = {f"choreo_{name}": name for name in ("schema", "layout")}
-_KEYS = {**ARGUMENTS, **PROMPT_ARGUMENTS}
+_KEYS = {**ARGUMENTS, **PROMPT_ARGUMENTS, HEADER_KEY: "header"}
 _PARENT = re.compile(r"(?P<id>[^\[\]]+)(\[(?P<start>\d{0,9}):(?P<stop>\d{0,9})\])?")
 
 
@@ -90,9 +92,25 @@ def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
                 f"a call has up to {MAX_PARENTS} parents", parameter="parents", value=len(parents)
             )
         arguments["parents"] = [_parent(parent) for parent in parents]
+    if "header" in arguments:
+        _check_header(arguments["header"])
     if isinstance(arguments.get("repair"), str):
         arguments["repair"] = rule_given(arguments["repair"])
     return arguments, session_id
+
+
+def _check_header(header: Any) -> None:
+    """Its values are checked with those of all other headers.
+
+    Raises:
+        ChoreoError: it is no list of ints.
+    """
+    if not (isinstance(header, list) and all(type(token) is int for token in header)):
+        raise ChoreoError(
+            "the header is a list of token ids; text goes into the request itself",
+            parameter=f"vllm_xargs.{HEADER_KEY}",
+            value=header if isinstance(header, str) else type(header).__name__,
+        )
 
 
 def _parent(text: Any) -> ParentSpan:
