@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.integrations.answers import Answer, read_answer
+from vllm_choreo.integrations.answers import ChatAnswer, read_answer
 from vllm_choreo.integrations.conversations import ID_KEY, Ask, Conversations, Refused
 
 Chat = list[dict[str, Any]]
@@ -73,11 +73,10 @@ class ToyServer:
         self.asked.append(ask.path)
         if ask.path == "/v1/choreo/sessions":
             return {"id": "S"}
-        if ask.path.endswith("/render"):
-            return {"token_ids": _tokens(self.template(ask.body["messages"], True))}
         if ask.path == "/tokenize":
+            generate = ask.body.get("add_generation_prompt", True)
             try:
-                return {"tokens": _tokens(self.template(ask.body["messages"], False))}
+                return {"tokens": _tokens(self.template(ask.body["messages"], generate))}
             except ValueError:
                 return Refused({"type": "BadRequestError"}, None)
         assert ask.path == "/v1/choreo/sessions/S/messages"
@@ -99,12 +98,21 @@ class ToyServer:
         sent = _driven(conversations.prepare({"model": "m", "messages": chat}), self)
         xargs = sent["vllm_xargs"]
         read = [token for name in xargs["choreo_parents"] for token in self.messages[name]]
-        assert xargs["choreo_header"], "a call has a header"
-        self.messages[xargs["choreo_save_as"]] = [*xargs["choreo_header"], *_tokens(says)]
-        usage = {"encoded_tokens": len(xargs["choreo_header"]) + len(says)}
-        text = says.removesuffix("<end>").removesuffix("|")
-        conversations.answered(sent, Answer(True, tuple(_tokens(says)), text, (), usage))
-        return sent, "".join(map(chr, [*read, *xargs["choreo_header"]]))
+        header = self.header(sent)
+        self.messages[xargs["choreo_save_as"]] = [*header, *_tokens(says)]
+        usage = {"encoded_tokens": len(header) + len(says)}
+        text = says.removesuffix("<end>")
+        answer = ChatAnswer(True, tuple(header), tuple(_tokens(says)), text, (), usage)
+        conversations.answered(sent, answer)
+        return sent, "".join(map(chr, [*read, *header]))
+
+    def header(self, sent: dict[str, Any]) -> list[int]:
+        """What of a chat the parents do not stand for."""
+        whole = _tokens(self.template(sent["messages"], True))
+        prefix = sent["vllm_xargs"]["choreo_prefix"]
+        assert whole[: len(prefix)] == prefix
+        assert len(prefix) < len(whole), "a call has a header"
+        return whole[len(prefix) :]
 
 
 def _tokens(text: str) -> list[int]:
@@ -153,9 +161,9 @@ def test_documents_in_any_order_are_encoded_once() -> None:
     num_messages, asked = len(server.messages), len(server.asked)
     sent, _ = server.chat(conversations, [rule, two, one, turn("user", "q")])
     assert len(server.messages) == num_messages + 1  # the answer
-    assert server.asked[asked:] == ["/v1/chat/completions/render"]
+    assert server.asked[asked:] == ["/tokenize"]
     assert len(sent["vllm_xargs"]["choreo_parents"]) == 4
-    assert sent["vllm_xargs"]["choreo_header"] == _tokens("<assistant>")
+    assert server.header(sent) == _tokens("<assistant>")
 
 
 def test_an_answer_is_read_as_it_was_generated() -> None:
@@ -180,12 +188,19 @@ def test_an_answer_of_other_tokens_is_known_by_its_id(
     sent = _driven(conversations.prepare({"model": "m", "messages": chat}), server)
     name = sent["vllm_xargs"]["choreo_save_as"]
     generated = (1000, 1001, ord("\n") + 5000, ord(">"))  # other tokens of the same text
-    server.messages[name] = [*sent["vllm_xargs"]["choreo_header"], *generated]
-    conversations.answered(sent, Answer(True, generated, "yes", (), {}))
+    header = server.header(sent)
+    server.messages[name] = [*header, *generated]
+    conversations.answered(sent, ChatAnswer(True, tuple(header), generated, "yes", (), {}))
     answer = {**turn("assistant", content), ID_KEY: f"S/{name}"}
     again, _ = server.chat(conversations, [*chat, answer, turn("user", "r")])
     assert (name in again["vllm_xargs"]["choreo_parents"]) == is_reused
     assert all(ID_KEY not in message for message in again["messages"])
+
+
+def test_a_chat_that_the_server_renders_otherwise_is_not_cut() -> None:
+    body = {"model": "m", "messages": [turn("user", "q")]}
+    sent = _driven(Conversations().prepare(body, is_cut=False), ToyServer(chatml))
+    assert sent["vllm_xargs"]["choreo_parents"] == sent["vllm_xargs"]["choreo_prefix"] == []
 
 
 def test_exact_messages_have_the_whole_history_as_parents() -> None:
@@ -229,8 +244,10 @@ def test_answers_are_read_whole_and_as_streams() -> None:
         "choices": [{"message": {"content": "Hi", "tool_calls": [call]}, "token_ids": [1, 2]}],
         "usage": {"total_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}},
         "choreo": {"id": "S/a"},
+        "prompt_token_ids": [7, 8],
     }
     parts = [
+        {"choices": [{"delta": {"content": ""}}], "prompt_token_ids": [7, 8]},
         {"choices": [{"delta": {"content": "H"}, "token_ids": [1]}]},
         {"choices": [{"delta": {"content": "i"}, "token_ids": [2]}]},
         {"choices": [{"delta": {"tool_calls": [{"index": 0, **call}]}}]},
@@ -239,7 +256,8 @@ def test_answers_are_read_whole_and_as_streams() -> None:
     lines = "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"
     answer = read_answer(json.dumps(whole).encode())
     assert answer == read_answer(lines.encode())
-    assert answer.is_message and answer.tokens == (1, 2) and answer.encoded_tokens == 5
+    assert answer.is_message and answer.encoded_tokens == 5
+    assert (answer.header, answer.tokens) == ((7, 8), (1, 2))
     said = {"content": "Hi", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}]}
     assert answer.is_told_by(said) and not answer.is_told_by({**said, "content": "Ho"})
     assert not read_answer(lines[:150].encode()).is_message

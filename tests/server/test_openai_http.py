@@ -79,23 +79,35 @@ def test_requests_without_choreography_pass(client: OpenAI, server: Server) -> N
     assert client.models.list().data
 
 
-# -- choreo_header ---------------------------------------------------------------------------------
+# -- choreo_prefix ---------------------------------------------------------------------------------
 
 
-def test_a_header_of_tokens_stands_for_the_text(server: Server, session: Session) -> None:
-    """Parsers and limits see the request; the engine reads the header."""
+@pytest.mark.parametrize("route", ["completions", "chat"])
+def test_parents_stand_for_the_beginning_of_a_text(
+    route: str, server: Server, session: Session
+) -> None:
+    """The header is what follows the prefix; the engine reads parents and header."""
     call = Caller(server, session.id)
     made = call("completions", "Anna owns a red bicycle.", save_as="p")
     parent = [token for tokens in tokens_of(made) for token in tokens]
-    header = tokens_of(call("completions", " Bob owns"))[0]
-    for route in ("completions", "chat"):
-        answer = call(route, "What is it?", parents=["p"], header=header)
-        assert tokens_of(answer) == (header, tokens_of(plain(server, [*parent, *header]))[1])
+    whole = tokens_of(call(route, "What is it? Say it."))[0]
+    answer = call(route, "What is it? Say it.", parents=["p"], prefix=whole[:3])
+    rest = tokens_of(plain(server, [*parent, *whole[3:]]))[1]
+    assert tokens_of(answer) == (whole[3:], rest)
 
 
-@pytest.mark.parametrize("header", ["text", [1.5], ["1"], [], [10**9], [-1]])
-def test_other_headers_are_refused(header: Any, server: Server, session: Session) -> None:
+@pytest.mark.parametrize("prefix", ["text", [1.5], ["1"], [10**9], [0]])
+def test_other_prefixes_are_refused(prefix: Any, server: Server, session: Session) -> None:
     call = Caller(server, session.id)
     with pytest.raises(openai.BadRequestError) as caught:
-        call("chat", "Hm", header=header)
-    assert caught.value.param in ("vllm_xargs.choreo_header", "prompt")
+        call("chat", "Hm", prefix=prefix)
+    assert caught.value.param == "vllm_xargs.choreo_prefix"
+    assert caught.value.type == "PrefixError"
+
+
+def test_a_whole_text_leaves_no_header(server: Server, session: Session) -> None:
+    call = Caller(server, session.id)
+    whole = tokens_of(call("chat", "Hm"))[0]
+    with pytest.raises(openai.BadRequestError) as caught:
+        call("chat", "Hm", prefix=whole)
+    assert caught.value.type == "EmptyTokensError"

@@ -10,17 +10,18 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """
     Attributes:
         is_message: whether it is a message of a session, and complete.
-        tokens: that were generated.
+        header, tokens: of the message: what was encoded, and what was generated.
         content: its text; "" if it has none.
         tool_calls: name and arguments of each; arguments are JSON.
         usage: as the answer tells; empty if it does not.
     """
 
     is_message: bool
+    header: tuple[int, ...]
     tokens: tuple[int, ...]
     content: str
     tool_calls: tuple[tuple[str, str], ...]
@@ -45,15 +46,17 @@ class Answer:
         )
 
 
-def read_answer(content: bytes) -> Answer:
+def read_answer(content: bytes) -> ChatAnswer:
     """The answer that `content` holds: JSON, or server-sent events."""
     is_message, usage = False, {}
+    header: list[int] = []
     tokens: list[int] = []
     text = ""
     calls: dict[int, list[str]] = {}
     for part in _parts(content):
         is_message |= "choreo" in part
         usage = part.get("usage") or usage
+        header = part.get("prompt_token_ids") or header
         for choice in part.get("choices") or ():
             tokens += choice.get("token_ids") or ()
             said = choice.get("delta") or choice.get("message") or {}
@@ -63,7 +66,7 @@ def read_answer(content: bytes) -> Answer:
                 for place, key in enumerate(("name", "arguments")):
                     told[place] += (call.get("function") or {}).get(key) or ""
     tool_calls = tuple((name, arguments) for name, arguments in calls.values())
-    return Answer(is_message, tuple(tokens), text, tool_calls, usage)
+    return ChatAnswer(is_message, tuple(header), tuple(tokens), text, tool_calls, usage)
 
 
 def _parts(content: bytes) -> Iterator[dict[str, Any]]:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chats whose messages are messages of a session: which of them the server has, and what to encode.
 
-A chat request is rendered by the server, with the model's own template, into tokens. They are cut
-where the template's rendering of the first messages ends:
+A chat is rendered by the server, with the model's own template, into tokens. They are cut where
+the template's rendering of the first messages ends:
 
     tokens   [system  ][document A ][document B ][question ][generation prompt]
     becomes   parents: found by their tokens, or encoded now  header: of the call that answers
 
-Cuts are verified on the tokens of the whole, so a template that renders a message differently by
-its place costs reuse and never changes what the model reads. Nothing here does input or output:
-generators yield what to ask the server, and are sent its answers.
+Cuts are verified on the tokens of the whole, and once more by the server when it has the request: a
+template that renders a message differently by its place costs reuse, and never changes what the
+model reads. Nothing here does input or output: generators yield what to ask the server, and are
+sent its answers.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.integrations.answers import Answer
+from vllm_choreo.integrations.answers import ChatAnswer
 
 MODES = ("choreo", "exact", "off")
 # Of a message in a request: the choreography message that it is. Our clients add and remove it.
 ID_KEY = "choreo_id"
 # What a rendering depends on, beside the messages.
-_TEMPLATE_KEYS = ("model", "tools", "chat_template", "chat_template_kwargs", "add_special_tokens")
+_TEMPLATE_KEYS = (
+    *("model", "tools", "chat_template", "chat_template_kwargs", "add_special_tokens"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 # With these the server has lost, or never had, what we named: all is encoded again.
 _LOST = {"UnknownMessageError", "FreedMessageError", "UnknownSessionError", "EngineRestartedError"}
 
@@ -99,7 +103,7 @@ class Conversations:
 
     def _forget(self) -> None:
         self._made: set[str] = set()  # names of messages that the server has, or is making
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, ChatAnswer] = {}
         self._by_tokens: dict[tuple[int, ...], str] = {}  # answers
         self._lengths: set[int] = set()  # of answers, in tokens
         # How chat messages were rendered, by digest; longest first. See `_rendered`.
@@ -119,11 +123,12 @@ class Conversations:
                 self.session = None
         return is_lost
 
-    def prepare(self, body: Mapping[str, Any]) -> Asking:
+    def prepare(self, body: Mapping[str, Any], is_cut: bool = True) -> Asking:
         """The request that names its parents.
 
         Args:
             body: of a request to /v1/chat/completions.
+            is_cut: False: all of it is the header, for the server renders it otherwise.
 
         Returns:
             The body to send.
@@ -133,26 +138,22 @@ class Conversations:
         """
         session = yield from self._open()
         messages = [{k: v for k, v in m.items() if k != ID_KEY} for m in body["messages"]]
-        plain = {k: v for k, v in body.items() if k not in ("stream", "stream_options")}
+        plain = {key: body[key] for key in _TEMPLATE_KEYS if body.get(key) is not None}
         plain["messages"] = messages
-        whole = (yield Ask("POST", "/v1/chat/completions/render", plain))["token_ids"]
         named = [message.get(ID_KEY) for message in body["messages"]]
-        pieces = yield from self._pieces(plain, named, whole)
-        header = whole[sum(len(piece.tokens) for piece in pieces) :]
-        if not header and pieces:  # a template without a generation prompt
-            header = list(pieces.pop().tokens)
+        pieces = (yield from self._pieces(plain, named)) if is_cut else []
         parents = yield from self._encode(session, pieces)
         xargs = {
             **(body.get("vllm_xargs") or {}),
             "choreo_session": session,
             "choreo_parents": parents,
-            "choreo_header": header,
+            "choreo_prefix": [token for piece in pieces for token in piece.tokens],
             "choreo_save_as": f"a-{uuid.uuid4().hex}",
             "choreo_mode": self.mode,
         }
         return {**body, "messages": messages, "vllm_xargs": xargs, "return_token_ids": True}
 
-    def answered(self, sent: Mapping[str, Any], answer: Answer) -> None:
+    def answered(self, sent: Mapping[str, Any], answer: ChatAnswer) -> None:
         """Remember an answer.
 
         Args:
@@ -162,10 +163,10 @@ class Conversations:
         self.encoded_tokens += answer.encoded_tokens
         xargs = sent.get("vllm_xargs") or {}
         is_ours = self.session is not None and xargs.get("choreo_session") == self.session
-        if not (is_ours and answer.is_message and "choreo_header" in xargs):
+        if not (is_ours and answer.is_message and "choreo_prefix" in xargs):
             return
         name = xargs["choreo_save_as"]
-        tokens = (*xargs["choreo_header"], *answer.tokens)
+        tokens = (*answer.header, *answer.tokens)
         self._answers[name] = answer
         self._by_tokens[tokens] = name
         self._lengths.add(len(tokens))
@@ -188,10 +189,9 @@ class Conversations:
 
     # -- cutting -------------------------------------------------------------------------------
 
-    def _pieces(
-        self, plain: Mapping[str, Any], named: Sequence[str | None], whole: Sequence[int]
-    ) -> Asking:
-        """The messages that can be parents, in order: what they have in common with `whole`."""
+    def _pieces(self, plain: Mapping[str, Any], named: Sequence[str | None]) -> Asking:
+        """The messages that can be parents, in order: what a rendering of the chat begins with."""
+        whole = (yield Ask("POST", "/tokenize", plain))["tokens"]
         pieces: list[_Piece] = []
         at = 0
         for index, message in enumerate(plain["messages"]):
@@ -203,7 +203,8 @@ class Conversations:
                 pieces += self._as_answer(tokens, message, named[index])
             else:
                 pieces.append(_Piece(tokens))
-        return pieces
+        # A header is not empty, so without a generation prompt it is the last piece.
+        return pieces[:-1] if at == len(whole) else pieces
 
     def _rendered(
         self, plain: Mapping[str, Any], index: int, whole: Sequence[int], at: int
@@ -218,8 +219,8 @@ class Conversations:
         for tokens in known:
             if tuple(whole[at : at + len(tokens)]) == tokens:
                 return tokens
-        body = {key: plain[key] for key in _TEMPLATE_KEYS if plain.get(key) is not None}
-        body |= {"messages": messages[: index + 1], "add_generation_prompt": False}
+        body = {**plain, "messages": messages[: index + 1], "add_generation_prompt": False}
+        body.pop("continue_final_message", None)
         try:
             first = (yield Ask("POST", "/tokenize", body))["tokens"]
         except Refused:  # templates may refuse part of a chat, such as one that ends with a call

@@ -26,6 +26,7 @@ class ChatExchange:
         self._conversations = conversations
         self._request = request
         self._body = self._sent = body
+        self._is_cut = True
         self._root = request.url.path.removesuffix(_CHAT)
 
     @classmethod
@@ -39,7 +40,7 @@ class ChatExchange:
         """What to ask the server before; returns the request of the chat itself."""
         if not self._conversations.is_ours(self._body):
             return self._request
-        self._sent = yield from self._conversations.prepare(self._body)
+        self._sent = yield from self._conversations.prepare(self._body, self._is_cut)
         return self.request(Ask("POST", _CHAT, self._sent))
 
     def reply(self, response: Any) -> Any:
@@ -62,9 +63,15 @@ class ChatExchange:
         status = int(refused.error["code"])
         return type(response)(status, json={"error": refused.error}, request=self._request)
 
-    def is_lost(self, response: Any) -> bool:
-        """Whether the server has lost what the request named, so that it is to be made again."""
-        return not response.is_success and self._conversations.has_lost(_error(response))
+    def is_to_be_repeated(self, response: Any) -> bool:
+        """Whether the request may be made again, for what it named was not there."""
+        if response.is_success:
+            return False
+        error = _error(response)
+        if error.get("type") == "PrefixError" and self._is_cut:
+            self._is_cut = False
+            return True
+        return self._conversations.has_lost(error)
 
     def heard(self, response: Any, content: bytes | None = None) -> None:
         """The server has answered; `content` are the bytes of a response that is a stream."""

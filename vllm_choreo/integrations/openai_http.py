@@ -46,7 +46,7 @@ class ChoreoHttpClient(DefaultHttpxClient):
             return super().send(request, **options)
         self._last = chat
         response = self._answer(chat, options)
-        if chat.is_lost(response):
+        if chat.is_to_be_repeated(response):
             response = self._answer(chat, options)
         if response.is_closed:
             chat.heard(response)
@@ -99,7 +99,7 @@ class ChoreoAsyncHttpClient(DefaultAsyncHttpxClient):
             return await super().send(request, **options)
         self._last = chat
         response = await self._answer(chat, options)
-        if chat.is_lost(response):
+        if chat.is_to_be_repeated(response):
             response = await self._answer(chat, options)
         if response.is_closed:
             chat.heard(response)

@@ -165,8 +165,7 @@ class Batch:
 
     async def _run(self, line: _Line, serving: Any, body: Any, arguments: dict[str, Any]) -> Any:
         session = self._session = self._session or self.sessions.open("", is_limited=False)
-        header = arguments.pop("header", None)
-        client = CallClient(serving.choreo_llm, Run(self.sessions, session), arguments, header)
+        client = CallClient(serving.choreo_llm, Run(self.sessions, session), arguments)
         client.on_submitted = lambda: line.begun.set_result(True)
         answer = await run_call(serving, OpenAIServingChat.create_chat_completion, body, client)
         line.message = client.message

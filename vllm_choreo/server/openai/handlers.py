@@ -104,9 +104,8 @@ async def _client(
     except BaseException:
         run.leave(is_answered=True)
         raise
-    header = arguments.pop("header", None)
     if calls is None:
-        return CallClient(serving.choreo_llm, run, arguments, header)
+        return CallClient(serving.choreo_llm, run, arguments)
     usage = asdict(calls.asked.plan.usage)
     return CallClient(serving.choreo_llm, run, arguments, calls.header, usage)
 
