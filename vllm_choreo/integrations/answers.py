@@ -48,7 +48,8 @@ class ChatAnswer:
 
 def read_answer(content: bytes) -> ChatAnswer:
     """The answer that `content` holds: JSON, or server-sent events."""
-    is_message, usage = False, {}
+    is_message = False
+    usage: Mapping[str, Any] = {}
     header: list[int] = []
     tokens: list[int] = []
     text = ""

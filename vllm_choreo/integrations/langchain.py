@@ -49,7 +49,7 @@ class ChatChoreo(ChatOpenAI):
     `extra_body={"vllm_xargs": {"choreo_…": …}}`, are sent as they are.
 
     Raises:
-        ChoreoError: no such mode, or clients that do not choreograph.
+        ValueError: no such mode, or clients that do not choreograph.
     """
 
     mode: Literal["choreo", "exact", "off"] = "choreo"

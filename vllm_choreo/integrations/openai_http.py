@@ -133,7 +133,7 @@ class ChoreoAsyncHttpClient(DefaultAsyncHttpxClient):
             return done.value
 
 
-class _Heard(_httpx.SyncByteStream):  # type: ignore[misc]
+class _Heard(_httpx.SyncByteStream):
     """A stream whose bytes are heard as they are read."""
 
     def __init__(self, stream: Any, listener: Listener) -> None:
@@ -149,7 +149,7 @@ class _Heard(_httpx.SyncByteStream):  # type: ignore[misc]
         self._stream.close()
 
 
-class _AsyncHeard(_httpx.AsyncByteStream):  # type: ignore[misc]
+class _AsyncHeard(_httpx.AsyncByteStream):
     """The twin of `_Heard`."""
 
     def __init__(self, stream: Any, listener: Listener) -> None:
