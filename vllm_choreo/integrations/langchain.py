@@ -14,12 +14,13 @@ any place. Needs `pip install "vllm-choreo[langchain]"`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
 from langchain_openai import ChatOpenAI
 from pydantic import Field, model_validator
 
@@ -92,6 +93,22 @@ class ChatChoreo(ChatOpenAI):
     async def aend_session(self) -> None:
         """As `end_session`."""
         await self.http_async_client.end_session()
+
+    def bind_tools(
+        self,
+        tools: Sequence[Any],
+        *,
+        tool_choice: Any = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """As `ChatOpenAI.bind_tools`, but strict unless you say False.
+
+        The server then holds arguments to their schema; else to JSON alone, which small models
+        fill as they like.
+        """
+        strict = strict is not False
+        return super().bind_tools(tools, tool_choice=tool_choice, strict=strict, **kwargs)
 
     # -- what is added to ChatOpenAI's messages --------------------------------------------------
 
