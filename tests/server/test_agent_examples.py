@@ -24,8 +24,8 @@ def test_example_runs_both_ways(
         "--api-key": server.keys[0],
         "--model": server.model,
         "--documents": "3",
-        "--reports": "2",
-        "--max-tokens": "6",
+        "--reports": "1",
+        "--max-tokens": "4",
     }
     monkeypatch.setattr(sys, "argv", [name, *(word for pair in arguments.items() for word in pair)])
     monkeypatch.syspath_prepend(str(EXAMPLES))

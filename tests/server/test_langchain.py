@@ -66,7 +66,7 @@ class TestIntegration(ChatModelIntegrationTests):
         # Most want an answer, and some an answer that ends: so strings end soon.
         self.options: dict[str, Any] = {"max_tokens": 4}
         if re.search(r"structured|json", request.node.name):
-            self.options = {"max_tokens": 64, "logit_bias": QUOTES}
+            self.options = {"max_tokens": 96, "logit_bias": QUOTES}
         elif re.search(r"tool_calling|as_tools|tool_choice", request.node.name):
             self.options = {"max_tokens": 64}
 
@@ -96,10 +96,11 @@ class TestIntegration(ChatModelIntegrationTests):
         return "smollm"
 
 
-QUOTES = {18: 8, 1002: 8, 476: 8}
+QUOTES = {18: 8, 476: 8, 1002: 8}  # tokens of the embedded model that end a string
 UNABLE = {
     "test_json_mode": "the model writes JSON without end where no schema ends it",
     "test_unicode_tool_call_integration": "the model does not end a string that is not English",
+    "test_tool_calling_with_no_arguments": "the model fills empty arguments with white space",
     "test_agent_loop": "the model answers with text where it should call a tool",
     "test_stream_time": "there are no recorded answers",
     **dict.fromkeys(
