@@ -72,6 +72,10 @@ class RepairError(ChoreoError):
     """`repair` names no rule, or runs that its parents do not have."""
 
 
+class PrefixError(ChoreoError):
+    """The text of a request does not begin with the tokens that its parents stand for."""
+
+
 class EmptyTokensError(ChoreoError):
     """`tokens` or `header` is empty."""
 
@@ -151,6 +155,7 @@ _BY_NAME: dict[str, type[ChoreoError]] = {
         OffsetError,
         SpanError,
         RepairError,
+        PrefixError,
         EmptyTokensError,
         NameTakenError,
         ParentFailedError,

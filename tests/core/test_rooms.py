@@ -31,6 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "api": {"repair", "semantics", "engine", "trained_adapter", "auto"},
     "pml": {"semantics", "api"},
     "client": {"repair", "semantics", "wire", "api", "pml"},
+    "integrations": set(),
     "workflows.problems": set(),
     "workflows.record": {"semantics", "wire", "api", "files", "trained_adapter"},
     "workflows": {"semantics", "api", "workflows.record", "workflows.problems"},

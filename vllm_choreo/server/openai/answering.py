@@ -11,13 +11,23 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.server.errors import as_choreo_error, error_json, renamed
 from vllm_choreo.server.openai.engine_client import CallClient
-from vllm_choreo.server.openai.reading import ARGUMENTS, PROMPT_ARGUMENTS, SESSION_KEY
+from vllm_choreo.server.openai.reading import (
+    ARGUMENTS,
+    PREFIX_KEY,
+    PROMPT_ARGUMENTS,
+    SESSION_KEY,
+)
 from vllm_choreo.wire.messages import usage_json
 
 # What the arguments of a call are called in a request to vLLM's routes.
 _NAMES = {name: f"vllm_xargs.{key}" for key, name in (ARGUMENTS | PROMPT_ARGUMENTS).items()}
 _NAMES |= {name: f"vllm_xargs.choreo_{name}" for name in ("auto", "auto_min_tokens")}
-_NAMES |= {"session": f"vllm_xargs.{SESSION_KEY}", "header": "prompt", "adapter": "model"}
+_NAMES |= {
+    "session": f"vllm_xargs.{SESSION_KEY}",
+    "prefix": f"vllm_xargs.{PREFIX_KEY}",
+    "header": "prompt",
+    "adapter": "model",
+}
 
 
 def with_numbers(answer: Any, client: CallClient) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from vllm_choreo.api.adapters import Placed
 from vllm_choreo.api.outcomes import Outcome, engine_prompt, metrics_of
 from vllm_choreo.api.pending import Pending
-from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
+from vllm_choreo.errors import ChoreoError, PrefixError, UnsupportedOptionError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.running import Run
@@ -23,7 +23,8 @@ class CallClient:
     Args:
         llm: an engine client that takes choreographed requests.
         run: of the request; ends with `leave`.
-        arguments: of the decode, as `AsyncChoreography.decode` takes them.
+        arguments: of the decode, as `AsyncChoreography.decode` takes them; and `prefix`, tokens
+            with which the request's text is to begin, and which are no part of the header.
         header: token ids in place of those that vLLM makes of the request's text; None: those.
         more_usage: numbers that the answer tells beside the message's.
 
@@ -50,7 +51,8 @@ class CallClient:
         self.on_submitted: Callable[[], None] = lambda: None
         self._llm = llm
         self._run = run
-        self._arguments = arguments
+        self._arguments = dict(arguments)
+        self._prefix: list[int] = self._arguments.pop("prefix", [])
         self._header = header
         self.more_usage: Mapping[str, Any] = more_usage or {}
         self.more_choreo: dict[str, Any] = {}
@@ -89,6 +91,8 @@ class CallClient:
             )
         if self._header is not None:
             prompt = engine_prompt(self._header)
+        if self._prefix:
+            prompt = engine_prompt(_behind(self._prefix, prompt["prompt_token_ids"]))
         params = sampling_params.clone()
         keys = choreo_keys(params.extra_args)
         given = params.extra_args or {}
@@ -145,6 +149,22 @@ class CallClient:
     def leave(self) -> None:
         """The request is over."""
         self._run.leave(is_answered=self.is_told)
+
+
+def _behind(prefix: list[int], token_ids: Sequence[int]) -> Sequence[int]:
+    """What follows the prefix.
+
+    Raises:
+        PrefixError: something else stands there.
+    """
+    if list(token_ids[: len(prefix)]) != prefix:
+        raise PrefixError(
+            "the request's text does not begin with these tokens, so the parents do not stand for "
+            "its beginning: render the text again, or leave the prefix out",
+            parameter="prefix",
+            value=f"{len(prefix)} tokens",
+        )
+    return token_ids[len(prefix) :]
 
 
 def _first_token(output: Any, seen: float) -> float:

@@ -8,7 +8,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from vllm_choreo.errors import ChoreoError, LimitError, SpanError, UnsupportedOptionError
+from vllm_choreo.errors import (
+    ChoreoError,
+    LimitError,
+    PrefixError,
+    SpanError,
+    UnsupportedOptionError,
+)
 from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.server.guard import choreo_keys
@@ -20,9 +26,11 @@ ARGUMENTS = {
     f"choreo_{name}": name
     for name in ("parents", "offsets", "new_offset", "save_as", "mode", "deny", "repair", "role")
 }
+# Token ids with which the rendered prompt begins, and which the parents stand for.
+PREFIX_KEY = "choreo_prefix"
 # And of a prompt of a schema.
 PROMPT_ARGUMENTS = {f"choreo_{name}": name for name in ("schema", "layout")}
-_KEYS = {**ARGUMENTS, **PROMPT_ARGUMENTS}
+_KEYS = {**ARGUMENTS, **PROMPT_ARGUMENTS, PREFIX_KEY: "prefix"}
 _PARENT = re.compile(r"(?P<id>[^\[\]]+)(\[(?P<start>\d{0,9}):(?P<stop>\d{0,9})\])?")
 
 
@@ -90,9 +98,24 @@ def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
                 f"a call has up to {MAX_PARENTS} parents", parameter="parents", value=len(parents)
             )
         arguments["parents"] = [_parent(parent) for parent in parents]
+    if "prefix" in arguments:
+        _check_prefix(arguments["prefix"])
     if isinstance(arguments.get("repair"), str):
         arguments["repair"] = rule_given(arguments["repair"])
     return arguments, session_id
+
+
+def _check_prefix(prefix: Any) -> None:
+    """
+    Raises:
+        PrefixError: it is no list of ints.
+    """
+    if not (isinstance(prefix, list) and all(type(token) is int for token in prefix)):
+        raise PrefixError(
+            "the prefix is a list of token ids, as /tokenize gives them",
+            parameter="prefix",
+            value=prefix if isinstance(prefix, str) else type(prefix).__name__,
+        )
 
 
 def _parent(text: Any) -> ParentSpan:

@@ -13,7 +13,7 @@ from vllm_choreo.server.running import Run
 from vllm_choreo.server.session_prompts import PromptCalls, SessionPrompts
 
 # Of a request with a schema, the schema says these.
-_NOT_BESIDE = ("parents", "offsets", "new_offset")
+_NOT_BESIDE = ("parents", "offsets", "new_offset", "prefix")
 _OPTIONS = ("layout", "mode", "repair", "deny")
 
 
