@@ -36,12 +36,12 @@ def main() -> int:
     llm = start_choreo_engine(4, max_model_len=8192, max_num_batched_tokens=2048)
     tokenizer, one_token = llm.get_tokenizer(), forced(llm, 1)
     bot = Bot(llm, one_token)
-    small = [long_text(tokenizer, 60, seed) for seed in range(100, 103)]
+    small = [long_text(tokenizer, 160, seed) for seed in range(100, 103)]
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    bot.check_outputs([retrieval(small, number) for number in range(3)], greedy)
+    bot.check_outputs([retrieval(small, number) for number in range(100, 103)], greedy)
     if args.tokens:
         # Beside the documents: a system text, numbers, a question.
-        size = (args.tokens + NUM_DOCUMENTS) // NUM_DOCUMENTS
+        size = args.tokens // NUM_DOCUMENTS + 40  # they are up to a report shorter
         documents = [long_text(tokenizer, size, seed) for seed in range(NUM_DOCUMENTS)]
         rows = measure_retrieval(bot, documents, args.turns)
         write_csv("on_ramps_retrieval", rows, **record())

@@ -22,13 +22,16 @@ Chat = list[dict[str, str]]
 
 
 def long_text(tokenizer: Any, num_tokens: int, seed: int) -> str:
-    """A document of about `num_tokens` tokens: whole reports that no other seed has."""
+    """A document of `num_tokens` tokens, or up to one report less, that no other seed has."""
     text, number = f"Collection {seed}.", 0
-    while len(tokenizer.encode(text, add_special_tokens=False)) < num_tokens - 20:
+    while True:
         (problem,) = reports(1, seed * 1000 + number)
-        text = " ".join((text, *problem.documents))
+        for report in problem.documents:
+            longer = f"{text} {report}"
+            if len(tokenizer.encode(longer, add_special_tokens=False)) > num_tokens:
+                return text
+            text = longer
         number += 1
-    return text
 
 
 def turn(role: str, content: str) -> dict[str, str]:
