@@ -15,6 +15,12 @@ from benchmarks.harness.serving import Server
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 
 
+@pytest.fixture
+def server(whole_server: Server) -> Server:
+    """Of a model that can answer."""
+    return whole_server
+
+
 @pytest.mark.parametrize("name", ["supervisor", "group_chat", "retrieval"])
 def test_example_runs_both_ways(
     name: str, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
 
 
+@pytest.fixture
+def server(whole_server: Server) -> Server:
+    """Of a model that can answer."""
+    return whole_server
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=["langchain", "openai", "ag2"])
 def test_example_runs(example: str, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     for old, new in (

@@ -29,6 +29,12 @@ QUESTION = HumanMessage("What colour is the shed?")
 HEADER = 4  # tokens of "<|im_start|>assistant" and the end of the line
 
 
+@pytest.fixture
+def server(whole_server: Server) -> Server:
+    """Of a model that can answer."""
+    return whole_server
+
+
 def _expected(reason: str) -> Callable[..., None]:
     @pytest.mark.xfail(reason=reason, run=False)
     def expected(self: Any) -> None: ...
