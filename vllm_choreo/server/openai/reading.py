@@ -18,7 +18,10 @@ SESSION_KEY = "choreo_session"
 # The arguments of a decode, by key.
 ARGUMENTS = {
     f"choreo_{name}": name
-    for name in ("parents", "offsets", "new_offset", "save_as", "mode", "deny", "repair", "role")
+    for name in (
+        *("parents", "offsets", "new_offset", "save_as", "mode", "deny", "repair", "layers"),
+        *("keep_hidden", "role"),
+    )
 }
 # And of a prompt of a schema.
 PROMPT_ARGUMENTS = {f"choreo_{name}": name for name in ("schema", "layout")}
