@@ -188,15 +188,6 @@ def test_a_session_in_exact_mode_has_no_rule(llm: Any) -> None:
         Choreography(llm, mode="exact", repair="first:8")
 
 
-def test_the_page_on_repair_runs(llm: Any) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "repair.md").read_text(encoding="utf-8")
-    scope = {"llm": llm}
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block, "repair.md", "exec"), scope)
-
-
 # -- random programs, against the oracle ---------------------------------------------------------
 
 

@@ -104,6 +104,19 @@ class HiddenBook:
         return -(-num_tokens // self._block_size) * self._block_bytes * num_layers
 
 
+def check_room(book: HiddenBook | None, layers: tuple[int, ...], num_tokens: int) -> None:
+    """Raises ChoreoError: the engine keeps no hidden states, or as `HiddenBook.check`."""
+    if not layers:
+        return
+    if book is None:
+        raise UnsupportedOptionError(
+            f"the engine was started without memory for hidden states: set {SETTING}",
+            parameter="keep_hidden",
+            value=list(layers),
+        )
+    book.check(layers, num_tokens)
+
+
 def asked_layers(rule: ByLayers, book: HiddenBook | None) -> LayerRange | None:
     """The layers of a rule; None: all that the model has.
 

@@ -7,8 +7,9 @@
                                        C* a patch of C, its runs encoded with A and B*
 
 A patch is an encoding like others: known before it is encoded, shared by all calls with the same
-context, evicted, encoded again. It may hold what is anew in some layers alone. A parent of which every token is repaired is a plain copy, as exact
-calls read them; one that was encoded with what the call reads before it needs no repair.
+context, evicted, encoded again. It may be anew in some layers alone. A parent of which every token
+is repaired in all layers is a plain copy, as exact calls read them; one that was encoded with what
+the call reads before it needs no repair.
 """
 
 from __future__ import annotations

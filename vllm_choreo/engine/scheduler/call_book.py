@@ -20,18 +20,13 @@ from vllm_choreo.engine.scheduler.planning import plan_call, write_virtual_seque
 from vllm_choreo.engine.scheduler.report import report_of
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.step import KeptHidden, RequestSpans, request_spans
-from vllm_choreo.errors import (
-    CyclicParentsError,
-    ParentFailedError,
-    RepairError,
-    UnsupportedOptionError,
-)
+from vllm_choreo.errors import CyclicParentsError, ParentFailedError, RepairError
 from vllm_choreo.repair.runs import Run
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.positions import ParentPlan
 from vllm_choreo.semantics.provenance import trace_of
 from vllm_choreo.store.encoding import Adapter, Encoding
-from vllm_choreo.store.hidden import SETTING
+from vllm_choreo.store.hidden import check_room
 from vllm_choreo.store.store import MessageStore
 
 # Contention may make a call lose what was encoded again for it, but not this often.
@@ -80,7 +75,7 @@ class CallBook:
         trace = trace_of(name, traces, params.exact, origin.trace if origin else None)
         trace.check(params.deny)
         most_tokens = request.num_prompt_tokens + (request.max_tokens * (params.kind == "decode"))
-        self._check_hidden(params.keep_hidden, most_tokens)
+        check_room(self.store.hidden, params.keep_hidden, min(most_tokens, self.max_model_len))
         encoding = self.store.create(params.session, name, adapter, params.tenant).own
         encoding.parents, encoding.trace = parents, trace
         if self.store.hidden and params.keep_hidden:
@@ -89,17 +84,6 @@ class CallBook:
             encoding.token_ids = list(request.prompt_token_ids or ())
             request.max_tokens = 1  # vLLM samples one; it is no part of the message
         return self._enter(ScheduledCall(request, encoding, parents, params))
-
-    def _check_hidden(self, layers: tuple[int, ...], most_tokens: int) -> None:
-        if not layers:
-            return
-        if self.store.hidden is None:
-            raise UnsupportedOptionError(
-                f"the engine was started without memory for hidden states: set {SETTING}",
-                parameter="keep_hidden",
-                value=list(layers),
-            )
-        self.store.hidden.check(layers, min(most_tokens, self.max_model_len))
 
     def open_encode(
         self, request: Request, encoding: Encoding, serves: ScheduledCall | None
