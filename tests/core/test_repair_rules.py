@@ -25,6 +25,7 @@ RULES: list[Any] = [
     {"share": 0.0, "by": "random"},
     {"share": 0.3, "by": "random", "seed": 7},
     {"share": 1, "by": "random"},
+    {"layers": [2, 5]},
 ]
 
 

@@ -17,7 +17,7 @@ from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN, check_tok
 from tests.engine.oracle import Encoded, Oracle, Parent, random_tokens
 from tests.grids import sampled
 from vllm_choreo import Choreography
-from vllm_choreo.errors import DeniedMessageError, RepairError
+from vllm_choreo.errors import DeniedMessageError, RepairError, UnsupportedOptionError
 
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=5, detokenize=False
@@ -186,6 +186,13 @@ def test_bad_repairs_are_refused_by_name(c: Choreography, repair: Any, found: st
 def test_a_session_in_exact_mode_has_no_rule(llm: Any) -> None:
     with pytest.raises(RepairError, match="mode 'exact'"):
         Choreography(llm, mode="exact", repair="first:8")
+
+
+def test_an_engine_without_memory_for_hidden_states_says_so(c: Choreography) -> None:
+    docs = _documents(c, random.Random(12), 2)
+    for options in ({"layers": (0, 2)}, {"keep_hidden": [1]}):
+        with pytest.raises(UnsupportedOptionError, match="hidden_memory_gib"):
+            c.prefill([4], parents=docs, **options)
 
 
 # -- random programs, against the oracle ---------------------------------------------------------

@@ -69,7 +69,7 @@ class CallSpec:
     deny: tuple[str, ...] = ()
     adapter: Any = None
     repair: Any = None
-    keep_hidden: Sequence[int] = ()
+    keep_hidden: Sequence[int] | None = None
     role: str | None = None
     sampling_params: Any = None
     tenant: str | None = None
@@ -105,7 +105,7 @@ class CallSpec:
             "kind": self.kind,
             "deny": self.deny,
             "repair": self.repair,
-            "keep_hidden": self.keep_hidden,
+            "keep_hidden": self.keep_hidden or (),
         }
         return ChoreoParams(**{**own, **engine_side})
 
@@ -271,13 +271,14 @@ def _spec(kind: str, content: Any, options: Mapping[str, Any]) -> CallSpec:
         deny=tuple(dict.fromkeys(options["deny"])),
         adapter=options.get("adapter"),
         repair=_repair(options),
-        keep_hidden=options.get("keep_hidden") or (),
+        keep_hidden=options.get("keep_hidden"),
         role=options.get("role"),
         sampling_params=options.get("sampling_params"),
     )
 
 
 def _repair(options: Mapping[str, Any]) -> Any:
+    """The rule of a call. Raises ChoreoError: two of them, or no layers."""
     repair, layers = options.get("repair"), options.get("layers")
     if layers is None:
         return repair

@@ -27,7 +27,8 @@ class ReadOptions(TypedDict, total=False):
             ("first:32"), or runs (docs/repair.md). Omitted: that of the session; "none": none.
         layers: `(first, stop)`: repair every token of the parents in these layers alone, short for
             `repair={"layers": [first, stop]}`; `()`: no repair.
-        keep_hidden: layers from which on later calls may repair the new message by layers.
+        keep_hidden: layers from which on later calls may repair the new message by layers; omitted:
+            that from which on the session repairs, if it does so by layers.
         role: what the new message is in its workflow, such as "vote"; policies of repair go by it.
     """
 
