@@ -17,7 +17,9 @@ from tests.server.serving import Session
 @pytest.fixture(scope="session")
 def server(embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the embedded model with two API keys, on the settings of the plugin."""
-    with start_server(embedded_model_path, tmp_path_factory.mktemp("server")) as running:
+    folder = tmp_path_factory.mktemp("server")
+    settings = {"hidden_memory_gib": 0.1}
+    with start_server(embedded_model_path, folder, settings=settings) as running:
         yield running
 
 

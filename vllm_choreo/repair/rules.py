@@ -267,7 +267,9 @@ def _named(text: str) -> Rule:
 
 
 def _layered(given: Any) -> Rule:
-    ends = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [None]
+    ends: list[Any] = (
+        list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [None]
+    )
     if not ends:
         return NoTokens()
     if len(ends) != 2 or any(type(end) is not int for end in ends) or not 0 <= ends[0] < ends[1]:

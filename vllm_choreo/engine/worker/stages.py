@@ -116,7 +116,7 @@ class LayerStages:
         """Within, the model is the stage of these layers."""
         inner, group = self._inner, parallel_state._PP
         inner.start_layer, inner.end_layer = first, stop
-        parallel_state._PP = _Stage(group, first == 0, is_last)  # type: ignore[assignment]
+        parallel_state._PP = _Stage(group, first == 0, is_last)
         try:
             yield
         finally:
