@@ -72,7 +72,7 @@ class StageWriter:
         )
         try:
             step, indices = _laid_out(batch, names, device)
-            slots = _slots(step, indices, batcher.block_size)
+            slots = _slots(batch, batcher.block_size)
             positions = to_device(indices, device)
             batcher.place(step, positions)
             if self._num_rows:
@@ -141,12 +141,14 @@ def _laid_out(
     return step, torch.cat(indices)
 
 
-def _slots(step: StepBatch, indices: torch.Tensor, block_size: int) -> torch.Tensor:
+def _slots(batch: Sequence[_Piece], block_size: int) -> torch.Tensor:
     """Where each token's keys and values are stored, int64."""
-    counts = step.query_start_loc.diff()
-    rows = torch.arange(len(counts)).repeat_interleave(counts)
-    blocks = step.block_table.cpu()[rows, indices // block_size]
-    return blocks.long() * block_size + indices % block_size
+    found = []
+    for run, begin, end in batch:
+        indices = torch.arange(run.first + begin, run.first + end)
+        blocks = torch.tensor(run.blocks)[indices // block_size]
+        found.append(blocks * block_size + indices % block_size)
+    return torch.cat(found)
 
 
 def _token_ids(batch: Sequence[_Piece]) -> torch.Tensor:
