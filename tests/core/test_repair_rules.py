@@ -26,6 +26,7 @@ RULES: list[Any] = [
     {"share": 0.3, "by": "random", "seed": 7},
     {"share": 1, "by": "random"},
     {"layers": [2, 5]},
+    {"share": 0.2, "by": "keys"},
 ]
 
 

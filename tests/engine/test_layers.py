@@ -14,6 +14,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN, check_tokens
+from tests.engine.conftest import BLOCK_SIZE
 from tests.engine.layer_oracle import LayerOracle
 from tests.engine.oracle import Encoded, Oracle, Parent, random_tokens
 from tests.grids import sampled
@@ -141,6 +142,23 @@ def test_hidden_states_are_counted_and_outlive_keys_and_values(llm: Any, c: Chor
     assert c.stats()["num_hidden_bytes"] == _memory(llm).num_bytes == 0
 
 
+def test_blocks_whose_keys_change_most(c: Choreography) -> None:
+    docs = _documents(c, 8)
+    call = {"parents": docs, "sampling_params": GREEDY}
+    c.decode([5, 6], **call)
+    plain = c.decode([5, 6], **call)
+    none = c.decode([5, 6], repair={"share": 0, "by": "keys"}, **call)
+    assert _logprobs(none) == _logprobs(plain) and none.usage == plain.usage
+    everything = c.decode([5, 6], repair="all", **call)
+    every_block = c.decode([5, 6], repair={"share": 1, "by": "keys"}, **call)
+    assert _distance(every_block, everything) < LOGPROB_TOLERANCE
+    some = c.decode([5, 6], repair={"share": 0.5, "by": "keys"}, **call)
+    # Two layers of three for all tokens, and all layers for half of them.
+    assert some.usage.repaired_tokens == 2 * 35
+    assert some.usage.encoded_tokens == 2 * (47 + 35) + some.num_tokens
+    assert _distance(some, plain) > 1e-3 < _distance(some, everything)
+
+
 def test_two_tenants_share_nothing(llm: Any) -> None:
     encoded = []
     for tenant in "ab":
@@ -251,15 +269,21 @@ class Program:
             spans.append((message, start, stop))
             parents.append(Parent(encoded, offset, start, stop))
             offset += stop - start
-        layers = rng.choice([(), *_RANGES])
+        layers, share = rng.choice([(), *_RANGES]), rng.choice((0.2, 0.5, 0.9))
+        by_keys = rng.random() < 0.3
         options = {
             "parents": spans,
             "offsets": [parent.offset for parent in parents],
             "new_offset": offset + rng.choice((0, 0, 25)),
-            "layers": layers,
             "keep_hidden": [1, 2],
+            **({"repair": {"share": share, "by": "keys"}} if by_keys else {"layers": layers}),
         }
-        return options, self.oracle.repair(parents, layers or None), options["new_offset"]
+        read = (
+            self.oracle.repair_by_keys(parents, share, BLOCK_SIZE)
+            if by_keys
+            else self.oracle.repair(parents, layers or None)
+        )
+        return options, read, options["new_offset"]
 
     def step(self) -> None:
         """One call, or two in parallel."""

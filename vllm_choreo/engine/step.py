@@ -79,6 +79,9 @@ class StageRun:
         token_ids: of the message, from that one on.
         key: of the hidden states with which the first of the layers begins; None: with tokens.
         start: which of the message's tokens is the first.
+        share: None: that is all. Else what the run has changed is taken back, and whole blocks of
+            so many of the tokens, those whose keys in the last layer changed most, are run through
+            all layers.
     """
 
     layers: tuple[int, int]
@@ -88,6 +91,7 @@ class StageRun:
     token_ids: tuple[int, ...]
     key: int | None
     start: int
+    share: float | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@
 "all"                          every token: what mode "exact" gives, where offsets are those of
 the text
 {"share": 0.15, "by": "random", "seed": 0}   whole blocks at random: the control
+{"share": 0.15, "by": "keys"}  of each parent, whole blocks whose keys in layer 1 would change most
+                               (CacheBlend, arXiv 2405.16444)
 {"layers": [8, 20]}            every token, in the layers 8 … 19 alone, from what layer 8 was given
                                when the parent was encoded; [] is "none"
 [[(0, 32), (64, 80)], []]      given runs, one list per parent
@@ -166,6 +168,22 @@ class ByLayers(AllTokens):
 
 
 @dataclass(frozen=True)
+class ByKeys(AllTokens):
+    """Of each parent, blocks whose keys in layer 1 would change most, up to the share of its tokens.
+
+    Which, is found where keys are: to the scheduler all tokens may be meant.
+    """
+
+    share: float
+
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+        return super().runs(parents, block_size) if self.share else ((),) * len(parents)
+
+    def to_json(self) -> Any:
+        return {"share": self.share, "by": "keys"}
+
+
+@dataclass(frozen=True)
 class RandomBlocks:
     """Blocks at random, of all parents together as many as make up the share."""
 
@@ -284,9 +302,10 @@ def _layered(given: Any) -> Rule:
 def _shared(given: Mapping[str, Any]) -> Rule:
     share, by, seed = given.get("share"), given.get("by"), given.get("seed", 0)
     unknown = given.keys() - {"share", "by", "seed"}
-    if unknown or by != "random" or type(seed) is not int:
+    if unknown or by not in ("random", "keys") or type(seed) is not int:
         raise RepairError(
-            'a share is chosen by {"share": 0.15, "by": "random", "seed": 0}',
+            'a share is chosen by {"share": 0.15, "by": "keys"}, or for comparison by '
+            '{"share": 0.15, "by": "random", "seed": 0}',
             parameter="repair",
             value=dict(given),
         )
@@ -296,4 +315,4 @@ def _shared(given: Mapping[str, Any]) -> Rule:
             parameter="repair.share",
             value=share,
         )
-    return RandomBlocks(float(share), seed)
+    return ByKeys(float(share)) if by == "keys" else RandomBlocks(float(share), seed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from vllm_choreo.errors import ChoreoError, LimitError, RepairError, UnsupportedOptionError
 from vllm_choreo.repair.layers import LayerRange
-from vllm_choreo.repair.rules import ByLayers
+from vllm_choreo.repair.rules import ByKeys, ByLayers
 from vllm_choreo.store.encoding import Encoding
 
 SETTING = "additional_config.choreo.hidden_memory_gib"
@@ -117,7 +117,7 @@ def check_room(book: HiddenBook | None, layers: tuple[int, ...], num_tokens: int
     book.check(layers, num_tokens)
 
 
-def asked_layers(rule: ByLayers, book: HiddenBook | None) -> LayerRange | None:
+def asked_layers(rule: ByLayers | ByKeys, book: HiddenBook | None) -> LayerRange | None:
     """The layers of a rule; None: all that the model has.
 
     Raises:
@@ -126,10 +126,13 @@ def asked_layers(rule: ByLayers, book: HiddenBook | None) -> LayerRange | None:
     """
     if book is None:
         raise UnsupportedOptionError(
-            f"the engine was started without memory for hidden states: set {SETTING}",
-            parameter="repair.layers",
+            "the engine was started without memory for hidden states, and so without runs of some "
+            f"layers: set {SETTING}",
+            parameter="repair",
             value=rule.to_json(),
         )
+    if isinstance(rule, ByKeys):
+        return LayerRange(0, min(2, book.num_layers), book.num_layers, rule.share)
     if rule.stop > book.num_layers:
         raise RepairError(
             f"the model has {book.num_layers} layers",

@@ -53,7 +53,8 @@ def repaired_chain(
     for link, offset, of_link in zip(links, offsets, runs, strict=True):
         context = Context(chain, offsets[: len(chain)], adapter)
         if of_link and not context.has(link, offset):
-            num_repaired += num_tokens(of_link)
+            num_anew = num_tokens(of_link)
+            num_repaired += layers.repaired(num_anew) if layers else num_anew
             if layers is not None:
                 check_kept(link.encoding, layers)
             elif of_link == ((0, link.num_tokens),):

@@ -121,7 +121,10 @@ def memory_for(rules: Iterable[Any]) -> dict[str, Any]:
     Args:
         rules: as `Choreography` takes them, or None.
     """
-    if not any(isinstance(rule, Mapping) and "layers" in rule for rule in rules):
+    if not any(
+        isinstance(rule, Mapping) and ("layers" in rule or rule.get("by") == "keys")
+        for rule in rules
+    ):
         return {}
     return {"additional_config": {"choreo": {"hidden_memory_gib": HIDDEN_MEMORY_GIB}}}
 

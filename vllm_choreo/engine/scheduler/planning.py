@@ -8,7 +8,7 @@ from dataclasses import replace
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.errors import RepairError, UnsupportedOptionError
 from vllm_choreo.repair.layers import LayerRange
-from vllm_choreo.repair.rules import ByLayers, Rule, Seen
+from vllm_choreo.repair.rules import ByKeys, ByLayers, Rule, Seen
 from vllm_choreo.semantics.positions import (
     CallPlan,
     check_length,
@@ -76,14 +76,14 @@ def _layers(rule: Rule, store: MessageStore, adapter: Adapter | None) -> LayerRa
     Raises:
         ChoreoError: these cannot be run.
     """
-    if not isinstance(rule, ByLayers):
+    if not isinstance(rule, (ByLayers, ByKeys)):
         return None
     layers = asked_layers(rule, store.hidden)
     if layers and adapter:
         raise UnsupportedOptionError(
-            "calls with an adapter repair in all layers alone: leave the adapter out, or give "
-            'another rule, such as "all"',
-            parameter="repair.layers",
+            "calls with an adapter do not repair by layers or keys: leave the adapter out, or give "
+            'another rule, such as "first:32"',
+            parameter="repair",
             value=rule.to_json(),
         )
     return layers

@@ -56,6 +56,7 @@ class Stager:
                 token_ids=tuple(encoding.token_ids[start:stop]),
                 key=self._key(patch.source) if patch.layers.first else None,
                 start=start,
+                share=patch.layers.share,
             )
         )
         store.written(encoding, (start, stop))

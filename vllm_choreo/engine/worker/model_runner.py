@@ -99,7 +99,7 @@ class ChoreoModelRunner:
         if config.hidden_bytes:
             self.partial_runs = PartialRuns(
                 *(self.get_model(), self.vllm_config, self.batcher),
-                *(list(layers), self._without_adapters),
+                *(layers, self._without_adapters),
             )
         self._guard_graphs()
         if is_tiled:

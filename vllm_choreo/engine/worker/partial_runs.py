@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ class PartialRuns:
 
     Args:
         model: as vLLM runs it, without wrappers.
-        layer_names: of the attention layers.
+        layers: the attention layers, by their names.
         before_run: called with the number of tokens before the model is run outside of steps.
 
     Raises:
@@ -35,16 +35,16 @@ class PartialRuns:
         model: torch.nn.Module,
         vllm_config: Any,
         batcher: SpanBatcher,
-        layer_names: Sequence[str],
+        layers: Mapping[str, Any],
         before_run: Callable[[int], None],
     ) -> None:
         self.memory = HiddenMemory(batcher.block_size)
         self.batch: StepBatch | None = None
         num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
         self._stages = LayerStages(model, num_layers)
-        prove_stages(self._stages, vllm_config, layer_names, batcher.device, before_run)
+        prove_stages(self._stages, vllm_config, [*layers], batcher.device, before_run)
         self._writer = StageWriter(
-            self._stages, self.memory, batcher, layer_names, vllm_config, before_run
+            self._stages, self.memory, batcher, layers, vllm_config, before_run
         )
 
     def begin(self, output: SchedulerOutput, step: ChoreoStep) -> None:

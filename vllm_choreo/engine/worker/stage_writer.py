@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from vllm.transformers_utils.config import mrope_num_dims
 
 from vllm_choreo.engine.step import StageRun
 from vllm_choreo.engine.worker.hidden_memory import HiddenMemory
+from vllm_choreo.engine.worker.key_choice import slots_of, write_by_keys
 from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch, to_device
 from vllm_choreo.engine.worker.stages import LayerStages
 
@@ -35,7 +37,7 @@ class StageWriter:
     what those before it in the same batch write.
 
     Args:
-        layer_names: of the attention layers.
+        layers: the attention layers, by their names.
         before_run: called with the number of tokens before the model is run.
     """
 
@@ -44,14 +46,14 @@ class StageWriter:
         stages: LayerStages,
         memory: HiddenMemory,
         batcher: SpanBatcher,
-        layer_names: Sequence[str],
+        layers: Mapping[str, Any],
         vllm_config: Any,
         before_run: Callable[[int], None],
     ) -> None:
         self._stages = stages
         self._memory = memory
         self._batcher = batcher
-        self._layer_names = layer_names
+        self._layers = layers
         self._vllm_config = vllm_config
         self._before_run = before_run
         self._num_rows = mrope_num_dims(vllm_config.model_config.hf_config)
@@ -59,6 +61,14 @@ class StageWriter:
     @torch.inference_mode()
     def write(self, runs: Sequence[StageRun]) -> None:
         """Run all of them, in their order."""
+        for by_keys, group in groupby(runs, key=lambda run: run.share is not None):
+            if not by_keys:
+                self._write_all([*group])
+                continue
+            for run in group:
+                write_by_keys(run, self._layers, self._stages.num_layers, self._write_all)
+
+    def _write_all(self, runs: Sequence[StageRun]) -> None:
         for batch in batches(runs, self._vllm_config.scheduler_config.max_num_batched_tokens):
             self._write(batch)
 
@@ -82,7 +92,7 @@ class StageWriter:
                 None,
                 self._vllm_config,
                 num_tokens=len(indices),
-                slot_mapping=dict.fromkeys(self._layer_names, to_device(slots, device)),
+                slot_mapping=dict.fromkeys(self._layers, to_device(slots, device)),
                 skip_compiled=True,
             ):
                 self._before_run(len(indices))
@@ -143,12 +153,7 @@ def _laid_out(
 
 def _slots(batch: Sequence[_Piece], block_size: int) -> torch.Tensor:
     """Where each token's keys and values are stored, int64."""
-    found = []
-    for run, begin, end in batch:
-        indices = torch.arange(run.first + begin, run.first + end)
-        blocks = torch.tensor(run.blocks)[indices // block_size]
-        found.append(blocks * block_size + indices % block_size)
-    return torch.cat(found)
+    return torch.cat([slots_of(run, block_size)[begin:end] for run, begin, end in batch])
 
 
 def _token_ids(batch: Sequence[_Piece]) -> torch.Tensor:
