@@ -169,9 +169,9 @@ class ByLayers(AllTokens):
 
 @dataclass(frozen=True)
 class ByKeys(AllTokens):
-    """Of each parent, blocks whose keys in layer 1 would change most, up to the share of its tokens.
+    """Of each parent, blocks whose keys in layer 1 would change most, up to a share of its tokens.
 
-    Which, is found where keys are: to the scheduler all tokens may be meant.
+    Which these are is found out where keys are: for the scheduler they may be all of them.
     """
 
     share: float

@@ -121,10 +121,8 @@ def memory_for(rules: Iterable[Any]) -> dict[str, Any]:
     Args:
         rules: as `Choreography` takes them, or None.
     """
-    if not any(
-        isinstance(rule, Mapping) and ("layers" in rule or rule.get("by") == "keys")
-        for rule in rules
-    ):
+    given = [rule for rule in rules if isinstance(rule, Mapping)]
+    if not any("layers" in rule or rule.get("by") == "keys" for rule in given):
         return {}
     return {"additional_config": {"choreo": {"hidden_memory_gib": HIDDEN_MEMORY_GIB}}}
 
