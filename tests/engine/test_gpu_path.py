@@ -39,7 +39,7 @@ CASES = {
         "runner": "v2",
         "backend": None,
         "is_async": False,
-        "settings": {"host_memory_gib": 200 * BLOCK_GIB},
+        "settings": {"host_memory_gib": 200 * BLOCK_GIB, "hidden_memory_gib": 0.01},
         "seeds": [*range(4)],
         "num_blocks": 66,
     },
@@ -62,7 +62,7 @@ def run(model_path: Path, choices: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sampled(CASES, 1))
+@pytest.mark.parametrize("case", sampled(sorted(CASES), 1))
 def test_random_choreographies(case: str, tiny_model_path: Callable[[str], Path]) -> None:
     """Compared with the oracle in that process; here, that it ran what it should."""
     pytest.importorskip("triton")

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from benchmarks.harness.serving import KEYS, Server, start_server
-from tests.server.serving import Session
+from tests.server.serving import QUICK, Session
 from tests.server.test_routes import GREEDY, LONG, error_of
 
 SETTINGS = {
@@ -39,9 +39,9 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def server(embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shallow_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("limits")
-    with start_server(embedded_model_path, folder, settings=SETTINGS) as running:
+    with start_server(shallow_model_path, folder, settings=SETTINGS, **QUICK) as running:
         yield running
 
 
