@@ -71,6 +71,8 @@ class ChoreoConfig:
         pinned_share: the part of the KV cache that pinned messages may hold.
         host_memory_gib: memory outside the KV cache that keeps evicted messages, in GiB; 0: they
             are encoded again.
+        hidden_memory_gib: memory of each worker for hidden states that calls have kept
+            (`keep_hidden`), for repair by layers, in GiB; 0: neither is possible.
         server: limits of the HTTP server.
     """
 
@@ -79,6 +81,7 @@ class ChoreoConfig:
     tenant_share: float = 1.0
     pinned_share: float = 0.5
     host_memory_gib: float = 0.0
+    hidden_memory_gib: float = 0.0
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
@@ -97,6 +100,11 @@ class ChoreoConfig:
             block_bytes: of one block in all layers of a worker.
         """
         return int(self.host_memory_gib * _BYTES_PER_GIB) // block_bytes
+
+    @property
+    def hidden_bytes(self) -> int:
+        """`hidden_memory_gib` in bytes."""
+        return int(self.hidden_memory_gib * _BYTES_PER_GIB)
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> ChoreoConfig:
@@ -132,7 +140,7 @@ def _known(cls: type[Any], given: Any, path: str) -> dict[str, Any]:
 
 
 # The settings that may be 0.
-_MAY_BE_ZERO = ("host_memory_gib", "pinned_share")
+_MAY_BE_ZERO = ("hidden_memory_gib", "host_memory_gib", "pinned_share")
 
 
 def _check_numbers(config: Any, path: str) -> None:

@@ -25,6 +25,8 @@ RULES: list[Any] = [
     {"share": 0.0, "by": "random"},
     {"share": 0.3, "by": "random", "seed": 7},
     {"share": 1, "by": "random"},
+    {"layers": [2, 5]},
+    {"share": 0.2, "by": "keys"},
 ]
 
 

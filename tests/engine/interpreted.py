@@ -132,8 +132,10 @@ def watch(batcher: Any, modes: list[str]) -> list[tuple[bool, str]]:
     steps: list[tuple[bool, str]] = []
     plan = batcher.batch
 
-    def batch(step: Any) -> Any:
-        found = plan(step)
+    def batch(step: Any, always: bool = False) -> Any:
+        found = plan(step, always)
+        if always:  # a run of some layers, before the step
+            return found
         assert step.device_seq_lens.tolist() == step.seq_lens.tolist(), "the host knows the lengths"
         sent = batcher._sent_table(step.request_ids)
         for r, request_id in enumerate(step.request_ids):
@@ -193,6 +195,29 @@ def check_readers(llm: Any, oracle: Any) -> None:
             assert_greedy(answer, oracle, parents, 150)
 
 
+def check_layers(llm: Any, oracle: Any) -> None:
+    """Hidden states are kept where a graph would be chosen, and parents repaired from them on."""
+    import random
+
+    from vllm import SamplingParams
+
+    from tests.engine.layer_oracle import LayerOracle
+    from tests.engine.oracle import assert_greedy, random_tokens, whole
+    from vllm_choreo import Choreography
+
+    rng, layered = random.Random(2), LayerOracle(oracle)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    with Choreography(llm) as c:
+        docs = [c.prefill(random_tokens(rng, n), keep_hidden=[1]) for n in (21, 33)]
+        docs.append(c.decode([5, 6], sampling_params=params, keep_hidden=[1]))
+        parents, offset = [], 0
+        for doc in docs:
+            parents.append(whole(layered.encode(doc.token_ids), offset))
+            offset += doc.num_tokens
+        answer = c.decode([7, 8], parents=docs, layers=(1, 3), sampling_params=params)
+        assert_greedy(answer, oracle, layered.repair(parents, (1, 3)), offset)
+
+
 def check_eviction(llm: Any, oracle: Any) -> int:
     """Messages that do not fit go to host memory and come back. Returns how many came back."""
     import random
@@ -237,6 +262,8 @@ def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
     steps = watch(runner.batcher, choose_graphs(runner))
     check_ordinary(llm, oracle)
     check_readers(llm, oracle)
+    if choices["settings"].get("hidden_memory_gib"):
+        check_layers(llm, oracle)
     draw = Draw(num_batches=3, max_tokens=4, max_length=40)
     for seed in choices["seeds"]:
         with Choreography(llm) as c:

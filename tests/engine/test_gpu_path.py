@@ -21,19 +21,25 @@ BLOCK_GIB = 3 * 2 * 32 * 2 * 32 * 4 / 2**30  # of the tiny model, see test_tiers
 TRITON = "ChoreoTritonBackend"
 # The default on GPUs; the older runner, which moves keys; the new one on CPU, with little memory.
 CASES = {
-    "default": {"runner": "v2", "backend": TRITON, "is_async": True, "settings": {}, "seeds": [0]},
+    "default": {
+        "runner": "v2",
+        "backend": TRITON,
+        "is_async": True,
+        "settings": {"hidden_memory_gib": 0.01},
+        "seeds": [0],
+    },
     "v1": {
         "runner": "v1",
         "backend": TRITON,
         "is_async": True,
-        "settings": {"reposition": "in_place"},
+        "settings": {"reposition": "in_place", "hidden_memory_gib": 0.01},
         "seeds": [],
     },
     "cpu": {
         "runner": "v2",
         "backend": None,
         "is_async": False,
-        "settings": {"host_memory_gib": 200 * BLOCK_GIB},
+        "settings": {"host_memory_gib": 200 * BLOCK_GIB, "hidden_memory_gib": 0.01},
         "seeds": [*range(4)],
         "num_blocks": 66,
     },

@@ -17,7 +17,7 @@ from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN, check_tok
 from tests.engine.oracle import Encoded, Oracle, Parent, random_tokens
 from tests.grids import sampled
 from vllm_choreo import Choreography
-from vllm_choreo.errors import DeniedMessageError, RepairError
+from vllm_choreo.errors import DeniedMessageError, RepairError, UnsupportedOptionError
 
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=5, detokenize=False
@@ -188,13 +188,11 @@ def test_a_session_in_exact_mode_has_no_rule(llm: Any) -> None:
         Choreography(llm, mode="exact", repair="first:8")
 
 
-def test_the_page_on_repair_runs(llm: Any) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "repair.md").read_text(encoding="utf-8")
-    scope = {"llm": llm}
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block, "repair.md", "exec"), scope)
+def test_an_engine_without_memory_for_hidden_states_says_so(c: Choreography) -> None:
+    docs = _documents(c, random.Random(12), 2)
+    for options in ({"layers": (0, 2)}, {"keep_hidden": [1]}):
+        with pytest.raises(UnsupportedOptionError, match="hidden_memory_gib"):
+            c.prefill([4], parents=docs, **options)
 
 
 # -- random programs, against the oracle ---------------------------------------------------------

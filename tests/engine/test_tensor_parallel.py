@@ -91,6 +91,11 @@ def _debates(llm: Any, settings: dict[str, Any]) -> list[Message]:
             answers += c.decode(calls, sampling_params=_params(5))
         c.evict(*docs[:5], answers[-1])
         answers.append(c.decode([5, 6], parents=[docs[0], answers[-1]], sampling_params=_params(5)))
+        if "hidden_memory_gib" in settings:
+            kept = [c.prefill(random_tokens(rng, 40), keep_hidden=[1]) for _ in range(3)]
+            answers.append(
+                c.decode([5, 6], parents=kept, layers=(1, 3), sampling_params=_params(5))
+            )
     after = _totals(llm)
     gained = {name: value - before.get(name, 0) for name, value in after.items()}
     if "host_memory_gib" in settings:
@@ -119,7 +124,7 @@ def _assert_equal(found: Sequence[Message], expected: Sequence[Message]) -> None
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        ("llama", {"host_memory_gib": 24.5 * HEAD_BLOCK_GIB}),
+        ("llama", {"host_memory_gib": 24.5 * HEAD_BLOCK_GIB, "hidden_memory_gib": 0.01}),
         pytest.param("one_kv_head", {"reposition": "in_place"}, marks=pytest.mark.exhaustive),
     ],
     ids=["query rotated, host memory", "one KV head, keys moved in place"],

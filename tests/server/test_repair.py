@@ -66,6 +66,24 @@ def test_our_client_repairs(server: Server) -> None:
             c.prefill("So", parents=docs, repair=[[], [(0, 999)]])
 
 
+def test_layers_are_repaired(server: Server, session: Session) -> None:
+    """By a call, by the OpenAI client, by a session of ours, which keeps what it needs."""
+    for number, text in enumerate(DOCUMENTS):
+        session.call(type="prefill", content=text, save_as=f"doc{number}", keep_hidden=[1])
+    call = {"type": "decode", "content": "So", "parents": ["doc0", "doc1"]}
+    usage = session.call(**call, repair={"layers": [1, 2]}, sampling_params=GREEDY)["usage"]
+    assert usage["repaired_tokens"] > 5 and not usage["exact"]
+    caller = Caller(server, session.id)
+    answer = caller("completions", "So", parents=["doc0", "doc1"], layers=[1, 2], keep_hidden=[1])
+    assert answer["usage"]["repaired_tokens"] == usage["repaired_tokens"]
+    with ChoreoClient(server.base_url, server.keys[0], repair={"layers": [1, 2]}) as c:
+        docs = [c.prefill(text) for text in DOCUMENTS]
+        found = c.decode("So", parents=docs, sampling_params=GREEDY)
+        assert found.usage.repaired_tokens == usage["repaired_tokens"]
+        with pytest.raises(RepairError, match="2 layers"):
+            c.decode("So", parents=docs, layers=(1, 3), sampling_params=GREEDY)
+
+
 def test_a_client_brings_its_policy(server: Server, alpha: httpx.Client, tmp_path: Path) -> None:
     """A file is the client's: of the server's files it can name none."""
     masks = {"answer": {"document": (0,)}}

@@ -54,6 +54,7 @@ DECLARED = (
     f"{_CONFIG}.CacheConfig.user_specified_block_size",
     f"{_CONFIG}.ModelConfig.get_diff_sampling_param()",
     f"{_CONFIG}.ModelConfig.get_head_size()",
+    f"{_CONFIG}.ModelConfig.get_hidden_size()",
     f"{_CONFIG}.ModelConfig.get_vocab_size()",
     f"{_CONFIG}.ModelConfig.hf_config",
     f"{_CONFIG}.ModelConfig.hf_text_config",
@@ -115,6 +116,13 @@ DECLARED = (
     "vllm.model_executor.layers.attention.Attention.sliding_window",
     "vllm.model_executor.layers.rotary_embedding.RotaryEmbedding._compute_cos_sin_cache()",
     "vllm.model_executor.layers.rotary_embedding.RotaryEmbedding.is_neox_style",
+    # Layers as stages of pipeline parallelism
+    "vllm.distributed.parallel_state.GroupCoordinator.is_first_rank",
+    "vllm.distributed.parallel_state.GroupCoordinator.is_last_rank",
+    "vllm.forward_context.ForwardContext.skip_compiled",
+    "vllm.model_executor.models.llama.LlamaModel.end_layer",
+    "vllm.model_executor.models.llama.LlamaModel.start_layer",
+    "vllm.model_executor.models.llama.LlamaModel.make_empty_intermediate_tensors",
     # Engines and their clients
     "vllm.LLM.llm_engine",
     "vllm.LLM.get_tokenizer()",

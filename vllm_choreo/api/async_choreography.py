@@ -25,8 +25,6 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import (
     Asked,
     CallSpec,
-    DecodeOptions,
-    ReadOptions,
     asked,
     asked_copy,
     check_mode,
@@ -34,6 +32,7 @@ from vllm_choreo.semantics.call import (
     one_spec,
     submitted_spec,
 )
+from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message, Piece
 
 

@@ -37,15 +37,8 @@ from vllm_choreo.api.outcomes import (
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.call import (
-    Asked,
-    DecodeOptions,
-    ReadOptions,
-    Result,
-    asked,
-    asked_copy,
-    check_mode,
-)
+from vllm_choreo.semantics.call import Asked, Result, asked, asked_copy, check_mode
+from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message
 
 
@@ -106,7 +99,7 @@ class Choreography:
             tokens: text, token ids, or a list of dicts.
             options: `parents`, `offsets`, `new_offset`, `save_as`, `mode`, `deny`, `adapter`,
                 `repair`: see
-                `vllm_choreo.semantics.call.ReadOptions`.
+                `vllm_choreo.semantics.call_options.ReadOptions`.
 
         Returns:
             A `Message`, or a list of them.

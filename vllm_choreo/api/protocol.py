@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, Protocol, Unpack
 
-from vllm_choreo.semantics.call import DecodeOptions, ReadOptions, Result
+from vllm_choreo.semantics.call import Result
+from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message, Piece
 
 

@@ -24,7 +24,7 @@ from vllm_choreo.errors import (
     TooLongError,
 )
 from vllm_choreo.repair.policy import Policy, session_rule
-from vllm_choreo.repair.rules import GivenRuns
+from vllm_choreo.repair.rules import ByLayers, GivenRuns
 from vllm_choreo.repair.runs import check_inside
 from vllm_choreo.semantics.call import CALL_MODES, CallSpec, Tokenized, content_name
 from vllm_choreo.semantics.message import Message
@@ -74,6 +74,8 @@ class Session:
         self._model_config = vllm_config.model_config
         self.adapters = SessionAdapters(vllm_config, adapter, placement)
         self._repair = session_rule(repair, mode)
+        by_layers = isinstance(self._repair, ByLayers) and self._repair.first
+        self._keep_hidden = (by_layers,) if by_layers else ()
         if isinstance(self._repair, Policy):
             self._repair.check_model(base_model(vllm_config.model_config.model))
         self._count = 0
@@ -128,6 +130,7 @@ class Session:
             deny=self.entries.denied(spec.deny),
             copy_of=copied and copied.id,
             repair=self._repair_of(spec, exact),
+            keep_hidden=self._keep_hidden if spec.keep_hidden is None else spec.keep_hidden,
         )
         self._check_runs(params)
         lengths = self._lengths(params.parents)

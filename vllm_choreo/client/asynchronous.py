@@ -31,8 +31,6 @@ from vllm_choreo.errors import ChoreoError, EngineRestartedError, UnknownSession
 from vllm_choreo.semantics.call import (
     Asked,
     CallSpec,
-    DecodeOptions,
-    ReadOptions,
     Result,
     asked,
     asked_copy,
@@ -41,6 +39,7 @@ from vllm_choreo.semantics.call import (
     one_spec,
     submitted_spec,
 )
+from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message, Piece
 
 _T = TypeVar("_T")

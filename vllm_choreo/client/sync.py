@@ -15,7 +15,8 @@ from vllm_choreo.client.exchanges import Exchange, Request
 from vllm_choreo.client.failures import ServerError, closed, content_of, no_answer
 from vllm_choreo.client.prompts import ServerPrompts
 from vllm_choreo.errors import EngineRestartedError, UnknownSessionError
-from vllm_choreo.semantics.call import Asked, DecodeOptions, ReadOptions, asked, asked_copy
+from vllm_choreo.semantics.call import Asked, asked, asked_copy
+from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message
 
 _T = TypeVar("_T")

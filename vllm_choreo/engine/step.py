@@ -53,6 +53,48 @@ class BlockMove:
 
 
 @dataclass(frozen=True)
+class KeptHidden:
+    """What a request's tokens are given in some layers is kept by the workers.
+
+    Attributes:
+        key: under this name.
+        layers: ascending.
+        origin: the position at which the model sees the first own token.
+    """
+
+    key: int
+    layers: tuple[int, ...]
+    origin: int
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """Tokens run through some layers of the model before a step, over keys of these layers.
+
+    Attributes:
+        layers: `(first, stop)`.
+        spans: what the tokens attend to.
+        blocks: the block table: parents, then the message itself.
+        first: virtual index of the first token.
+        token_ids: of the message, from that one on.
+        key: of the hidden states with which the first of the layers begins; None: with tokens.
+        start: which of the message's tokens is the first.
+        share: None: that is all. Else what the run has changed is taken back, and whole blocks of
+            so many of the tokens, those whose keys in the last layer changed most, are run through
+            all layers.
+    """
+
+    layers: tuple[int, int]
+    spans: RequestSpans
+    blocks: tuple[int, ...]
+    first: int
+    token_ids: tuple[int, ...]
+    key: int | None
+    start: int
+    share: float | None = None
+
+
+@dataclass(frozen=True)
 class ChoreoStep:
     """What the scheduler sends to the workers with a step.
 
@@ -60,12 +102,18 @@ class ChoreoStep:
         started: spans of the requests that start, or start again, in this step.
         moves: keys to rotate before it; those in place come first.
         saves, loads: blocks to copy before that to and from host memory, as `(source, target)`.
+        stages: to run after all of that, before the step, in this order.
+        kept: of the requests that start, or start again: hidden states to keep.
+        forgotten: keys of hidden states that are needed no longer.
     """
 
     started: dict[str, RequestSpans]
     moves: tuple[BlockMove, ...] = ()
     saves: tuple[tuple[int, int], ...] = ()
     loads: tuple[tuple[int, int], ...] = ()
+    stages: tuple[StageRun, ...] = ()
+    kept: Mapping[str, KeptHidden] = field(default_factory=dict)
+    forgotten: tuple[int, ...] = ()
 
 
 def request_spans(

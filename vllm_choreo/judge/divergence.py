@@ -11,7 +11,8 @@ import numpy as np
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.engine import kept
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.call import DecodeOptions, ReadOptions, is_list_of_calls
+from vllm_choreo.semantics.call import is_list_of_calls
+from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 
 
 class Measured:

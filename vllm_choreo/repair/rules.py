@@ -7,6 +7,10 @@
 "all"                          every token: what mode "exact" gives, where offsets are those of
 the text
 {"share": 0.15, "by": "random", "seed": 0}   whole blocks at random: the control
+{"share": 0.15, "by": "keys"}  of each parent, whole blocks whose keys in layer 1 would change most
+                               (CacheBlend, arXiv 2405.16444)
+{"layers": [8, 20]}            every token, in the layers 8 … 19 alone, from what layer 8 was given
+                               when the parent was encoded; [] is "none"
 [[(0, 32), (64, 80)], []]      given runs, one list per parent
 {"clipped": [[(0, 32)], []]}   the same, of which what lies behind the end of a parent is left out
 """
@@ -151,6 +155,35 @@ class AllTokens:
 
 
 @dataclass(frozen=True)
+class ByLayers(AllTokens):
+    """Every token in the layers `first … stop-1` (DroidSpeak, arXiv 2411.02820): layer `first` is
+    given the hidden states that it had when the parent was encoded; all other layers are as stored.
+    """
+
+    first: int
+    stop: int
+
+    def to_json(self) -> Any:
+        return {"layers": [self.first, self.stop]}
+
+
+@dataclass(frozen=True)
+class ByKeys(AllTokens):
+    """Of each parent, blocks whose keys in layer 1 would change most, up to a share of its tokens.
+
+    Which these are is found out where keys are: for the scheduler they may be all of them.
+    """
+
+    share: float
+
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+        return super().runs(parents, block_size) if self.share else ((),) * len(parents)
+
+    def to_json(self) -> Any:
+        return {"share": self.share, "by": "keys"}
+
+
+@dataclass(frozen=True)
 class RandomBlocks:
     """Blocks at random, of all parents together as many as make up the share."""
 
@@ -205,6 +238,8 @@ def rule_of(given: Any) -> Rule:
     if isinstance(given, str):
         return _named(given)
     if isinstance(given, Mapping):
+        if [*given] == ["layers"]:
+            return _layered(given["layers"])
         is_clipped = [*given] == ["clipped"]
         return ClippedRuns(checked_runs(given["clipped"])) if is_clipped else _shared(given)
     return GivenRuns(checked_runs(given))
@@ -249,12 +284,28 @@ def _named(text: str) -> Rule:
     return _COUNTED[name](int(count))
 
 
+def _layered(given: Any) -> Rule:
+    ends: list[Any] = (
+        list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [None]
+    )
+    if not ends:
+        return NoTokens()
+    if len(ends) != 2 or any(type(end) is not int for end in ends) or not 0 <= ends[0] < ends[1]:
+        raise RepairError(
+            "layers are (first, stop) with 0 <= first < stop, or () for none",
+            parameter="repair.layers",
+            value=given,
+        )
+    return ByLayers(*ends)
+
+
 def _shared(given: Mapping[str, Any]) -> Rule:
     share, by, seed = given.get("share"), given.get("by"), given.get("seed", 0)
     unknown = given.keys() - {"share", "by", "seed"}
-    if unknown or by != "random" or type(seed) is not int:
+    if unknown or by not in ("random", "keys") or type(seed) is not int:
         raise RepairError(
-            'a share is chosen by {"share": 0.15, "by": "random", "seed": 0}',
+            'a share is chosen by {"share": 0.15, "by": "keys"}, or for comparison by '
+            '{"share": 0.15, "by": "random", "seed": 0}',
             parameter="repair",
             value=dict(given),
         )
@@ -264,4 +315,4 @@ def _shared(given: Mapping[str, Any]) -> Rule:
             parameter="repair.share",
             value=share,
         )
-    return RandomBlocks(float(share), seed)
+    return ByKeys(float(share)) if by == "keys" else RandomBlocks(float(share), seed)

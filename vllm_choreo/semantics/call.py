@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
-from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
+from vllm_choreo.errors import ChoreoError, RepairError, UnsupportedOptionError
+from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.naming import listed, message_ids, parent_span
 from vllm_choreo.semantics.params import ChoreoParams, ParentSpan, check_span
@@ -26,50 +27,10 @@ MODES = (*CALL_MODES, "baseline")
 Result = Message | ChoreoError  # what a call comes to
 
 
-class ReadOptions(TypedDict, total=False):
-    """The options of a call, as keyword arguments and as keys of a dict; None: not given.
-
-    Attributes:
-        parents: the messages that the new one attends to: each a `Message`, a pending call, an id,
-            a `save_as` name, or `(message, start, stop)`.
-        offsets: the position at which each parent is seen; None in place of one: after the parent
-            before it; omitted: all of them so, the first from 0.
-        new_offset: the position of the first new token; omitted: after the last parent.
-        save_as: a name for the message; its id is `session/name`.
-        mode: "choreo" or "exact"; omitted: that of the session.
-        deny: messages of which the call may read no trace (docs/exactness.md).
-        adapter: the LoRA adapter that encodes the new tokens and generates: in process a folder or
-            a `vllm.lora.request.LoRARequest`, over HTTP a name that the server knows. Omitted: that
-            of the session, if its placement has such calls wear it; the name of the model: none.
-            Parents are read as they were encoded.
-        repair: which tokens of the parents are encoded anew in the call's own context: a rule
-            ("first:32"), or runs (docs/repair.md). Omitted: that of the session; "none": none.
-        role: what the new message is in its workflow, such as "vote"; policies of repair go by it.
-    """
-
-    parents: Sequence[Any] | None
-    offsets: Sequence[int | None] | None
-    new_offset: int | None
-    save_as: str | None
-    mode: str | None
-    deny: Sequence[Any] | None
-    adapter: Any
-    repair: Any
-    role: str | None
-
-
-class DecodeOptions(ReadOptions, total=False):
-    """Those of a call that generates.
-
-    Attributes:
-        sampling_params: `vllm.SamplingParams`; over HTTP also a dict of their fields.
-    """
-
-    sampling_params: Any
-
-
 # With a list of calls, these may be given once for all of them.
-_FOR_ALL = ("sampling_params", "mode", "deny", "adapter", "repair", "role")
+_FOR_ALL = (
+    *("sampling_params", "mode", "deny", "adapter", "repair", "layers", "keep_hidden", "role"),
+)
 MAX_ROLE_CHARS = 64
 # What a call is of: the keys of a dict, and the kind of call that each makes.
 _CONTENTS = {"header": "decode", "tokens": "prefill", "copy_of": "prefill"}
@@ -92,7 +53,8 @@ class CallSpec:
         content: the new tokens: text, token ids, text with its tokens, or the message (or part of
             one) whose tokens are encoded anew.
         sampling_params: `vllm.SamplingParams`, fields of them (HTTP), or None.
-        parents, offsets, new_offset, save_as, mode, deny, adapter, repair, role: see `ReadOptions`.
+        parents, offsets, new_offset, save_as, mode, deny, adapter, repair, keep_hidden, role: see
+            `ReadOptions`.
         tenant: whose identical messages it shares, where that is not the session's; callers have
             no option for it, only the server for what its operator provides.
     """
@@ -107,6 +69,7 @@ class CallSpec:
     deny: tuple[str, ...] = ()
     adapter: Any = None
     repair: Any = None
+    keep_hidden: Sequence[int] | None = None
     role: str | None = None
     sampling_params: Any = None
     tenant: str | None = None
@@ -142,6 +105,7 @@ class CallSpec:
             "kind": self.kind,
             "deny": self.deny,
             "repair": self.repair,
+            "keep_hidden": self.keep_hidden or (),
         }
         return ChoreoParams(**{**own, **engine_side})
 
@@ -306,10 +270,25 @@ def _spec(kind: str, content: Any, options: Mapping[str, Any]) -> CallSpec:
         mode=options.get("mode"),
         deny=tuple(dict.fromkeys(options["deny"])),
         adapter=options.get("adapter"),
-        repair=options.get("repair"),
+        repair=_repair(options),
+        keep_hidden=options.get("keep_hidden"),
         role=options.get("role"),
         sampling_params=options.get("sampling_params"),
     )
+
+
+def _repair(options: Mapping[str, Any]) -> Any:
+    """The rule of a call. Raises ChoreoError: two of them, or no layers."""
+    repair, layers = options.get("repair"), options.get("layers")
+    if layers is None:
+        return repair
+    if repair is not None:
+        raise RepairError(
+            "layers are a rule of repair, of every token: give either repair or layers",
+            parameter="layers",
+            value=layers,
+        )
+    return {"layers": list(listed(layers, "layers"))}
 
 
 def content_name(kind: str) -> str:

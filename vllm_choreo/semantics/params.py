@@ -14,6 +14,7 @@ The wire form, drawn once (JSON and msgpack carry it as it is):
      "exact":      bool,            left out if false
      "deny":       [id, ...],       left out if empty
      "repair":     rule,            left out if None; see `repair.rules`
+     "keep_hidden": [int, ...],     left out if empty
      "copy_of":    id}              left out if None
 """
 
@@ -64,6 +65,8 @@ class ChoreoParams:
             carries a trace.
         repair: which tokens of the parents are encoded anew in the call's own context: a rule as
             `rule_of` takes it, kept as `Rule`; None: none.
+        keep_hidden: layers of which the workers keep what they are given for the new message's
+            tokens, for calls that repair it by layers from there on.
 
     Raises:
         ChoreoError: a field of the wrong type, or an unknown kind.
@@ -85,6 +88,7 @@ class ChoreoParams:
     deny: tuple[str, ...] = ()
     copy_of: str | None = None
     repair: Rule | None = None
+    keep_hidden: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         parents = tuple(_parent(parent) for parent in _sequence("parents", self.parents))
@@ -116,6 +120,17 @@ class ChoreoParams:
         if self.copy_of is not None:
             _check_id("copy_of", self.copy_of)
         self._check_repair()
+        self._check_hidden()
+
+    def _check_hidden(self) -> None:
+        layers = tuple(_sequence("keep_hidden", self.keep_hidden))
+        if any(type(layer) is not int or layer < 1 for layer in layers):
+            raise ChoreoError(
+                "hidden states are kept of layers from 1 on (layer 0 is given the tokens alone)",
+                parameter="keep_hidden",
+                value=list(layers),
+            )
+        object.__setattr__(self, "keep_hidden", tuple(sorted(set(layers))))
 
     def _check_repair(self) -> None:
         if self.repair is None:
@@ -162,6 +177,7 @@ class ChoreoParams:
             **{name: getattr(self, name) for name in names},
             "deny": list(self.deny),
             "repair": self.repair and self.repair.to_json(),
+            "keep_hidden": list(self.keep_hidden),
         }
         return {EXTRA_ARGS_KEY: {**wire, **{key: value for key, value in options.items() if value}}}
 

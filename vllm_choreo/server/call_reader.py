@@ -84,6 +84,7 @@ class CallReader:
             deny=tuple(body.deny or ()),
             adapter=await self.adapter_of(body.adapter, adapter),
             repair=body.repair,
+            keep_hidden=body.keep_hidden,
             role=body.role,
             sampling_params=sampling_of(body.sampling_params),
         )

@@ -26,6 +26,8 @@ from vllm_choreo.semantics.call import MAX_ROLE_CHARS
 
 # Of one request, in all of its calls together: planning them takes a second.
 MAX_PARENTS = 100_000
+# Of a message; more than models have.
+MAX_HIDDEN_LAYERS = 1_000
 # Beyond these, numbers do not fit into the engine's messages, and have no meaning.
 _MAX_INT = 2**31 - 1
 _MAX_SEED = 2**63 - 1
@@ -79,8 +81,8 @@ Repair = Annotated[
     Field(
         description=(
             "Which tokens of the parents are encoded anew in the call's own context: `first:32`, "
-            "`last:16`, `all`, `none`, `{share, by, seed}`, or runs (start, stop), one list per "
-            "parent."
+            "`last:16`, `all`, `none`, `{share, by, seed}`, `{layers: [first, stop]}`, or runs "
+            "(start, stop), one list per parent."
         ),
         examples=["first:32"],
     ),
@@ -306,6 +308,9 @@ class CallBody(BodyModel):
     )
     repair: Repair | None = Field(
         None, description="By default that of the session; see docs/repair.md."
+    )
+    keep_hidden: Annotated[list[int], Field(max_length=MAX_HIDDEN_LAYERS)] | None = Field(
+        None, description="Layers from which on later calls may repair the new message by layers."
     )
     role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_CHARS)] | None = Field(
         None, description="What the new message is in its workflow: a policy of repair goes by it."

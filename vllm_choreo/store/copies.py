@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_choreo.repair.layers import LayerRange
 from vllm_choreo.repair.runs import Runs
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks
 from vllm_choreo.semantics.provenance import Trace
@@ -95,18 +96,26 @@ class Context:
         copy = store.kept_copy(copy, source, copy.num_tokens)
         return Link(copy, 0, copy.num_tokens)
 
-    def patch(self, link: Link, runs: Runs, position: int, store: MessageStore) -> Link:
+    def patch(
+        self,
+        link: Link,
+        runs: Runs,
+        position: int,
+        store: MessageStore,
+        layers: LayerRange | None = None,
+    ) -> Link:
         """The same tokens, the runs of them encoded in this context, all others as they are.
 
         Args:
             runs: counted from the first token of the link.
             position: of that token.
+            layers: see `Patch`.
         """
         source, plan = link.encoding, self.plan(position, store, link.start)
         moved = tuple((start + link.start, stop + link.start) for start, stop in runs)
-        patch = Patch(source, link.start, moved)
+        patch = Patch(source, link.start, moved, layers)
         traces = (source.trace, *(parent.trace for parent in self.encodings))
         trace = Trace(source.message.id, traces, source.trace.origin)
         tokens = source.token_ids
         copy = Encoding(source.message, trace, self.adapter, tokens, self.encodings, plan, patch)
-        return Link(store.kept_copy(copy, source, patch.num_tokens), link.start, link.stop)
+        return Link(store.kept_copy(copy, source, patch.num_charged), link.start, link.stop)

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from vllm_choreo.repair.layers import LayerRange
 from vllm_choreo.repair.runs import Runs
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Adapter
@@ -19,7 +20,7 @@ def encoding_digest(
     token_ids: Sequence[int],
     plan: CallPlan,
     parents: Sequence[bytes],
-    patched: tuple[bytes, int, Runs] | None = None,
+    patched: tuple[bytes, int, Runs, LayerRange | None] | None = None,
 ) -> bytes:
     """A digest that is equal for encodings whose keys and values are the same, and for no others.
 
@@ -30,7 +31,8 @@ def encoding_digest(
         token_ids: of the encoding.
         plan: where it stands, and where it sees its parents.
         parents: their digests.
-        patched: of a patch: the digest of its source, the first token seen, and the runs.
+        patched: of a patch: the digest of its source, the first token seen, the runs, and the
+            layers.
     """
     digest = blake2b(digest_size=32)
     spans = [(span.start, span.stop, span.offset) for span in plan.parents]

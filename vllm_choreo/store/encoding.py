@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_choreo.repair.layers import LayerRange
 from vllm_choreo.repair.runs import Run, Runs, num_tokens
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
@@ -77,16 +78,24 @@ class Patch:
         source: the other one; the patch has its own place in the same frame of positions.
         start: the first token that is seen in the patch's context.
         runs: tokens that are encoded anew there.
+        layers: in these alone, beginning with the hidden states that the source's encoding had at
+            the first of them; all other layers are the source's. None: in all layers.
     """
 
     source: Encoding
     start: int
     runs: Runs
+    layers: LayerRange | None = None
 
     @property
     def num_tokens(self) -> int:
         """That are encoded anew."""
         return num_tokens(self.runs)
+
+    @property
+    def num_charged(self) -> int:
+        """As many tokens through all layers cost as much."""
+        return self.layers.charged(self.num_tokens) if self.layers else self.num_tokens
 
 
 @dataclass(eq=False)
@@ -104,6 +113,7 @@ class Encoding:
         plan: how it is encoded; None until all its parents' lengths are known. That of a patch
             places token 0, seen or not, so that `base` may be negative.
         patch: None: all tokens are encoded in its context.
+        keeps: layers whose hidden states the workers keep, see `HiddenBook`.
         digest: of what it depends on; None until all of that is known.
         is_orphan: a copy that no new call can read.
         num_unreported: tokens of a copy that were encoded, but that no call has reported yet.
@@ -124,6 +134,7 @@ class Encoding:
     parents: tuple[Encoding, ...] = field(default=(), repr=False)
     plan: CallPlan | None = None
     patch: Patch | None = None
+    keeps: tuple[int, ...] = ()
     digest: bytes | None = None
     is_orphan: bool = False
     num_unreported: int = 0

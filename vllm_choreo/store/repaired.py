@@ -7,17 +7,20 @@
                                        C* a patch of C, its runs encoded with A and B*
 
 A patch is an encoding like others: known before it is encoded, shared by all calls with the same
-context, evicted, encoded again. A parent of which every token is repaired is a plain copy, as exact
-calls read them; one that was encoded with what the call reads before it needs no repair.
+context, evicted, encoded again. It may be anew in some layers alone. A parent of which every token
+is repaired in all layers is a plain copy, as exact calls read them; one that was encoded with what
+the call reads before it needs no repair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vllm_choreo.repair.layers import LayerRange
 from vllm_choreo.repair.runs import Runs, num_tokens
 from vllm_choreo.store.copies import Context, Link
 from vllm_choreo.store.encoding import Adapter
+from vllm_choreo.store.hidden import check_kept
 from vllm_choreo.store.store import MessageStore
 
 
@@ -27,6 +30,7 @@ def repaired_chain(
     runs: Sequence[Runs],
     adapter: Adapter | None,
     store: MessageStore,
+    layers: LayerRange | None = None,
 ) -> tuple[list[Link], int]:
     """What a repaired call reads for its parents.
 
@@ -36,19 +40,26 @@ def repaired_chain(
         runs: of each, counted from the first token that the call sees.
         adapter: the one that encodes the call.
         store: keeps copies, so that each is encoded once.
+        layers: in which the runs are encoded anew; None: in all.
 
     Returns:
         One link per parent, of the same tokens; and how many of these are encoded anew.
+
+    Raises:
+        RepairError: nobody kept the hidden states at the first of the layers.
     """
     chain: list[Link] = []
     num_repaired = 0
     for link, offset, of_link in zip(links, offsets, runs, strict=True):
         context = Context(chain, offsets[: len(chain)], adapter)
         if of_link and not context.has(link, offset):
-            num_repaired += num_tokens(of_link)
-            if of_link == ((0, link.num_tokens),):
-                link = context.copy(link, offset, store)
-            else:
-                link = context.patch(link, of_link, offset, store)
+            num_anew = num_tokens(of_link)
+            num_repaired += layers.repaired(num_anew) if layers else num_anew
+            if layers is not None:
+                check_kept(link.encoding, layers)
+            elif of_link == ((0, link.num_tokens),):
+                chain = [*chain, context.copy(link, offset, store)]
+                continue
+            link = context.patch(link, of_link, offset, store, layers)
         chain = [*chain, link]
     return chain, num_repaired

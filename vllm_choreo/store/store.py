@@ -16,6 +16,7 @@ from vllm_choreo.repair.runs import Run
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.digest import encoding_digest
 from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage
+from vllm_choreo.store.hidden import HiddenBook
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.residency import BlockPool, Residency
 from vllm_choreo.store.twins import Twins
@@ -37,6 +38,7 @@ class MessageStore:
 
     Attributes:
         tier: memory outside the KV cache for what is evicted, or None.
+        hidden: the hidden states that workers keep; None: they keep none.
         twins: encodings by their digests, from which others may start.
         totals: of messages and tokens, since the engine started.
         step: the one being planned.
@@ -56,6 +58,7 @@ class MessageStore:
         self.is_placed = is_placed
         self.clock = clock
         self.tier: HostTier | None = None
+        self.hidden: HiddenBook | None = None
         self.twins = Twins()
         self.totals: Counter[str] = Counter()
         self.step = 0
@@ -120,7 +123,8 @@ class MessageStore:
         if encoding.patch is not None:
             source = encoding.patch.source.digest
             assert source is not None, "what is patched is known"
-            patched = source, encoding.patch.start, encoding.patch.runs
+            patch = encoding.patch
+            patched = source, patch.start, patch.runs, patch.layers
         encoding.digest = encoding_digest(
             self.engine,
             encoding.message.tenant,
@@ -255,6 +259,8 @@ class MessageStore:
                 self.residency.drop(encoding)
         if self.tier:
             self.tier.clear()
+        if self.hidden:
+            self.hidden.clear()
 
     # -- pins and the end ------------------------------------------------------------------
 
@@ -323,6 +329,8 @@ class MessageStore:
             self.residency.drop(encoding)
             if self.tier:
                 self.tier.discard(encoding)
+            if self.hidden:
+                self.hidden.discard(encoding)
 
 
 def copies_of(messages: Iterable[StoredMessage]) -> set[Encoding]:

@@ -29,6 +29,7 @@ def call_json(spec: CallSpec) -> dict[str, Any]:
         "deny": list(params.deny) or None,
         "adapter": adapter_name(spec.adapter),
         "repair": params.repair and params.repair.to_json(),
+        "keep_hidden": None if spec.keep_hidden is None else list(params.keep_hidden),
         "role": spec.role,
         "sampling_params": sampling_fields(spec.sampling_params),
     }

@@ -13,7 +13,7 @@ the one message follows the other.
 from __future__ import annotations
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.call import ReadOptions
+from vllm_choreo.semantics.call_options import ReadOptions
 from vllm_choreo.semantics.message import Message
 
 VARIANTS = ("baseline", "serial", "parallel")

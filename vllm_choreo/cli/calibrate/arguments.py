@@ -11,7 +11,13 @@ from typing import Any
 
 from vllm_choreo.cli.evaluate.sets import sets_of
 from vllm_choreo.cli.run.command import make_folder
-from vllm_choreo.cli.run.engine import DEFAULT_MAX_MODEL_LEN, LocalEngine, start_engine, warm_up
+from vllm_choreo.cli.run.engine import (
+    DEFAULT_MAX_MODEL_LEN,
+    LocalEngine,
+    memory_for,
+    start_engine,
+    warm_up,
+)
 from vllm_choreo.cli.run.options import WORKFLOWS, add_model, add_out, add_sampling, repair_of
 from vllm_choreo.cli.run.recorded import recorded_task
 from vllm_choreo.cli.run.task import Task, program_of
@@ -79,14 +85,13 @@ def main(args: argparse.Namespace) -> int:
     target = target_of(args.target)
     rules = DEFAULT_RULES if args.repair is None else args.repair
     budgets = DEFAULT_BUDGETS if args.budget is None else args.budget
-    for rule in rules:
-        repair_of(rule)
+    memory = memory_for([repair_of(rule) for rule in rules])
     for budget in budgets:
         check_budget(budget)
     tasks = _tasks(args)
     make_folder(args.out)
     model = args.model or str(embedded_model())
-    llm = start_engine(model, args.max_model_len or DEFAULT_MAX_MODEL_LEN, True)
+    llm = start_engine(model, args.max_model_len or DEFAULT_MAX_MODEL_LEN, True, **memory)
     warm_up(LocalEngine(llm), ("baseline", "choreo"))
     tasks = _run(llm, tasks, args.workflow)
     return calibrate(

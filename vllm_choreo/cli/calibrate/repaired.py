@@ -11,7 +11,8 @@ from vllm_choreo.api.protocol import Facade
 from vllm_choreo.repair.calibration import Key, ReadParent
 from vllm_choreo.repair.policy import block_runs
 from vllm_choreo.repair.rules import ClippedRuns
-from vllm_choreo.semantics.call import DecodeOptions, ReadOptions, is_list_of_calls
+from vllm_choreo.semantics.call import is_list_of_calls
+from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message
 
 # From the role of a call and what it reads to what is repaired; None: what the session does.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm_choreo.cli.evaluate.sets import HeldOutSet, sets_of
 from vllm_choreo.cli.run.command import make_folder
-from vllm_choreo.cli.run.engine import DEFAULT_MAX_MODEL_LEN, start_engine
+from vllm_choreo.cli.run.engine import DEFAULT_MAX_MODEL_LEN, memory_for, start_engine
 from vllm_choreo.cli.run.options import (
     OPTIONS,
     WORKFLOWS,
@@ -105,5 +105,6 @@ def main(args: argparse.Namespace) -> int:
     make_folder(args.out)
     folders = [arm.adapter for arm in arms if arm.adapter is not None]
     max_model_len = args.max_model_len or DEFAULT_MAX_MODEL_LEN
-    llm = start_engine(args.model, max_model_len, True, folders)
+    memory = memory_for(arm.repair for arm in arms)
+    llm = start_engine(args.model, max_model_len, True, folders, **memory)
     return judge_all(llm, judged, args.out, measures_kl=not args.no_kl)

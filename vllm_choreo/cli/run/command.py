@@ -15,6 +15,7 @@ from vllm_choreo.cli.run.engine import (
     Engine,
     LocalEngine,
     Server,
+    memory_for,
     start_engine,
     warm_up,
 )
@@ -68,7 +69,8 @@ def _engine(args: argparse.Namespace, options: Mapping[str, Any]) -> Engine:
         return Server(args.server, api_key, options)
     max_model_len = args.max_model_len or DEFAULT_MAX_MODEL_LEN
     adapters = [options["adapter"]] if "adapter" in options else []
-    llm = start_engine(args.model, max_model_len, bool(args.replay), adapters)
+    memory = memory_for([options.get("repair")])
+    llm = start_engine(args.model, max_model_len, bool(args.replay), adapters, **memory)
     return LocalEngine(llm, options)
 
 

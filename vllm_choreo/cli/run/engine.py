@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,8 @@ from vllm_choreo.repair.rules import rule_text
 
 DEFAULT_MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 16
+# Of rules by layers: 450,000 tokens of a model of 576 hidden numbers.
+HIDDEN_MEMORY_GIB = 1.0
 
 
 class Engine(Protocol):
@@ -111,6 +113,18 @@ def _facts_of(options: Mapping[str, Any]) -> dict[str, str]:
     if options.get("repair") is not None:
         facts["repair"] = rule_text(options["repair"])
     return facts
+
+
+def memory_for(rules: Iterable[Any]) -> dict[str, Any]:
+    """Options of `start_engine`: memory for hidden states, if one of the rules needs it.
+
+    Args:
+        rules: as `Choreography` takes them, or None.
+    """
+    given = [rule for rule in rules if isinstance(rule, Mapping)]
+    if not any("layers" in rule or rule.get("by") == "keys" for rule in given):
+        return {}
+    return {"additional_config": {"choreo": {"hidden_memory_gib": HIDDEN_MEMORY_GIB}}}
 
 
 def start_engine(

@@ -19,13 +19,14 @@ from vllm.v1.request import Request
 from vllm_choreo.engine.scheduler.planning import plan_call, write_virtual_sequence
 from vllm_choreo.engine.scheduler.report import report_of
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
-from vllm_choreo.engine.step import RequestSpans, request_spans
+from vllm_choreo.engine.step import KeptHidden, RequestSpans, request_spans
 from vllm_choreo.errors import CyclicParentsError, ParentFailedError, RepairError
 from vllm_choreo.repair.runs import Run
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.positions import ParentPlan
 from vllm_choreo.semantics.provenance import trace_of
 from vllm_choreo.store.encoding import Adapter, Encoding
+from vllm_choreo.store.hidden import check_room
 from vllm_choreo.store.store import MessageStore
 
 # Contention may make a call lose what was encoded again for it, but not this often.
@@ -73,8 +74,12 @@ class CallBook:
         traces = [parent.trace for parent in parents]
         trace = trace_of(name, traces, params.exact, origin.trace if origin else None)
         trace.check(params.deny)
+        most_tokens = request.num_prompt_tokens + (request.max_tokens * (params.kind == "decode"))
+        check_room(self.store.hidden, params.keep_hidden, min(most_tokens, self.max_model_len))
         encoding = self.store.create(params.session, name, adapter, params.tenant).own
         encoding.parents, encoding.trace = parents, trace
+        if self.store.hidden and params.keep_hidden:
+            self.store.hidden.keep(encoding, params.keep_hidden, most_tokens)
         if params.kind == "prefill":
             encoding.token_ids = list(request.prompt_token_ids or ())
             request.max_tokens = 1  # vLLM samples one; it is no part of the message
@@ -144,7 +149,8 @@ class CallBook:
         return True
 
     def _check_runs(self, parents: Sequence[Encoding]) -> None:
-        runs = [run for parent in parents if parent.patch for run in parent.patch.runs]
+        patches = [p.patch for p in parents if p.patch and not p.patch.layers]
+        runs = [run for patch in patches for run in patch.runs]
         if any(stop - start < self.min_run_tokens for start, stop in runs):
             raise RepairError(
                 f"with speculative decoding a run needs {self.min_run_tokens} tokens at least; "
@@ -214,6 +220,8 @@ class CallBook:
         encoding, params = call.encoding, call.beneficiary.params
         # A copy that is encoded for the first time is new, too.
         is_new = not call.is_internal or encoding.num_unreported > 0
+        # What somebody else encoded ran without its hidden states being kept.
+        is_new = is_new and not encoding.keeps
         if encoding.is_known and not encoding.num_encoded and is_new:
             self.store.share(encoding, params.deny if params else ())
             call.num_shared = encoding.num_encoded
@@ -230,9 +238,14 @@ class CallBook:
         """The whole block table of a run, its own slots included, and the tokens before it."""
         assert call.plan is not None and call.run is not None and call.encoding.patch
         start, stop = call.run
-        own = ParentPlan(call.message.id, call.encoding.patch.start, stop, 0)
-        blocks = self.parent_blocks(call) + self.span_blocks(call.encoding, own)
-        return blocks, call.plan.base + start
+        return self.patch_blocks(call.encoding, stop), call.plan.base + start
+
+    def patch_blocks(self, encoding: Encoding, stop: int) -> list[Any]:
+        """The block table of what is written into a patch before its token `stop`."""
+        assert encoding.plan is not None and encoding.patch is not None
+        own = ParentPlan(encoding.message.id, encoding.patch.start, stop, 0)
+        read = zip((*encoding.parents, encoding), (*encoding.plan.parents, own), strict=True)
+        return [block for parent, span in read for block in self.span_blocks(parent, span)]
 
     def take_over(self, call: ScheduledCall, finished: ScheduledCall) -> None:
         """`call` goes on in the blocks of `finished`: it reads its parents where they lie."""
@@ -283,6 +296,12 @@ class CallBook:
         return request_spans(
             call.plan, call.stored_positions, self.block_size, start, call.own_position
         )
+
+    def kept_hidden(self, call: ScheduledCall) -> KeptHidden:
+        """The hidden states that workers keep of a call that keeps some."""
+        assert self.store.hidden is not None
+        encoding = call.encoding
+        return KeptHidden(self.store.hidden.key(encoding), encoding.keeps, call.own_position)
 
     # -- the end ---------------------------------------------------------------------------
 

@@ -136,12 +136,14 @@ class Operations:
         self._store.empty()
 
     def _pool_stats(self) -> dict[str, int]:
-        tier, waiting = self._store.tier, self._book.waiting.values()
+        tier, hidden = self._store.tier, self._store.hidden
+        waiting = self._book.waiting.values()
         return {
             "num_free_blocks": self._pool.get_num_free_blocks(),
             "num_pool_blocks": self._pool.num_gpu_blocks,
             "num_host_blocks": tier.num_blocks if tier else 0,
             "num_host_blocks_used": tier.num_used if tier else 0,
+            "num_hidden_bytes": hidden.num_bytes if hidden else 0,
             "num_calls": len(self._book.calls),
             "num_calls_waiting": sum(not self._book.is_ready(call) for call in waiting),
         }

@@ -8,13 +8,18 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.stager import Stager
 from vllm_choreo.engine.step import BlockMove
 from vllm_choreo.repair.runs import Runs
 from vllm_choreo.store.encoding import Encoding
 
 
 class Patcher:
-    """Gives patches their blocks, and collects the copies of the step being planned."""
+    """Gives patches their blocks, and collects the copies of the step being planned.
+
+    Attributes:
+        stager: writes patches by layers.
+    """
 
     def __init__(self, book: CallBook, pool: BlockPool) -> None:
         self._book = book
@@ -22,6 +27,7 @@ class Patcher:
         self._block_size = book.block_size
         self._copies: list[BlockMove] = []
         self._copied: list[Any] = []
+        self.stager = Stager(book, pool)
 
     def num_blocks(self, encoding: Encoding) -> int:
         """That are free now and will not be when the patch has its place."""
@@ -30,7 +36,8 @@ class Patcher:
     def place(self, encoding: Encoding) -> None:
         """Put a patch, whose source is resident, over shared blocks and new ones.
 
-        A block is new where a run touches it, and a copy where the run leaves tokens of it. Keys
+        A block is new where a run touches it, and a copy where the run leaves tokens of it, or
+        layers. What has its place by layers is written before the step being planned. Keys
         that were moved to positions which the model does not know are copied, all of them.
         """
         patch, store = encoding.patch, self._book.store
@@ -38,11 +45,13 @@ class Patcher:
         blocks, position = list(patch.source.blocks), self._position(encoding)
         private = self._private(encoding)
         for index, new in zip(private, self._pool.get_new_blocks(len(private)), strict=True):
-            if not self._is_overwritten(index, encoding.num_tokens, patch.runs):
+            if patch.layers or not self._is_overwritten(index, encoding.num_tokens, patch.runs):
                 self._copy(blocks[index], new, position - patch.source.stored_position)
             blocks[index] = new
         store.residency.patch(encoding, blocks, position, store.step)
         self._pool.free_blocks(blocks[index] for index in private)  # the store has its own
+        if patch.layers:
+            self.stager.add(encoding)
 
     def take_copies(self) -> list[BlockMove]:
         """Copies to make before the step just planned. Until then nobody else gets the sources."""

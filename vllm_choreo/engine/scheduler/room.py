@@ -77,6 +77,8 @@ class Room:
                     error = replaced(encoding.adapter, encoding.message.id)
                     self._refusals.refuse(call.beneficiary.id, error)
                     break
+                if self._is_blocked(encoding):
+                    continue
                 need = self._num_blocks(encoding)
                 if is_oldest or need <= free:
                     free -= need
@@ -123,6 +125,11 @@ class Room:
         source = encoding.patch and encoding.patch.source
         return source if source and not source.is_resident else encoding
 
+    def _is_blocked(self, encoding: Encoding) -> bool:
+        """Whether a patch by layers waits for what is encoded in this step, or later."""
+        by_layers = encoding.patch is not None and encoding.patch.layers is not None
+        return by_layers and not self._patcher.stager.is_ready(encoding)
+
     def _num_blocks(self, encoding: Encoding) -> int:
         """That encoding it takes."""
         if encoding.patch:
@@ -153,7 +160,7 @@ class Room:
         return [call]
 
     def _write_runs(self, encoding: Encoding, serves: ScheduledCall) -> list[ScheduledCall]:
-        """Give a patch its blocks, and queue a request for each of its runs."""
+        """Give a patch its blocks, and queue a request for each of its runs; by layers, none."""
         patch, size = encoding.patch, self._store.block_size
         assert patch is not None
         is_idle = self._is_idle()
@@ -164,8 +171,8 @@ class Room:
                 return []
         self._patcher.place(encoding)
         self._store.totals["repaired_tokens"] += patch.num_tokens
-        calls = []
-        for start, stop in patch.runs:
+        calls: list[ScheduledCall] = []
+        for start, stop in () if patch.layers else patch.runs:
             first = patch.start - patch.start % size
             request = self._internal.make(encoding, serves.request, first, stop)
             calls.append(self._book.open_run(request, encoding, (start, stop), serves))

@@ -33,6 +33,7 @@ from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.seal import Sealer
 from vllm_choreo.engine.step import ChoreoStep
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.store.hidden import HiddenBook
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.store import MessageStore
 
@@ -53,6 +54,7 @@ class _Choreographed(Scheduler):
             manager.block_pool, self.block_size, self._signature(), is_placed=is_placed
         )
         self.store.tier = self._host_tier()
+        self.store.hidden = self._hidden_book()
         min_run_tokens = 1 if self.vllm_config.speculative_config is None else 2
         self.book = CallBook(self.store, self.max_model_len, min_run_tokens)
         in_place = self.choreo_config.reposition == "in_place"
@@ -105,6 +107,14 @@ class _Choreographed(Scheduler):
         num_blocks = self.choreo_config.num_host_blocks(block_bytes)
         return HostTier(num_blocks) if num_blocks else None
 
+    def _hidden_book(self) -> HiddenBook | None:
+        model, max_bytes = self.vllm_config.model_config, self.choreo_config.hidden_bytes
+        if not max_bytes:
+            return None
+        num_layers = model.hf_text_config.num_hidden_layers
+        row_bytes = model.get_hidden_size() * model.dtype.itemsize
+        return HiddenBook(num_layers, row_bytes, self.block_size, max_bytes)
+
     def _num_blocks(self, share: float) -> int:
         """A part of the KV cache, in blocks."""
         return int(share * self.kv_cache_manager.block_pool.num_gpu_blocks)
@@ -148,7 +158,16 @@ class _Choreographed(Scheduler):
             self.mover.withdraw_all()
         moves = self.patcher.take_copies() + (self.mover.take_moves() if self.mover else [])
         saves, loads = tier.take_copies() if tier else ([], [])
-        return ChoreoStep(spans, tuple(moves), tuple(saves), tuple(loads))
+        hidden, stages = self.store.hidden, self.patcher.stager.take()
+        return ChoreoStep(
+            spans,
+            tuple(moves),
+            tuple(saves),
+            tuple(loads),
+            stages,
+            {r: self.book.kept_hidden(calls[r]) for r in spans if calls[r].encoding.keeps},
+            hidden.take_forgotten() if hidden else (),
+        )
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if request.request_id in self.refusals:

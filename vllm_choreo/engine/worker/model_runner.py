@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +17,15 @@ from vllm_choreo.engine.step import BlockMove, ChoreoStep
 from vllm_choreo.engine.worker.attention import ChoreoImpl
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
+from vllm_choreo.engine.worker.partial_runs import PartialRuns
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
-from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, to_device
+from vllm_choreo.engine.worker.span_batcher import (
+    LayerKind,
+    LayerShape,
+    SpanBatcher,
+    StepBatch,
+    to_device,
+)
 from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.engine.worker.windows import keep_all_tokens
 from vllm_choreo.errors import UnsupportedModelError
@@ -44,6 +52,7 @@ class ChoreoModelRunner:
     layers: dict[str, Any]
     layer_positions: Sequence[LayerPositions]
     host_blocks: HostBlocks | None
+    partial_runs: PartialRuns | None = None
     _in_step = False
     _workspace: torch.Tensor | None = None
 
@@ -87,6 +96,11 @@ class ChoreoModelRunner:
         for name, kind in kinds.items():
             layers[name].impl.prepare(self.batcher, kind)
         self.host_blocks = self._make_host_blocks(config)
+        if config.hidden_bytes:
+            self.partial_runs = PartialRuns(
+                *(self.get_model(), self.vllm_config, self.batcher),
+                *(layers, self._without_adapters),
+            )
         self._guard_graphs()
         if is_tiled:
             warm_up(layers.values(), self.batcher, self._table_width)
@@ -156,15 +170,29 @@ class ChoreoModelRunner:
         if self.host_blocks is not None:
             self.host_blocks.copy(step.saves, step.loads)
         self._move_keys(step.moves)
+        scheduled, partial_runs = scheduler_output.num_scheduled_tokens, self.partial_runs
+        if partial_runs is not None:
+            partial_runs.begin(scheduler_output, step)
+        keeping: AbstractContextManager[None] | None = None
+        if partial_runs is not None and partial_runs.keeps(scheduled):
+            keeping = partial_runs.keeping(scheduled)
         # A full graph replays vLLM's own attention; piecewise ones leave attention out.
-        self.graphs.allow_full = not self.batcher.reads_spans(scheduler_output.num_scheduled_tokens)
+        self.graphs.allow_full = not (keeping or self.batcher.reads_spans(scheduled))
         self._in_step = True
         try:
-            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+            with keeping or nullcontext():
+                return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._in_step = False
             self.graphs.allow_full = True
             self.batcher.running = None
+
+    def _lay_out(self, step: StepBatch, positions: torch.Tensor) -> None:
+        """Hand the spans of a step to the layers, and the positions of its tokens to the model."""
+        self.batcher.place(step, positions)
+        self.batcher.running = self.batcher.batch(step)
+        if self.partial_runs is not None:
+            self.partial_runs.batch = step
 
     def _move_keys(self, moves: Sequence[BlockMove]) -> None:
         """Rotate keys of whole blocks in every layer, in place first, then into copies."""

@@ -140,9 +140,14 @@ class SpanBatcher:
         found = (self._requests.get(request_id, _ORDINARY) for request_id in request_ids)
         return not all(spans.is_ordinary for spans in found)
 
-    def batch(self, step: StepBatch) -> list[SpanPlan] | None:
-        """The plan of each kind; None if every request reads its own tokens only."""
-        if not self.reads_spans(step.request_ids):
+    def batch(self, step: StepBatch, always: bool = False) -> list[SpanPlan] | None:
+        """The plan of each kind; None if every request reads its own tokens only.
+
+        Args:
+            step: the batch.
+            always: whether there is a plan for such a batch, too.
+        """
+        if not (always or self.reads_spans(step.request_ids)):
             return None
         requests = [self._requests.get(request_id, _ORDINARY) for request_id in step.request_ids]
         # By identity: the spans of a request that starts again are a new object, and may lie in

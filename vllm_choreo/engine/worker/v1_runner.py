@@ -55,8 +55,7 @@ class ChoreoModelRunnerV1(ChoreoModelRunner):
                 self.seq_lens[:num_reqs],
             )
             rows = self.mrope_positions.gpu if self.uses_mrope else self.positions
-            self.batcher.place(step, rows)
-            self.batcher.running = self.batcher.batch(step)
+            self._lay_out(step, rows)
         return super()._build_attention_metadata(  # type: ignore[misc]
             num_tokens, num_reqs, *args, **kwargs
         )

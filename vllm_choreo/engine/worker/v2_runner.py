@@ -85,8 +85,7 @@ class ChoreoModelRunnerV2(ChoreoModelRunner):
                 block_tables[0][:num_reqs],
                 input_batch.seq_lens[:num_reqs],
             )
-            self.batcher.place(step, input_batch.positions)
-            self.batcher.running = self.batcher.batch(step)
+            self._lay_out(step, input_batch.positions)
         return block_tables, slot_mappings
 
 

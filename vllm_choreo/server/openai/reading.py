@@ -24,7 +24,10 @@ SESSION_KEY = "choreo_session"
 # The arguments of a decode, by key.
 ARGUMENTS = {
     f"choreo_{name}": name
-    for name in ("parents", "offsets", "new_offset", "save_as", "mode", "deny", "repair", "role")
+    for name in (
+        *("parents", "offsets", "new_offset", "save_as", "mode", "deny", "repair", "layers"),
+        *("keep_hidden", "role"),
+    )
 }
 # Token ids with which the rendered prompt begins, and which the parents stand for.
 PREFIX_KEY = "choreo_prefix"

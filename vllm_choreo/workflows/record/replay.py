@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.call import DecodeOptions, ReadOptions, is_list_of_calls
+from vllm_choreo.semantics.call import is_list_of_calls
+from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.workflows.record.transcript import Transcript
 

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of hidden states: the scheduler's book, and the rows in a worker's memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from vllm_choreo.engine.step import KeptHidden
+from vllm_choreo.engine.worker.hidden_memory import HiddenMemory
+from vllm_choreo.engine.worker.span_batcher import StepBatch
+from vllm_choreo.errors import ChoreoError, LimitError, RepairError, UnsupportedOptionError
+from vllm_choreo.repair.layers import LayerRange
+from vllm_choreo.repair.rules import ByLayers
+from vllm_choreo.semantics.provenance import Trace
+from vllm_choreo.store.encoding import Encoding, StoredMessage
+from vllm_choreo.store.hidden import HiddenBook, asked_layers, check_kept, check_room
+
+SIZE = 16
+
+
+def _encoding(num_tokens: int | None) -> Encoding:
+    message = StoredMessage("m", "s")
+    tokens = None if num_tokens is None else [5] * num_tokens
+    message.own = Encoding(message, Trace("m"), token_ids=tokens)
+    return message.own
+
+
+def test_the_book_counts_whole_blocks_up_to_its_limit() -> None:
+    book = HiddenBook(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=6 * SIZE * 10)
+    known, generating = _encoding(17), _encoding(None)
+    book.check((2, 5), 17)
+    book.keep(known, (2, 5), 17)
+    assert book.num_bytes == 4 * SIZE * 10 and known.keeps == (2, 5)
+    book.keep(generating, (7,), 30)
+    assert book.num_bytes == 6 * SIZE * 10
+    with pytest.raises(LimitError, match="hidden_memory_gib"):
+        book.check((1,), 1)
+    generating.token_ids = [5] * 4  # it stopped early
+    book.check((1,), 1)
+    key = book.key(known)
+    book.discard(known)
+    book.discard(known)
+    assert book.take_forgotten() == (key,) and book.take_forgotten() == ()
+    assert book.key(known) != key, "what is encoded once more is kept under a new name"
+    known.num_readers = 1
+    book.clear()
+    assert book.num_bytes == 4 * SIZE * 10
+    with pytest.raises(ChoreoError, match="the last one is 7"):
+        book.check((8,), 1)
+    with pytest.raises(UnsupportedOptionError, match="hidden_memory_gib"):
+        check_room(None, (1,), 1)
+
+
+def test_layers_are_those_of_the_model() -> None:
+    book = HiddenBook(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=1000)
+    assert asked_layers(ByLayers(0, 8), book) is None
+    assert asked_layers(ByLayers(2, 8), book) == LayerRange(2, 8, 8)
+    assert [LayerRange(2, 4, 8).charged(count) for count in (0, 1, 4, 9)] == [0, 1, 1, 3]
+    with pytest.raises(RepairError, match="8 layers"):
+        asked_layers(ByLayers(2, 9), book)
+    with pytest.raises(UnsupportedOptionError, match="hidden_memory_gib"):
+        asked_layers(ByLayers(2, 8), None)
+    check_kept(_encoding(3), LayerRange(0, 4, 8))
+    with pytest.raises(RepairError, match=r"keep_hidden=\[2\]"):
+        check_kept(_encoding(3), LayerRange(2, 4, 8))
+
+
+def test_a_worker_keeps_the_rows_of_every_request() -> None:
+    """Requests come in chunks, start again, and may run tokens that are run again."""
+    rng, memory = random.Random(0), HiddenMemory(SIZE)
+    dense = {name: torch.randn(50, 4) for name in "ab"}
+    origins = {"a": 32, "b": 0}
+    kept = {name: KeptHidden(i, (3, 5), origins[name]) for i, name in enumerate("ab")}
+    memory.update(kept, (), ())
+    assert memory.layers_of(["other", "a"]) == [3, 5] and memory.layers_of(["other"]) == []
+    done = {"a": 0, "b": 0}
+    while min(done.values()) < 50:
+        counts = {name: rng.randint(0, 50 - done[name]) for name in "ab"}
+        starts = {name: max(0, done[name] - rng.randint(0, 2)) for name in "ab"}
+        parts = {name: slice(starts[name], done[name] + counts[name]) for name in "ab"}
+        hidden = torch.cat([torch.zeros(2, 4), *(dense[name][parts[name]] for name in "ab")])
+        positions = torch.cat(
+            [torch.arange(2), *(torch.arange(50)[parts[name]] + origins[name] for name in "ab")]
+        )
+        lengths = [0, 2, *(parts[name].stop - parts[name].start for name in "ab")]
+        loc = torch.tensor(lengths).cumsum(0)
+        step = StepBatch(["other", "a", "b"], loc, torch.empty(0), torch.empty(0))
+        for layer in (3, 5):
+            memory.keep(layer, hidden + layer, positions.expand(3, -1), step)
+        done = {name: parts[name].stop for name in "ab"}
+    for i, name in enumerate("ab"):
+        for start, stop in ((0, 50), (7, 20), (16, 32), (49, 50)):
+            rows = memory.rows(i, 5, start, stop)
+            torch.testing.assert_close(rows, dense[name][start:stop] + 5)
+    assert memory.num_bytes == 2 * 2 * 64 * 4 * 4
+    memory.update({}, ["a", "b"], [0])
+    assert memory.num_bytes == 2 * 64 * 4 * 4 and memory.layers_of(["a"]) == []

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hidden states that a worker keeps, in host memory; which, the scheduler says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from vllm_choreo.engine.step import KeptHidden
+from vllm_choreo.engine.worker.span_batcher import StepBatch
+
+
+class HiddenMemory:
+    """Rows of messages, by key and layer, in blocks that are made as the messages grow.
+
+    Args:
+        block_size: rows of a block, of one message.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._requests: dict[str, KeptHidden] = {}
+        # Each block is `[block_size, hidden_size]`, of the model's dtype.
+        self._blocks: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Taken by all blocks."""
+        return sum(b.numel() * b.element_size() for of_key in self._blocks.values() for b in of_key)
+
+    def update(
+        self, kept: Mapping[str, KeptHidden], finished: Iterable[str], forgotten: Iterable[int]
+    ) -> None:
+        """Take in what the scheduler sent with a step."""
+        for request_id in finished:
+            self._requests.pop(request_id, None)
+        self._requests.update(kept)
+        gone = set(forgotten)
+        for name in [name for name in self._blocks if name[0] in gone]:
+            del self._blocks[name]
+
+    def layers_of(self, request_ids: Iterable[str]) -> list[int]:
+        """Layers of which any of the requests keeps hidden states, ascending."""
+        found = (self._requests.get(request_id) for request_id in request_ids)
+        return sorted({layer for kept in found if kept for layer in kept.layers})
+
+    def keep(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, step: StepBatch
+    ) -> None:
+        """Keep what a layer was given in a step.
+
+        Args:
+            hidden: `[num_rows, hidden_size]`; rows behind the last request's are padding.
+            positions: `[..., num_rows]`, as the model saw them.
+        """
+        ends = step.query_start_loc.tolist()
+        for i, request_id in enumerate(step.request_ids):
+            kept = self._requests.get(request_id)
+            if kept is None or layer not in kept.layers or ends[i] == ends[i + 1]:
+                continue
+            first = int(positions.reshape(-1, positions.shape[-1])[0, ends[i]]) - kept.origin
+            self._put((kept.key, layer), first, hidden[ends[i] : ends[i + 1]].cpu())
+
+    def rows(self, key: int, layer: int, start: int, stop: int) -> torch.Tensor:
+        """Those of tokens `start … stop-1`, `[stop - start, hidden_size]`."""
+        size, blocks = self._block_size, self._blocks[key, layer]
+        part = torch.cat(blocks[start // size : -(-stop // size)])
+        first = start % size
+        return part[first : first + stop - start]
+
+    def _put(self, name: tuple[int, int], start: int, rows: torch.Tensor) -> None:
+        blocks, size = self._blocks.setdefault(name, []), self._block_size
+        while len(blocks) * size < start + len(rows):
+            blocks.append(rows.new_empty(size, rows.shape[1]))
+        done = 0
+        while done < len(rows):
+            block, offset = divmod(start + done, size)
+            count = min(size - offset, len(rows) - done)
+            blocks[block][offset : offset + count] = rows[done : done + count]
+            done += count

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repair by layers in a worker: hidden states are kept, and layers run before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_choreo.engine.step import ChoreoStep
+from vllm_choreo.engine.worker.hidden_memory import HiddenMemory
+from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
+from vllm_choreo.engine.worker.stage_proof import prove_stages
+from vllm_choreo.engine.worker.stage_writer import StageWriter
+from vllm_choreo.engine.worker.stages import LayerStages
+
+
+class PartialRuns:
+    """What a worker does of it in a step.
+
+    Args:
+        model: as vLLM runs it, without wrappers.
+        layers: the attention layers, by their names.
+        before_run: called with the number of tokens before the model is run outside of steps.
+
+    Raises:
+        UnsupportedModelError: the model cannot be run by layers.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: Any,
+        batcher: SpanBatcher,
+        layers: Mapping[str, Any],
+        before_run: Callable[[int], None],
+    ) -> None:
+        self.memory = HiddenMemory(batcher.block_size)
+        self.batch: StepBatch | None = None
+        num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+        self._stages = LayerStages(model, num_layers)
+        prove_stages(self._stages, vllm_config, [*layers], batcher.device, before_run)
+        self._writer = StageWriter(
+            self._stages, self.memory, batcher, layers, vllm_config, before_run
+        )
+
+    def begin(self, output: SchedulerOutput, step: ChoreoStep) -> None:
+        """What comes before a step."""
+        self.memory.update(step.kept, output.finished_req_ids, step.forgotten)
+        self._writer.write(step.stages)
+
+    def keeps(self, request_ids: Iterable[str]) -> bool:
+        """Whether any of them keeps hidden states; then no graph of the whole model will do."""
+        return bool(self.memory.layers_of(request_ids))
+
+    @contextmanager
+    def keeping(self, request_ids: Iterable[str]) -> Iterator[None]:
+        """Within, what layers are given is kept of the requests that want it. Who lays out the
+        batch has it in `batch`.
+        """
+        layers = self.memory.layers_of(request_ids)
+        if not layers:
+            yield
+            return
+        try:
+            with self._stages.keeping(layers, self._keep):
+                yield
+        finally:
+            self.batch = None
+
+    def _keep(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        assert self.batch is not None, "a batch is laid out before it runs"
+        self.memory.keep(layer, hidden, positions, self.batch)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of layers that a step begins with: tokens of stored messages, in another context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.transformers_utils.config import mrope_num_dims
+
+from vllm_choreo.engine.step import StageRun
+from vllm_choreo.engine.worker.hidden_memory import HiddenMemory
+from vllm_choreo.engine.worker.key_choice import slots_of, write_by_keys
+from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch, to_device
+from vllm_choreo.engine.worker.stages import LayerStages
+
+
+class _Piece(NamedTuple):
+    """Tokens `begin … end-1` of a run."""
+
+    run: StageRun
+    begin: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.begin
+
+
+class StageWriter:
+    """Runs them, as many at once as a step of the engine may have tokens.
+
+    Keys and values of a batch are stored, layer by layer, before any query reads: a run may read
+    what those before it in the same batch write.
+
+    Args:
+        layers: the attention layers, by their names.
+        before_run: called with the number of tokens before the model is run.
+    """
+
+    def __init__(
+        self,
+        stages: LayerStages,
+        memory: HiddenMemory,
+        batcher: SpanBatcher,
+        layers: Mapping[str, Any],
+        vllm_config: Any,
+        before_run: Callable[[int], None],
+    ) -> None:
+        self._stages = stages
+        self._memory = memory
+        self._batcher = batcher
+        self._layers = layers
+        self._vllm_config = vllm_config
+        self._before_run = before_run
+        self._num_rows = mrope_num_dims(vllm_config.model_config.hf_config)
+
+    @torch.inference_mode()
+    def write(self, runs: Sequence[StageRun]) -> None:
+        """Run all of them, in their order."""
+        for by_keys, group in groupby(runs, key=lambda run: run.share is not None):
+            if not by_keys:
+                self._write_all([*group])
+                continue
+            for run in group:
+                write_by_keys(run, self._layers, self._stages.num_layers, self._write_all)
+
+    def _write_all(self, runs: Sequence[StageRun]) -> None:
+        for batch in batches(runs, self._vllm_config.scheduler_config.max_num_batched_tokens):
+            self._write(batch)
+
+    def _write(self, batch: Sequence[_Piece]) -> None:
+        runs = {f"stage {number}": piece.run for number, piece in enumerate(batch)}
+        names, batcher, device = [*runs], self._batcher, self._batcher.device
+        batcher.update(
+            {name: run.spans for name, run in runs.items()},
+            finished=(),
+            block_ids={name: run.blocks for name, run in runs.items()},
+        )
+        try:
+            step, indices = _laid_out(batch, names, device)
+            slots = _slots(batch, batcher.block_size)
+            positions = to_device(indices, device)
+            batcher.place(step, positions)
+            if self._num_rows:
+                positions = positions.expand(self._num_rows, -1).clone()  # as in text
+            batcher.running = batcher.batch(step, always=True)
+            with set_forward_context(
+                None,
+                self._vllm_config,
+                num_tokens=len(indices),
+                slot_mapping=dict.fromkeys(self._layers, to_device(slots, device)),
+                skip_compiled=True,
+            ):
+                self._before_run(len(indices))
+                hidden, token_ids = self._hidden(batch), _token_ids(batch)
+                layers = batch[0].run.layers
+                self._stages.run(layers, to_device(token_ids, device), positions, hidden)
+        finally:
+            batcher.running = None
+            batcher.update({}, names)
+
+    def _hidden(self, batch: Sequence[_Piece]) -> torch.Tensor | None:
+        """What the first layer is given; None: the tokens."""
+        layer = batch[0].run.layers[0]
+        found = [
+            self._memory.rows(run.key, layer, run.start + begin, run.start + end)
+            for run, begin, end in batch
+            if run.key is not None
+        ]
+        return torch.cat(found).to(self._batcher.device) if found else None
+
+
+def batches(runs: Sequence[StageRun], max_tokens: int) -> Iterator[list[_Piece]]:
+    """Runs one after the other, of the same layers and as many tokens at once as may be."""
+    batch: list[_Piece] = []
+    room = max_tokens
+    for run in runs:
+        done = 0
+        while done < len(run.token_ids):
+            if batch and (not room or batch[0].run.layers != run.layers):
+                yield batch
+                batch, room = [], max_tokens
+            end = min(len(run.token_ids), done + room)
+            batch.append(_Piece(run, done, end))
+            room -= end - done
+            done = end
+    if batch:
+        yield batch
+
+
+def _laid_out(
+    batch: Sequence[_Piece], names: Sequence[str], device: torch.device
+) -> tuple[StepBatch, torch.Tensor]:
+    """The batch as a step has it, and the virtual index of every token, int64."""
+    counts = torch.tensor([0, *(piece.num_tokens for piece in batch)], dtype=torch.int32)
+    seq_lens = torch.tensor([run.first + end for run, _, end in batch], dtype=torch.int32)
+    rows = [torch.tensor(piece.run.blocks, dtype=torch.int32) for piece in batch]
+    table = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    indices = [torch.arange(run.first + begin, run.first + end) for run, begin, end in batch]
+    step = StepBatch(
+        names,
+        counts.cumsum(0, dtype=torch.int32),
+        seq_lens,
+        to_device(table, device),
+        to_device(seq_lens, device),
+    )
+    return step, torch.cat(indices)
+
+
+def _slots(batch: Sequence[_Piece], block_size: int) -> torch.Tensor:
+    """Where each token's keys and values are stored, int64."""
+    return torch.cat([slots_of(run, block_size)[begin:end] for run, begin, end in batch])
+
+
+def _token_ids(batch: Sequence[_Piece]) -> torch.Tensor:
+    # Of the dtype that vLLM's runners give.
+    tokens = [token for run, begin, end in batch for token in run.token_ids[begin:end]]
+    return torch.tensor(tokens, dtype=torch.int32)

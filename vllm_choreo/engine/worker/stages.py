@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranges of a model's layers, run as stages of vLLM's own pipeline parallelism.
+
+A model of vLLM that can be spread over several devices runs its layers from `start_layer` to
+`end_layer`, takes what the stage before it returned, and embeds or ends only if it is the first
+stage or the last. Here one model plays all stages in turn: the two numbers are set, and the group
+of pipeline ranks tells it which stage it is. So no layer's code is known here, none is copied.
+
+What a layer is given (*hidden states*) is the sum of the tensors that one stage hands to the next:
+a model that keeps the residual apart adds both before it does anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from vllm.distributed import parallel_state
+from vllm.forward_context import get_forward_context
+from vllm.sequence import IntermediateTensors
+
+from vllm_choreo.errors import UnsupportedModelError
+
+_PASSED_ON = ({"hidden_states"}, {"hidden_states", "residual"})
+# What is done with the hidden states of a layer: layer, tensor, positions of its rows.
+Keep = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
+class LayerStages:
+    """The stages of a loaded model.
+
+    Args:
+        model: as vLLM runs it, without wrappers.
+        num_layers: that it has.
+
+    Raises:
+        UnsupportedModelError: vLLM's code of the model has no stages.
+    """
+
+    def __init__(self, model: torch.nn.Module, num_layers: int) -> None:
+        found = [
+            module
+            for module in model.modules()
+            if (getattr(module, "start_layer", None), getattr(module, "end_layer", None))
+            == (0, num_layers)
+        ]
+        if not found:
+            raise no_stages(f"no module of {type(model).__name__} has a first and a last layer")
+        self.model = model
+        self.num_layers = num_layers
+        # A model of pictures and text may hold what holds the layers.
+        self._inner: Any = found[-1]
+
+    def run(
+        self,
+        layers: tuple[int, int],
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+    ) -> None:
+        """Run tokens through layers `(first, stop)`, inside a forward context that skips compiled
+        code. Keys and values are stored where the context says; nothing else comes of it.
+
+        Args:
+            token_ids: int32 `[num_tokens]`.
+            positions: int64 `[num_tokens]`, or `[3, num_tokens]` with M-RoPE.
+            hidden: what the first of the layers is given, `[num_tokens, hidden_size]`; None: that
+                is layer 0, which is given the tokens.
+        """
+        states = None if hidden is None else self._states(hidden)
+        first, stop = layers
+        # Never the last stage: what comes after the layers is of no use.
+        with self._playing(first, stop, is_last=False):
+            self.model(input_ids=token_ids, positions=positions, intermediate_tensors=states)
+
+    @contextmanager
+    def keeping(self, layers: Sequence[int], keep: Keep) -> Iterator[None]:
+        """Within, the model runs in stages whose borders are `layers`, and tells what these were
+        given. The results are the same, bit for bit.
+        """
+        inner, model = self._inner, self.model
+        run_all, run_model = inner.forward, model.forward
+
+        def in_stages(
+            input_ids: Any, positions: Any, intermediate_tensors: Any = None, *args: Any, **kw: Any
+        ) -> Any:
+            states = intermediate_tensors
+            for first, stop in pairwise((0, *layers, self.num_layers)):
+                is_last = stop == self.num_layers
+                with self._playing(first, stop, is_last):
+                    states = run_all(input_ids, positions, states, *args, **kw)
+                if not is_last:
+                    keep(stop, _sum(states), positions)
+            return states
+
+        def without_compiled(*args: Any, **kwargs: Any) -> Any:
+            # Compiled code runs all layers at once.
+            get_forward_context().skip_compiled = True
+            return run_model(*args, **kwargs)
+
+        inner.forward = in_stages
+        if model is not inner:
+            model.forward = without_compiled
+        try:
+            yield
+        finally:
+            del inner.forward
+            if model is not inner:
+                del model.forward
+
+    @contextmanager
+    def _playing(self, first: int, stop: int, is_last: bool) -> Iterator[None]:
+        """Within, the model is the stage of these layers."""
+        inner, group = self._inner, parallel_state._PP
+        inner.start_layer, inner.end_layer = first, stop
+        parallel_state._PP = _Stage(group, first == 0, is_last)
+        try:
+            yield
+        finally:
+            parallel_state._PP = group
+            inner.start_layer, inner.end_layer = 0, self.num_layers
+
+    def _states(self, hidden: torch.Tensor) -> IntermediateTensors:
+        """What a stage would be handed whose first layer is given `hidden`."""
+        empty = self._inner.make_empty_intermediate_tensors(
+            len(hidden), hidden.dtype, hidden.device
+        )
+        if set(empty.tensors) not in _PASSED_ON:
+            raise no_stages(f"its stages hand on {sorted(empty.tensors)}")
+        others = {name: torch.zeros_like(tensor) for name, tensor in empty.tensors.items()}
+        return IntermediateTensors({**others, "hidden_states": hidden})
+
+
+class _Stage:
+    """The group of pipeline ranks, as one stage sees it."""
+
+    def __init__(self, group: Any, is_first: bool, is_last: bool) -> None:
+        self._group = group
+        self.is_first_rank = is_first
+        self.is_last_rank = is_last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def no_stages(reason: str) -> UnsupportedModelError:
+    """What an engine is refused with that is to keep hidden states."""
+    return UnsupportedModelError(
+        f"this model cannot be run by layers: {reason}; start the engine without "
+        "additional_config.choreo.hidden_memory_gib",
+        parameter="model",
+        value="hidden_memory_gib",
+    )
+
+
+def _sum(states: Any) -> torch.Tensor:
+    if not isinstance(states, IntermediateTensors) or set(states.tensors) not in _PASSED_ON:
+        raise no_stages("a stage returned something else than hidden states")
+    first, *others = states.tensors.values()
+    return first + others[0] if others else first

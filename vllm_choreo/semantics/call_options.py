@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of a call, as callers write them. No torch, no vllm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+
+class ReadOptions(TypedDict, total=False):
+    """The options of a call, as keyword arguments and as keys of a dict; None: not given.
+
+    Attributes:
+        parents: the messages that the new one attends to: each a `Message`, a pending call, an id,
+            a `save_as` name, or `(message, start, stop)`.
+        offsets: the position at which each parent is seen; None in place of one: after the parent
+            before it; omitted: all of them so, the first from 0.
+        new_offset: the position of the first new token; omitted: after the last parent.
+        save_as: a name for the message; its id is `session/name`.
+        mode: "choreo" or "exact"; omitted: that of the session.
+        deny: messages of which the call may read no trace (docs/exactness.md).
+        adapter: the LoRA adapter that encodes the new tokens and generates: in process a folder or
+            a `vllm.lora.request.LoRARequest`, over HTTP a name that the server knows. Omitted: that
+            of the session, if its placement has such calls wear it; the name of the model: none.
+            Parents are read as they were encoded.
+        repair: which tokens of the parents are encoded anew in the call's own context: a rule
+            ("first:32"), or runs (docs/repair.md). Omitted: that of the session; "none": none.
+        layers: `(first, stop)`: repair every token of the parents in these layers alone, short for
+            `repair={"layers": [first, stop]}`; `()`: no repair.
+        keep_hidden: layers from which on later calls may repair the new message by layers; omitted:
+            that from which on the session repairs, if it does so by layers.
+        role: what the new message is in its workflow, such as "vote"; policies of repair go by it.
+    """
+
+    parents: Sequence[Any] | None
+    offsets: Sequence[int | None] | None
+    new_offset: int | None
+    save_as: str | None
+    mode: str | None
+    deny: Sequence[Any] | None
+    adapter: Any
+    repair: Any
+    layers: Sequence[int] | None
+    keep_hidden: Sequence[int] | None
+    role: str | None
+
+
+class DecodeOptions(ReadOptions, total=False):
+    """Those of a call that generates.
+
+    Attributes:
+        sampling_params: `vllm.SamplingParams`; over HTTP also a dict of their fields.
+    """
+
+    sampling_params: Any

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hidden states that workers keep of encodings: which, and how much. Neither torch nor vllm.
+
+What a layer is given when a message is encoded is kept on request, in memory of the workers, and
+lets later calls repair the message from that layer on. It stays when keys and values are evicted,
+and goes when its encoding is given up.
+"""
+
+from __future__ import annotations
+
+from vllm_choreo.errors import ChoreoError, LimitError, RepairError, UnsupportedOptionError
+from vllm_choreo.repair.layers import LayerRange
+from vllm_choreo.repair.rules import ByKeys, ByLayers
+from vllm_choreo.store.encoding import Encoding
+
+SETTING = "additional_config.choreo.hidden_memory_gib"
+
+
+class HiddenBook:
+    """Whose hidden states are kept.
+
+    Args:
+        num_layers: of the model.
+        row_bytes: of one token in one layer.
+        block_size: workers keep rows in blocks of so many.
+        max_bytes: that each worker has for them.
+    """
+
+    def __init__(self, num_layers: int, row_bytes: int, block_size: int, max_bytes: int) -> None:
+        self.num_layers = num_layers
+        self._block_size = block_size
+        self._block_bytes = row_bytes * block_size
+        self._max_bytes = max_bytes
+        self._keys: dict[Encoding, int] = {}
+        self._most_tokens: dict[Encoding, int] = {}
+        self._num_keys = 0
+        self._forgotten: list[int] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """That are kept; of messages that are still generated: that may be."""
+        return sum(
+            self._size(len(e.keeps), e.num_tokens or self._most_tokens.get(e, 0))
+            for e in self._keys
+        )
+
+    def check(self, layers: tuple[int, ...], num_tokens: int) -> None:
+        """
+        Args:
+            layers: that a new message is to keep.
+            num_tokens: that it has at most.
+
+        Raises:
+            ChoreoError: the model has no such layer.
+            LimitError: there is no room.
+        """
+        if layers[-1] >= self.num_layers:
+            raise ChoreoError(
+                f"the model has {self.num_layers} layers, the last one is {self.num_layers - 1}",
+                parameter="keep_hidden",
+                value=list(layers),
+            )
+        need = self._size(len(layers), num_tokens)
+        if self.num_bytes + need > self._max_bytes:
+            raise LimitError(
+                f"hidden states of up to {num_tokens} tokens in {len(layers)} layers need {need} "
+                f"bytes, and {self._max_bytes - self.num_bytes} of {self._max_bytes} are free; "
+                f"free messages, generate fewer tokens, or start the engine with more ({SETTING})",
+                parameter="keep_hidden",
+                value=list(layers),
+            )
+
+    def keep(self, encoding: Encoding, layers: tuple[int, ...], num_tokens: int) -> None:
+        """A message keeps what `check` allowed."""
+        encoding.keeps = layers
+        self._most_tokens[encoding] = num_tokens
+        self.key(encoding)
+
+    def key(self, encoding: Encoding) -> int:
+        """The name under which workers keep the hidden states of an encoding."""
+        if encoding not in self._keys:
+            self._num_keys += 1
+            self._keys[encoding] = self._num_keys
+        return self._keys[encoding]
+
+    def discard(self, encoding: Encoding) -> None:
+        """It was given up. Is it encoded once more, its hidden states are kept once more."""
+        self._most_tokens.pop(encoding, None)
+        key = self._keys.pop(encoding, None)
+        if key is not None:
+            self._forgotten.append(key)
+
+    def clear(self) -> None:
+        """Forget all but those of messages that are generated, or read, now."""
+        for encoding in [e for e in self._keys if not (e.num_readers or e.encoders)]:
+            self.discard(encoding)
+
+    def take_forgotten(self) -> tuple[int, ...]:
+        """Keys whose hidden states workers need no longer."""
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        return forgotten
+
+    def _size(self, num_layers: int, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size) * self._block_bytes * num_layers
+
+
+def check_room(book: HiddenBook | None, layers: tuple[int, ...], num_tokens: int) -> None:
+    """Raises ChoreoError: the engine keeps no hidden states, or as `HiddenBook.check`."""
+    if not layers:
+        return
+    if book is None:
+        raise UnsupportedOptionError(
+            f"the engine was started without memory for hidden states: set {SETTING}",
+            parameter="keep_hidden",
+            value=list(layers),
+        )
+    book.check(layers, num_tokens)
+
+
+def asked_layers(rule: ByLayers | ByKeys, book: HiddenBook | None) -> LayerRange | None:
+    """The layers of a rule; None: all that the model has.
+
+    Raises:
+        RepairError: the model has not all of them.
+        UnsupportedOptionError: the engine runs no part of its layers.
+    """
+    if book is None:
+        raise UnsupportedOptionError(
+            "the engine was started without memory for hidden states, and so without runs of some "
+            f"layers: set {SETTING}",
+            parameter="repair",
+            value=rule.to_json(),
+        )
+    if isinstance(rule, ByKeys):
+        return LayerRange(0, min(2, book.num_layers), book.num_layers, rule.share)
+    if rule.stop > book.num_layers:
+        raise RepairError(
+            f"the model has {book.num_layers} layers",
+            parameter="repair.layers",
+            value=rule.to_json(),
+        )
+    found = LayerRange(rule.first, rule.stop, book.num_layers)
+    return None if found[:2] == (0, book.num_layers) else found
+
+
+def check_kept(encoding: Encoding, layers: LayerRange) -> None:
+    """
+    Raises:
+        RepairError: nobody kept the hidden states with which the first of the layers begins.
+    """
+    if layers.first and layers.first not in encoding.keeps:
+        raise RepairError(
+            f"nobody kept what layer {layers.first} was given when this parent was encoded: "
+            f"make it with keep_hidden=[{layers.first}], or repair from another layer on "
+            f"(kept: {list(encoding.keeps)}, and 0 is always possible)",
+            parameter="repair.layers",
+            value=encoding.message.id,
+        )
