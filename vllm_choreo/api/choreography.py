@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from vllm_choreo.api import baseline
+from vllm_choreo.api.keeping import Keeping
 from vllm_choreo.api.outcomes import (
     Outcome,
     Report,
@@ -36,6 +37,8 @@ from vllm_choreo.api.outcomes import (
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.keep.saving import Kept
+from vllm_choreo.keep.steps import Ask, drive
 from vllm_choreo.semantics.call import (
     Asked,
     DecodeOptions,
@@ -179,6 +182,57 @@ class Choreography:
         """Ids of all messages that a complete message carries traces of: `Message.provenance`."""
         return self.message(named).provenance
 
+    def save(
+        self, messages: Any, uri: Any, *, encodings: bool = False, progress: bool | None = None
+    ) -> Kept:
+        """Keep messages in a folder, from which `load` brings them back in any process.
+
+        Recipes are kept always. The folder has the old messages until all is written, and then the
+        new ones alone.
+
+        Args:
+            messages: a list of complete messages; None: all of the session.
+            uri: a path, or a URL of fsspec's (`s3://…`, `memory://…`).
+            encodings: keep keys and values, too: with them nothing is encoded again.
+            progress: show a bar; None: on a terminal.
+
+        Raises:
+            DeniedMessageError: one carries traces of a message that is denied.
+            KeptError: the storage failed, or keeps no such keys; what it held is as it was.
+            PoolFullError: a message whose keys and values were evicted does not come back.
+            ChoreoError: a message is not complete, or the session is in baseline mode.
+        """
+        keeping = Keeping(self._session, self._llm.llm_engine.vllm_config)
+        options: Any = {"encodings": encodings, "progress": progress, "denied": self._denied}
+        return drive(keeping.save(messages, uri, **options), self._answer)
+
+    def load(
+        self, uri: Any, *, on_mismatch: str = "refuse", progress: bool | None = None
+    ) -> list[Message]:
+        """Bring saved messages into this session, under their names; nothing is encoded.
+
+        A message that was saved with its keys and values can be read at once, as far as the KV
+        cache and host memory have room; others, and what has no room, are encoded when they are
+        read.
+
+        Args:
+            uri: as it was saved.
+            on_mismatch: what becomes of keys and values that another model made, or that were
+                damaged: "refuse" the load, or "encode" their messages when they are read.
+            progress: show a bar; None: on a terminal.
+
+        Returns:
+            The messages, in the order in which they were saved.
+
+        Raises:
+            UnknownKeptError: nothing was saved there.
+            KeptError: another tenant's, another tokenizer's, or it does not fit; names the file.
+            NameTakenError, TooLongError, AdapterError: what is in the way. Nothing was loaded.
+        """
+        keeping = Keeping(self._session, self._llm.llm_engine.vllm_config)
+        steps = keeping.load(uri, on_mismatch=on_mismatch, progress=progress)
+        return drive(steps, self._answer)
+
     def stats(self) -> dict[str, Any]:
         """The engine's numbers on this session's messages; in baseline mode those of the client."""
         if self.mode == "baseline":
@@ -275,6 +329,17 @@ class Choreography:
 
     def _ids(self, messages: Sequence[Any]) -> list[str]:
         return [self._entries.complete("messages", message).id for message in messages]
+
+    def _answer(self, ask: Ask) -> Any:
+        """What a save or a load asks of the engine."""
+        from vllm_choreo.engine.utility import of_workers
+
+        if ask.what == "operation":
+            return self._utility(*ask.args)
+        if ask.what == "workers":
+            return of_workers(self._llm, *ask.args)
+        # Whoever reads a message has it encoded.
+        self.free(self.prefill([0], parents=list(ask.args), mode="choreo", repair="none"))
 
     def _utility(self, operation: str, *args: Any) -> Any:
         if self.mode == "baseline":

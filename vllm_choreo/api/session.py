@@ -78,6 +78,34 @@ class Session:
             self._repair.check_model(base_model(vllm_config.model_config.model))
         self._count = 0
 
+    # -- messages that were saved -------------------------------------------------------------
+
+    def names_of(self, session: str, ids: Sequence[str]) -> dict[str, str]:
+        """The ids that messages of another session have in this one; their names, if these are
+        free. Those that a session numbered are numbered anew, unless this one has no message yet.
+        """
+        renamed = {}
+        for message_id in ids:
+            name = message_id.removeprefix(f"{session}/")
+            if name.isdecimal() and self._count:
+                renamed[message_id] = self._new_id(None)
+            else:
+                renamed[message_id] = f"{self.id}/{name}"
+        numbers = [int(n) for new in renamed.values() if (n := new.partition("/")[2]).isdecimal()]
+        self._count = max([self._count, *(number + 1 for number in numbers)])
+        self.entries.check_names(list(renamed.values()))
+        return renamed
+
+    def admit(self, messages: Sequence[Message]) -> None:
+        """Know messages that were loaded.
+
+        Raises:
+            NameTakenError, LimitError: there is no name, or no room.
+        """
+        self.entries.check_open()
+        self.entries.admit(messages)
+        self.entries.count = self._count
+
     # -- planning ----------------------------------------------------------------------------
 
     def plan(self, specs: Sequence[CallSpec], *, linked: bool = False) -> list[PlannedCall]:

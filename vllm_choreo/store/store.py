@@ -72,17 +72,27 @@ class MessageStore:
         Raises:
             NameTakenError: the session has a message of that id.
         """
-        existing = self.find(session, message_id)
-        if existing is not None and not existing.failure:
-            raise NameTakenError(
-                "this session has a message of that name; choose another, or free it first",
-                parameter="save_as",
-                value=message_id,
-            )
         message = StoredMessage(message_id, session, tenant)
         message.own = Encoding(message, Trace(message_id), adapter)
-        self._sessions.setdefault(session, {})[message_id] = message
+        self.admit([message])
         return message
+
+    def admit(self, messages: Collection[StoredMessage]) -> None:
+        """Give messages their names.
+
+        Raises:
+            NameTakenError: one is taken; then none is given.
+        """
+        for message in messages:
+            existing = self.find(message.session, message.id)
+            if existing is not None and not existing.failure:
+                raise NameTakenError(
+                    "this session has a message of that name; choose another, or free it first",
+                    parameter="save_as",
+                    value=message.id,
+                )
+        for message in messages:
+            self._sessions.setdefault(message.session, {})[message.id] = message
 
     def find(self, session: str, message_id: str) -> StoredMessage | None:
         """The message of that id, if the session has it."""
