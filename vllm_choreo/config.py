@@ -32,6 +32,7 @@ class ServerConfig:
         max_pin_seconds: the longest time that a message may be pinned for.
         max_schemas_per_tenant: of prompts, that are not deleted.
         max_tokens_per_schema: of all its modules.
+        max_kept_gib_per_tenant: that saved keys and values may take, in GiB.
         page: whether the page of a session's messages is served.
     """
 
@@ -45,6 +46,7 @@ class ServerConfig:
     max_pin_seconds: float = 3_600.0
     max_schemas_per_tenant: int = 100
     max_tokens_per_schema: int = 1_000_000
+    max_kept_gib_per_tenant: float = 64.0
     page: bool = False
 
     def __post_init__(self) -> None:

@@ -40,13 +40,13 @@ ROOMS: dict[str, set[str]] = {
     "train": {"semantics", "ops", "workflows.record", "files", "trained_adapter"},
     "server": {
         *("config", "repair", "semantics", "wire", "api", "engine", "show"),
-        *("workflows.record", "pml"),
+        *("workflows.record", "pml", "keep"),
     },
     "cli": {
         *("semantics", "api", "client", "ops", "show", "smallmodel", "engine", "wire"),
         *("judge", "repair", "trained_adapter"),
         *("workflows", "workflows.record", "workflows.problems"),
-        *("files", "train", "trained_adapter", "pml"),
+        *("files", "train", "trained_adapter", "pml", "keep"),
     },
 }
 # The two processes of an engine meet in `engine` alone; what runs in neither stays out of both.

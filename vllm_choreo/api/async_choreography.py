@@ -23,7 +23,6 @@ from vllm_choreo.api.outcomes import Outcome, check_ttl
 from vllm_choreo.api.pending import Pending
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.keep.saving import Kept
 from vllm_choreo.keep.steps import Ask, drive_async
 from vllm_choreo.semantics.call import (
     Asked,
@@ -37,7 +36,7 @@ from vllm_choreo.semantics.call import (
     one_spec,
     submitted_spec,
 )
-from vllm_choreo.semantics.message import Message, Piece
+from vllm_choreo.semantics.message import Kept, Message, Piece
 
 
 class AsyncChoreography:
@@ -47,6 +46,7 @@ class AsyncChoreography:
         tenant: to whom the session belongs; identical messages of one tenant are encoded once.
         adapter, placement, repair: of calls that name none, see `Choreography`.
         limits: has `max_messages_per_session` and `max_tokens_per_session`; None: no limits.
+        session_id: that of an earlier process, whose messages are to be loaded; None: a new one.
     """
 
     def __init__(
@@ -59,13 +59,14 @@ class AsyncChoreography:
         placement: str | None = None,
         repair: Any = None,
         limits: Any = None,
+        session_id: str | None = None,
     ) -> None:
         check_mode(mode)
         self.mode = mode
         self.repair = repair
         tokenizer, vllm_config = async_llm.get_tokenizer(), async_llm.vllm_config
         self._session = Session(
-            tokenizer, vllm_config, mode, tenant, limits, adapter, placement, repair
+            tokenizer, vllm_config, mode, tenant, limits, adapter, placement, repair, session_id
         )
         self._entries = self._session.entries
         self._runner = AsyncRunner(async_llm, self._session)
@@ -204,10 +205,21 @@ class AsyncChoreography:
         await self._runner.utility("unpin", self._session.id, self._ids(messages))
 
     async def save(
-        self, messages: Any, uri: Any, *, encodings: bool = False, progress: bool | None = None
+        self,
+        messages: Any,
+        uri: Any,
+        *,
+        encodings: bool = False,
+        progress: bool | None = None,
+        max_bytes: float = float("inf"),
     ) -> Kept:
-        """See `Choreography.save`. Other calls run meanwhile; files are written in a thread."""
+        """See `Choreography.save`. Other calls run meanwhile; files are written in a thread.
+
+        Args:
+            max_bytes: that keys and values may take. Raises LimitError: they would take more.
+        """
         options: Any = {"encodings": encodings, "progress": progress, "denied": self._denied}
+        options["max_bytes"] = max_bytes
         return await drive_async(self._keeping.save(messages, uri, **options), self._answer)
 
     async def load(

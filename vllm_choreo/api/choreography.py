@@ -37,7 +37,6 @@ from vllm_choreo.api.outcomes import (
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.keep.saving import Kept
 from vllm_choreo.keep.steps import Ask, drive
 from vllm_choreo.semantics.call import (
     Asked,
@@ -48,7 +47,7 @@ from vllm_choreo.semantics.call import (
     asked_copy,
     check_mode,
 )
-from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.message import Kept, Message
 
 
 class Choreography:

@@ -11,11 +11,11 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.keep.loading import check_on_mismatch, loading
 from vllm_choreo.keep.manifest import tenant_digest
 from vllm_choreo.keep.origin import Origin
-from vllm_choreo.keep.saving import Kept, check_mode_keeps, saving
+from vllm_choreo.keep.saving import check_mode_keeps, saving
 from vllm_choreo.keep.signature import signature
 from vllm_choreo.keep.steps import Steps
 from vllm_choreo.keep.storage import KeptFolder
-from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.message import Kept, Message
 from vllm_choreo.semantics.naming import listed
 from vllm_choreo.semantics.provenance import Trace
 

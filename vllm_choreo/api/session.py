@@ -50,6 +50,7 @@ class Session:
         limits: see `Entries`.
         adapter, placement: see `SessionAdapters`.
         repair: the rule of calls that name none.
+        session_id: that of an earlier process, whose messages are to be loaded; None: a new one.
 
     Raises:
         ChoreoError: as `SessionAdapters`, or no such rule.
@@ -65,8 +66,9 @@ class Session:
         adapter: Any = None,
         placement: str | None = None,
         repair: Any = None,
+        session_id: str | None = None,
     ) -> None:
-        self.id = secrets.token_hex(16)
+        self.id = session_id or secrets.token_hex(16)
         self.mode = mode
         self.tenant = tenant
         self.entries = Entries(self.id, limits)
@@ -81,13 +83,18 @@ class Session:
     # -- messages that were saved -------------------------------------------------------------
 
     def names_of(self, session: str, ids: Sequence[str]) -> dict[str, str]:
-        """The ids that messages of another session have in this one; their names, if these are
-        free. Those that a session numbered are numbered anew, unless this one has no message yet.
+        """The ids that messages have here which were saved in `session`: under their names.
+
+        Those that a session numbered are numbered anew, unless it was this one, or this one has
+        numbered none yet.
+
+        Raises:
+            NameTakenError: there is such a message.
         """
         renamed = {}
         for message_id in ids:
             name = message_id.removeprefix(f"{session}/")
-            if name.isdecimal() and self._count:
+            if name.isdecimal() and self._count and session != self.id:
                 renamed[message_id] = self._new_id(None)
             else:
                 renamed[message_id] = f"{self.id}/{name}"

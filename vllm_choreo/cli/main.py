@@ -9,7 +9,18 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from vllm_choreo.cli import dashboard, demo, distil, doctor, inspect, model, pml, record, train
+from vllm_choreo.cli import (
+    dashboard,
+    demo,
+    distil,
+    doctor,
+    inspect,
+    keep,
+    model,
+    pml,
+    record,
+    train,
+)
 from vllm_choreo.cli.calibrate import arguments as calibrate
 from vllm_choreo.cli.evaluate import command as evaluate
 from vllm_choreo.cli.run import command as run
@@ -38,6 +49,7 @@ _COMMANDS: dict[str, tuple[Command, str]] = {
     "evaluate": (evaluate, "judge choreography and adapters against the text; a page of it"),
     "calibrate": (calibrate, "what repair buys on your own runs, and a policy that buys enough"),
     "pml": (pml, "prompts from schemas of reusable modules: check, show, encode and run files"),
+    "keep": (keep, "encode texts and save them, load them, see what a folder of them holds"),
     "doctor": (
         doctor,
         "check on this machine that choreography is right for a model (against HuggingFace)",
@@ -55,6 +67,7 @@ _INSTALL = {
     "peft": "run `pip install 'vllm-choreo[train]'`",
     "matplotlib": "run `pip install matplotlib`",
     "tqdm": "run `pip install tqdm`",
+    "fsspec": "run `pip install fsspec`",
 }
 
 

@@ -113,8 +113,8 @@ def _check_origin(
         )
     if not is_same_text(kept["model"], target.signature):
         raise KeptError(
-            f"the tokens of these messages are those of {kept['model'].get('name')}'s tokenizer, and "
-            "mean something else to this one: make them anew from their texts",
+            f"the tokens of these messages are those of {kept['model'].get('name')}'s tokenizer, "
+            "and mean something else to this one: make them anew from their texts",
             parameter="uri",
             value=file,
         )

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError, KeptError, LimitError, PoolFullError
@@ -14,25 +13,8 @@ from vllm_choreo.keep.progress import Progress
 from vllm_choreo.keep.steps import Ask, Steps, operation, workers
 from vllm_choreo.keep.storage import Digested, KeptFolder, settle
 from vllm_choreo.keep.tensors import KVShape, chunks, header_bytes
-from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.message import Kept, Message
 from vllm_choreo.wire.messages import record_json
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a save has written.
-
-    Attributes:
-        messages: that can be loaded by their names.
-        encodings: with keys and values.
-        tokens: of the messages.
-        bytes: of keys and values.
-    """
-
-    messages: int
-    encodings: int
-    tokens: int
-    bytes: int
 
 
 def saving(

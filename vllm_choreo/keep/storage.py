@@ -68,6 +68,15 @@ class KeptFolder:
             content: bytes = self._fs.cat_file(self._at(MANIFEST))
         return content
 
+    def text(self, name: str) -> str | None:
+        """A small file; None: it is not there. Raises KeptError: it cannot be read."""
+        with self.naming(name):
+            try:
+                content: bytes = self._fs.cat_file(self._at(name))
+            except FileNotFoundError:
+                return None
+        return content.decode(errors="replace").strip()
+
     def open(self, name: str) -> tuple[Any, int]:
         """A file to be read, and its length in bytes. Raises KeptError: it cannot be read."""
         with self.naming(name):
@@ -117,6 +126,17 @@ class KeptFolder:
                 self._remove([part])
                 raise
         self._clean(replaced - set(self._written))
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small file whole; on a disk for the eyes of its owner alone."""
+        part = self._at(f"{name}.{self._save}")
+        with self.naming(name):
+            with self._fs.open(part, "wb") as file:
+                if "file" in self._fs.protocol:
+                    os.chmod(part, 0o600)
+                file.write(text.encode())
+                settle(file)
+            self._fs.mv(part, self._at(name))
 
     def withdraw(self) -> None:
         """Remove what this save has written, unless it is published."""

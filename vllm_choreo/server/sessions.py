@@ -131,12 +131,14 @@ class Sessions:
         repair: Any = None,
         *,
         is_limited: bool = True,
+        session_id: str | None = None,
     ) -> OpenSession:
         """Open a session.
 
         Args:
             adapter, placement, repair: of calls that name none, see `Choreography`.
             is_limited: whether the limits of a session hold for its messages.
+            session_id: that of an earlier run; None: a new one.
 
         Raises:
             LimitError: too many are open, or the time to live is too long.
@@ -151,9 +153,7 @@ class Sessions:
         _check_limit("session_ttl_seconds", ttl, config.session_ttl_seconds)
         limits = config if is_limited else None
         if isinstance(repair, str):
-            rule_of(
-                repair
-            )  # a client names no file of the server's: it sends what its policy holds
+            rule_of(repair)  # a client names no file of the server's: it sends its policy
         choreography = AsyncChoreography(
             self._llm,
             mode,
@@ -162,12 +162,18 @@ class Sessions:
             placement=placement,
             repair=repair,
             limits=limits,
+            session_id=session_id,
         )
         session = OpenSession(choreography, tenant, ttl, adapter_name(adapter))
         self._sessions[tenant, session.id] = session
         for observer in self.observers:
             observer.opened()
         return session
+
+    def reopen(self, tenant: str, session_id: str) -> OpenSession:
+        """A session of an earlier run of the server, as if it had stayed open. Raises as `open`."""
+        found = self._sessions.get((tenant, session_id))
+        return found or self.open(tenant, session_id=session_id)
 
     def session(self, tenant: str, session_id: str) -> OpenSession:
         """The open session of this id.
