@@ -16,6 +16,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from benchmarks.keep import measure, page
 from tests.engine.oracle import random_tokens
 from tests.engine.test_tiers import BLOCK_GIB
 from vllm_choreo import Choreography
@@ -110,9 +111,9 @@ def saved(
         c.prefill(random_tokens(rng, 5), parents=[secret], save_as="told")
         c.free(secret)
         answers = _answers(c)
-        c.evict("alone")  # comes back to be saved
+        c.evict("told")  # comes back to be saved
         kept = c.save(None, folder / "keys", encodings=True)
-        assert kept.messages == 6 and kept.encodings == 7, "and the copy that exact calls read"
+        assert kept.messages == 6 and kept.encodings == 8, "and copies of exact and repaired calls"
         assert kept.bytes > 0
         assert c.save(None, folder / "recipes", progress=True).bytes == 0
         session = c.session
@@ -150,7 +151,7 @@ def test_what_is_loaded_is_read_as_if_it_had_stayed(llm: Any, saved: Saved) -> N
         after = _totals(llm)
         for name in ("encoded_again_messages_total", "encoded_again_tokens_total"):
             assert after.get(name, 0) == before.get(name, 0), "nothing was encoded"
-        assert after["loaded_messages_total"] - before.get("loaded_messages_total", 0) == 7
+        assert after["loaded_messages_total"] - before.get("loaded_messages_total", 0) == 8
 
 
 def test_recipes_are_encoded_when_they_are_read(llm: Any, saved: Saved) -> None:
@@ -383,6 +384,17 @@ def test_a_save_that_fails_anywhere_leaves_what_was_there(llm: Any) -> None:
         with Choreography(llm) as reader:
             assert [m.token_ids for m in reader.load(uri)] == [m.token_ids for m in new]
     assert len(_Failing.store) == 3
+
+
+def test_the_benchmark_measures_what_it_says(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(3)
+    monkeypatch.setattr(measure, "draw_tokens", lambda start, count: random_tokens(rng, count))
+    (row,) = measure.measure(llm, 96, 48, 1)
+    assert row["messages"] == 2 and min(row["encode_s"], row["save_s"], row["load_s"]) > 0
+    short = {key: str(value) for key, value in row.items()}
+    assert page.bar_reached([short]), "short messages have no bar"
+    slow = {**short, "tokens": "8000", "encode_s": "10.0", "load_s": "1.0"}
+    assert not page.bar_reached([slow]) and page.bar_reached([{**slow, "load_s": "0.1"}])
 
 
 def test_examples_of_the_documentation_run(

@@ -17,7 +17,8 @@ from tests.server.serving import Session
 @pytest.fixture(scope="session")
 def server(embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the embedded model with two API keys, on the settings of the plugin."""
-    with start_server(embedded_model_path, tmp_path_factory.mktemp("server")) as running:
+    folder = tmp_path_factory.mktemp("server")
+    with start_server(embedded_model_path, folder, choreo_keep=str(folder / "kept")) as running:
         yield running
 
 

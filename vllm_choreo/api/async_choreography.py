@@ -205,21 +205,10 @@ class AsyncChoreography:
         await self._runner.utility("unpin", self._session.id, self._ids(messages))
 
     async def save(
-        self,
-        messages: Any,
-        uri: Any,
-        *,
-        encodings: bool = False,
-        progress: bool | None = None,
-        max_bytes: float = float("inf"),
+        self, messages: Any, uri: Any, *, encodings: bool = False, progress: bool | None = None
     ) -> Kept:
-        """See `Choreography.save`. Other calls run meanwhile; files are written in a thread.
-
-        Args:
-            max_bytes: that keys and values may take. Raises LimitError: they would take more.
-        """
+        """See `Choreography.save`. Other calls run meanwhile; files are written in a thread."""
         options: Any = {"encodings": encodings, "progress": progress, "denied": self._denied}
-        options["max_bytes"] = max_bytes
         return await drive_async(self._keeping.save(messages, uri, **options), self._answer)
 
     async def load(

@@ -184,10 +184,7 @@ class Choreography:
     def save(
         self, messages: Any, uri: Any, *, encodings: bool = False, progress: bool | None = None
     ) -> Kept:
-        """Keep messages in a folder, from which `load` brings them back in any process.
-
-        Recipes are kept always. The folder has the old messages until all is written, and then the
-        new ones alone.
+        """Keep messages in a folder; until all is written, it has those that it had before.
 
         Args:
             messages: a list of complete messages; None: all of the session.
@@ -208,14 +205,11 @@ class Choreography:
     def load(
         self, uri: Any, *, on_mismatch: str = "refuse", progress: bool | None = None
     ) -> list[Message]:
-        """Bring saved messages into this session, under their names; nothing is encoded.
+        """Bring saved messages into this session, under their names; nothing is encoded for that.
 
-        A message that was saved with its keys and values can be read at once, as far as the KV
-        cache and host memory have room; others, and what has no room, are encoded when they are
-        read.
+        What has no keys and values in the folder, or no room here, is encoded when it is read.
 
         Args:
-            uri: as it was saved.
             on_mismatch: what becomes of keys and values that another model made, or that were
                 damaged: "refuse" the load, or "encode" their messages when they are read.
             progress: show a bar; None: on a terminal.

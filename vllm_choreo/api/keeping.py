@@ -39,7 +39,6 @@ class Keeping:
         encodings: bool,
         progress: bool | None,
         denied: Sequence[str] = (),
-        max_bytes: float = float("inf"),
     ) -> Steps[Kept]:
         """The steps of a save; see `Choreography.save`. Raises as it does."""
         check_mode_keeps(self._session.mode)
@@ -58,7 +57,7 @@ class Keeping:
         for message in found:
             if message.trace is not None:
                 Trace("save", (message.trace,)).check(denied)
-        return saving(found, _folder(uri), self._origin(), encodings, progress, max_bytes)
+        return saving(found, _folder(uri), self._origin(), encodings, progress)
 
     def load(self, uri: Any, *, on_mismatch: str, progress: bool | None) -> Steps[list[Message]]:
         """The steps of a load; see `Choreography.load`. Raises as it does."""

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError, KeptError
+from vllm_choreo.keep.byte_bar import ByteBar
 from vllm_choreo.keep.manifest import read_manifest
 from vllm_choreo.keep.origin import Origin, all_heads
-from vllm_choreo.keep.progress import Progress
 from vllm_choreo.keep.signature import differences, is_same_text
 from vllm_choreo.keep.steps import Steps, operation, workers
 from vllm_choreo.keep.storage import MANIFEST, KeptFolder, ReadAhead
@@ -59,7 +59,7 @@ def loading(
             there.
         admit: has the session know messages, or raises.
         on_mismatch: "refuse" or "encode".
-        progress: see `Progress`.
+        progress: see `ByteBar`.
 
     Returns:
         The messages, in the order in which they were saved.
@@ -181,7 +181,7 @@ class _Reader:
         shapes = yield workers("choreo_kv_shape")
         shape = KVShape.of(shapes[0]["dtype"], all_heads(shapes, self._target))
         total = sum(entry["data"]["bytes"] for _, entry in wanted)
-        with Progress("loading", total, progress) as bar:
+        with ByteBar("loading", total, progress) as bar:
             for number, entry in wanted:
                 data = entry["data"]
                 place = yield operation("place", self._ticket, number, data["stored_position"])
@@ -196,7 +196,7 @@ class _Reader:
                     yield operation("unplace", self._ticket, number)
 
     def _read_one(
-        self, entry: Mapping[str, Any], place: Mapping[str, Any], shape: KVShape, bar: Progress
+        self, entry: Mapping[str, Any], place: Mapping[str, Any], shape: KVShape, bar: ByteBar
     ) -> Steps[None]:
         data, num_tokens = entry["data"], len(entry["tokens"])
         name = data["file"]

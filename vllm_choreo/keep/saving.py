@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError, KeptError, LimitError, PoolFullError
+from vllm_choreo.keep.byte_bar import ByteBar
 from vllm_choreo.keep.manifest import FORMAT, data_files, manifest_bytes, read_manifest
 from vllm_choreo.keep.origin import Origin, all_heads, joined
-from vllm_choreo.keep.progress import Progress
 from vllm_choreo.keep.steps import Ask, Steps, operation, workers
 from vllm_choreo.keep.storage import Digested, KeptFolder, settle
 from vllm_choreo.keep.tensors import KVShape, chunks, header_bytes
@@ -23,15 +23,13 @@ def saving(
     origin: Origin,
     encodings: bool,
     progress: bool | None,
-    max_bytes: float = float("inf"),
 ) -> Steps[Kept]:
     """
     Args:
         messages: of the session, complete.
         folder: what it holds is replaced when all is written.
         encodings: whether keys and values are kept, too.
-        progress: see `Progress`.
-        max_bytes: that keys and values may take.
+        progress: see `ByteBar`.
 
     Raises:
         KeptError: the storage failed; what it held before is as it was.
@@ -44,7 +42,7 @@ def saving(
     try:
         writer = _Writer(folder, origin, told)
         if encodings:
-            yield from writer.write(messages, progress, max_bytes)
+            yield from writer.write(messages, progress)
         kept = _manifest(messages, origin, told, writer.data)
         folder.publish(manifest_bytes(kept), replaced)
     except BaseException:
@@ -102,9 +100,7 @@ class _Writer:
         self._told = told
         self._entries = told["recipes"]["encodings"]
 
-    def write(
-        self, messages: Sequence[Message], progress: bool | None, max_bytes: float
-    ) -> Steps[None]:
+    def write(self, messages: Sequence[Message], progress: bool | None) -> Steps[None]:
         shapes = yield workers("choreo_kv_shape")
         shape = KVShape.of(shapes[0]["dtype"], all_heads(shapes, self._origin))
         own = self._told["own"]
@@ -113,14 +109,14 @@ class _Writer:
         copies = [n for n in self._told["resident"] if self._entries[n]["is_copy"]]
         numbers = [*own, *(n for n in copies if n not in wanted)]
         num_tokens = sum(len(self._entries[number]["tokens"]) for number in numbers)
-        _check_size(shape.token_bytes * num_tokens, max_bytes)
-        with Progress("saving", shape.token_bytes * num_tokens, progress) as bar:
+        _check_size(shape.token_bytes * num_tokens, self._folder.max_bytes)
+        with ByteBar("saving", shape.token_bytes * num_tokens, progress) as bar:
             for number in numbers:
                 message = wanted.get(number)
                 yield from self._write_one(number, message and message.id, shape, bar)
 
     def _write_one(
-        self, number: int, message_id: str | None, shape: KVShape, bar: Progress
+        self, number: int, message_id: str | None, shape: KVShape, bar: ByteBar
     ) -> Steps[None]:
         held = yield operation("hold", self._told["ticket"], number)
         if held is None and message_id is not None:
@@ -141,7 +137,7 @@ class _Writer:
             yield operation("let_go", held["ticket"])
 
     def _stream(
-        self, number: int, held: Mapping[str, Any], shape: KVShape, bar: Progress
+        self, number: int, held: Mapping[str, Any], shape: KVShape, bar: ByteBar
     ) -> Steps[None]:
         entry = self._entries[number]
         num_tokens = len(entry["tokens"])

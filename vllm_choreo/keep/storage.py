@@ -35,16 +35,20 @@ class KeptFolder:
     Args:
         uri: a path, or any URL of fsspec's.
         label: what errors call the folder; None: its URI.
+        max_bytes: that keys and values may take.
         options: of fsspec's file system, such as credentials.
 
     Raises:
         KeptError: no such storage, or a package for it is missing.
     """
 
-    def __init__(self, uri: Any, label: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, uri: Any, label: str | None = None, max_bytes: float = float("inf"), **options: Any
+    ) -> None:
         import fsspec
 
         self.label = str(uri) if label is None else label
+        self.max_bytes = max_bytes
         try:
             self._fs, path = fsspec.core.url_to_fs(str(uri), **options)
         except (ValueError, ImportError) as error:

@@ -59,10 +59,10 @@ async def save_messages(request: Request, session: OwnSession, body: SaveBody) -
     folder = folders.folder(session.tenant, body.name)
     max_gib = request.app.state.choreo.config.max_kept_gib_per_tenant
     async with folders.lock(session.tenant):
-        room = await asyncio.to_thread(folders.room, session.tenant, body.name, max_gib)
+        folder.max_bytes = await asyncio.to_thread(folders.room, session.tenant, body.name, max_gib)
         with session.used() as choreography:
             kept = await choreography.save(
-                body.messages, folder, encodings=body.encodings, progress=False, max_bytes=room
+                body.messages, folder, encodings=body.encodings, progress=False
             )
     return JSONResponse({"name": body.name, "object": "choreo.kept", **asdict(kept)})
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Progress:
+class ByteBar:
     """
     Args:
         what: is done.
@@ -21,7 +21,7 @@ class Progress:
         self._shown = shown
         self._bar: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ByteBar:
         if self._shown is not False:
             from tqdm import tqdm
 
