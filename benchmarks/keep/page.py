@@ -48,9 +48,9 @@ def section() -> str:
         [
             "## Kept messages: loading against encoding",
             "Messages are encoded in one list, saved with keys and values into a local folder, "
-            "freed, and loaded into another session of the same engine; a reader then says the same "
-            "to the bit, and encodes nothing but itself. Median and quartiles over turns. Bar: "
-            f"{BAR:g} from {_LEAST_TOKENS:,} tokens on.",
+            "freed, and loaded into another session of the same engine; a reader then says the "
+            "same to the bit, and encodes nothing but itself. Median and quartiles over turns. "
+            f"Bar: {BAR:g} from {_LEAST_TOKENS:,} tokens on.",
             table(head, lines),
             machine_line(rows),
         ]

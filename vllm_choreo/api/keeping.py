@@ -82,6 +82,7 @@ class Keeping:
             signature(config),
             config.parallel_config.tensor_parallel_size,
             config.model_config.get_total_num_kv_heads(),
+            config.model_config.get_vocab_size(),
         )
 
 

@@ -90,10 +90,13 @@ class Session:
 
         Raises:
             NameTakenError: there is such a message.
+            ChoreoError: one has no name that a message can have.
         """
         renamed = {}
         for message_id in ids:
             name = message_id.removeprefix(f"{session}/")
+            if not (name.isdecimal() or _NAME.fullmatch(name)):
+                raise ChoreoError("no message has such a name", parameter="uri", value=name)
             if name.isdecimal() and self._count and session != self.id:
                 renamed[message_id] = self._new_id(None)
             else:

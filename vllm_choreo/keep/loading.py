@@ -111,7 +111,8 @@ def _check_origin(
             parameter="uri",
             value=file,
         )
-    if not is_same_text(kept["model"], target.signature):
+    largest = max((max(entry["tokens"]) for entry in kept["encodings"]), default=0)
+    if largest >= target.vocab_size or not is_same_text(kept["model"], target.signature):
         raise KeptError(
             f"the tokens of these messages are those of {kept['model'].get('name')}'s tokenizer, "
             "and mean something else to this one: make them anew from their texts",

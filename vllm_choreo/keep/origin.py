@@ -21,6 +21,7 @@ class Origin:
         signature: of the engine.
         num_ranks: workers that share the heads.
         num_heads: that have keys, in all workers together.
+        vocab_size: of the model.
     """
 
     session: str
@@ -28,6 +29,7 @@ class Origin:
     signature: Mapping[str, Any]
     num_ranks: int
     num_heads: int
+    vocab_size: int = 2**62
 
 
 def _stride(origin: Origin) -> int:
