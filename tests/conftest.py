@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.quick import shallow_copy
 from tests.selection import (  # noqa: F401  hooks of pytest
     pytest_addoption,
     pytest_collection_modifyitems,
     pytest_configure,
     pytest_make_collect_report,
     pytest_runtest_makereport,
+    pytest_xdist_make_scheduler,
 )
 
 # Processes of pytest-xdist share the cores.
@@ -46,6 +48,16 @@ def embedded_model_path() -> Path:
     from vllm_choreo.smallmodel.embedded import embedded_model
 
     return embedded_model(progress=False)
+
+
+@pytest.fixture(scope="session")
+def shallow_model_path(embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model's first two layers: its tokenizer, chat template and shapes, but no sense.
+
+    For tests of whatever goes around a model; a token costs a fifth of the whole model's.
+    """
+    folder = tmp_path_factory.mktemp("models") / "shallow"
+    return shallow_copy(embedded_model_path, folder)
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,14 @@
 - `--all` runs the tests marked `exhaustive`, too, and draws more random inputs.
 - `--no-skips` fails what is skipped for any reason but a missing GPU.
 - Folders whose files take long come first, so that processes which share the files end together.
+- Files whose tests ask for the same server run in one process: a server takes 50 s of CPU to start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("some", untimed, max_examples=40)
-    settings.register_profile("all", untimed, max_examples=150)
+    settings.register_profile("all", untimed, max_examples=80)
     settings.load_profile("all" if config.getoption("all") else "some")
 
 
@@ -52,6 +54,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests stay together in a process: those of a file, or of a server."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadServerScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _home(config.rootpath / super()._split_scope(nodeid))
+
+    return LoadServerScheduling(config, log)
+
+
+@cache
+def _home(path: Path) -> str:
+    """The server that the tests of a file share with others, or the file itself."""
+    if path.parent.name == "server":
+        text = path.read_text(encoding="utf-8")
+        if "whole_server" in text:
+            return "whole_server"
+        if "start_server" not in text:
+            return "server"
+    return str(path)
 
 
 def _turn(item: pytest.Item) -> tuple[bool, int]:

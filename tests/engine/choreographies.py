@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -185,6 +185,38 @@ def _draw_sampling(rng: random.Random, draw: Draw) -> SamplingParams:
         logprobs=5,
         detokenize=False,
     )
+
+
+def side_by_side(choreographies: Sequence[list[list[PlannedCall]]]) -> list[list[PlannedCall]]:
+    """Several choreographies as one: in each round the next batch of every one of them, those that
+    encode as one batch, those that generate as another. None reads messages of another.
+    """
+    merged: list[list[PlannedCall]] = []
+    numbers: list[list[int]] = [[] for _ in choreographies]  # of each one's messages, in `merged`
+    num_messages = 0
+    for turn in range(max(map(len, choreographies))):
+        due = [
+            (batches[turn], known)
+            for batches, known in zip(choreographies, numbers, strict=True)
+            if turn < len(batches)
+        ]
+        for is_decode in (False, True):
+            batch: list[PlannedCall] = []
+            for calls, known in due:
+                if (calls[0].sampling_params is not None) != is_decode:
+                    continue
+                batch += [_renumbered(call, known) for call in calls]
+                known += range(num_messages, num_messages + len(calls))
+                num_messages += len(calls)
+            if batch:
+                merged.append(batch)
+    return merged
+
+
+def _renumbered(call: PlannedCall, numbers: Sequence[int]) -> PlannedCall:
+    parents = tuple(replace(parent, number=numbers[parent.number]) for parent in call.parents)
+    continues = None if call.continues is None else numbers[call.continues]
+    return replace(call, parents=parents, continues=continues)
 
 
 # -- running --------------------------------------------------------------------------------------

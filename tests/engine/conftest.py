@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.engine.oracle import Oracle
+from tests.quick import NUM_BLOCKS
 from vllm_choreo.smallmodel.embedded import default_path, is_complete
 from vllm_choreo.smallmodel.tiny import MAX_MODEL_LEN
 
@@ -49,6 +50,7 @@ def start_engine(model_path: Path, **options: Any) -> LLM:
         "enforce_eager": True,
         "max_model_len": MAX_MODEL_LEN,
         "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": NUM_BLOCKS,
         "max_num_batched_tokens": 256,
         "max_num_seqs": 16,
         "enable_prefix_caching": True,

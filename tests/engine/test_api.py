@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests.quick import ONE_PROCESS
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.errors import (
     ChoreoError,
@@ -219,7 +220,11 @@ def test_async_calls_stream_overlap_and_end_early(tiny_model_path: Callable[[str
     from vllm.v1.engine.async_llm import AsyncLLM
 
     args = AsyncEngineArgs(
-        str(tiny_model_path("llama")), dtype="float32", enforce_eager=True, max_model_len=2048
+        str(tiny_model_path("llama")),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        distributed_executor_backend=ONE_PROCESS,
     )
 
     async def run() -> None:
@@ -283,7 +288,7 @@ def test_an_engine_in_its_own_process_gives_the_same_answers(
     with Choreography(llm) as c:
         expected = conversation(c)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    other = start_engine(tiny_model_path("llama"))
+    other = start_engine(tiny_model_path("llama"), distributed_executor_backend=ONE_PROCESS)
     try:
         with Choreography(other) as c:
             for one, two in zip(expected, conversation(c), strict=True):

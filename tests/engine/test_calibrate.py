@@ -122,6 +122,7 @@ def test_what_a_policy_is_not_for(
         Choreography(llm).prefill("Who?", role="")
 
 
+@pytest.mark.exhaustive
 def test_the_command(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,7 +149,7 @@ def test_the_command(
     assert cli.main([*run[1:], *small, "--limit", "1"]) == 0
     page = (tmp_path / "calibration" / "index.html").read_text()
     assert page.count("<circle") == 3 * 4 and "http" not in page.replace("http-equiv", "")
-    assert cli.main([*calibrate[1:], *small, "--limit", "2", "--target", "kl=0"]) == 1
+    assert cli.main([*calibrate[1:], *small, "--limit", "2", "--target", "ttft=1e-9"]) == 1
     assert "encode everything anew" in capsys.readouterr().out
 
 

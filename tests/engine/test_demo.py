@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo, as a user runs it, on its first task of each kind with the embedded model."""
+"""The demo, as a user runs it, on its first task of each kind, with a shallow model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.exhaustive  # `make demo` shows it, too
 def test_the_demo_measures_both_modes_and_writes_its_results(
-    tmp_path: Path, embedded_model_path: Path
+    tmp_path: Path, shallow_model_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
@@ -29,7 +29,7 @@ def test_the_demo_measures_both_modes_and_writes_its_results(
         "--out",
         str(out),
     ]
-    command += ["--model", str(embedded_model_path)]
+    command += ["--model", str(shallow_model_path)]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert shown.returncode == 0, shown.stderr[-3000:]
 

@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
 
 
-def test_examples_run(embedded_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_run(shallow_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.engine.conftest import start_engine, stop_engine
 
-    llm = start_engine(embedded_model_path, max_model_len=1024, max_num_batched_tokens=1024)
+    llm = start_engine(shallow_model_path, max_model_len=1024, max_num_batched_tokens=1024)
     scope: dict[str, object] = {"llm": llm}
     try:
         for example in re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests.quick import ONE_PROCESS
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.errors import DeniedMessageError
 from vllm_choreo.semantics.message import Message
@@ -197,7 +198,11 @@ def test_pending_calls_in_exact_mode_and_under_a_policy(
     from vllm.v1.engine.async_llm import AsyncLLM
 
     args = AsyncEngineArgs(
-        str(tiny_model_path("llama")), dtype="float32", enforce_eager=True, max_model_len=2048
+        str(tiny_model_path("llama")),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        distributed_executor_backend=ONE_PROCESS,
     )
 
     async def run() -> None:

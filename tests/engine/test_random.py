@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 
-from tests.engine.choreographies import Draw, check, draw_choreography
+from tests.engine.choreographies import Draw, check, draw_choreography, side_by_side
 from tests.engine.oracle import Oracle
 from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.smallmodel.tiny import TINY_MODELS
 
-_NUM_SEEDS = 21  # times 10 architectures: 210 choreographies
-_NUM_LOCAL = 60  # times 7 architectures in which not every token sees alike: 420 more
+# Each group of seeds is a test: its choreographies run side by side in one session.
+_SEEDS = [range(1), range(1, 3), range(3, 12), range(12, 21)]  # for each of 10 architectures
+# For each of 7 architectures in which not every token sees alike.
+_LOCAL_SEEDS = [range(3000, 3002), *(range(first, first + 10) for first in range(3002, 3062, 10))]
 # Windows are of 8 to 24 tokens.
 _NEAR = Draw(max_tokens=8, max_length=40)
-_NUM_EMBEDDED = 12
+_EMBEDDED_SEEDS = [range(1000, 1001), range(1001, 1002), range(1002, 1008)]
 # The embedded model costs a thousand times as much a token as the tiny ones.
 _EMBEDDED = Draw(num_batches=2, max_tokens=3, max_length=40, token_ids=(20, 49000))
 
@@ -59,22 +61,23 @@ def embedded(engine_slot: Callable[..., Any], embedded_model_path: Path) -> tupl
     return engine_slot(embedded_model_path), Oracle(embedded_model_path)
 
 
-@pytest.mark.parametrize("seed", sampled(range(_NUM_SEEDS), 3))
-def test_tiny(tiny: tuple[Any, Oracle], seed: int) -> None:
-    llm, oracle = tiny
+def _check_all(engine: tuple[Any, Oracle], seeds: range, draw: Draw | None = None) -> None:
+    llm, oracle = engine
     with Choreography(llm) as choreography:
-        check(choreography, oracle, draw_choreography(seed))
+        drawn = [draw_choreography(seed, draw) for seed in seeds]
+        check(choreography, oracle, side_by_side(drawn))
 
 
-@pytest.mark.parametrize("seed", sampled(range(3000, 3000 + _NUM_LOCAL), 2))
-def test_windows(local: tuple[Any, Oracle], seed: int) -> None:
-    llm, oracle = local
-    with Choreography(llm) as choreography:
-        check(choreography, oracle, draw_choreography(seed, _NEAR))
+@pytest.mark.parametrize("seeds", sampled(_SEEDS, 2), ids=str)
+def test_tiny(tiny: tuple[Any, Oracle], seeds: range) -> None:
+    _check_all(tiny, seeds)
 
 
-@pytest.mark.parametrize("seed", sampled(range(1000, 1000 + _NUM_EMBEDDED), 2))
-def test_embedded(embedded: tuple[Any, Oracle], seed: int) -> None:
-    llm, oracle = embedded
-    with Choreography(llm) as choreography:
-        check(choreography, oracle, draw_choreography(seed, _EMBEDDED))
+@pytest.mark.parametrize("seeds", sampled(_LOCAL_SEEDS, 1), ids=str)
+def test_windows(local: tuple[Any, Oracle], seeds: range) -> None:
+    _check_all(local, seeds, _NEAR)
+
+
+@pytest.mark.parametrize("seeds", sampled(_EMBEDDED_SEEDS, 2), ids=str)
+def test_embedded(embedded: tuple[Any, Oracle], seeds: range) -> None:
+    _check_all(embedded, seeds, _EMBEDDED)

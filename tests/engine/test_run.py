@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-choreo run` from the command line to the page, on one engine with the embedded model."""
+"""`vllm-choreo run` from the command line to the page, on one engine with a shallow model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ DOCS = (Path(__file__).parents[2] / "docs" / "workflows.md").read_text(encoding=
 
 
 @pytest.fixture(scope="module")
-def llm(embedded_model_path: Path) -> Iterator[Any]:
-    llm = start_engine(str(embedded_model_path), max_model_len=2048, forces_tokens=True)
+def llm(shallow_model_path: Path) -> Iterator[Any]:
+    llm = start_engine(str(shallow_model_path), max_model_len=2048, forces_tokens=True)
     yield llm
     stop_engine(llm)
 
@@ -103,7 +103,7 @@ def test_a_problem_that_does_not_fit_fails_alone(
 
 
 @needs_chromium
-def test_the_page_of_a_real_run(tmp_path: Path, embedded_model_path: Path) -> None:
+def test_the_page_of_a_real_run(tmp_path: Path, shallow_model_path: Path) -> None:
     made = run(tmp_path, "parallel_debate", "--mode", "both", "--limit", "1", "--rounds", "2")
     steps = made["transcript-choreo.json"]["steps"]
     reader, text = browser(tmp_path / "index.html")
@@ -114,7 +114,7 @@ def test_the_page_of_a_real_run(tmp_path: Path, embedded_model_path: Path) -> No
     for kind in ("waiting", "prefill", "decoding"):
         assert any("left" in (a.get("style") or "") for a in reader.classes("i", kind))
     shown = re.sub(r"<script.*?/script>", "", text, flags=re.DOTALL)
-    assert embedded_model_path.name in shown and "The engine did not say" not in shown
+    assert shallow_model_path.name in shown and "The engine did not say" not in shown
 
 
 def test_the_workflow_of_the_documentation(llm: Any, tmp_path: Path, monkeypatch: Any) -> None:

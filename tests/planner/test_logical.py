@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planner.facades import AsyncDigestFacade, DigestFacade
@@ -20,7 +20,6 @@ def decodes(compiled: CompiledGraph, **options: bool) -> int:
     return len(facade.decodes)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     prune=st.booleans(),
@@ -39,7 +38,6 @@ def test_rewriting_never_changes_an_output(
     assert len(facade.decodes) <= len(compiled.graph.nodes) * batch
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), semantics=st.sampled_from(["exact", "choreo"]))
 def test_answers_do_not_depend_on_how_calls_overlap(seed: int, semantics: str) -> None:
     compiled = RandomGraph(seed, num_ops=25).compile(4)
@@ -51,7 +49,6 @@ def test_answers_do_not_depend_on_how_calls_overlap(seed: int, semantics: str) -
         assert made - facade.freed == facade.pinned
 
 
-@settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_sampled_answers_are_never_merged(seed: int) -> None:
     compiled = RandomGraph(seed, sampled=True).compile(3)
@@ -65,7 +62,6 @@ def test_sampled_answers_are_never_merged(seed: int) -> None:
     assert count == sum(not plain.node(t).deterministic for t in plain.calls())
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), sampled=st.booleans())
 def test_the_prompt_cache_never_changes_an_output(seed: int, sampled: bool) -> None:
     compiled = RandomGraph(seed, sampled=sampled).compile(3)

@@ -54,11 +54,11 @@ def test_workers_share_the_load_and_the_prompts(workers: int, num_queries: int) 
 
 @pytest.mark.exhaustive
 def test_two_hundred_workers_and_a_hundred_thousand_calls() -> None:
-    half, whole = 680, 1360
-    _, _, before = run(desk(half), 200)
+    part, whole = 170, 1360
+    _, _, before = run(desk(part), 200)
     plan, simulation, after = run(desk(whole), 200)
     check(plan, simulation, whole)
     assert len(plan.prompts) >= 100_000
     assert simulation.balance < 1.1 and simulation.hit_rate > 0.05
-    for step, seconds in after.items():  # twice the calls: little more than twice the time
-        assert seconds < 2.6 * before[step] + 0.5, (step, before, after)
+    for step, seconds in after.items():  # for eight times the calls
+        assert seconds < 10.4 * before[step] + 0.5, (step, before, after)

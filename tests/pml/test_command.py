@@ -49,7 +49,7 @@ def test_check_says_what_is_wrong_and_where(
 
 
 def test_check_with_a_model_counts_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], embedded_model_path: Path
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shallow_model_path: Path
 ) -> None:
     text = (
         '<pml><schema name="s"><module name="a">I am <param name="x" len="2"/></module></schema>'
@@ -57,7 +57,7 @@ def test_check_with_a_model_counts_tokens(
     )
     path = written(tmp_path, text)
     assert cli.main(["pml", "check", path]) == 0
-    assert cli.main(["pml", "check", path, "--model", str(embedded_model_path)]) == 1
+    assert cli.main(["pml", "check", path, "--model", str(shallow_model_path)]) == 1
     assert "4 tokens, and its parameter takes 2" in capsys.readouterr().err
 
 
@@ -76,8 +76,8 @@ def test_an_example_reads_as_it_prints(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def llm(embedded_model_path: Path) -> Iterator[Any]:
-    engine = start_engine(str(embedded_model_path), max_model_len=2048)
+def llm(shallow_model_path: Path) -> Iterator[Any]:
+    engine = start_engine(str(shallow_model_path), max_model_len=2048)
     yield engine
     stop_engine(engine)
 
@@ -88,10 +88,10 @@ def test_an_example_runs(
     llm: Any,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    embedded_model_path: Path,
+    shallow_model_path: Path,
 ) -> None:
     monkeypatch.setattr(command, "_engine", lambda args: llm)
-    assert cli.main(["pml", "show", str(path), "--model", str(embedded_model_path)]) == 0
+    assert cli.main(["pml", "show", str(path), "--model", str(shallow_model_path)]) == 0
     assert f"schema {path.stem}" in capsys.readouterr().out
     assert cli.main(["pml", "encode", str(path)]) == 0
     out = capsys.readouterr().out

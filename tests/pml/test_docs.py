@@ -18,7 +18,7 @@ DOCS = (Path(__file__).parents[2] / "docs" / "pml.md").read_text(encoding="utf-8
 EXAMPLES = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 
 
-def test_the_examples_run(embedded_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_run(shallow_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, program, _ = EXAMPLES  # the last one needs a server: tests/server/test_prompts.py
     scope: dict[str, Any] = {}
     try:

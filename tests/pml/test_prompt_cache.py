@@ -13,6 +13,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.pml.trees import Words
+from tests.quick import ONE_PROCESS
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.errors import ChoreoError, FreedMessageError, PmlError, UnknownSchemaError
 from vllm_choreo.pml import AsyncPromptCache, PromptCache
@@ -160,7 +161,11 @@ def test_the_async_cache_does_the_same(tiny_model_path: Callable[[str], Path], l
         cache.register(SCHEMA)
         expected = cache.decode([PROMPT, ALONE], sampling_params=GREEDY)
     args = AsyncEngineArgs(
-        model=str(tiny_model_path("llama")), dtype="float32", enforce_eager=True, max_model_len=2048
+        model=str(tiny_model_path("llama")),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        distributed_executor_backend=ONE_PROCESS,
     )
 
     async def run() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the server tests: one server for all of them, and clients of its two tenants."""
+"""Fixtures of the server tests: the servers that they share, and clients of its two tenants."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ import httpx
 import pytest
 
 from benchmarks.harness.serving import KEYS, Server, start_server
-from tests.server.serving import Session
+from tests.server.serving import QUICK, Session
 
 
 @pytest.fixture(scope="session")
-def server(embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of the embedded model with two API keys, on the settings of the plugin."""
+def server(shallow_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a shallow model with two API keys, on the settings of the plugin."""
     folder = tmp_path_factory.mktemp("server")
-    with start_server(embedded_model_path, folder, choreo_keep=str(folder / "kept")) as running:
+    options = {"choreo_keep": str(folder / "kept"), **QUICK}
+    with start_server(shallow_model_path, folder, **options) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def whole_server(
+    embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server of the embedded model as users start it, for what the documentation shows."""
+    with start_server(embedded_model_path, tmp_path_factory.mktemp("whole")) as running:
         yield running
 
 

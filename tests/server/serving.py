@@ -11,6 +11,13 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.serving import Server
+from tests.quick import NUM_BLOCKS, ONE_PROCESS
+
+# Options of servers that start sooner.
+QUICK: dict[str, Any] = {
+    "distributed_executor_backend": ONE_PROCESS,
+    "num_gpu_blocks_override": NUM_BLOCKS,
+}
 
 
 class Session:

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.harness.serving import MODEL_NAME, Server, arguments_of, environment
 from tests.server.openai_calls import Caller
+from tests.server.serving import QUICK
 
 NUM_TOKENS = 6
 QUESTIONS = {
@@ -70,7 +71,7 @@ def run_batch(
     command = [str(Path(sys.executable).with_name("vllm")), "run-batch", "--model", str(model_path)]
     command += ["-i", str(asked), "-o", str(answered)]
     settings = {"served_model_name": MODEL_NAME, "dtype": "float32", "enforce_eager": True}
-    settings |= {"max_model_len": 2048, "seed": 0, **options}
+    settings |= {"max_model_len": 2048, "seed": 0, **QUICK, **options}
     command += arguments_of(settings)
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=400, check=False
@@ -83,7 +84,7 @@ def run_batch(
 
 @pytest.fixture(scope="module")
 def batch(
-    embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+    shallow_model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
     """The answers to one file of everything."""
     lines = good_lines()
@@ -92,7 +93,7 @@ def batch(
     # Nobody can name them: what they make is freed at once.
     lines += [line(f"unnamed {i}", f"Number {i}", parents=["facts"]) for i in range(20)]
     folder = tmp_path_factory.mktemp("batch")
-    answers, log = run_batch(embedded_model_path, folder, lines, plugin="choreo")
+    answers, log = run_batch(shallow_model_path, folder, lines, plugin="choreo")
     assert "Traceback" not in log, log[-5000:]
     return answers
 

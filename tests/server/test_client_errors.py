@@ -117,9 +117,9 @@ _OF_JSON = ("content", "copy_of", "name", "sampling_params.", "ttl")
 
 
 @pytest.fixture(scope="module")
-def local(embedded_model_path: Path) -> Choreography:
+def local(shallow_model_path: Path) -> Choreography:
     """The same rules without a server or an engine."""
-    return _with_messages(Choreography(_NoEngine(embedded_model_path), mode="baseline"))
+    return _with_messages(Choreography(_NoEngine(shallow_model_path), mode="baseline"))
 
 
 @pytest.fixture(scope="module")

@@ -24,12 +24,12 @@ needs_programs = pytest.mark.skipif(
 
 
 @needs_programs
-def test_the_page_is_what_happens(server: Server, tmp_path: Path) -> None:
+def test_the_page_is_what_happens(whole_server: Server, tmp_path: Path) -> None:
     """One shell runs all commands, so that variables live on from block to block."""
     examples = read_page()
     local = "BASE=http://localhost:8000 KEY=alpha\n"
     assert examples[0][0].startswith(local)
-    examples[0][0] = examples[0][0].replace(local, f"BASE={server.base_url} KEY={KEYS[0]}\n")
+    examples[0][0] = examples[0][0].replace(local, f"BASE={whole_server.base_url} KEY={KEYS[0]}\n")
     script = "set -euo pipefail\n" + f"\necho; echo '{END}'\n".join(text for text, _ in examples)
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120

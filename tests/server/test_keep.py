@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from benchmarks.harness.serving import KEYS, Server, start_server
-from tests.server.serving import Session
+from tests.server.serving import QUICK, Session
 from vllm_choreo import AsyncChoreoClient, ChoreoClient
 from vllm_choreo.errors import ChoreoError, KeptError, UnknownKeptError
 from vllm_choreo.server import documents
@@ -40,7 +40,7 @@ def test_from_saving_to_deleting(server: Server, alpha: httpx.Client, session: S
     answer = alpha.post(f"{session.path}/save", json={"name": "house", "encodings": True}).json()
     KeptAnswer.model_validate(answer, strict=True)
     assert answer["messages"] == answer["encodings"] == 1
-    assert answer["tokens"] == shed["num_tokens"] and answer["bytes"] > 40_000 * answer["tokens"]
+    assert answer["tokens"] == shed["num_tokens"] and answer["bytes"] > 1000 * answer["tokens"]
     assert "house" in _names(alpha)
     other = Session(alpha)
     (loaded,) = alpha.post(f"{other.path}/load", json={"name": "house"}).json()["data"]
@@ -129,7 +129,7 @@ def test_the_example_of_the_documentation(
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_restarted_server_serves_the_same_handles(
-    server: Server, embedded_model_path: Path, tmp_path: Path
+    server: Server, shallow_model_path: Path, tmp_path: Path
 ) -> None:
     client = _client(server)  # stays open: its handles are to outlive the server
     shed = client.prefill(SHED, save_as="shed")
@@ -142,7 +142,7 @@ def test_a_restarted_server_serves_the_same_handles(
     damaged.write_bytes(damaged.read_bytes()[:1000])
     settings = {"server": {"max_kept_gib_per_tenant": 1e-6}}
     options = {"choreo_keep": str(kept), "choreo_load": str(kept), "settings": settings}
-    with start_server(embedded_model_path, tmp_path, **options) as restarted:
+    with start_server(shallow_model_path, tmp_path, **options, **QUICK) as restarted:
         log = restarted.log.read_text()
         assert f"asynchronous/{damaged.name}" in log and "was not loaded" in log
         path = f"/v1/choreo/sessions/{client.session}"

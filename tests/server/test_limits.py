@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from benchmarks.harness.serving import KEYS, Server, start_server
-from tests.server.serving import Session
+from tests.server.serving import QUICK, Session
 from tests.server.test_routes import GREEDY, LONG, error_of
 
 SETTINGS = {
@@ -39,9 +39,9 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def server(embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shallow_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("limits")
-    with start_server(embedded_model_path, folder, settings=SETTINGS) as running:
+    with start_server(shallow_model_path, folder, settings=SETTINGS, **QUICK) as running:
         yield running
 
 
@@ -233,3 +233,12 @@ def engine_processes(server: Server) -> list[int]:
     found = [int(line.split()[0]) for line in lines if "EngineCore" in line]
     assert found, lines
     return found
+
+
+def test_nothing_is_saved_where_the_operator_does_not_allow_it(alpha: httpx.Client) -> None:
+    session = Session(alpha)
+    session.call(**prefill(3))
+    for path in (f"{session.path}/save", f"{session.path}/load"):
+        error = error_of(alpha.post(path, json={"name": "x"}), 400)
+        assert "--choreo-keep" in error["message"]
+    alpha.delete(session.path)

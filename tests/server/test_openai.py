@@ -27,6 +27,12 @@ SHED = "The shed behind the house is green.\n"
 TOLERANCE = 5e-4
 
 
+@pytest.fixture(scope="module")
+def server(whole_server: Server) -> Server:
+    """One whose answers make sense: they call tools and fill in schemas."""
+    return whole_server
+
+
 @pytest.fixture
 def call(server: Server, session: Session) -> Caller:
     """Calls in a session of their own."""

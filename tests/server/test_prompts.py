@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.harness.serving import KEYS, Server, start_server
+from tests.server.serving import QUICK
 from vllm_choreo import AsyncChoreoClient, ChoreoClient
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import LimitError, NameTakenError, PmlError, UnknownSchemaError
@@ -37,12 +38,12 @@ OPERATORS = SCHEMA.replace('name="cellar"', 'name="house"').replace("plums", "pe
 
 
 @pytest.fixture(scope="module")
-def server(embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shallow_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("prompts")
     (folder / "house.pml").write_text(OPERATORS)
     settings = {"server": {"max_schemas_per_tenant": 2, "max_tokens_per_schema": 500}}
-    options = {"choreo_schema": str(folder / "house.pml"), "settings": settings}
-    with start_server(embedded_model_path, folder, **options) as running:
+    options = {"choreo_schema": str(folder / "house.pml"), "settings": settings, **QUICK}
+    with start_server(shallow_model_path, folder, **options) as running:
         yield running
 
 
@@ -277,11 +278,11 @@ def test_the_command_runs_prompts_on_a_server(
 
 
 @pytest.mark.exhaustive  # a server's start
-def test_a_file_that_is_no_schema_ends_the_start(embedded_model_path: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_schema_ends_the_start(shallow_model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.pml").write_text('<schema name="s">\n <b/></schema>')
     with (
         pytest.raises(RuntimeError),
-        start_server(embedded_model_path, tmp_path, choreo_schema=str(tmp_path / "bad.pml")),
+        start_server(shallow_model_path, tmp_path, choreo_schema=str(tmp_path / "bad.pml")),
     ):
         pass
     (log,) = tmp_path.glob("server-*.log")

@@ -129,12 +129,12 @@ def test_a_call_is_the_request_on_the_concatenated_text(
 
 
 def test_chat_turns_are_rendered_with_the_template(
-    session: Session, embedded_model_path: Path
+    session: Session, shallow_model_path: Path
 ) -> None:
     from transformers import AutoTokenizer
 
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model_path)
+    tokenizer = AutoTokenizer.from_pretrained(shallow_model_path)
     for kind in ("prefill", "decode"):
         message = session.call(type=kind, messages=turns)
         rendered = tokenizer.apply_chat_template(

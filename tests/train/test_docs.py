@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/training.md on the embedded model: its commands in small, and what they leave behind."""
+"""docs/training.md on a shallow model: its commands in small, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SMALLER = {"limit": "10", "epochs": "1", "set": "key_values"}
 
 
 @pytest.fixture(scope="module")
-def llm(embedded_model_path: Path) -> Iterator[Any]:
-    llm = start_engine(str(embedded_model_path), max_model_len=2048, max_logprobs=64)
+def llm(shallow_model_path: Path) -> Iterator[Any]:
+    llm = start_engine(str(shallow_model_path), max_model_len=2048, max_logprobs=64)
     yield llm
     stop_engine(llm)
 
@@ -60,21 +60,21 @@ def folder(llm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_the_commands_leave_behind(folder: Path, embedded_model_path: Path) -> None:
+def test_what_the_commands_leave_behind(folder: Path, shallow_model_path: Path) -> None:
     recording, adapter = (
         Recording.load(folder / "recorded"),
         TrainedAdapter.load(folder / "adapter"),
     )
-    assert adapter.base == recording.base == BaseModel.of(embedded_model_path)
+    assert adapter.base == recording.base == BaseModel.of(shallow_model_path)
     assert adapter.data["digest"] == recording.digest and adapter.data["train"] == 8
     assert (folder / "adapter" / "curves.png").exists()
     curve = adapter.curves["development"]
     assert curve[-1][0] == 2 and curve[-1][1] != curve[0][1] > 0
 
 
-def test_what_was_recorded_is_what_the_text_says(folder: Path, embedded_model_path: Path) -> None:
+def test_what_was_recorded_is_what_the_text_says(folder: Path, shallow_model_path: Path) -> None:
     """The engine's likeliest tokens are those of the trainer's model, in order and in nats."""
-    model = PackedModel(load(embedded_model_path))
+    model = PackedModel(load(shallow_model_path))
     for example in examples_of(Recording.load(folder / "recorded"))["train"][:3]:
         _assert_likeliest(model, example)
 

@@ -105,9 +105,10 @@ class _Writer:
         shape = KVShape.of(shapes[0]["dtype"], all_heads(shapes, self._origin))
         own = self._told["own"]
         wanted = dict(zip(own, messages, strict=True))
-        # A copy is no message's own: it is kept if it is there.
+        # A copy is no message's own: it is kept if it is there, and if calls can come to read it.
+        ids = {message.id for message in messages}
         copies = [n for n in self._told["resident"] if self._entries[n]["is_copy"]]
-        numbers = [*own, *(n for n in copies if n not in wanted)]
+        numbers = [*own, *(n for n in copies if self._entries[n]["message"] in ids)]
         num_tokens = sum(len(self._entries[number]["tokens"]) for number in numbers)
         _check_size(shape.token_bytes * num_tokens, self._folder.max_bytes)
         with ByteBar("saving", shape.token_bytes * num_tokens, progress) as bar:
