@@ -99,8 +99,13 @@ class Chunk:
     num_bytes: int
 
 
-def chunks(shape: KVShape, num_tokens: int, max_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """All of an encoding, in the order of the file; of more than `max_bytes` only one token."""
+def chunks(shape: KVShape, num_tokens: int, max_bytes: int = 0) -> Iterator[Chunk]:
+    """All of an encoding, in the order of the file; of more than `max_bytes` only one token.
+
+    Args:
+        max_bytes: 0: `CHUNK_BYTES`.
+    """
+    max_bytes = max_bytes or CHUNK_BYTES
     part = 0
     while part < shape.num_parts:
         row = shape.row_bytes(part)
