@@ -22,13 +22,14 @@ ROOMS: dict[str, set[str]] = {
     "semantics": {"repair"},
     "ops": set(),
     "smallmodel": set(),
+    "auto": set(),
     "store": {"semantics", "repair"},
     "engine": {"config", "semantics"},
     "engine.scheduler": {"config", "semantics", "repair", "store", "engine"},
     "engine.worker": {"config", "ops", "engine"},
     "wire": {"semantics"},
     "keep": {"semantics", "wire", "trained_adapter"},
-    "api": {"repair", "semantics", "engine", "trained_adapter", "keep"},
+    "api": {"repair", "semantics", "engine", "trained_adapter", "auto", "keep"},
     "pml": {"semantics", "api"},
     "client": {"repair", "semantics", "wire", "api", "pml"},
     "workflows.problems": set(),
@@ -40,13 +41,13 @@ ROOMS: dict[str, set[str]] = {
     "train": {"semantics", "ops", "workflows.record", "files", "trained_adapter"},
     "server": {
         *("config", "repair", "semantics", "wire", "api", "engine", "show"),
-        *("workflows.record", "pml", "keep"),
+        *("workflows.record", "pml", "auto", "keep"),
     },
     "cli": {
         *("semantics", "api", "client", "ops", "show", "smallmodel", "engine", "wire"),
         *("judge", "repair", "trained_adapter"),
         *("workflows", "workflows.record", "workflows.problems"),
-        *("files", "train", "trained_adapter", "pml", "keep"),
+        *("files", "train", "trained_adapter", "pml", "auto", "keep"),
     },
 }
 # The two processes of an engine meet in `engine` alone; what runs in neither stays out of both.

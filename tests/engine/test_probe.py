@@ -86,9 +86,10 @@ def test_layers_without_rope_that_scale_queries_are_probed(
 ) -> None:
     """vLLM has them scale in engines of more than 32,768 tokens."""
     path = write_model(_llama4(floor_scale=ORIGINAL, attention_chunk_size=None))
-    stop_engine(start_engine(path, max_model_len=40_000))
+    options = {"max_model_len": 40_000, "num_gpu_blocks_override": 1300}
+    stop_engine(start_engine(path, **options))
     monkeypatch.setattr(query_scaling, "_DECLARED", ())
-    refused = _refusal(path, max_model_len=40_000)
+    refused = _refusal(path, **options)
     assert "layers.1" in str(refused.value)
     assert "max_model_len=8191 or less" in refused.message
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from vllm_choreo.api import baseline
-from vllm_choreo.api.keeping import Keeping
+from vllm_choreo.api.chats import SessionChats
 from vllm_choreo.api.outcomes import (
     Outcome,
     Report,
@@ -36,8 +36,8 @@ from vllm_choreo.api.outcomes import (
 )
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
+from vllm_choreo.api.sync_keeping import SyncKeeping
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.keep.steps import Ask, drive
 from vllm_choreo.semantics.call import (
     Asked,
     DecodeOptions,
@@ -47,10 +47,10 @@ from vllm_choreo.semantics.call import (
     asked_copy,
     check_mode,
 )
-from vllm_choreo.semantics.message import Kept, Message
+from vllm_choreo.semantics.message import Message
 
 
-class Choreography:
+class Choreography(SyncKeeping):
     """A tenant's session on an engine; closing it frees its messages.
 
     Args:
@@ -93,6 +93,7 @@ class Choreography:
         )
         self._entries = self._session.entries
         self._denied: tuple[str, ...] = ()
+        self._chats = SessionChats(llm, self._entries.is_live)
 
     @property
     def session(self) -> str:
@@ -126,6 +127,34 @@ class Choreography:
         of each.
         """
         return self._run(asked("decode", header, options, self._denied))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        auto: str = "exact",
+        rendering: Mapping[str, Any] | None = None,
+        min_tokens: int | None = None,
+        **options: Any,
+    ) -> Message:
+        """Answer a chat whose messages were seen before, or were not (docs/on-ramps.md).
+
+        Args:
+            messages: as `LLM.chat` takes them.
+            auto: "exact": the answer of plain text; "choreo": its parts are read as they were
+                encoded, wherever they stood; "off": nothing is reused, and nothing kept.
+            rendering: what the chat template is told: `tools`, and variables of its own.
+            min_tokens: shorter parts are joined; None: 16.
+            options: `sampling_params`, `adapter`, `role`, `save_as`, and with "choreo" `repair`:
+                as of `decode`.
+
+        Returns:
+            The answer, with the header before it; its usage counts what was encoded for the chat.
+
+        Raises:
+            ChoreoError: as `decode`.
+        """
+        return self._chats.answer(self, messages, auto, rendering or {}, min_tokens, options)
 
     def reencode(self, message: Any, **options: Unpack[ReadOptions]) -> Message:
         """Encode the tokens of a message anew, with parents of your choice: a clean copy.
@@ -180,51 +209,6 @@ class Choreography:
     def provenance(self, named: Any) -> frozenset[str]:
         """Ids of all messages that a complete message carries traces of: `Message.provenance`."""
         return self.message(named).provenance
-
-    def save(
-        self, messages: Any, uri: Any, *, encodings: bool = False, progress: bool | None = None
-    ) -> Kept:
-        """Keep messages in a folder; until all is written, it has those that it had before.
-
-        Args:
-            messages: a list of complete messages; None: all of the session.
-            uri: a path, or a URL of fsspec's (`s3://…`, `memory://…`).
-            encodings: keep keys and values, too: with them nothing is encoded again.
-            progress: show a bar; None: on a terminal.
-
-        Raises:
-            DeniedMessageError: one carries traces of a message that is denied.
-            KeptError: the storage failed, or keeps no such keys; what it held is as it was.
-            PoolFullError: a message whose keys and values were evicted does not come back.
-            ChoreoError: a message is not complete, or the session is in baseline mode.
-        """
-        keeping = Keeping(self._session, self._llm.llm_engine.vllm_config)
-        options: Any = {"encodings": encodings, "progress": progress, "denied": self._denied}
-        return drive(keeping.save(messages, uri, **options), self._answer)
-
-    def load(
-        self, uri: Any, *, on_mismatch: str = "refuse", progress: bool | None = None
-    ) -> list[Message]:
-        """Bring saved messages into this session, under their names; nothing is encoded for that.
-
-        What has no keys and values in the folder, or no room here, is encoded when it is read.
-
-        Args:
-            on_mismatch: what becomes of keys and values that another model made, or that were
-                damaged: "refuse" the load, or "encode" their messages when they are read.
-            progress: show a bar; None: on a terminal.
-
-        Returns:
-            The messages, in the order in which they were saved.
-
-        Raises:
-            UnknownKeptError: nothing was saved there.
-            KeptError: another tenant's, another tokenizer's, or it does not fit; names the file.
-            NameTakenError, TooLongError, AdapterError: what is in the way. Nothing was loaded.
-        """
-        keeping = Keeping(self._session, self._llm.llm_engine.vllm_config)
-        steps = keeping.load(uri, on_mismatch=on_mismatch, progress=progress)
-        return drive(steps, self._answer)
 
     def stats(self) -> dict[str, Any]:
         """The engine's numbers on this session's messages; in baseline mode those of the client."""
@@ -322,17 +306,6 @@ class Choreography:
 
     def _ids(self, messages: Sequence[Any]) -> list[str]:
         return [self._entries.complete("messages", message).id for message in messages]
-
-    def _answer(self, ask: Ask) -> Any:
-        """What a save or a load asks of the engine."""
-        from vllm_choreo.engine.utility import of_workers
-
-        if ask.what == "operation":
-            return self._utility(*ask.args)
-        if ask.what == "workers":
-            return of_workers(self._llm, *ask.args)
-        # Whoever reads a message has it encoded.
-        self.free(self.prefill([0], parents=list(ask.args), mode="choreo", repair="none"))
 
     def _utility(self, operation: str, *args: Any) -> Any:
         if self.mode == "baseline":

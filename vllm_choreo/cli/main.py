@@ -14,6 +14,7 @@ from vllm_choreo.cli import (
     demo,
     distil,
     doctor,
+    explain,
     inspect,
     keep,
     model,
@@ -54,6 +55,7 @@ _COMMANDS: dict[str, tuple[Command, str]] = {
         doctor,
         "check on this machine that choreography is right for a model (against HuggingFace)",
     ),
+    "explain": (explain, "what of recorded chats would be reused, and where answers may differ"),
     "inspect": (inspect, "show messages, their blocks and who shares them"),
     "dashboard": (dashboard, "print the Grafana dashboard of a server's metrics, as JSON"),
 }

@@ -14,6 +14,7 @@ from typing import Any
 
 PLUGIN = "choreo"
 
+_AUTO = ("exact", "choreo", "off")
 _VARIABLE = "VLLM_PLUGINS"
 # Set where a command line of vLLM is parsed, and inherited by the processes of its engines.
 _ONLY_IF_NAMED = "CHOREO_ONLY_IF_NAMED"
@@ -68,6 +69,14 @@ def add_option(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="With --plugin choreo: load what was saved in DIR by --choreo-keep, and open its "
         "sessions again, for each API key its own.",
+    )
+    parser.add_argument(
+        "--choreo-auto",
+        choices=_AUTO,
+        default="off",
+        help="With --plugin choreo: what becomes of the messages of chats that name none "
+        "(docs/on-ramps.md), where a request does not say. exact: reused where the answer is that "
+        "of plain text; choreo: reused wherever they stand. Default: %(default)s.",
     )
 
 

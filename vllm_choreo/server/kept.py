@@ -16,7 +16,7 @@ import secrets
 
 from vllm.logger import init_logger
 
-from vllm_choreo.errors import ChoreoError, LimitError
+from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
 from vllm_choreo.keep.manifest import data_files, read_manifest
 from vllm_choreo.keep.storage import KeptFolder
 from vllm_choreo.server import tenants
@@ -137,7 +137,10 @@ class KeptFolders:
     async def _load(self, sessions: Sessions, tenant: str, name: str) -> None:
         folder = self.folder(tenant, name)
         kept = await asyncio.to_thread(read_manifest, folder)
-        session = sessions.reopen(tenant, kept["session"])
+        try:  # another name may have opened it
+            session = sessions.session(tenant, kept["session"])
+        except UnknownSessionError:
+            session = sessions.open(tenant, session_id=kept["session"])
         with session.used() as choreography:
             messages = await choreography.load(folder, progress=False)
         num_files = len(data_files(kept))

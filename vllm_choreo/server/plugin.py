@@ -50,9 +50,11 @@ class ChoreoEndpoints:
         """
         from vllm_choreo.config import ChoreoConfig
         from vllm_choreo.server import kept, metrics
+        from vllm_choreo.server.auto_messages import TenantChats
         from vllm_choreo.server.call_reader import CallReader
         from vllm_choreo.server.guard import guarded
         from vllm_choreo.server.openai import batch, handlers
+        from vllm_choreo.server.openai.auto_chats import AutoChats
         from vllm_choreo.server.served_adapters import ServedAdapters
         from vllm_choreo.server.served_schemas import ServedSchemas
         from vllm_choreo.server.sessions import Sessions
@@ -73,7 +75,9 @@ class ChoreoEndpoints:
             if loaded is not None:
                 await loaded.load_all(state.choreo)
             state.choreo.start_expiry()
-            handlers.init_state(state, llm)
+            auto = getattr(args, "choreo_auto", None) or "off"
+            chats = TenantChats(state.choreo, engine_client.vllm_config)
+            handlers.init_state(state, llm, AutoChats(chats, llm, auto))
         else:
             batch.init_batch(state, llm)
 

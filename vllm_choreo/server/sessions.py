@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -45,6 +45,9 @@ class Observer(Protocol):
 
     def refused(self, error: ChoreoError) -> None:
         """A client was answered with an error."""
+
+    def looked_up(self, outcome: str, report: Mapping[str, int]) -> None:
+        """The parts of a chat were looked up; `outcome` is one of `AUTO_OUTCOMES`."""
 
 
 @dataclass(eq=False)
@@ -170,11 +173,6 @@ class Sessions:
             observer.opened()
         return session
 
-    def reopen(self, tenant: str, session_id: str) -> OpenSession:
-        """A session of an earlier run of the server, as if it had stayed open. Raises as `open`."""
-        found = self._sessions.get((tenant, session_id))
-        return found or self.open(tenant, session_id=session_id)
-
     def session(self, tenant: str, session_id: str) -> OpenSession:
         """The open session of this id.
 
@@ -209,6 +207,10 @@ class Sessions:
     def is_open(self, session: OpenSession) -> bool:
         """Whether it has not been closed."""
         return (session.tenant, session.id) in self._sessions
+
+    def is_usable(self, session: OpenSession) -> bool:
+        """Whether it has neither been closed nor expired."""
+        return self.is_open(session) and session.expires_in > 0
 
     async def describe(self, session: OpenSession) -> dict[str, Any]:
         """The session object."""
