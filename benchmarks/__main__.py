@@ -16,6 +16,7 @@ import time
 from benchmarks.attention import page as attention
 from benchmarks.checkouts import page as checkouts
 from benchmarks.harness.record import BENCHMARKS, RESULTS, RESULTS_PAGE
+from benchmarks.keep import page as keep
 from benchmarks.memory import page as memory
 from benchmarks.mixed import page as mixed
 from benchmarks.on_ramps import page as on_ramps
@@ -44,6 +45,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "quality": ("benchmarks.quality --limit 16 --questions 2",),
     "shared": ("benchmarks.attention.shared_reading --rounds 5",),
     "pml": ("benchmarks.pml --documents 1000 --in-flight 1 8 --turns 2 --limit 16",),
+    "keep": ("benchmarks.keep --turns 3",),
     "on_ramps": ("benchmarks.on_ramps --tokens 1000 --history 1000 --turns 2",),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 3",),
@@ -73,6 +75,7 @@ SECTIONS = (
     soak.section,
     quality.section,
     pml.section,
+    keep.section,
     on_ramps.section,
     attention.section,
 )

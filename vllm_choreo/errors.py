@@ -142,6 +142,14 @@ class LimitError(ChoreoError):
     """A limit of the server or of the tenant is reached; the error names the setting."""
 
 
+class KeptError(ChoreoError):
+    """What was saved does not fit, is damaged or cannot be reached; `value` names the file."""
+
+
+class UnknownKeptError(KeptError):
+    """Nothing was saved under this name, or a save of it was never finished."""
+
+
 class EngineRestartedError(ChoreoError):
     """The engine that held the messages has ended; open a new session and make them again."""
 
@@ -171,6 +179,8 @@ _BY_NAME: dict[str, type[ChoreoError]] = {
         PoolFullError,
         UnknownSessionError,
         LimitError,
+        KeptError,
+        UnknownKeptError,
         EngineRestartedError,
     )
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.integrations.answers import ChatAnswer, read_answer
-from vllm_choreo.integrations.conversations import ID_KEY, Ask, Conversations, Refused
+from vllm_choreo.integrations.conversations import ID_KEY, Conversations, HttpRequest, Refused
 
 Chat = list[dict[str, Any]]
 Template = Callable[[Chat, bool], str]
@@ -69,7 +69,7 @@ class ToyServer:
         self.contexts: dict[str, list[str]] = {}
         self.asked: list[str] = []
 
-    def reply(self, ask: Ask) -> Any:
+    def reply(self, ask: HttpRequest) -> Any:
         self.asked.append(ask.path)
         if ask.path == "/v1/choreo/sessions":
             return {"id": "S"}

@@ -19,10 +19,10 @@ from vllm_choreo.semantics.positions import (
     resolve_offsets,
 )
 from vllm_choreo.store.copies import Link
-from vllm_choreo.store.encoding import Adapter, Encoding
+from vllm_choreo.store.encoding import Adapter, Encoding, copies_of
 from vllm_choreo.store.exact import exact_chain, is_exact
 from vllm_choreo.store.stats import stats
-from vllm_choreo.store.store import MessageStore, copies_of
+from vllm_choreo.store.store import MessageStore
 
 
 @pytest.fixture

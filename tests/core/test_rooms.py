@@ -28,7 +28,8 @@ ROOMS: dict[str, set[str]] = {
     "engine.scheduler": {"config", "semantics", "repair", "store", "engine"},
     "engine.worker": {"config", "ops", "engine"},
     "wire": {"semantics"},
-    "api": {"repair", "semantics", "engine", "trained_adapter", "auto"},
+    "keep": {"semantics", "wire", "trained_adapter"},
+    "api": {"repair", "semantics", "engine", "trained_adapter", "auto", "keep"},
     "pml": {"semantics", "api"},
     "client": {"repair", "semantics", "wire", "api", "pml"},
     "integrations": set(),
@@ -41,13 +42,13 @@ ROOMS: dict[str, set[str]] = {
     "train": {"semantics", "ops", "workflows.record", "files", "trained_adapter"},
     "server": {
         *("config", "repair", "semantics", "wire", "api", "engine", "show"),
-        *("workflows.record", "pml", "auto"),
+        *("workflows.record", "pml", "auto", "keep"),
     },
     "cli": {
         *("semantics", "api", "client", "ops", "show", "smallmodel", "engine", "wire"),
         *("judge", "repair", "trained_adapter"),
         *("workflows", "workflows.record", "workflows.problems"),
-        *("files", "train", "trained_adapter", "pml", "auto"),
+        *("files", "train", "trained_adapter", "pml", "auto", "keep"),
     },
 }
 # The two processes of an engine meet in `engine` alone; what runs in neither stays out of both.

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 from vllm import SamplingParams
 
 from tests.engine.adapters import Adapter
 from tests.engine.oracle import Encoded, Oracle, Parent, assert_choices, random_tokens, whole
 from vllm_choreo import Choreography
 from vllm_choreo.engine import utility
+from vllm_choreo.errors import AdapterError, ChoreoError
 
 SESSION = "adapters"
 
@@ -231,3 +233,37 @@ def test_a_look_at_replaced_weights_does_not_pass_for_loading_them(
     assert not old.request.load_inplace, "it is the caller's own"
     exact = _call(llm, header, old, parents=["new"], exact=True)
     _assert_answer(exact, tokens + header, new.oracle, [], 0)
+
+
+def test_what_an_adapter_encoded_is_kept_under_its_weights(
+    llm: Any, adapters: list[Adapter], tmp_path: Path
+) -> None:
+    """Read with the adapter elsewhere, encoded again where it is, never with other weights."""
+    folder, rng = tmp_path / "kept", random.Random(8)
+    home = tmp_path / "adapter"
+    shutil.copytree(adapters[0].path, home)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with Choreography(llm) as c:
+        note = c.prefill(random_tokens(rng, 40), adapter=home, save_as="note")
+        said = c.decode([5], parents=[note], sampling_params=greedy).token_ids
+        c.save([note], folder, encodings=True)
+        c.save([note], tmp_path / "recipe")
+    (path,) = folder.glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    assert about["adapter"] == str(home) and about["model"] == adapters[0].model_path.name
+    with Choreography(llm) as c:
+        c.load(folder)
+        assert c.decode([5], parents=["note"], sampling_params=greedy).token_ids == said
+        c.evict("note")
+        assert c.decode([5], parents=["note"], sampling_params=greedy).token_ids == said
+    shutil.rmtree(home)
+    shutil.copytree(adapters[1].path, home)  # another adapter under its name
+    with Choreography(llm) as c:
+        c.load(folder)
+        assert c.decode([5], parents=["note"], sampling_params=greedy).token_ids == said
+        c.evict("note")
+        with pytest.raises(ChoreoError, match="weights of adapter"):
+            c.decode([5], parents=["note"], sampling_params=greedy)
+    with Choreography(llm) as c, pytest.raises(AdapterError, match="without its keys"):
+        c.load(tmp_path / "recipe")

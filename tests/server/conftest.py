@@ -18,8 +18,8 @@ from tests.server.serving import QUICK, Session
 def server(shallow_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of a shallow model with two API keys, on the settings of the plugin."""
     folder = tmp_path_factory.mktemp("server")
-    settings = {"hidden_memory_gib": 0.1}
-    with start_server(shallow_model_path, folder, settings=settings, **QUICK) as running:
+    options = {"choreo_keep": str(folder / "kept"), "settings": {"hidden_memory_gib": 0.1}, **QUICK}
+    with start_server(shallow_model_path, folder, **options) as running:
         yield running
 
 

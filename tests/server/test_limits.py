@@ -233,3 +233,12 @@ def engine_processes(server: Server) -> list[int]:
     found = [int(line.split()[0]) for line in lines if "EngineCore" in line]
     assert found, lines
     return found
+
+
+def test_nothing_is_saved_where_the_operator_does_not_allow_it(alpha: httpx.Client) -> None:
+    session = Session(alpha)
+    session.call(**prefill(3))
+    for path in (f"{session.path}/save", f"{session.path}/load"):
+        error = error_of(alpha.post(path, json={"name": "x"}), 400)
+        assert "--choreo-keep" in error["message"]
+    alpha.delete(session.path)

@@ -18,10 +18,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from vllm_choreo.api.async_runner import AsyncRunner
+from vllm_choreo.api.keeping import Keeping
 from vllm_choreo.api.outcomes import Outcome, check_ttl
 from vllm_choreo.api.pending import Pending
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.keep.steps import Ask, drive_async
 from vllm_choreo.semantics.call import (
     Asked,
     CallSpec,
@@ -33,7 +35,7 @@ from vllm_choreo.semantics.call import (
     submitted_spec,
 )
 from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
-from vllm_choreo.semantics.message import Message, Piece
+from vllm_choreo.semantics.message import Kept, Message, Piece
 
 
 class AsyncChoreography:
@@ -43,6 +45,7 @@ class AsyncChoreography:
         tenant: to whom the session belongs; identical messages of one tenant are encoded once.
         adapter, placement, repair: of calls that name none, see `Choreography`.
         limits: has `max_messages_per_session` and `max_tokens_per_session`; None: no limits.
+        session_id: that of an earlier process, whose messages are to be loaded; None: a new one.
     """
 
     def __init__(
@@ -55,16 +58,18 @@ class AsyncChoreography:
         placement: str | None = None,
         repair: Any = None,
         limits: Any = None,
+        session_id: str | None = None,
     ) -> None:
         check_mode(mode)
         self.mode = mode
         self.repair = repair
         tokenizer, vllm_config = async_llm.get_tokenizer(), async_llm.vllm_config
         self._session = Session(
-            tokenizer, vllm_config, mode, tenant, limits, adapter, placement, repair
+            tokenizer, vllm_config, mode, tenant, limits, adapter, placement, repair, session_id
         )
         self._entries = self._session.entries
         self._runner = AsyncRunner(async_llm, self._session)
+        self._keeping = Keeping(self._session, vllm_config)
         self._denied: tuple[str, ...] = ()
 
     @property
@@ -198,6 +203,20 @@ class AsyncChoreography:
         """See `Choreography.unpin`."""
         await self._runner.utility("unpin", self._session.id, self._ids(messages))
 
+    async def save(
+        self, messages: Any, uri: Any, *, encodings: bool = False, progress: bool | None = None
+    ) -> Kept:
+        """See `Choreography.save`. Other calls run meanwhile; files are written in a thread."""
+        options: Any = {"encodings": encodings, "progress": progress, "denied": self._denied}
+        return await drive_async(self._keeping.save(messages, uri, **options), self._answer)
+
+    async def load(
+        self, uri: Any, *, on_mismatch: str = "refuse", progress: bool | None = None
+    ) -> list[Message]:
+        """See `Choreography.load`. Other calls run meanwhile; files are read in a thread."""
+        steps = self._keeping.load(uri, on_mismatch=on_mismatch, progress=progress)
+        return await drive_async(steps, self._answer)
+
     def message(self, named: Any) -> Message:
         """See `Choreography.message`."""
         return self._entries.complete("message", named)
@@ -245,6 +264,17 @@ class AsyncChoreography:
     async def _submit_one(self, spec: CallSpec) -> Pending:
         (pending,) = await self._runner.submit(self._session.plan([spec]))
         return pending
+
+    async def _answer(self, ask: Ask) -> Any:
+        """What a save or a load asks of the engine."""
+        if ask.what == "operation":
+            return await self._runner.utility(*ask.args)
+        if ask.what == "workers":
+            return await self._runner.of_workers(*ask.args)
+        # Whoever reads a message has it encoded.
+        await self.free(
+            await self.prefill([0], parents=list(ask.args), mode="choreo", repair="none")
+        )
 
     def _ids(self, messages: Sequence[Any]) -> list[str]:
         return [self._entries.complete("messages", message).id for message in messages]

@@ -116,6 +116,12 @@ class AsyncRunner:
 
         return checked_answer(await call_async(self._llm, operation, *args))
 
+    async def of_workers(self, method: str, *args: Any) -> list[Any]:
+        """Run a method of the engine's workers; one answer each."""
+        from vllm_choreo.engine.utility import of_workers_async
+
+        return await of_workers_async(self._llm, method, *args)
+
     # -- one call ---------------------------------------------------------------------------------
 
     async def _life(self, handle: Pending, parents: Sequence[Pending], start: float) -> Result:

@@ -36,13 +36,14 @@ from vllm_choreo.api.outcomes import (
 )
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
+from vllm_choreo.api.sync_keeping import SyncKeeping
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import Asked, Result, asked, asked_copy, check_mode
 from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message
 
 
-class Choreography:
+class Choreography(SyncKeeping):
     """A tenant's session on an engine; closing it frees its messages.
 
     Args:

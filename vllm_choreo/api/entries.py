@@ -67,6 +67,13 @@ class Entries:
             self._gone.pop(call.id, None)
             self._enter(call.id, call)
 
+    def admit(self, messages: Sequence[Message]) -> None:
+        """Enter messages that were loaded. Raises NameTakenError, LimitError: as `check_new`."""
+        self.check_new(messages)
+        for message in messages:
+            self._gone.pop(message.id, None)
+            self._enter(message.id, message)
+
     def withdrawn(self, calls: Iterable[PlannedCall]) -> None:
         """Give the ids of calls back that were not submitted."""
         for call in calls:
@@ -226,23 +233,27 @@ class Entries:
                 value=self.session,
             )
 
-    def check_new(self, calls: Sequence[PlannedCall]) -> None:
-        """Refuse calls whose names are taken, or for which there is no room."""
-        seen: set[str] = set()
-        for call in calls:
-            # The name of a failed call may be used again: there is no message of that name.
-            is_freed = self._gone.get(call.id) == _FREED or call.id in self._held
-            if call.id in self._live or is_freed or call.id in seen:
-                raise NameTakenError(
-                    "a message of this name exists, or existed: choose another name",
-                    parameter="save_as",
-                    value=call.id.partition("/")[2],
-                )
-            seen.add(call.id)
+    def check_new(self, calls: Sequence[PlannedCall | Message]) -> None:
+        """Refuse calls, or loaded messages, whose names are taken or that have no room."""
+        self.check_names([call.id for call in calls])
         if self._limits is not None:
             self._check_limits(calls)
 
-    def _check_limits(self, calls: Sequence[PlannedCall]) -> None:
+    def check_names(self, message_ids: Sequence[str]) -> None:
+        """Raises NameTakenError: one of them is, or occurs twice."""
+        seen: set[str] = set()
+        for message_id in message_ids:
+            # The name of a failed call may be used again: there is no message of that name.
+            is_freed = self._gone.get(message_id) == _FREED or message_id in self._held
+            if message_id in self._live or is_freed or message_id in seen:
+                raise NameTakenError(
+                    "a message of this name exists, or existed: choose another name",
+                    parameter="save_as",
+                    value=message_id.partition("/")[2],
+                )
+            seen.add(message_id)
+
+    def _check_limits(self, calls: Sequence[PlannedCall | Message]) -> None:
         num_messages = len(self._live) + len(calls)
         num_tokens = self.num_tokens + sum(len(call.token_ids) for call in calls)
         for name, wanted in (("messages", num_messages), ("tokens", num_tokens)):

@@ -50,6 +50,7 @@ class Session:
         limits: see `Entries`.
         adapter, placement: see `SessionAdapters`.
         repair: the rule of calls that name none.
+        session_id: that of an earlier process, whose messages are to be loaded; None: a new one.
 
     Raises:
         ChoreoError: as `SessionAdapters`, or no such rule.
@@ -65,8 +66,9 @@ class Session:
         adapter: Any = None,
         placement: str | None = None,
         repair: Any = None,
+        session_id: str | None = None,
     ) -> None:
-        self.id = secrets.token_hex(16)
+        self.id = session_id or secrets.token_hex(16)
         self.mode = mode
         self.tenant = tenant
         self.entries = Entries(self.id, limits)
@@ -79,6 +81,42 @@ class Session:
         if isinstance(self._repair, Policy):
             self._repair.check_model(base_model(vllm_config.model_config.model))
         self._count = 0
+
+    # -- messages that were saved -------------------------------------------------------------
+
+    def names_of(self, session: str, ids: Sequence[str]) -> dict[str, str]:
+        """The ids that messages have here which were saved in `session`: under their names.
+
+        Those that a session numbered are numbered anew, unless it was this one, or this one has
+        numbered none yet.
+
+        Raises:
+            NameTakenError: there is such a message.
+            ChoreoError: one has no name that a message can have.
+        """
+        renamed = {}
+        for message_id in ids:
+            name = message_id.removeprefix(f"{session}/")
+            if not (name.isdecimal() or _NAME.fullmatch(name)):
+                raise ChoreoError("no message has such a name", parameter="uri", value=name)
+            if name.isdecimal() and self._count and session != self.id:
+                renamed[message_id] = self._new_id(None)
+            else:
+                renamed[message_id] = f"{self.id}/{name}"
+        numbers = [int(n) for new in renamed.values() if (n := new.partition("/")[2]).isdecimal()]
+        self._count = max([self._count, *(number + 1 for number in numbers)])
+        self.entries.check_names(list(renamed.values()))
+        return renamed
+
+    def admit(self, messages: Sequence[Message]) -> None:
+        """Know messages that were loaded.
+
+        Raises:
+            NameTakenError, LimitError: there is no name, or no room.
+        """
+        self.entries.check_open()
+        self.entries.admit(messages)
+        self.entries.count = self._count
 
     # -- planning ----------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from vllm_choreo.cli import (
     doctor,
     explain,
     inspect,
+    keep,
     model,
     pml,
     record,
@@ -49,6 +50,7 @@ _COMMANDS: dict[str, tuple[Command, str]] = {
     "evaluate": (evaluate, "judge choreography and adapters against the text; a page of it"),
     "calibrate": (calibrate, "what repair buys on your own runs, and a policy that buys enough"),
     "pml": (pml, "prompts from schemas of reusable modules: check, show, encode and run files"),
+    "keep": (keep, "encode texts and save them, load them, see what a folder of them holds"),
     "doctor": (
         doctor,
         "check on this machine that choreography is right for a model (against HuggingFace)",
@@ -67,6 +69,7 @@ _INSTALL = {
     "peft": "run `pip install 'vllm-choreo[train]'`",
     "matplotlib": "run `pip install matplotlib`",
     "tqdm": "run `pip install tqdm`",
+    "fsspec": "run `pip install fsspec`",
 }
 
 

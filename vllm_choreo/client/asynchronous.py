@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 import httpx
 
 from vllm_choreo.client import exchanges
+from vllm_choreo.client.async_keeping import AsyncKeeping
 from vllm_choreo.client.base import ClientBase
 from vllm_choreo.client.exchanges import Events, Exchange, Request
 from vllm_choreo.client.failures import ServerError, closed, content_of, cut_off, no_answer
@@ -85,7 +86,7 @@ class _Shared:
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
-class AsyncChoreoClient(ClientBase):
+class AsyncChoreoClient(AsyncKeeping, ClientBase):
     """A session on a server, with the methods of `AsyncChoreography`. Arguments: `ChoreoClient`.
 
     The session is opened by `async with`, by `await client.open()`, or by the first call.

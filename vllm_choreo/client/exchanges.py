@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 from vllm_choreo.errors import ChoreoError, UnknownMessageError
 from vllm_choreo.repair.policy import session_rule
 from vllm_choreo.semantics.call import Asked, CallSpec, Result
-from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.message import Kept, Message
 from vllm_choreo.semantics.naming import message_id, message_ids
 from vllm_choreo.wire.calls import adapter_name, call_json
 from vllm_choreo.wire.messages import message_of
@@ -173,6 +173,22 @@ def pinning(session: str, messages: Sequence[Any], ttl: float | None) -> Exchang
 def unpinning(session: str, messages: Sequence[Any]) -> Exchange[None]:
     """Unpin messages."""
     return _operation(session, "unpin", messages)
+
+
+def saving(session: str, messages: Any, name: Any, encodings: bool) -> Exchange[Kept]:
+    """Save messages under a name; None: all of the session."""
+    ids = None if messages is None else list(message_ids(messages, "messages"))
+    body = {"name": name, "messages": ids, "encodings": encodings}
+    request = Request("POST", f"{_SESSIONS}/{session}/save", json_of(body, "uri"))
+    names = [field.name for field in fields(Kept)]
+    return Exchange(request, lambda answer, _: Kept(**{field: answer[field] for field in names}))
+
+
+def loading(session: str, name: Any, on_mismatch: str) -> Exchange[list[Message]]:
+    """Load what was saved under a name; `metrics.submitted` is that of the load."""
+    body = {"name": name, "on_mismatch": on_mismatch}
+    request = Request("POST", f"{_SESSIONS}/{session}/load", json_of(body, "uri"))
+    return Exchange(request, lambda answer, now: [message_of(m, now) for m in answer["data"]])
 
 
 def _operation(

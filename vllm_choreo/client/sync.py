@@ -17,7 +17,7 @@ from vllm_choreo.client.prompts import ServerPrompts
 from vllm_choreo.errors import EngineRestartedError, UnknownSessionError
 from vllm_choreo.semantics.call import Asked, asked, asked_copy
 from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
-from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.message import Kept, Message
 
 _T = TypeVar("_T")
 
@@ -110,6 +110,23 @@ class ChoreoClient(ClientBase):
     def unpin(self, *messages: Any) -> None:
         """See `Choreography.unpin`."""
         self._exchange(exchanges.unpinning(self._session, messages))
+
+    def save(
+        self, messages: Any, uri: Any, *, encodings: bool = False, progress: bool | None = None
+    ) -> Kept:
+        """See `Choreography.save`; `uri` is a name, for the operator decides where that is.
+
+        Raises:
+            ChoreoError: the operator lets nobody save (`--choreo-keep`), or it is no name.
+            LimitError: there is no room for it.
+        """
+        return self._exchange(exchanges.saving(self._session, messages, uri, encodings))
+
+    def load(
+        self, uri: Any, *, on_mismatch: str = "refuse", progress: bool | None = None
+    ) -> list[Message]:
+        """See `Choreography.load`; `uri` is the name under which it was saved."""
+        return self._exchange(exchanges.loading(self._session, uri, on_mismatch))
 
     def stats(self) -> dict[str, Any]:
         """The server's numbers on the session.

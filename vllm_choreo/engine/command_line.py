@@ -42,9 +42,7 @@ def is_active() -> bool:
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--plugin NAME`, `--choreo-auto MODE`, and `--choreo-schema FILE`, which may be given
-    again, as the first.
-    """
+    """Add `--plugin NAME`, and the options of the plugin."""
     os.environ[_ONLY_IF_NAMED] = "1"
     parser.add_argument(
         "--plugin",
@@ -59,6 +57,18 @@ def add_option(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="With --plugin choreo: register the schemas of prompts in FILE (docs/pml.md) for all "
         "API keys, and encode them; may be given again.",
+    )
+    parser.add_argument(
+        "--choreo-keep",
+        metavar="DIR",
+        help="With --plugin choreo: let clients save messages in DIR (a path, or a URL of "
+        "fsspec's), each API key in a folder of its own (docs/keep.md).",
+    )
+    parser.add_argument(
+        "--choreo-load",
+        metavar="DIR",
+        help="With --plugin choreo: load what was saved in DIR by --choreo-keep, and open its "
+        "sessions again, for each API key its own.",
     )
     parser.add_argument(
         "--choreo-auto",

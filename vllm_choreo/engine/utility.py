@@ -34,6 +34,18 @@ def call(llm: Any, operation: str, *args: Any) -> Any:
     return client.call_utility(_METHOD, operation, list(args))
 
 
+def of_workers(llm: Any, method: str, *args: Any) -> list[Any]:
+    """Run a method of the workers of an `LLM` after the steps that are planned; an answer each."""
+    answers: list[Any] = llm.collective_rpc(method, args=args)
+    return answers
+
+
+async def of_workers_async(async_llm: Any, method: str, *args: Any) -> list[Any]:
+    """Like `of_workers`, for `vllm.AsyncLLM`."""
+    answers: list[Any] = await async_llm.collective_rpc(method, args=args)
+    return answers
+
+
 async def call_async(async_llm: Any, operation: str, *args: Any) -> Any:
     """Like `call`, for `vllm.AsyncLLM`."""
     return await async_llm.engine_core.call_utility_async(_METHOD, operation, list(args))

@@ -38,7 +38,7 @@ _LOST = {"UnknownMessageError", "FreedMessageError", "UnknownSessionError", "Eng
 
 
 @dataclass(frozen=True)
-class Ask:
+class HttpRequest:
     """A request to the server.
 
     Attributes:
@@ -52,7 +52,7 @@ class Ask:
 
 
 class Refused(Exception):
-    """The server's answer to an `Ask` is an error.
+    """The server's answer to a `HttpRequest` is an error.
 
     Attributes:
         error: of the answer's body.
@@ -65,7 +65,7 @@ class Refused(Exception):
         self.response = response
 
 
-Asking = Generator[Ask, Any, Any]
+Asking = Generator[HttpRequest, Any, Any]
 
 
 @dataclass(frozen=True)
@@ -176,22 +176,22 @@ class Conversations:
         session, self.session = self.session, None
         self._forget()
         if session is not None and self._is_ours:
-            yield Ask("DELETE", f"/v1/choreo/sessions/{session}")
+            yield HttpRequest("DELETE", f"/v1/choreo/sessions/{session}")
 
     def _open(self) -> Asking:
         if self.session is None:
-            opened = (yield Ask("POST", "/v1/choreo/sessions", {"mode": self.mode}))["id"]
+            opened = (yield HttpRequest("POST", "/v1/choreo/sessions", {"mode": self.mode}))["id"]
             if self.session is None:
                 self.session = opened
             else:  # another thread was faster
-                yield Ask("DELETE", f"/v1/choreo/sessions/{opened}")
+                yield HttpRequest("DELETE", f"/v1/choreo/sessions/{opened}")
         return self.session
 
     # -- cutting -------------------------------------------------------------------------------
 
     def _pieces(self, plain: Mapping[str, Any], named: Sequence[str | None]) -> Asking:
         """The messages that can be parents, in order: what a rendering of the chat begins with."""
-        whole = (yield Ask("POST", "/tokenize", plain))["tokens"]
+        whole = (yield HttpRequest("POST", "/tokenize", plain))["tokens"]
         pieces: list[_Piece] = []
         at = 0
         for index, message in enumerate(plain["messages"]):
@@ -222,7 +222,7 @@ class Conversations:
         body = {**plain, "messages": messages[: index + 1], "add_generation_prompt": False}
         body.pop("continue_final_message", None)
         try:
-            first = (yield Ask("POST", "/tokenize", body))["tokens"]
+            first = (yield HttpRequest("POST", "/tokenize", body))["tokens"]
         except Refused:  # templates may refuse part of a chat, such as one that ends with a call
             return None
         if len(first) <= at or list(whole[: len(first)]) != first:
@@ -266,7 +266,7 @@ class Conversations:
         while calls:
             body = {"calls": list(calls.values())}
             try:
-                answer = yield Ask("POST", f"/v1/choreo/sessions/{session}/messages", body)
+                answer = yield HttpRequest("POST", f"/v1/choreo/sessions/{session}/messages", body)
             except Refused as refused:
                 taken = str(refused.error.get("value")).rpartition("/")[2]
                 if refused.error.get("type") != "NameTakenError" or taken not in calls:

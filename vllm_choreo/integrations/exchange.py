@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from vllm_choreo.integrations.answers import read_answer
-from vllm_choreo.integrations.conversations import Ask, Asking, Conversations, Refused
+from vllm_choreo.integrations.conversations import Asking, Conversations, HttpRequest, Refused
 
 _CHAT = "/v1/chat/completions"
 # Of the request as the SDK made it; those of others are their own.
@@ -41,7 +41,7 @@ class ChatExchange:
         if not self._conversations.is_ours(self._body):
             return self._request
         self._sent = yield from self._conversations.prepare(self._body, self._is_cut)
-        return self.request(Ask("POST", _CHAT, self._sent))
+        return self.request(HttpRequest("POST", _CHAT, self._sent))
 
     def reply(self, response: Any) -> Any:
         """The JSON of an answer, or a `Refused`."""
@@ -79,7 +79,7 @@ class ChatExchange:
             answer = read_answer(response.content if content is None else content)
             self._conversations.answered(self._sent, answer)
 
-    def request(self, ask: Ask) -> Any:
+    def request(self, ask: HttpRequest) -> Any:
         """The request of httpx for `ask`, under the same key and with the same patience."""
         kept = {k: v for k, v in self._request.headers.items() if k.lower() not in _OF_THE_BODY}
         url = self._request.url.copy_with(path=self._root + ask.path, query=None)

@@ -141,3 +141,20 @@ class Piece:
     text: str
     token_ids: tuple[int, ...]
     message: Message | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a save has written.
+
+    Attributes:
+        messages: that can be loaded by their names.
+        encodings: with keys and values.
+        tokens: of the messages.
+        bytes: of keys and values.
+    """
+
+    messages: int
+    encodings: int
+    tokens: int
+    bytes: int

@@ -276,7 +276,7 @@ class FailedCallEvent(FailedCallAnswer):
 _DESCRIPTIONS = {
     400: "A value that is refused; `param` names it.",
     401: "No API key, or a wrong one.",
-    404: "No such session of yours, or no such message in it.",
+    404: "No such session of yours, no such message in it, or nothing of yours under this name.",
     409: "A message of this name exists, or existed.",
     413: "The body is longer than `max_request_bytes`.",
     429: "A limit is reached; `param` names the setting.",

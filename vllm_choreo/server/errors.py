@@ -17,6 +17,7 @@ from vllm_choreo.errors import (
     FreedMessageError,
     LimitError,
     NameTakenError,
+    UnknownKeptError,
     UnknownMessageError,
     UnknownSchemaError,
     UnknownSessionError,
@@ -25,6 +26,7 @@ from vllm_choreo.wire.refusals import refusal_json
 
 _STATUS: dict[type[ChoreoError], int] = {
     UnknownSessionError: 404,
+    UnknownKeptError: 404,
     NameTakenError: 409,
     LimitError: 429,
     EngineRestartedError: 503,

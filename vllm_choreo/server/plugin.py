@@ -8,6 +8,7 @@ where an error ends the server.
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ class ChoreoEndpoints:
     """Entry point of `vllm.endpoint_plugins`; vLLM makes one for each API server, or batch.
 
     After `init_state`, `app.state.choreo` is the `Sessions` of the server, `choreo_reader` its
-    `CallReader` and `choreo_schemas` its `ServedSchemas`.
+    `CallReader`, `choreo_schemas` its `ServedSchemas`, and `choreo_kept` its `KeptFolders` or None.
     """
 
     name = "choreo"
@@ -32,13 +33,14 @@ class ChoreoEndpoints:
         self._has_routes = False  # a batch has none
 
     def attach_router(self, app: FastAPI) -> None:
-        from vllm_choreo.server import message_routes, prompt_routes, routes
+        from vllm_choreo.server import keep_routes, message_routes, prompt_routes, routes
         from vllm_choreo.server.errors import answer_error
 
         self._has_routes = True
         app.include_router(routes.router)
         app.include_router(message_routes.router)
         app.include_router(prompt_routes.router)
+        app.include_router(keep_routes.router)
         app.add_exception_handler(ChoreoError, answer_error)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
@@ -47,7 +49,7 @@ class ChoreoEndpoints:
             UnsupportedOptionError: several API servers; a session lives in one.
         """
         from vllm_choreo.config import ChoreoConfig
-        from vllm_choreo.server import metrics
+        from vllm_choreo.server import kept, metrics
         from vllm_choreo.server.auto_messages import TenantChats
         from vllm_choreo.server.call_reader import CallReader
         from vllm_choreo.server.guard import guarded
@@ -67,6 +69,11 @@ class ChoreoEndpoints:
             state.choreo_reader = CallReader(state.online_renderer, adapters)
             state.choreo_schemas = ServedSchemas(state.choreo, state.online_renderer)
             await state.choreo_schemas.start_operators(getattr(args, "choreo_schema", None) or ())
+            state.choreo_kept, loaded = await asyncio.to_thread(
+                kept.start, getattr(args, "choreo_keep", None), getattr(args, "choreo_load", None)
+            )
+            if loaded is not None:
+                await loaded.load_all(state.choreo)
             state.choreo.start_expiry()
             auto = getattr(args, "choreo_auto", None) or "off"
             chats = TenantChats(state.choreo, engine_client.vllm_config)

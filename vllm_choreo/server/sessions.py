@@ -134,12 +134,14 @@ class Sessions:
         repair: Any = None,
         *,
         is_limited: bool = True,
+        session_id: str | None = None,
     ) -> OpenSession:
         """Open a session.
 
         Args:
             adapter, placement, repair: of calls that name none, see `Choreography`.
             is_limited: whether the limits of a session hold for its messages.
+            session_id: that of an earlier run; None: a new one.
 
         Raises:
             LimitError: too many are open, or the time to live is too long.
@@ -154,9 +156,7 @@ class Sessions:
         _check_limit("session_ttl_seconds", ttl, config.session_ttl_seconds)
         limits = config if is_limited else None
         if isinstance(repair, str):
-            rule_of(
-                repair
-            )  # a client names no file of the server's: it sends what its policy holds
+            rule_of(repair)  # a client names no file of the server's: it sends its policy
         choreography = AsyncChoreography(
             self._llm,
             mode,
@@ -165,6 +165,7 @@ class Sessions:
             placement=placement,
             repair=repair,
             limits=limits,
+            session_id=session_id,
         )
         session = OpenSession(choreography, tenant, ttl, adapter_name(adapter))
         self._sessions[tenant, session.id] = session

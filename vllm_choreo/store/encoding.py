@@ -18,6 +18,7 @@ cache of it:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,3 +190,17 @@ class Encoding:
     def is_pinned(self, now: float) -> bool:
         """Whether it is evicted after those that are not."""
         return self.message.pinned_until > now and not self.is_copy
+
+
+def copies_of(messages: Iterable[StoredMessage]) -> set[Encoding]:
+    """The copies of `messages`, and all copies that were encoded with these or with them."""
+    found: set[Encoding] = set()
+    frontier = [encoding for message in messages for encoding in message.encodings]
+    while frontier:
+        encoding = frontier.pop()
+        if encoding.is_copy:
+            if encoding in found:
+                continue
+            found.add(encoding)
+        frontier += encoding.readers
+    return found

@@ -42,6 +42,7 @@ class HostTier:
         self._free = list(range(num_blocks))
         self._saved: OrderedDict[Encoding, _Saved] = OrderedDict()
         self._kept: set[Encoding] = set()
+        self._filling: set[Encoding] = set()  # from elsewhere, over several steps
         self._saves: list[tuple[int, int]] = []
         self._loads: list[tuple[int, int]] = []
 
@@ -64,14 +65,33 @@ class HostTier:
             return
         self.discard(encoding)
         need = len(encoding.blocks)
-        if need > self.num_blocks - sum(map(self.num_blocks_of, self._kept)):
+        staying = self._kept | self._filling
+        if need > self.num_blocks - sum(map(self.num_blocks_of, staying)):
             return
         while len(self._free) < need:
-            self.discard(next(other for other in self._saved if other not in self._kept))
+            self.discard(next(other for other in self._saved if other not in staying))
         host_blocks = [self._free.pop() for _ in range(need)]
         self._saved[encoding] = _Saved(host_blocks, encoding.num_encoded, encoding.stored_position)
         sources = [block.block_id for block in encoding.blocks]
         self._saves += zip(sources, host_blocks, strict=True)
+
+    def reserve(
+        self, encoding: Encoding, num_blocks: int, num_encoded: int, stored_position: int
+    ) -> list[int] | None:
+        """Free blocks that somebody else fills with an encoding; None: there are too few.
+
+        It stays there, whatever makes room, until `filled` is called, or `discard`.
+        """
+        if num_blocks > len(self._free):
+            return None
+        host_blocks = [self._free.pop() for _ in range(num_blocks)]
+        self._saved[encoding] = _Saved(host_blocks, num_encoded, stored_position)
+        self._filling.add(encoding)
+        return host_blocks
+
+    def filled(self, encoding: Encoding) -> None:
+        """What was reserved holds the encoding; from now on it makes room like others."""
+        self._filling.discard(encoding)
 
     def num_blocks_of(self, encoding: Encoding) -> int:
         """KV cache blocks that it takes to load an encoding."""
@@ -93,13 +113,14 @@ class HostTier:
     def discard(self, encoding: Encoding) -> None:
         """Forget an encoding, if it lies there."""
         self._kept.discard(encoding)
+        self._filling.discard(encoding)
         saved = self._saved.pop(encoding, None)
         if saved is not None:
             self._free += saved.host_blocks
 
     def clear(self) -> None:
-        """Forget everything."""
-        for encoding in list(self._saved):
+        """Forget everything but what is being filled: the blocks must not be given to others."""
+        for encoding in self._saved.keys() - self._filling:
             self.discard(encoding)
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

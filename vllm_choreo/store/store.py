@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from vllm_choreo.errors import LimitError, NameTakenError, UnknownMessageError
 from vllm_choreo.repair.runs import Run
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.digest import encoding_digest
-from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage
+from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage, copies_of
 from vllm_choreo.store.hidden import HiddenBook
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.residency import BlockPool, Residency
@@ -75,17 +75,27 @@ class MessageStore:
         Raises:
             NameTakenError: the session has a message of that id.
         """
-        existing = self.find(session, message_id)
-        if existing is not None and not existing.failure:
-            raise NameTakenError(
-                "this session has a message of that name; choose another, or free it first",
-                parameter="save_as",
-                value=message_id,
-            )
         message = StoredMessage(message_id, session, tenant)
         message.own = Encoding(message, Trace(message_id), adapter)
-        self._sessions.setdefault(session, {})[message_id] = message
+        self.admit([message])
         return message
+
+    def admit(self, messages: Collection[StoredMessage]) -> None:
+        """Give messages their names.
+
+        Raises:
+            NameTakenError: one is taken; then none is given.
+        """
+        for message in messages:
+            existing = self.find(message.session, message.id)
+            if existing is not None and not existing.failure:
+                raise NameTakenError(
+                    "this session has a message of that name; choose another, or free it first",
+                    parameter="save_as",
+                    value=message.id,
+                )
+        for message in messages:
+            self._sessions.setdefault(message.session, {})[message.id] = message
 
     def find(self, session: str, message_id: str) -> StoredMessage | None:
         """The message of that id, if the session has it."""
@@ -331,17 +341,3 @@ class MessageStore:
                 self.tier.discard(encoding)
             if self.hidden:
                 self.hidden.discard(encoding)
-
-
-def copies_of(messages: Iterable[StoredMessage]) -> set[Encoding]:
-    """The copies of `messages`, and all copies that were encoded with these or with them."""
-    found: set[Encoding] = set()
-    frontier = [encoding for message in messages for encoding in message.encodings]
-    while frontier:
-        encoding = frontier.pop()
-        if encoding.is_copy:
-            if encoding in found:
-                continue
-            found.add(encoding)
-        frontier += encoding.readers
-    return found

@@ -61,6 +61,22 @@ class Adapters:
         self._latest[lora.lora_int_id] = stamp, adapter
         return adapter
 
+    def look(self, lora: LoRARequest) -> None:
+        """Know the adapter of a folder that no request has brought, unless its number is known."""
+        if lora.lora_int_id in self._latest:
+            return
+        try:
+            files, stamp = _stamp(lora)
+            if files:
+                self._latest[lora.lora_int_id] = stamp, Adapter(_digest(files), lora)
+        except OSError:
+            return
+
+    def of_weights(self, weights: bytes) -> Adapter | None:
+        """The known adapter of this digest."""
+        known = (adapter for _, adapter in self._latest.values() if adapter.weights == weights)
+        return next(known, None)
+
     def is_current(self, adapter: Adapter | None) -> bool:
         """Whether what it encoded can be encoded again, with the same weights.
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -13,8 +13,7 @@ from vllm_choreo.engine.scheduler.call_book import CallBook
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.store import stats as store_stats
-from vllm_choreo.store.encoding import Encoding
-from vllm_choreo.store.store import copies_of
+from vllm_choreo.store.encoding import Encoding, copies_of
 
 OPERATIONS = ("free", "close", "evict", "end", "pin", "unpin", "stats", "totals")
 
@@ -23,6 +22,7 @@ class Operations:
     """Methods named in `OPERATIONS` take and return plain data.
 
     Args:
+        keeping: operations of messages that are saved and loaded, by name.
         max_pinned_blocks: of the KV cache that pinned messages may hold.
         unsealed: the seals whose step has not been planned yet.
         finish: the scheduler's `finish_requests`.
@@ -33,6 +33,7 @@ class Operations:
         book: CallBook,
         pool: BlockPool,
         *,
+        keeping: Mapping[str, Callable[..., Any]],
         max_pinned_blocks: int,
         unsealed: Callable[[], list[ScheduledCall]],
         finish: Callable[[Iterable[str], RequestStatus], Any],
@@ -40,6 +41,7 @@ class Operations:
         self._book = book
         self._store = book.store
         self._pool = pool
+        self._keeping = keeping
         self._max_pinned_blocks = max_pinned_blocks
         self._unsealed = unsealed
         self._finish = finish
@@ -49,9 +51,10 @@ class Operations:
 
         Nothing may be raised here: it would be raised in the engine core.
         """
-        assert operation in OPERATIONS
+        assert operation in OPERATIONS or operation in self._keeping
         try:
-            return getattr(self, operation)(*args)
+            run = self._keeping.get(operation) or getattr(self, operation)
+            return run(*args)
         except ChoreoError as error:
             return {"choreo_error": error.to_report()}
 

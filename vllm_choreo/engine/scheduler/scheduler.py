@@ -24,6 +24,8 @@ from vllm_choreo.engine.scheduler.arrival import Arrivals
 from vllm_choreo.engine.scheduler.block_manager import ChoreoKVCacheManager
 from vllm_choreo.engine.scheduler.call_book import CallBook
 from vllm_choreo.engine.scheduler.internal import InternalRequests
+from vllm_choreo.engine.scheduler.keeper import Keeper
+from vllm_choreo.engine.scheduler.keeper import operations as keeping_operations
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
 from vllm_choreo.engine.scheduler.operations import Operations
 from vllm_choreo.engine.scheduler.patcher import Patcher
@@ -85,9 +87,13 @@ class _Choreographed(Scheduler):
             is_idle=lambda: not self.running,
         )
         self.sealer = Sealer(self.book, manager, *shared, enqueue=super().add_request)
+        self.keeper = Keeper(
+            self.store, pool, adapters, self.max_model_len, self.vllm_config.lora_config
+        )
         self.operations = Operations(
             self.book,
             pool,
+            keeping=keeping_operations(self.keeper),
             max_pinned_blocks=self._num_blocks(self.choreo_config.pinned_share),
             unsealed=self._unsealed,
             finish=self.finish_requests,

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_choreo.engine.worker.kept_blocks import KeptBlocks
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 
 
@@ -56,3 +57,40 @@ class ChoreoWorker:
             {**found.describe(), **self.runner.layers[found.layer].impl.describe()}
             for found in self.runner.layer_positions
         ]
+
+    # -- keys and values that are saved and loaded -------------------------------------------
+
+    def choreo_kv_shape(self) -> dict[str, Any]:
+        """See `KeptBlocks.shape`."""
+        return self._kept_blocks(in_host=False).shape()
+
+    def choreo_read_kv(
+        self, blocks: Sequence[int], parts: Sequence[int], start: int, stop: int
+    ) -> bytes:
+        """See `KeptBlocks.read`."""
+        first, last = parts
+        return self._kept_blocks(in_host=False).read(blocks, (first, last), start, stop)
+
+    def choreo_write_kv(
+        self,
+        data: Any,
+        heads: Sequence[int],
+        place: tuple[Sequence[int], bool],
+        parts: Sequence[int],
+        start: int,
+        stop: int,
+    ) -> None:
+        """See `KeptBlocks.write`; `place` are the blocks, and whether they are of host memory."""
+        blocks, in_host = place
+        first, last = parts
+        self._kept_blocks(in_host).write(data, heads, blocks, (first, last), start, stop)
+
+    def _kept_blocks(self, in_host: bool) -> KeptBlocks:
+        runner, parallel = self.runner, self.runner.vllm_config.parallel_config
+        layers = list(runner.layers.values())
+        caches = [layer.kv_cache for layer in layers]
+        if in_host:
+            assert runner.host_blocks is not None, "the scheduler has a host tier"
+            caches = runner.host_blocks.copies
+        size = parallel.tensor_parallel_size
+        return KeptBlocks(caches, layers[0].impl.layout, parallel.rank % size, size)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save` and `load` of a session in process: which messages, under which names, on which engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_choreo.api.session import Session
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.keep.loading import check_on_mismatch, loading
+from vllm_choreo.keep.manifest import tenant_digest
+from vllm_choreo.keep.origin import Origin
+from vllm_choreo.keep.saving import check_mode_keeps, saving
+from vllm_choreo.keep.signature import signature
+from vllm_choreo.keep.steps import Steps
+from vllm_choreo.keep.storage import KeptFolder
+from vllm_choreo.semantics.message import Kept, Message
+from vllm_choreo.semantics.naming import listed
+from vllm_choreo.semantics.provenance import Trace
+
+
+class Keeping:
+    """
+    Args:
+        session: whose messages.
+        vllm_config: the engine's.
+    """
+
+    def __init__(self, session: Session, vllm_config: Any) -> None:
+        self._session = session
+        self._vllm_config = vllm_config
+
+    def save(
+        self,
+        messages: Any,
+        uri: Any,
+        *,
+        encodings: bool,
+        progress: bool | None,
+        denied: Sequence[str] = (),
+    ) -> Steps[Kept]:
+        """The steps of a save; see `Choreography.save`. Raises as it does."""
+        check_mode_keeps(self._session.mode)
+        if not isinstance(encodings, bool):
+            raise ChoreoError("choose true or false", parameter="encodings", value=encodings)
+        entries = self._session.entries
+        if messages is None:
+            entries.check_open()
+            found = list(entries.messages().values())
+        else:
+            named = listed(messages, "messages")
+            found = [entries.complete("messages", message) for message in named]
+        found = list({message.id: message for message in found}.values())
+        if not found:
+            raise ChoreoError("there are no messages to save", parameter="messages", value=[])
+        for message in found:
+            if message.trace is not None:
+                Trace("save", (message.trace,)).check(denied)
+        return saving(found, _folder(uri), self._origin(), encodings, progress)
+
+    def load(self, uri: Any, *, on_mismatch: str, progress: bool | None) -> Steps[list[Message]]:
+        """The steps of a load; see `Choreography.load`. Raises as it does."""
+        check_mode_keeps(self._session.mode)
+        check_on_mismatch(on_mismatch)
+        self._session.entries.check_open()
+        return loading(
+            _folder(uri),
+            self._origin(),
+            self._session.tenant,
+            self._session.names_of,
+            self._session.admit,
+            on_mismatch,
+            progress,
+        )
+
+    def _origin(self) -> Origin:
+        config = self._vllm_config
+        return Origin(
+            self._session.id,
+            tenant_digest(self._session.tenant),
+            signature(config),
+            config.parallel_config.tensor_parallel_size,
+            config.model_config.get_total_num_kv_heads(),
+            config.model_config.get_vocab_size(),
+        )
+
+
+def _folder(uri: Any) -> KeptFolder:
+    return uri if isinstance(uri, KeptFolder) else KeptFolder(uri)

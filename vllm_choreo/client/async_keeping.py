@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save` and `load` of `AsyncChoreoClient`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_choreo.client import exchanges
+from vllm_choreo.semantics.message import Kept, Message
+
+
+class AsyncKeeping:
+    """Mixed into the client, whose session and connection it uses."""
+
+    async def save(
+        self: Any,
+        messages: Any,
+        uri: Any,
+        *,
+        encodings: bool = False,
+        progress: bool | None = None,
+    ) -> Kept:
+        """See `ChoreoClient.save`."""
+        exchange = exchanges.saving(await self.open(), messages, uri, encodings)
+        kept: Kept = await self._exchange(exchange)
+        return kept
+
+    async def load(
+        self: Any, uri: Any, *, on_mismatch: str = "refuse", progress: bool | None = None
+    ) -> list[Message]:
+        """See `ChoreoClient.load`."""
+        exchange = exchanges.loading(await self.open(), uri, on_mismatch)
+        messages: list[Message] = await self._exchange(exchange)
+        return messages

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages that are saved and loaded: what the scheduler does for it, between steps.
+
+Files are the facade's (`keep/`), bytes the workers' (`engine/worker/kept_blocks.py`). Here blocks
+are held while they are read, and found for what comes; a message has its name when all is there.
+
+    save    tell -> hold -> (workers read) -> let_go
+    load    begin -> place -> (workers write) -> ... -> enter, or give_up
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.block_pool import BlockPool
+
+from vllm_choreo.engine.lora import check_loadable
+from vllm_choreo.engine.scheduler.adapters import Adapters
+from vllm_choreo.errors import AdapterError, ChoreoError
+from vllm_choreo.semantics.positions import check_length
+from vllm_choreo.store.encoding import Adapter, Encoding
+from vllm_choreo.store.recipes import Rebuilt, recipes_of
+from vllm_choreo.store.store import MessageStore
+
+
+class Keeper:
+    """
+    Args:
+        max_model_len: what is longer could not be encoded again.
+        lora_config: vLLM's; None: the engine takes no adapters.
+    """
+
+    def __init__(
+        self,
+        store: MessageStore,
+        pool: BlockPool,
+        adapters: Adapters,
+        max_model_len: int,
+        lora_config: Any,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._adapters = adapters
+        self._max_model_len = max_model_len
+        self._lora_config = lora_config
+        self._tickets = itertools.count()
+        self._told: dict[int, list[Encoding]] = {}
+        self._held: dict[int, Encoding] = {}
+        self._loads: dict[int, Rebuilt] = {}
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def tell(self, session: str, message_ids: Sequence[str]) -> dict[str, Any]:
+        """The recipes of messages, and a ticket for `hold`, until `told`.
+
+        Returns:
+            `recipes`: see `store/recipes.py`; `own`: the encodings of the messages, in their order;
+            `resident`: those of all encodings that can be held now; `ticket`.
+
+        Raises:
+            UnknownMessageError: there is no such message.
+        """
+        messages = [self._store.get(session, m, "messages") for m in message_ids]
+        encodings, recipes = recipes_of(messages)
+        ticket = next(self._tickets)
+        self._told[ticket] = encodings
+        return {
+            "ticket": ticket,
+            "recipes": recipes,
+            "own": [encodings.index(message.own) for message in messages],
+            "resident": [n for n, encoding in enumerate(encodings) if encoding.is_resident],
+        }
+
+    def told(self, ticket: int) -> None:
+        """The ticket of `tell` is not needed any more."""
+        self._told.pop(ticket, None)
+
+    def hold(self, ticket: int, number: int) -> dict[str, Any] | None:
+        """Keep the blocks of an encoding where they are, until `let_go`; None: it is not there.
+
+        Returns:
+            `ticket`, `blocks`: their ids, and `stored_position`.
+        """
+        encoding = self._told[ticket][number]
+        if not encoding.is_resident:
+            return None
+        self._store.residency.wait_for([encoding])
+        self._store.residency.read([encoding])
+        held = next(self._tickets)
+        self._held[held] = encoding
+        return {
+            "ticket": held,
+            "blocks": [block.block_id for block in encoding.blocks],
+            "stored_position": encoding.stored_position,
+        }
+
+    def let_go(self, ticket: int) -> None:
+        """End what `hold` began."""
+        encoding = self._held.pop(ticket)
+        self._store.residency.leave([encoding], reading=True)
+        self._store.settle(encoding)
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def begin(
+        self, session: str, tenant: str, recipes: Mapping[str, Any], named: Mapping[str, int]
+    ) -> int:
+        """Rebuild messages; a ticket for the other operations. See `Rebuilt`.
+
+        Raises:
+            TooLongError, OffsetError: what could not be encoded again here.
+            AdapterError: there is only a recipe, and its adapter is not here.
+        """
+        rebuilt = Rebuilt(recipes, named, self._store, session, tenant, self._adapter)
+        for encoding, entry in zip(rebuilt.encodings, recipes["encodings"], strict=True):
+            assert encoding.plan is not None
+            check_length(encoding.plan, encoding.num_tokens, self._max_model_len)
+            is_lost = encoding.adapter and not self._adapters.is_current(encoding.adapter)
+            if is_lost and not entry["data"] and not encoding.message.freed:
+                raise AdapterError(
+                    "the message was saved without its keys and values, and the adapter that "
+                    "encoded it is not here: put its folder where it was, or load where it is",
+                    parameter="adapter",
+                    value=encoding.adapter and encoding.adapter.request.lora_name,
+                )
+        ticket = next(self._tickets)
+        self._loads[ticket] = rebuilt
+        return ticket
+
+    def place(self, ticket: int, number: int, stored_position: int) -> dict[str, Any] | None:
+        """Where to write an encoding: free blocks, then host memory, then what is idle makes room.
+
+        Returns:
+            `blocks`, and `in_host`, whether they are of host memory; without blocks: another
+            message has the same keys and values, and its blocks are shared. None: there is no
+            room, and the message will be encoded when it is read.
+        """
+        encoding = self._loads[ticket].encodings[number]
+        if encoding.is_given_up:
+            return None  # no call will read it
+        if self._share(encoding):
+            return {"blocks": [], "in_host": False}
+        need = -(-encoding.num_tokens // self._store.block_size)
+        tier = self._store.tier
+        if self._pool.get_num_free_blocks() < need and tier is not None:
+            position, count = stored_position, encoding.num_tokens
+            if host_blocks := tier.reserve(encoding, need, count, position):
+                return {"blocks": host_blocks, "in_host": True}
+        while self._pool.get_num_free_blocks() < need:
+            if not self._store.evict_one([], waiting_too=False):
+                return None
+        blocks = self._pool.get_new_blocks(need)
+        self._hold(encoding, blocks, stored_position)
+        self._pool.free_blocks(blocks)  # the store holds its own references
+        return {"blocks": [block.block_id for block in blocks], "in_host": False}
+
+    def unplace(self, ticket: int, number: int) -> None:
+        """What was written is not right: the message will be encoded when it is read."""
+        self._drop(self._loads[ticket].encodings[number])
+
+    def enter(self, ticket: int) -> dict[str, int]:
+        """Calls can name the messages from now on; how many came with their keys and values.
+
+        Raises:
+            NameTakenError: one of the names is taken; then none is entered.
+        """
+        rebuilt, tier = self._loads[ticket], self._store.tier
+        rebuilt.enter()
+        del self._loads[ticket]
+        placed = [e for e in rebuilt.encodings if e.num_readers or (tier and e in tier)]
+        for encoding in placed:
+            if encoding.num_readers:
+                self._store.residency.leave([encoding], reading=True)
+            elif tier is not None:
+                tier.filled(encoding)
+        numbers = {"messages": len(placed), "tokens": sum(e.num_tokens for e in placed)}
+        for name, count in numbers.items():
+            self._store.totals[f"loaded_{name}"] += count
+        return numbers
+
+    def give_up(self, ticket: int) -> None:
+        """Forget a load, if it has not been entered."""
+        rebuilt = self._loads.pop(ticket, None)
+        for encoding in rebuilt.encodings if rebuilt else ():
+            self._drop(encoding)
+
+    def _share(self, encoding: Encoding) -> bool:
+        """Take the blocks of a whole one of the same digest, if there is one."""
+        twin = self._store.twins.fullest(encoding, lambda twin: twin.is_resident)
+        if twin is None:
+            return False
+        self._hold(encoding, twin.blocks, twin.stored_position)
+        return True
+
+    def _hold(self, encoding: Encoding, blocks: Sequence[Any], stored_position: int) -> None:
+        residency = self._store.residency
+        self._store.hold(encoding, blocks, encoding.num_tokens)
+        residency.move(encoding, stored_position)
+        # Like a reader: whatever else wants room, or all of it, leaves the blocks where they are.
+        residency.wait_for([encoding])
+        residency.read([encoding])
+
+    def _drop(self, encoding: Encoding) -> None:
+        if encoding.num_readers:
+            self._store.residency.leave([encoding], reading=True)
+            self._store.residency.drop(encoding)
+        elif self._store.tier is not None:
+            self._store.tier.discard(encoding)
+
+    def _adapter(self, entry: Mapping[str, Any]) -> Adapter:
+        """An adapter by its weights: one that requests have brought, or that lies where it did."""
+        request = LoRARequest(entry["name"], entry["number"], entry["path"])
+        if self._lora_config is not None:
+            try:
+                check_loadable(Path(entry["path"]).expanduser(), self._lora_config)
+                self._adapters.look(request)
+            except ChoreoError:
+                pass  # it is not there: its messages can be read, and not be encoded again
+        weights = bytes.fromhex(entry["weights"])
+        return self._adapters.of_weights(weights) or Adapter(weights, request)
+
+
+def operations(keeper: Keeper) -> dict[str, Callable[..., Any]]:
+    """What facades ask for by name."""
+    names = ("tell", "told", "hold", "let_go", "begin", "place", "unplace", "enter", "give_up")
+    return {f"keep_{name}": getattr(keeper, name) for name in names}

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bar that shows how many bytes are saved or loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ByteBar:
+    """
+    Args:
+        what: is done.
+        num_bytes: in all.
+        shown: None: on a terminal.
+
+    Use as a context.
+    """
+
+    def __init__(self, what: str, num_bytes: int, shown: bool | None) -> None:
+        self._options = {"desc": what, "total": num_bytes, "unit": "B", "unit_scale": True}
+        self._shown = shown
+        self._bar: Any = None
+
+    def __enter__(self) -> ByteBar:
+        if self._shown is not False:
+            from tqdm import tqdm
+
+            self._bar = tqdm(disable=None if self._shown is None else False, **self._options)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, num_bytes: int) -> None:
+        if self._bar is not None:
+            self._bar.update(num_bytes)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`load`: messages of a folder into a session, without encoding anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from vllm_choreo.errors import ChoreoError, KeptError
+from vllm_choreo.keep.byte_bar import ByteBar
+from vllm_choreo.keep.manifest import read_manifest
+from vllm_choreo.keep.origin import Origin, all_heads
+from vllm_choreo.keep.signature import differences, is_same_text
+from vllm_choreo.keep.steps import Steps, operation, workers
+from vllm_choreo.keep.storage import MANIFEST, KeptFolder, ReadAhead
+from vllm_choreo.keep.tensors import Chunk, KVShape, check_header, chunks, header_size
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.provenance import Trace
+from vllm_choreo.wire.messages import message_of
+
+ON_MISMATCH = ("refuse", "encode")
+
+
+class Unfit(Exception):
+    """Keys and values that this engine cannot take; `file` names where they lie."""
+
+    def __init__(self, reason: str, file: str) -> None:
+        super().__init__(reason)
+        self.file = file
+
+    def refusal(self) -> KeptError:
+        return KeptError(
+            f"{self}: load it where it fits, have its messages encoded again "
+            "(on_mismatch='encode'), or save anew",
+            parameter="uri",
+            value=self.file,
+        )
+
+
+def loading(
+    folder: KeptFolder,
+    target: Origin,
+    tenant: str,
+    names_of: Callable[[str, Sequence[str]], dict[str, str]],
+    admit: Callable[[Sequence[Message]], None],
+    on_mismatch: str,
+    progress: bool | None,
+) -> Steps[list[Message]]:
+    """
+    Args:
+        folder: with a manifest.
+        target: the session and engine that the messages go to.
+        tenant: as the engine knows it.
+        names_of: the ids that messages will have, of the session that they were in and their ids
+            there.
+        admit: has the session know messages, or raises.
+        on_mismatch: "refuse" or "encode".
+        progress: see `ByteBar`.
+
+    Returns:
+        The messages, in the order in which they were saved.
+
+    Raises:
+        UnknownKeptError: nothing was saved here.
+        KeptError: another tenant's, or it does not fit; names the file.
+        ChoreoError: it does not fit into the context, or into the session.
+    """
+    check_on_mismatch(on_mismatch)
+    kept = read_manifest(folder)
+    is_fit = _check_origin(kept, target, folder, on_mismatch)
+    renamed = names_of(kept["session"], [message["id"] for message in kept["messages"]])
+    recipes = _renamed(kept, renamed)
+    if not is_fit:
+        recipes["encodings"] = [{**entry, "data": None} for entry in recipes["encodings"]]
+    messages = _messages(kept, recipes, renamed)
+    named = {renamed[m["id"]]: m["encoding"] for m in kept["messages"]}
+    ticket = yield operation("begin", target.session, tenant, recipes, named)
+    try:
+        yield from _Reader(folder, target, ticket, on_mismatch).read(recipes["encodings"], progress)
+        admit(messages)
+        yield operation("enter", ticket)
+    except BaseException:
+        yield operation("give_up", ticket)
+        raise
+    return messages
+
+
+def check_on_mismatch(given: Any) -> None:
+    """Raises ChoreoError: no such choice."""
+    if given not in ON_MISMATCH:
+        raise ChoreoError(f"choose one of {ON_MISMATCH}", parameter="on_mismatch", value=given)
+
+
+def _check_origin(
+    kept: Mapping[str, Any], target: Origin, folder: KeptFolder, on_mismatch: str
+) -> bool:
+    """Whether keys and values fit the engine.
+
+    Raises:
+        KeptError: not even the recipes do, or what does not fit is to be refused.
+    """
+    file = f"{folder.label}/{MANIFEST}"
+    if kept["tenant"] != target.tenant:
+        raise KeptError(
+            "these messages are another tenant's: load them in a session of the tenant that saved "
+            "them",
+            parameter="uri",
+            value=file,
+        )
+    largest = max((max(entry["tokens"]) for entry in kept["encodings"]), default=0)
+    if largest >= target.vocab_size or not is_same_text(kept["model"], target.signature):
+        raise KeptError(
+            f"the tokens of these messages are those of {kept['model'].get('name')}'s tokenizer, "
+            "and mean something else to this one: make them anew from their texts",
+            parameter="uri",
+            value=file,
+        )
+    found = differences(kept["model"], target.signature)
+    if found and on_mismatch == "refuse" and any(entry["data"] for entry in kept["encodings"]):
+        what = f"these keys and values were made by another model: {', '.join(found)}"
+        raise Unfit(what, file).refusal()
+    return not found
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+def _renamed(kept: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Recipes under the new ids; messages that were not saved keep theirs."""
+    return {
+        "adapters": kept["adapters"],
+        "traces": [{**t, "id": renamed.get(t["id"], t["id"])} for t in kept["traces"]],
+        "encodings": [
+            {**e, "message": renamed.get(e["message"], e["message"])} for e in kept["encodings"]
+        ],
+    }
+
+
+def _messages(
+    kept: Mapping[str, Any], recipes: Mapping[str, Any], renamed: Mapping[str, str]
+) -> list[Message]:
+    traces: list[Trace] = []
+    for entry in recipes["traces"]:
+        origin = None if entry["origin"] is None else traces[entry["origin"]]
+        traces.append(Trace(entry["id"], tuple(traces[p] for p in entry["parents"]), origin))
+    messages, now = [], time.perf_counter()
+    for record in kept["messages"]:
+        message = message_of(record, submitted=now)
+        encoding = recipes["encodings"][record["encoding"]]
+        parents = [p._replace(id=renamed.get(p.id, p.id)) for p in message.parents]
+        messages.append(
+            replace(
+                message,
+                id=renamed[message.id],
+                parents=tuple(map(ParentSpan._make, parents)),
+                trace=traces[encoding["trace"]],
+            )
+        )
+    return messages
+
+
+# -- keys and values -----------------------------------------------------------------------------
+
+
+class _Reader:
+    """Brings keys and values into the engine, and believes them when all of a file was right."""
+
+    def __init__(self, folder: KeptFolder, target: Origin, ticket: int, on_mismatch: str) -> None:
+        self._folder = folder
+        self._target = target
+        self._ticket = ticket
+        self._on_mismatch = on_mismatch
+
+    def read(self, entries: Sequence[Mapping[str, Any]], progress: bool | None) -> Steps[None]:
+        wanted = [(number, entry) for number, entry in enumerate(entries) if entry["data"]]
+        if not wanted:
+            return
+        shapes = yield workers("choreo_kv_shape")
+        shape = KVShape.of(shapes[0]["dtype"], all_heads(shapes, self._target))
+        total = sum(entry["data"]["bytes"] for _, entry in wanted)
+        with ByteBar("loading", total, progress) as bar:
+            for number, entry in wanted:
+                data = entry["data"]
+                place = yield operation("place", self._ticket, number, data["stored_position"])
+                if place is None or not place["blocks"]:
+                    bar.advance(data["bytes"])
+                    continue
+                try:
+                    yield from self._read_one(entry, place, shape, bar)
+                except Unfit as unfit:
+                    if self._on_mismatch == "refuse":
+                        raise unfit.refusal() from None
+                    yield operation("unplace", self._ticket, number)
+
+    def _read_one(
+        self, entry: Mapping[str, Any], place: Mapping[str, Any], shape: KVShape, bar: ByteBar
+    ) -> Steps[None]:
+        data, num_tokens = entry["data"], len(entry["tokens"])
+        name = data["file"]
+        with _unfit_if_missing(self._folder, name):
+            file, size = self._folder.open(name)
+            with ReadAhead(file) as ahead:
+                if size != data["bytes"]:
+                    raise self._damaged(name, f"it has {size} bytes, not {data['bytes']}")
+                try:
+                    length = header_size(ahead.read(8), size)
+                    check_header(ahead.read(length), shape, num_tokens)
+                except ValueError as error:
+                    raise self._damaged(name, str(error)) from None
+                listed = list(chunks(shape, num_tokens))
+                pieces = ahead.pieces(chunk.num_bytes for chunk in listed)
+                for chunk, piece in zip(listed, pieces, strict=True):
+                    if len(piece) < chunk.num_bytes:
+                        raise self._damaged(name, "it ends early")
+                    yield self._write(chunk, piece, place, shape)
+                    bar.advance(chunk.num_bytes)
+                ahead.rest()
+                if ahead.sha256 != data["sha256"]:
+                    raise self._damaged(name, "its digest is another")
+
+    def _write(
+        self, chunk: Chunk, piece: memoryview, place: Mapping[str, Any], shape: KVShape
+    ) -> Any:
+        heads = [count for count, _ in shape.layers]
+        where, parts = (place["blocks"], place["in_host"]), (chunk.first, chunk.last)
+        return workers("choreo_write_kv", piece, heads, where, parts, chunk.start, chunk.stop)
+
+    def _damaged(self, name: str, reason: str) -> Unfit:
+        return Unfit(f"the file is damaged ({reason})", f"{self._folder.label}/{name}")
+
+
+@contextmanager
+def _unfit_if_missing(folder: KeptFolder, name: str) -> Iterator[None]:
+    """A file that cannot be read is as good as damaged."""
+    try:
+        with folder.naming(name):
+            yield
+    except KeptError as error:
+        raise Unfit(error.message, str(error.value)) from None

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`manifest.json`: the recipes of kept messages, whose they are, and where keys and values lie.
+
+    {"sha256": of the rest, as `json.dumps(kept, sort_keys=True)` writes it,
+     "kept": {"format": 1,
+              "model": see `signature.py`,
+              "tenant": digest of the tenant's name, "session": id,
+              "adapters": [{"name", "number", "path", "weights": hex}],
+              "traces": [{"id", "parents": [trace], "origin": trace | null}],
+              "encodings": [{"message": id, "is_copy", "trace", "adapter": adapter | null,
+                             "tokens": [int], "parents": [encoding],
+                             "spans": [[start, stop, offset]], "new_offset", "exact",
+                             "repaired_tokens",
+                             "patch": {"source": encoding, "start", "runs": [[start, stop]]} | null,
+                             "data": {"file", "bytes", "sha256", "stored_position"} | null}],
+              "messages": [{as `wire.messages.record_json`, "parents": [[id, start, stop]],
+                            "encoding"}]}}
+
+Numbers stand for entries of the lists, and name earlier ones alone. A file that was damaged, or
+written by somebody else, is refused here, before any of it reaches the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b, sha256
+from typing import Any
+
+from vllm_choreo.errors import KeptError
+from vllm_choreo.keep.storage import MANIFEST, KeptFolder
+
+FORMAT = 1
+_RECORD = {
+    "id": str,
+    "position": int,
+    "num_tokens": int,
+    "token_ids": list,
+    "text": str,
+    "generated_token_ids": list,
+    "generated_text": str,
+    "usage": dict,
+    "metrics": dict,
+    "parents": list,
+    "encoding": int,
+}
+
+
+def tenant_digest(tenant: str) -> str:
+    """How a manifest names a tenant, whom it does not tell."""
+    return blake2b(tenant.encode(), digest_size=16, person=b"choreo-keep").hexdigest()
+
+
+def manifest_bytes(kept: Mapping[str, Any]) -> bytes:
+    """The file of what is kept."""
+    return json.dumps({"sha256": _digest(kept), "kept": kept}, ensure_ascii=False).encode()
+
+
+def read_manifest(folder: KeptFolder) -> dict[str, Any]:
+    """What is kept in a folder.
+
+    Raises:
+        UnknownKeptError: nothing is.
+        KeptError: the manifest is damaged, or of another format.
+    """
+    content = folder.manifest()
+    try:
+        found = json.loads(content)
+        kept = found["kept"]
+        if not isinstance(kept, dict) or found["sha256"] != _digest(kept):
+            raise ValueError("its digest is another")
+        if kept.get("format") != FORMAT:
+            raise ValueError(f"format {kept.get('format')}, {FORMAT} is needed")
+        _check(kept)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise KeptError(
+            f"the manifest is damaged, or was not written by save ({error}): save again, or load "
+            "another copy",
+            parameter="uri",
+            value=f"{folder.label}/{MANIFEST}",
+        ) from None
+    return kept
+
+
+def data_files(kept: Mapping[str, Any]) -> set[str]:
+    """The names of the files that hold keys and values."""
+    return {entry["data"]["file"] for entry in kept["encodings"] if entry["data"]}
+
+
+def _digest(kept: Any) -> str:
+    return sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+# -- checks: a digest tells that nothing was changed, not that it was right -----------------------
+
+
+def _check(kept: Mapping[str, Any]) -> None:
+    """Raises ValueError, TypeError or KeyError: the engine could not take it."""
+    for trace_number, trace in enumerate(kept["traces"]):
+        _texts(trace["id"])
+        origin = [] if trace["origin"] is None else [trace["origin"]]
+        _earlier([*trace["parents"], *origin], trace_number)
+    for adapter in kept["adapters"]:
+        _texts(adapter["name"], adapter["path"])
+        bytes.fromhex(adapter["weights"])
+        _count(adapter["number"], least=1)
+    encodings = kept["encodings"]
+    for number, entry in enumerate(encodings):
+        _check_encoding(entry, encodings[:number], kept)
+    for message in kept["messages"]:
+        for name, kind in _RECORD.items():
+            if type(message[name]) is not kind:
+                raise TypeError(f"{name} of a message is no {kind.__name__}")
+        entry = encodings[_count(message["encoding"], most=len(encodings) - 1)]
+        if message["token_ids"] != entry["tokens"] or message["num_tokens"] != len(entry["tokens"]):
+            raise ValueError("a message and its encoding differ")
+        if entry["is_copy"] or entry["message"] != message["id"]:
+            raise ValueError("a message names an encoding that is not its own")
+    _texts(kept["session"], kept["tenant"])
+
+
+def _check_encoding(
+    entry: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], kept: Mapping[str, Any]
+) -> None:
+    tokens, spans = entry["tokens"], entry["spans"]
+    _texts(entry["message"])
+    _count(entry["trace"], most=len(kept["traces"]) - 1)
+    if entry["adapter"] is not None:
+        _count(entry["adapter"], most=len(kept["adapters"]) - 1)
+    if not tokens or any(type(token) is not int or token < 0 for token in tokens):
+        raise ValueError("tokens are ints from 0 on")
+    _earlier(entry["parents"], len(earlier))
+    for parent, (start, stop, offset) in zip(entry["parents"], spans, strict=True):
+        _run(start, stop, len(earlier[parent]["tokens"]))
+        _count(offset)
+    _count(entry["repaired_tokens"])
+    patch = entry["patch"]
+    if type(entry["new_offset"]) is not int or (entry["new_offset"] < 0 and patch is None):
+        raise ValueError("new_offset is an int from 0 on")
+    if not isinstance(entry["exact"], bool) or not isinstance(entry["is_copy"], bool):
+        raise TypeError("exact and is_copy are true or false")
+    if patch is not None:
+        _earlier([patch["source"]], len(earlier))
+        if earlier[patch["source"]]["tokens"] != tokens:
+            raise ValueError("a patch has the tokens of its source")
+        _count(patch["start"], most=len(tokens) - 1)
+        for start, stop in patch["runs"]:
+            _run(start, stop, len(tokens))
+    if entry["data"] is not None:
+        _check_data(entry["data"])
+
+
+def _check_data(data: Mapping[str, Any]) -> None:
+    _texts(data["file"], data["sha256"])
+    if "/" in data["file"] or data["file"].startswith("."):
+        raise ValueError("data lies in the folder of its manifest")
+    _count(data["bytes"])
+    if type(data["stored_position"]) is not int:
+        raise TypeError("stored_position is an int")
+
+
+def _earlier(numbers: Sequence[int], before: int) -> None:
+    for number in numbers:
+        _count(number, most=before - 1)
+
+
+def _run(start: int, stop: int, length: int) -> None:
+    _count(stop, least=_count(start) + 1, most=length)
+
+
+def _count(value: Any, least: int = 0, most: int = 2**62) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{value!r} where an int from {least} to {most} is needed")
+    return value
+
+
+def _texts(*values: Any) -> None:
+    for value in values:
+        if not isinstance(value, str):
+            raise TypeError(f"{value!r} where a text is needed")

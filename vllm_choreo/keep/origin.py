@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where messages come from or go to: a session, an engine, and workers that share the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_choreo.keep.tensors import Chunk, KVShape
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where messages come from.
+
+    Attributes:
+        session, tenant: whose they are; `tenant` as a manifest names it.
+        signature: of the engine.
+        num_ranks: workers that share the heads.
+        num_heads: that have keys, in all workers together.
+        vocab_size: of the model.
+    """
+
+    session: str
+    tenant: str
+    signature: Mapping[str, Any]
+    num_ranks: int
+    num_heads: int
+    vocab_size: int = 2**62
+
+
+def _stride(origin: Origin) -> int:
+    """So many workers have the same heads, where there are more workers than heads."""
+    return max(1, origin.num_ranks // origin.num_heads)
+
+
+def all_heads(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> list[list[int]]:
+    """`[num_kv_heads, head_size]` of each layer, in all workers together."""
+    apart = shapes[:: _stride(origin)]
+    return [
+        [sum(heads for heads, _ in sizes), sizes[0][1]]
+        for sizes in zip(*(shape["layers"] for shape in apart), strict=True)
+    ]
+
+
+def joined(found: Sequence[bytes], chunk: Chunk, shape: KVShape, origin: Origin) -> Any:
+    """The bytes of all heads, of what each worker has of them."""
+    apart = found[:: _stride(origin)]
+    if len(apart) == 1:
+        return apart[0]
+    num_tokens, parts, starts = chunk.stop - chunk.start, [], [0] * len(apart)
+    for part in range(chunk.first, chunk.last):
+        row = shape.row_bytes(part) // len(apart)
+        rows = []
+        for rank, data in enumerate(apart):
+            stop = starts[rank] + row * num_tokens
+            rows.append(np.frombuffer(data[starts[rank] : stop], np.uint8).reshape(num_tokens, row))
+            starts[rank] = stop
+        parts.append(np.concatenate(rows, axis=1).tobytes())
+    return b"".join(parts)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save`: recipes, and keys and values if asked, into a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_choreo.errors import ChoreoError, KeptError, LimitError, PoolFullError
+from vllm_choreo.keep.byte_bar import ByteBar
+from vllm_choreo.keep.manifest import FORMAT, data_files, manifest_bytes, read_manifest
+from vllm_choreo.keep.origin import Origin, all_heads, joined
+from vllm_choreo.keep.steps import Ask, Steps, operation, workers
+from vllm_choreo.keep.storage import Digested, KeptFolder, settle
+from vllm_choreo.keep.tensors import KVShape, chunks, header_bytes
+from vllm_choreo.semantics.message import Kept, Message
+from vllm_choreo.wire.messages import record_json
+
+
+def saving(
+    messages: Sequence[Message],
+    folder: KeptFolder,
+    origin: Origin,
+    encodings: bool,
+    progress: bool | None,
+) -> Steps[Kept]:
+    """
+    Args:
+        messages: of the session, complete.
+        folder: what it holds is replaced when all is written.
+        encodings: whether keys and values are kept, too.
+        progress: see `ByteBar`.
+
+    Raises:
+        KeptError: the storage failed; what it held before is as it was.
+        PoolFullError: a message whose keys and values were evicted does not come back.
+        LimitError: more bytes.
+    """
+    folder.make()
+    replaced = _files_of(folder)
+    told = yield operation("tell", origin.session, [message.id for message in messages])
+    try:
+        writer = _Writer(folder, origin, told)
+        if encodings:
+            yield from writer.write(messages, progress)
+        kept = _manifest(messages, origin, told, writer.data)
+        folder.publish(manifest_bytes(kept), replaced)
+    except BaseException:
+        folder.withdraw()
+        raise
+    finally:
+        yield operation("told", told["ticket"])
+    sizes = [data["bytes"] for data in writer.data.values()]
+    return Kept(len(messages), len(sizes), sum(m.num_tokens for m in messages), sum(sizes))
+
+
+def _files_of(folder: KeptFolder) -> set[str]:
+    """The data that a manifest names, which is there before the save."""
+    try:
+        return data_files(read_manifest(folder))
+    except KeptError:
+        return set()  # nothing, or nothing that can be read
+
+
+def _manifest(
+    messages: Sequence[Message],
+    origin: Origin,
+    told: Mapping[str, Any],
+    data: Mapping[int, Mapping[str, Any]],
+) -> dict[str, Any]:
+    recipes = told["recipes"]
+    return {
+        "format": FORMAT,
+        "model": origin.signature,
+        "tenant": origin.tenant,
+        "session": origin.session,
+        "adapters": recipes["adapters"],
+        "traces": recipes["traces"],
+        "encodings": [
+            {**entry, "data": data.get(number)} for number, entry in enumerate(recipes["encodings"])
+        ],
+        "messages": [
+            {**record_json(message), "parents": [list(p) for p in message.parents], "encoding": own}
+            for message, own in zip(messages, told["own"], strict=True)
+        ],
+    }
+
+
+class _Writer:
+    """Keys and values of what `keep_tell` told.
+
+    Attributes:
+        data: the entry of each encoding that was written, by its number.
+    """
+
+    def __init__(self, folder: KeptFolder, origin: Origin, told: Mapping[str, Any]) -> None:
+        self.data: dict[int, dict[str, Any]] = {}
+        self._folder = folder
+        self._origin = origin
+        self._told = told
+        self._entries = told["recipes"]["encodings"]
+
+    def write(self, messages: Sequence[Message], progress: bool | None) -> Steps[None]:
+        shapes = yield workers("choreo_kv_shape")
+        shape = KVShape.of(shapes[0]["dtype"], all_heads(shapes, self._origin))
+        own = self._told["own"]
+        wanted = dict(zip(own, messages, strict=True))
+        # A copy is no message's own: it is kept if it is there, and if calls can come to read it.
+        ids = {message.id for message in messages}
+        copies = [n for n in self._told["resident"] if self._entries[n]["is_copy"]]
+        numbers = [*own, *(n for n in copies if self._entries[n]["message"] in ids)]
+        num_tokens = sum(len(self._entries[number]["tokens"]) for number in numbers)
+        _check_size(shape.token_bytes * num_tokens, self._folder.max_bytes)
+        with ByteBar("saving", shape.token_bytes * num_tokens, progress) as bar:
+            for number in numbers:
+                message = wanted.get(number)
+                yield from self._write_one(number, message and message.id, shape, bar)
+
+    def _write_one(
+        self, number: int, message_id: str | None, shape: KVShape, bar: ByteBar
+    ) -> Steps[None]:
+        held = yield operation("hold", self._told["ticket"], number)
+        if held is None and message_id is not None:
+            yield Ask("encode", (message_id,))
+            held = yield operation("hold", self._told["ticket"], number)
+            if held is None:
+                raise PoolFullError(
+                    "the message was evicted, and what was brought back for it was evicted again: "
+                    "save when less is running, or recipes alone (encodings=False)",
+                    parameter="messages",
+                    value=message_id,
+                )
+        if held is None:
+            return  # a copy that was evicted meanwhile: it stays a recipe
+        try:
+            yield from self._stream(number, held, shape, bar)
+        finally:
+            yield operation("let_go", held["ticket"])
+
+    def _stream(
+        self, number: int, held: Mapping[str, Any], shape: KVShape, bar: ByteBar
+    ) -> Steps[None]:
+        entry = self._entries[number]
+        num_tokens = len(entry["tokens"])
+        name, file = self._folder.create()
+        with self._folder.naming(name), file:
+            digested = Digested(file)
+            digested.write(header_bytes(shape, num_tokens, self._about(entry)))
+            for chunk in chunks(shape, num_tokens):
+                parts = [chunk.first, chunk.last]
+                found = yield workers(
+                    "choreo_read_kv", held["blocks"], parts, chunk.start, chunk.stop
+                )
+                digested.write(joined(found, chunk, shape, self._origin))
+                bar.advance(chunk.num_bytes)
+            settle(file)
+        self.data[number] = {
+            "file": name,
+            "bytes": digested.num_bytes,
+            "sha256": digested.sha256,
+            "stored_position": held["stored_position"],
+        }
+
+    def _about(self, entry: Mapping[str, Any]) -> dict[str, str]:
+        """Whose weights made it: said in the file itself, for whoever finds it alone."""
+        model, about = self._origin.signature, {"format": str(FORMAT), "message": entry["message"]}
+        about |= {"model": str(model["name"]), "model_weights": str(model["weights"])}
+        if entry["adapter"] is not None:
+            adapter = self._told["recipes"]["adapters"][entry["adapter"]]
+            about |= {"adapter": adapter["name"], "adapter_weights": adapter["weights"]}
+        return about
+
+
+def _check_size(num_bytes: int, max_bytes: float) -> None:
+    if num_bytes > max_bytes:
+        raise LimitError(
+            f"there is room for {int(max_bytes)} bytes more: delete what you have saved, save "
+            "fewer messages, or recipes alone",
+            parameter="max_kept_gib_per_tenant",
+            value=f"{num_bytes} bytes",
+        )
+
+
+def check_mode_keeps(mode: str) -> None:
+    """
+    Raises:
+        ChoreoError: a session in baseline mode has texts alone.
+    """
+    if mode == "baseline":
+        raise ChoreoError(
+            "in baseline mode messages are texts, and the engine has nothing to keep: save the "
+            "texts, or open a session in mode 'choreo'",
+            parameter="mode",
+            value=mode,
+        )

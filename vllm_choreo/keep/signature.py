@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keys and values depend on besides their recipe: the model, and how it is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from vllm_choreo.trained_adapter import BaseModel
+
+# What recipes depend on: to another tokenizer the same numbers are other texts.
+_OF_TEXT = "tokenizer"
+
+
+def signature(vllm_config: Any) -> dict[str, Any]:
+    """That of an engine.
+
+    Args:
+        vllm_config: the engine's.
+
+    Returns:
+        `name`, for a reader; `weights`, `tokenizer`: digests, see `BaseModel`; `architecture`;
+        `dtype`, `quantization`, `load_format`; `rotation`: the parameters of RoPE.
+    """
+    model = vllm_config.model_config
+    base = _base_model(model.model)
+    text = model.hf_text_config
+    found = {
+        "name": base.name,
+        "weights": base.weights,
+        "tokenizer": base.tokenizer,
+        "architecture": list(getattr(model.hf_config, "architectures", None) or ()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
+        "is_dummy": str(vllm_config.load_config.load_format) == "dummy",
+        "rotation": getattr(text, "rope_parameters", None),
+    }
+    # As it is read from a file: with lists for tuples, and texts for other objects.
+    plain: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True, default=str))
+    return plain
+
+
+@lru_cache(maxsize=8)
+def _base_model(model: str) -> BaseModel:
+    return BaseModel.of(model)
+
+
+def differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """What differs between the model whose keys were kept, and that of an engine; in words."""
+    names = [name for name in mine if name != "name"]
+    if kept.get("weights") or mine["weights"]:
+        found = names
+    else:  # nobody knows the weights: then the names must do
+        found = ["name", *names]
+    return [
+        f"{name} ({_short(kept.get(name))}; here {_short(mine[name])})"
+        for name in found
+        if kept.get(name) != mine[name]
+    ]
+
+
+def is_same_text(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
+    """Whether the numbers of tokens mean the same texts."""
+    return bool(kept.get(_OF_TEXT) == mine[_OF_TEXT])
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else text[:60] + "…"

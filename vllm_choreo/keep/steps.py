@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving and loading as generators that ask the engine and are told; who drives them does the rest.
+
+A program on an `LLM` answers at once, one on an AsyncLLM awaits the answer and lets the generator
+read and write its files in a thread. Whatever goes wrong is raised where the generator asked, which
+may ask for more to tidy up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the engine is asked for.
+
+    Attributes:
+        what: "operation", of the scheduler; "workers", a method of each; or "encode": have messages
+            encoded that are not.
+        args: the name of the operation or method and its arguments; or the ids of messages.
+    """
+
+    what: str
+    args: tuple[Any, ...]
+
+
+def operation(name: str, *args: Any) -> Ask:
+    """An operation of the scheduler, `keep_` before its name left out."""
+    return Ask("operation", (f"keep_{name}", *args))
+
+
+def workers(method: str, *args: Any) -> Ask:
+    """A method of the workers."""
+    return Ask("workers", (method, *args))
+
+
+Steps = Generator[Ask, Any, _T]
+
+
+@dataclass(frozen=True)
+class _Done(Generic[_T]):
+    result: _T
+
+
+def _advance(steps: Steps[_T], answer: Any, error: BaseException | None) -> Ask | _Done[_T]:
+    try:
+        return steps.send(answer) if error is None else steps.throw(error)
+    except StopIteration as stop:
+        return _Done(stop.value)
+
+
+def drive(steps: Steps[_T], answer: Callable[[Ask], Any]) -> _T:
+    """Run to the end.
+
+    Args:
+        answer: what an `Ask` is answered with.
+    """
+    found = _advance(steps, None, None)
+    while isinstance(found, Ask):
+        told, error = None, None
+        try:
+            told = answer(found)
+        except BaseException as raised:  # also Ctrl-C: blocks are to be let go
+            error = raised
+        found = _advance(steps, told, error)
+    return found.result
+
+
+async def drive_async(steps: Steps[_T], answer: Callable[[Ask], Awaitable[Any]]) -> _T:
+    """Run to the end, in a thread wherever the engine is not asked."""
+    found = await _in_thread(steps, None, None)
+    while isinstance(found, Ask):
+        told, error = None, None
+        try:
+            told = await answer(found)
+        except BaseException as raised:
+            error = raised
+        found = await _in_thread(steps, told, error)
+    return found.result
+
+
+async def _in_thread(steps: Steps[_T], told: Any, error: BaseException | None) -> Ask | _Done[_T]:
+    """One step; a caller that is cancelled meanwhile has it raised where the next answer comes."""
+    step = asyncio.ensure_future(asyncio.to_thread(_advance, steps, told, error))
+    try:
+        return await asyncio.shield(step)
+    except asyncio.CancelledError as cancelled:
+        found = await step
+        if isinstance(found, _Done):
+            raise
+        return await _in_thread(steps, None, cancelled)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients send and get where messages are saved and loaded, as pydantic models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vllm_choreo.server.documents import AnswerModel, MessageAnswer
+from vllm_choreo.server.schemas import MAX_PARENTS, BodyModel, MessageId
+
+KeptName = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=128,
+        description="1 to 128 letters, digits and `_ . -`; the operator decides where that is.",
+        examples=["library"],
+    ),
+]
+
+
+class SaveBody(BodyModel):
+    """Messages to save."""
+
+    name: KeptName
+    messages: Annotated[list[MessageId], Field(fail_fast=True, max_length=MAX_PARENTS)] | None = (
+        Field(None, description="By default all of the session.")
+    )
+    encodings: bool = Field(
+        False, description="Save keys and values, too: with them nothing is encoded again."
+    )
+
+
+class LoadBody(BodyModel):
+    """Saved messages to load."""
+
+    name: KeptName
+    on_mismatch: Literal["refuse", "encode"] = Field(
+        "refuse",
+        description="What becomes of keys and values that another model made, or that were "
+        "damaged: the request is refused, or their messages are encoded when they are read.",
+    )
+
+
+class KeptAnswer(AnswerModel):
+    """What was saved."""
+
+    name: str
+    object: Literal["choreo.kept"]
+    messages: int
+    encodings: int = Field(description="With keys and values.")
+    tokens: int
+    bytes: int = Field(description="Of keys and values.")
+
+
+class KeptEntry(AnswerModel):
+    """What is kept under a name."""
+
+    name: str
+    object: Literal["choreo.kept"]
+    bytes: int = Field(description="Of keys and values.")
+
+
+class KeptListAnswer(AnswerModel):
+    """All that is kept for an API key."""
+
+    object: Literal["list"]
+    data: list[KeptEntry]
+
+
+class KeptDeletedAnswer(AnswerModel):
+    """What was kept, and is not any more."""
+
+    name: str
+    object: Literal["choreo.kept.deleted"]
+    deleted: Literal[True]
+
+
+class LoadedAnswer(AnswerModel):
+    """The messages that were loaded, in the order in which they were saved."""
+
+    object: Literal["list"]
+    data: list[MessageAnswer]

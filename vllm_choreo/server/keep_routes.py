@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes that save messages and load them, in the folder that the operator allows (`kept.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import Path
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.server import documents
+from vllm_choreo.server.answers import list_json
+from vllm_choreo.server.errors import PATH_NAME
+from vllm_choreo.server.keep_bodies import (
+    KeptAnswer,
+    KeptDeletedAnswer,
+    KeptListAnswer,
+    LoadBody,
+    LoadedAnswer,
+    SaveBody,
+)
+from vllm_choreo.server.kept import KeptFolders
+from vllm_choreo.server.routes import OwnSession, choreo_router
+from vllm_choreo.server.tenants import tenant_of
+from vllm_choreo.wire.messages import message_json
+
+router = choreo_router()
+
+KeptPath = Annotated[str, Path(description="The name under which messages were saved.")]
+
+
+def _folders(request: Request) -> KeptFolders:
+    """
+    Raises:
+        ChoreoError: the operator allows none.
+    """
+    folders: KeptFolders | None = request.app.state.choreo_kept
+    if folders is None:
+        raise ChoreoError(
+            "this server keeps no messages: its operator can allow it, with --choreo-keep DIR",
+            parameter="uri",
+        )
+    return folders
+
+
+@router.post(
+    "/sessions/{session}/save",
+    summary="Save messages",
+    response_model=KeptAnswer,
+    responses=documents.errors(404, 413, 429),
+)
+async def save_messages(request: Request, session: OwnSession, body: SaveBody) -> Response:
+    """Save messages under a name. What was saved under it stays until all is written."""
+    folders = _folders(request)
+    folder = folders.folder(session.tenant, body.name)
+    max_gib = request.app.state.choreo.config.max_kept_gib_per_tenant
+    async with folders.lock(session.tenant):
+        folder.max_bytes = await asyncio.to_thread(folders.room, session.tenant, body.name, max_gib)
+        with session.used() as choreography:
+            kept = await choreography.save(
+                body.messages, folder, encodings=body.encodings, progress=False
+            )
+    return JSONResponse({"name": body.name, "object": "choreo.kept", **asdict(kept)})
+
+
+@router.post(
+    "/sessions/{session}/load",
+    summary="Load messages",
+    response_model=LoadedAnswer,
+    responses=documents.errors(404, 409, 413, 429),
+)
+async def load_messages(request: Request, session: OwnSession, body: LoadBody) -> Response:
+    """Load what was saved under a name into the session; nothing is encoded for that."""
+    folders = _folders(request)
+    folder = folders.folder(session.tenant, body.name)
+    with session.used() as choreography:
+        messages = await choreography.load(folder, on_mismatch=body.on_mismatch, progress=False)
+    return JSONResponse(list_json(map(message_json, messages)))
+
+
+@router.get("/kept", summary="List what is saved", response_model=KeptListAnswer)
+async def list_kept(request: Request) -> Response:
+    """The names under which messages were saved with this API key."""
+    folders = _folders(request)
+    sizes = await asyncio.to_thread(folders.sizes, tenant_of(request))
+    return JSONResponse(
+        list_json({"name": n, "object": "choreo.kept", "bytes": b} for n, b in sizes.items())
+    )
+
+
+@router.delete(
+    "/kept/{name}",
+    summary="Delete what is saved",
+    response_model=KeptDeletedAnswer,
+    responses=documents.errors(404),
+)
+async def delete_kept(request: Request, name: KeptPath) -> Response:
+    """Delete what was saved under a name. Messages that were loaded from it stay."""
+    tenant, folders = tenant_of(request), _folders(request)
+    try:
+        folder = folders.folder(tenant, name)
+        async with folders.lock(tenant):
+            await asyncio.to_thread(folder.delete)
+    except ChoreoError as error:
+        error.parameter = PATH_NAME
+        raise
+    return JSONResponse({"name": name, "object": "choreo.kept.deleted", "deleted": True})

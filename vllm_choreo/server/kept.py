@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's folder of kept messages: where tenants save, and what a server loads at its start.
+
+    DIR/tenants.key              the secret by which tenants are told apart, the same in every run
+    DIR/<tenant>/<name>/         what a tenant has saved under a name: see `keep/storage.py`
+
+A tenant says a name and never a path, and its folder is named after itself alone: so no request
+reaches what another one has saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+
+from vllm.logger import init_logger
+
+from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
+from vllm_choreo.keep.manifest import data_files, read_manifest
+from vllm_choreo.keep.storage import KeptFolder
+from vllm_choreo.server import tenants
+from vllm_choreo.server.sessions import Sessions
+
+logger = init_logger("vllm.choreo.server")
+
+_KEY_FILE = "tenants.key"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
+_TENANT = re.compile(r"[0-9a-f]{64}")
+_BYTES_PER_GIB = 2**30
+
+
+class KeptFolders:
+    """
+    Args:
+        uri: the operator's folder: a path, or a URL of fsspec's.
+        option: of the command line, which named it.
+    """
+
+    def __init__(self, uri: str, option: str) -> None:
+        self._uri = uri.rstrip("/")
+        self._option = option
+        self._root = KeptFolder(self._uri)
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def folder(self, tenant: str, name: str) -> KeptFolder:
+        """What a tenant has saved, or will save, under a name.
+
+        Raises:
+            ChoreoError: no name.
+        """
+        if not _NAME.fullmatch(name):
+            raise ChoreoError(
+                "on a server messages are saved under a name of 1 to 128 letters, digits and "
+                "_ . - that does not begin with a dot; where that is, its operator decides",
+                parameter="uri",
+                value=name,
+            )
+        return KeptFolder(f"{self._uri}/{tenant}/{name}", label=name)
+
+    def lock(self, tenant: str) -> asyncio.Lock:
+        """A tenant saves one thing at a time: two at once would both find the same room."""
+        return self._locks.setdefault(tenant, asyncio.Lock())
+
+    def names(self, tenant: str) -> list[str]:
+        """What a tenant has saved."""
+        return KeptFolder(f"{self._uri}/{tenant}", label="").names()
+
+    def sizes(self, tenant: str) -> dict[str, int]:
+        """Bytes of keys and values under each name of a tenant; what is damaged counts 0."""
+        found = {}
+        for name in self.names(tenant):
+            try:
+                kept = read_manifest(self.folder(tenant, name))
+                found[name] = sum(e["data"]["bytes"] for e in kept["encodings"] if e["data"])
+            except ChoreoError:
+                found[name] = 0
+        return found
+
+    def room(self, tenant: str, name: str, max_gib: float) -> float:
+        """Bytes that a tenant may save under a name.
+
+        Raises:
+            LimitError: none.
+        """
+        others = sum(size for other, size in self.sizes(tenant).items() if other != name)
+        if others >= max_gib * _BYTES_PER_GIB:
+            raise LimitError(
+                f"an API key may save {max_gib:g} GiB: delete what you have saved, or raise the "
+                "server's setting choreo.server.max_kept_gib_per_tenant",
+                parameter="max_kept_gib_per_tenant",
+                value=f"{others} bytes",
+            )
+        return max_gib * _BYTES_PER_GIB - others
+
+    # -- the secret --------------------------------------------------------------------------
+
+    def secret(self) -> bytes | None:
+        """That of the folder, if it has one.
+
+        Raises:
+            ChoreoError: it cannot be read.
+        """
+        text = self._root.text(_KEY_FILE)
+        if text is None:
+            return None
+        try:
+            return bytes.fromhex(text)
+        except ValueError:
+            raise ChoreoError(
+                f"{_KEY_FILE} in this folder is no key of tenants: put back the one that was there",
+                parameter=self._option,
+                value=self._uri,
+            ) from None
+
+    def keep_secret(self, secret: bytes) -> None:
+        """Write the secret into a folder that has none; for the operator's eyes alone."""
+        self._root.make()
+        self._root.write_text(_KEY_FILE, secret.hex())
+
+    # -- at the start ------------------------------------------------------------------------
+
+    async def load_all(self, sessions: Sessions) -> None:
+        """Open the sessions whose messages were saved, and load these.
+
+        What cannot be loaded is named in the log and left out.
+        """
+        for tenant in await asyncio.to_thread(self._root.names):
+            if not _TENANT.fullmatch(tenant):
+                continue
+            for name in await asyncio.to_thread(self.names, tenant):
+                try:
+                    await self._load(sessions, tenant, name)
+                except ChoreoError as error:
+                    logger.error("--choreo-load: %s/%s was not loaded: %s", tenant, name, error)
+
+    async def _load(self, sessions: Sessions, tenant: str, name: str) -> None:
+        folder = self.folder(tenant, name)
+        kept = await asyncio.to_thread(read_manifest, folder)
+        try:  # another name may have opened it
+            session = sessions.session(tenant, kept["session"])
+        except UnknownSessionError:
+            session = sessions.open(tenant, session_id=kept["session"])
+        with session.used() as choreography:
+            messages = await choreography.load(folder, progress=False)
+        num_files = len(data_files(kept))
+        logger.info(
+            "--choreo-load: %d messages of session %s, %d with keys and values",
+            len(messages),
+            session.id,
+            num_files,
+        )
+
+
+def start(keep: str | None, load: str | None) -> tuple[KeptFolders | None, KeptFolders | None]:
+    """The folders that the operator named, for saving and to be loaded; with one secret.
+
+    Raises:
+        ChoreoError: a folder cannot be reached, or both belong to other tenants.
+    """
+    saved = KeptFolders(keep, "--choreo-keep") if keep else None
+    loaded = KeptFolders(load, "--choreo-load") if load else None
+    found = [folders.secret() for folders in (loaded, saved) if folders is not None]
+    if loaded is not None and found[0] is None and load != keep:
+        raise ChoreoError(
+            f"no server has saved in this folder: it has no {_KEY_FILE}",
+            parameter="--choreo-load",
+            value=load,
+        )
+    known = {secret for secret in found if secret is not None}
+    if len(known) > 1:
+        raise ChoreoError(
+            f"the folders of --choreo-load and --choreo-keep have other keys of tenants: name one "
+            f"of them for both, or an empty one to save in ({_KEY_FILE})",
+            parameter="--choreo-keep",
+            value=keep,
+        )
+    if saved is not None or loaded is not None:
+        secret = known.pop() if known else secrets.token_bytes(32)
+        if saved is not None and found[-1] is None:
+            saved.keep_secret(secret)
+        tenants.use_secret(secret)
+    return saved, loaded

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encodings as plain data, and back: what a process tells another one of its messages.
+
+The form is that of `encodings`, `traces` and `adapters` in `keep/manifest.py`. Told are the own
+encodings of some messages, their copies that new calls can read, and all that these would need to
+be encoded again: also of messages that are freed, as recipes that no call can name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks
+from vllm_choreo.semantics.provenance import Trace
+from vllm_choreo.store.encoding import Adapter, Encoding, Patch, StoredMessage
+from vllm_choreo.store.store import MessageStore
+
+
+def recipes_of(messages: Sequence[StoredMessage]) -> tuple[list[Encoding], dict[str, Any]]:
+    """The encodings that `messages` have and need, each after those it needs; and as plain data."""
+    wanted = [message.own for message in messages]
+    wanted += [copy for m in messages for copy in m.copies.values() if not copy.is_orphan]
+    encodings = _in_order(wanted, lambda encoding: encoding.recipe)
+    traces = _in_order([encoding.trace for encoding in encodings], _sources)
+    adapters = list(dict.fromkeys(e.adapter for e in encodings if e.adapter is not None))
+    index = {encoding: number for number, encoding in enumerate(encodings)}
+    number_of = {trace: number for number, trace in enumerate(traces)}
+    return encodings, {
+        "adapters": [_adapter_json(adapter) for adapter in adapters],
+        "traces": [
+            {
+                "id": trace.id,
+                "parents": [number_of[parent] for parent in trace.parents],
+                "origin": None if trace.origin is None else number_of[trace.origin],
+            }
+            for trace in traces
+        ],
+        "encodings": [
+            {
+                **_encoding_json(encoding, index),
+                "trace": number_of[encoding.trace],
+                "adapter": encoding.adapter and adapters.index(encoding.adapter),
+            }
+            for encoding in encodings
+        ],
+    }
+
+
+def _in_order(wanted: Sequence[Any], needs: Callable[[Any], Sequence[Any]]) -> list[Any]:
+    """All that is wanted and needed, each after what it needs. No recursion: chains are long."""
+    done: dict[Any, None] = {}
+    stack = list(reversed(wanted))
+    while stack:
+        item = stack[-1]
+        missing = [need for need in needs(item) if need not in done]
+        if item in done or not missing:
+            done.setdefault(item)
+            stack.pop()
+        else:
+            stack += missing
+    return list(done)
+
+
+def _sources(trace: Trace) -> tuple[Trace, ...]:
+    return trace.parents if trace.origin is None else (*trace.parents, trace.origin)
+
+
+def _adapter_json(adapter: Adapter) -> dict[str, Any]:
+    request = adapter.request
+    return {
+        "name": request.lora_name,
+        "number": request.lora_int_id,
+        "path": request.lora_path,
+        "weights": adapter.weights.hex(),
+    }
+
+
+def _encoding_json(encoding: Encoding, index: Mapping[Encoding, int]) -> dict[str, Any]:
+    plan, patch = encoding.plan, encoding.patch
+    assert plan is not None, "what is known has its plan"
+    return {
+        "message": encoding.message.id,
+        "is_copy": encoding.is_copy,
+        "tokens": list(encoding.token_ids or ()),
+        "parents": [index[parent] for parent in encoding.parents],
+        "spans": [[span.start, span.stop, span.offset] for span in plan.parents],
+        "new_offset": plan.new_offset,
+        "exact": plan.exact,
+        "repaired_tokens": plan.repaired_tokens,
+        "patch": patch
+        and {
+            "source": index[patch.source],
+            "start": patch.start,
+            "runs": [list(run) for run in patch.runs],
+        },
+    }
+
+
+# -- back ----------------------------------------------------------------------------------------
+
+
+class Rebuilt:
+    """Messages and encodings of plain data, which no call can name yet.
+
+    Args:
+        told: as `recipes_of` tells it; checked, see `keep/manifest.py`.
+        named: the encoding that is a message's own, by the id that calls will name it by. The
+            others are there as if their messages had been freed.
+        session, tenant: whose they will be.
+        adapter_of: the adapter of an entry of `adapters`.
+
+    Attributes:
+        encodings: in the order of `told`.
+        messages: those that will be named.
+    """
+
+    def __init__(
+        self,
+        told: Mapping[str, Any],
+        named: Mapping[str, int],
+        store: MessageStore,
+        session: str,
+        tenant: str,
+        adapter_of: Callable[[Mapping[str, Any]], Adapter],
+    ) -> None:
+        self._store = store
+        self._adapters = [adapter_of(entry) for entry in told["adapters"]]
+        self._traces: list[Trace] = []
+        for entry in told["traces"]:
+            origin = entry["origin"]
+            parents = tuple(self._traces[parent] for parent in entry["parents"])
+            self._traces.append(
+                Trace(entry["id"], parents, None if origin is None else self._traces[origin])
+            )
+        self._known = {
+            message_id: StoredMessage(message_id, session, tenant) for message_id in named
+        }
+        self._session, self._tenant = session, tenant
+        own = set(named.values())
+        self.encodings: list[Encoding] = []
+        for number, entry in enumerate(told["encodings"]):
+            self.encodings.append(self._encoding(entry, is_own=number in own))
+        for encoding in self.encodings:  # that a copy is one is known when its message has its own
+            encoding.is_orphan = encoding.is_copy and any(e.is_given_up for e in encoding.recipe)
+        self.messages = list(self._known.values())
+
+    def _encoding(self, entry: Mapping[str, Any], *, is_own: bool) -> Encoding:
+        message = self._known.get(entry["message"]) if is_own or entry["is_copy"] else None
+        if message is None:  # of a message that nobody names any more
+            message = StoredMessage(entry["message"], self._session, self._tenant, freed=True)
+        parents = tuple(self.encodings[parent] for parent in entry["parents"])
+        adapter = None if entry["adapter"] is None else self._adapters[entry["adapter"]]
+        trace, patch = self._traces[entry["trace"]], None
+        if entry["patch"] is not None:
+            runs = tuple((start, stop) for start, stop in entry["patch"]["runs"])
+            source = self.encodings[entry["patch"]["source"]]
+            patch = Patch(source, entry["patch"]["start"], runs)
+        encoding = Encoding(message, trace, adapter, list(entry["tokens"]), parents, patch=patch)
+        encoding.plan = self._plan(entry, parents)
+        if is_own or message.freed:
+            message.own = encoding
+        self._store.identify(encoding)
+        return encoding
+
+    def _plan(self, entry: Mapping[str, Any], parents: Sequence[Encoding]) -> CallPlan:
+        """As `Context.plan`: the same places, in blocks of this engine's size."""
+        spans = tuple(
+            ParentPlan(parent.message.id, *span)
+            for parent, span in zip(parents, entry["spans"], strict=True)
+        )
+        size = self._store.block_size
+        num_blocks = sum(num_span_blocks(span.start, span.stop, size) for span in spans)
+        if entry["patch"] is not None:
+            num_blocks -= entry["patch"]["start"] // size
+        return CallPlan(
+            spans,
+            entry["new_offset"],
+            size * num_blocks,
+            entry["exact"],
+            entry["repaired_tokens"],
+            is_placed=self._store.is_placed,
+        )
+
+    def enter(self) -> None:
+        """Calls can name the messages, and others start from them, from now on."""
+        for encoding in self.encodings:
+            message = encoding.message
+            if message.freed:
+                continue
+            if encoding.is_copy and not encoding.is_orphan:
+                assert encoding.digest is not None
+                message.copies[encoding.digest] = encoding
+                for parent in encoding.parents:
+                    parent.readers.add(encoding)
+            if not encoding.is_orphan:
+                self._store.twins.add(encoding)
+        self._store.admit(self.messages)
