@@ -18,6 +18,7 @@ from benchmarks.checkouts import page as checkouts
 from benchmarks.harness.record import BENCHMARKS, RESULTS, RESULTS_PAGE
 from benchmarks.memory import page as memory
 from benchmarks.mixed import page as mixed
+from benchmarks.on_ramps import page as on_ramps
 from benchmarks.ordinary import page as ordinary
 from benchmarks.pml import page as pml
 from benchmarks.policies import page as policies
@@ -43,6 +44,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "quality": ("benchmarks.quality --limit 16 --questions 2",),
     "shared": ("benchmarks.attention.shared_reading --rounds 5",),
     "pml": ("benchmarks.pml --documents 1000 --in-flight 1 8 --turns 2 --limit 16",),
+    "on_ramps": ("benchmarks.on_ramps --tokens 1000 --history 1000 --turns 2",),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 3",),
     "memory": ("benchmarks.memory",),
@@ -71,6 +73,7 @@ SECTIONS = (
     soak.section,
     quality.section,
     pml.section,
+    on_ramps.section,
     attention.section,
 )
 

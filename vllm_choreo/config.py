@@ -32,6 +32,9 @@ class ServerConfig:
         max_pin_seconds: the longest time that a message may be pinned for.
         max_schemas_per_tenant: of prompts, that are not deleted.
         max_tokens_per_schema: of all its modules.
+        auto_min_tokens: shorter parts of chats that name no messages are joined (docs/on-ramps.md).
+        auto_max_messages, auto_max_tokens: that a tenant's chats keep; half of the limits of a
+            session, if that is less.
         page: whether the page of a session's messages is served.
     """
 
@@ -45,6 +48,9 @@ class ServerConfig:
     max_pin_seconds: float = 3_600.0
     max_schemas_per_tenant: int = 100
     max_tokens_per_schema: int = 1_000_000
+    auto_min_tokens: int = 16
+    auto_max_messages: int = 2_000
+    auto_max_tokens: int = 2_000_000
     page: bool = False
 
     def __post_init__(self) -> None:

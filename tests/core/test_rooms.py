@@ -22,12 +22,13 @@ ROOMS: dict[str, set[str]] = {
     "semantics": {"repair"},
     "ops": set(),
     "smallmodel": set(),
+    "auto": set(),
     "store": {"semantics", "repair"},
     "engine": {"config", "semantics"},
     "engine.scheduler": {"config", "semantics", "repair", "store", "engine"},
     "engine.worker": {"config", "ops", "engine"},
     "wire": {"semantics"},
-    "api": {"repair", "semantics", "engine", "trained_adapter"},
+    "api": {"repair", "semantics", "engine", "trained_adapter", "auto"},
     "pml": {"semantics", "api"},
     "client": {"repair", "semantics", "wire", "api", "pml"},
     "workflows.problems": set(),
@@ -39,13 +40,13 @@ ROOMS: dict[str, set[str]] = {
     "train": {"semantics", "ops", "workflows.record", "files", "trained_adapter"},
     "server": {
         *("config", "repair", "semantics", "wire", "api", "engine", "show"),
-        *("workflows.record", "pml"),
+        *("workflows.record", "pml", "auto"),
     },
     "cli": {
         *("semantics", "api", "client", "ops", "show", "smallmodel", "engine", "wire"),
         *("judge", "repair", "trained_adapter"),
         *("workflows", "workflows.record", "workflows.problems"),
-        *("files", "train", "trained_adapter", "pml"),
+        *("files", "train", "trained_adapter", "pml", "auto"),
     },
 }
 # The two processes of an engine meet in `engine` alone; what runs in neither stays out of both.

@@ -30,6 +30,7 @@ from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.server import documents
 from vllm_choreo.server.answers import results_json
 from vllm_choreo.server.errors import as_choreo_error, error_json, status_of
+from vllm_choreo.server.openai.auto_options import AutoOptions, read_options
 from vllm_choreo.server.page import MAX_MESSAGES, session_page
 from vllm_choreo.server.plugin import check_one_process
 from vllm_choreo.server.tenants import tenant_of
@@ -205,3 +206,30 @@ def test_several_api_servers_are_refused() -> None:
     with pytest.raises(UnsupportedOptionError) as refused:
         check_one_process(Namespace(api_server_count=2))
     assert refused.value.parameter == "--api-server-count" and refused.value.value == 2
+
+
+# -- chats that name no messages -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("xargs", "header", "default", "expected"),
+    [
+        (None, None, "off", None),
+        (None, None, "exact", AutoOptions("exact")),
+        (None, "choreo", "exact", AutoOptions("choreo", is_asked=True)),
+        ({"other": 1}, None, "choreo", AutoOptions("choreo")),
+        ({"choreo_auto": "off"}, "exact", "exact", AutoOptions("off", is_asked=True)),
+        # Who names messages does so whatever the server's default is.
+        ({"choreo_parents": ["p"]}, "exact", "exact", None),
+        (
+            {"choreo_auto": "exact", "choreo_auto_min_tokens": 8},
+            None,
+            "off",
+            AutoOptions("exact", is_asked=True, min_tokens=8),
+        ),
+    ],
+)
+def test_who_says_what_becomes_of_a_chats_messages(
+    xargs: dict[str, Any] | None, header: str | None, default: str, expected: AutoOptions | None
+) -> None:
+    assert read_options(xargs, header, default) == expected

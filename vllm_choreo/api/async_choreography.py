@@ -202,6 +202,10 @@ class AsyncChoreography:
         """See `Choreography.message`."""
         return self._entries.complete("message", named)
 
+    def is_live(self, message_id: str) -> bool:
+        """Whether there is a message of this id, complete or pending."""
+        return self._entries.is_live(message_id)
+
     def messages(self) -> list[Message]:
         """All complete messages that are not freed, in the order in which they were named."""
         return list(self._entries.messages().values())

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from vllm_choreo.api import baseline
+from vllm_choreo.api.chats import SessionChats
 from vllm_choreo.api.outcomes import (
     Outcome,
     Report,
@@ -84,6 +85,7 @@ class Choreography:
         )
         self._entries = self._session.entries
         self._denied: tuple[str, ...] = ()
+        self._chats = SessionChats(llm, self._entries.is_live)
 
     @property
     def session(self) -> str:
@@ -117,6 +119,34 @@ class Choreography:
         of each.
         """
         return self._run(asked("decode", header, options, self._denied))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        auto: str = "exact",
+        rendering: Mapping[str, Any] | None = None,
+        min_tokens: int | None = None,
+        **options: Any,
+    ) -> Message:
+        """Answer a chat whose messages were seen before, or were not (docs/on-ramps.md).
+
+        Args:
+            messages: as `LLM.chat` takes them.
+            auto: "exact": the answer of plain text; "choreo": its parts are read as they were
+                encoded, wherever they stood; "off": nothing is reused, and nothing kept.
+            rendering: what the chat template is told: `tools`, and variables of its own.
+            min_tokens: shorter parts are joined; None: 16.
+            options: `sampling_params`, `adapter`, `role`, `save_as`, and with "choreo" `repair`:
+                as of `decode`.
+
+        Returns:
+            The answer, with the header before it; its usage counts what was encoded for the chat.
+
+        Raises:
+            ChoreoError: as `decode`.
+        """
+        return self._chats.answer(self, messages, auto, rendering or {}, min_tokens, options)
 
     def reencode(self, message: Any, **options: Unpack[ReadOptions]) -> Message:
         """Encode the tokens of a message anew, with parents of your choice: a clean copy.

@@ -131,6 +131,10 @@ class Entries:
         """The live messages by id."""
         return {key: entry for key, entry in self._live.items() if isinstance(entry, Message)}
 
+    def is_live(self, message_id: str) -> bool:
+        """Whether there is such a message, or a call that makes it."""
+        return message_id in self._live
+
     def resolve(self, named: str) -> str:
         """The id of a message that is named by its id or its `save_as` name."""
         return named if "/" in named else f"{self.session}/{named}"

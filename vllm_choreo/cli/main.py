@@ -9,7 +9,18 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from vllm_choreo.cli import dashboard, demo, distil, doctor, inspect, model, pml, record, train
+from vllm_choreo.cli import (
+    dashboard,
+    demo,
+    distil,
+    doctor,
+    explain,
+    inspect,
+    model,
+    pml,
+    record,
+    train,
+)
 from vllm_choreo.cli.calibrate import arguments as calibrate
 from vllm_choreo.cli.evaluate import command as evaluate
 from vllm_choreo.cli.run import command as run
@@ -42,6 +53,7 @@ _COMMANDS: dict[str, tuple[Command, str]] = {
         doctor,
         "check on this machine that choreography is right for a model (against HuggingFace)",
     ),
+    "explain": (explain, "what of recorded chats would be reused, and where answers may differ"),
     "inspect": (inspect, "show messages, their blocks and who shares them"),
     "dashboard": (dashboard, "print the Grafana dashboard of a server's metrics, as JSON"),
 }

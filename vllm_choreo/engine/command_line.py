@@ -14,6 +14,7 @@ from typing import Any
 
 PLUGIN = "choreo"
 
+_AUTO = ("exact", "choreo", "off")
 _VARIABLE = "VLLM_PLUGINS"
 # Set where a command line of vLLM is parsed, and inherited by the processes of its engines.
 _ONLY_IF_NAMED = "CHOREO_ONLY_IF_NAMED"
@@ -41,7 +42,9 @@ def is_active() -> bool:
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--plugin NAME` and `--choreo-schema FILE`, which may be given again."""
+    """Add `--plugin NAME`, `--choreo-auto MODE`, and `--choreo-schema FILE`, which may be given
+    again, as the first.
+    """
     os.environ[_ONLY_IF_NAMED] = "1"
     parser.add_argument(
         "--plugin",
@@ -56,6 +59,14 @@ def add_option(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="With --plugin choreo: register the schemas of prompts in FILE (docs/pml.md) for all "
         "API keys, and encode them; may be given again.",
+    )
+    parser.add_argument(
+        "--choreo-auto",
+        choices=_AUTO,
+        default="off",
+        help="With --plugin choreo: what becomes of the messages of chats that name none "
+        "(docs/on-ramps.md), where a request does not say. exact: reused where the answer is that "
+        "of plain text; choreo: reused wherever they stand. Default: %(default)s.",
     )
 
 

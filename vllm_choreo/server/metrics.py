@@ -23,6 +23,7 @@ from vllm_choreo import errors
 from vllm_choreo.engine.utility import call_async
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.server.auto_messages import AUTO_OUTCOMES
 from vllm_choreo.server.sessions import Sessions
 
 logger = init_logger("vllm.choreo.server")
@@ -55,6 +56,12 @@ _TOKENS = {
     "encoded": "Tokens that were computed for calls, generated ones included.",
     "repaired": "Tokens of parents that were read as encoded in the call's own context (repair).",
     "generated": "Tokens that calls generated.",
+}
+_AUTO = {
+    "found_messages": "Parts of chats that were found among the tenant's messages.",
+    "new_messages": "Parts of chats that became messages.",
+    "found_tokens": "Tokens of parts that were found.",
+    "new_tokens": "Tokens of parts that became messages.",
 }
 # Of each call: what is measured, and upper bounds of buckets or vLLM's name for them.
 _HISTOGRAMS: dict[str, tuple[str, Any]] = {
@@ -162,6 +169,8 @@ class CallMetrics:
             "Errors with which clients were answered.",
             ["error_type"],
         )
+        self._chats = add(Counter, "auto_chats", "Chats that name no messages.", ["outcome"])
+        self._auto = {name: add(Counter, f"auto_{name}", text)() for name, text in _AUTO.items()}
         self._histograms = {
             name: add(Histogram, name, text, ["type"], buckets=_bounds(buckets, overrides))
             for name, (text, buckets) in _HISTOGRAMS.items()
@@ -172,6 +181,8 @@ class CallMetrics:
         """Make every series, so that its first event is seen as one more than none."""
         for name in _ERROR_TYPES:
             self._errors(name)
+        for outcome in AUTO_OUTCOMES:
+            self._chats(outcome)
         for kind, outcomes in _OUTCOMES.items():
             for outcome in outcomes:
                 self._calls(kind, outcome)
@@ -213,6 +224,14 @@ class CallMetrics:
 
     def refused(self, error: ChoreoError) -> None:
         self._errors(type(error).__name__).inc()
+
+    def looked_up(self, outcome: str, report: Mapping[str, int]) -> None:
+        self._chats(outcome).inc()
+        if report:
+            self._auto["found_messages"].inc(report["found"])
+            self._auto["new_messages"].inc(report["parts"] - report["found"])
+            self._auto["found_tokens"].inc(report["found_tokens"])
+            self._auto["new_tokens"].inc(report["new_tokens"])
 
 
 class EngineMetrics:

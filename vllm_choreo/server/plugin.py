@@ -48,9 +48,11 @@ class ChoreoEndpoints:
         """
         from vllm_choreo.config import ChoreoConfig
         from vllm_choreo.server import metrics
+        from vllm_choreo.server.auto_messages import TenantChats
         from vllm_choreo.server.call_reader import CallReader
         from vllm_choreo.server.guard import guarded
         from vllm_choreo.server.openai import batch, handlers
+        from vllm_choreo.server.openai.auto_chats import AutoChats
         from vllm_choreo.server.served_adapters import ServedAdapters
         from vllm_choreo.server.served_schemas import ServedSchemas
         from vllm_choreo.server.sessions import Sessions
@@ -66,7 +68,9 @@ class ChoreoEndpoints:
             state.choreo_schemas = ServedSchemas(state.choreo, state.online_renderer)
             await state.choreo_schemas.start_operators(getattr(args, "choreo_schema", None) or ())
             state.choreo.start_expiry()
-            handlers.init_state(state, llm)
+            auto = getattr(args, "choreo_auto", None) or "off"
+            chats = TenantChats(state.choreo, engine_client.vllm_config)
+            handlers.init_state(state, llm, AutoChats(chats, llm, auto))
         else:
             batch.init_batch(state, llm)
 

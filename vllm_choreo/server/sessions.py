@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -45,6 +45,9 @@ class Observer(Protocol):
 
     def refused(self, error: ChoreoError) -> None:
         """A client was answered with an error."""
+
+    def looked_up(self, outcome: str, report: Mapping[str, int]) -> None:
+        """The parts of a chat were looked up; `outcome` is one of `AUTO_OUTCOMES`."""
 
 
 @dataclass(eq=False)
@@ -203,6 +206,10 @@ class Sessions:
     def is_open(self, session: OpenSession) -> bool:
         """Whether it has not been closed."""
         return (session.tenant, session.id) in self._sessions
+
+    def is_usable(self, session: OpenSession) -> bool:
+        """Whether it has neither been closed nor expired."""
+        return self.is_open(session) and session.expires_in > 0
 
     async def describe(self, session: OpenSession) -> dict[str, Any]:
         """The session object."""

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
-from vllm.entrypoints.serve.engine.protocol import UsageInfo
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.errors import as_choreo_error, error_json, renamed
 from vllm_choreo.server.openai.engine_client import CallClient
 from vllm_choreo.server.openai.reading import ARGUMENTS, PROMPT_ARGUMENTS, SESSION_KEY
@@ -18,13 +16,20 @@ from vllm_choreo.wire.messages import usage_json
 
 # What the arguments of a call are called in a request to vLLM's routes.
 _NAMES = {name: f"vllm_xargs.{key}" for key, name in (ARGUMENTS | PROMPT_ARGUMENTS).items()}
+_NAMES |= {name: f"vllm_xargs.choreo_{name}" for name in ("auto", "auto_min_tokens")}
 _NAMES |= {"session": f"vllm_xargs.{SESSION_KEY}", "header": "prompt", "adapter": "model"}
 
 
-def with_numbers(answer: Any, message: Message, more: Mapping[str, int]) -> Any:
-    """VLLM's answer with our usage, `more` of it, and what the message is called."""
-    answer.usage = UsageInfo(**{**answer.usage.model_dump(), **usage_json(message), **more})
-    answer.choreo = _choreo_json(message)
+def with_numbers(answer: Any, client: CallClient) -> Any:
+    """VLLM's answer with our usage, if a message was made, and what that is called."""
+    message = client.message
+    if isinstance(answer, ErrorResponse):
+        return answer
+    if message is not None:
+        numbers = {**usage_json(message), **client.more_usage}
+        answer.usage = UsageInfo(**{**answer.usage.model_dump(), **numbers})
+    if told := _choreo_json(client):
+        answer.choreo = told
     return answer
 
 
@@ -42,11 +47,14 @@ def event_with_numbers(event: str, client: CallClient) -> str:
         if client.error is not None:
             client.refused(client.error)
             chunk = {"error": error_json(in_terms_of_xargs(client.error))}
+    elif client.is_text:
+        if not chunk["choices"] or any(choice.get("finish_reason") for choice in chunk["choices"]):
+            chunk["choreo"] = client.more_choreo
     else:
         usage = chunk.pop("usage", None)
         if client.message is not None:
             client.is_told = True
-            chunk["choreo"] = _choreo_json(client.message)
+            chunk["choreo"] = _choreo_json(client)
             if usage and not chunk["choices"]:
                 chunk["usage"] = {**usage, **usage_json(client.message), **client.more_usage}
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
@@ -59,6 +67,10 @@ def in_terms_of_xargs(error: Exception) -> ChoreoError:
     return renamed(ours, _NAMES)
 
 
-def _choreo_json(message: Message) -> dict[str, Any]:
+def _choreo_json(client: CallClient) -> dict[str, Any]:
+    message = client.message
+    if message is None:
+        return client.more_choreo
     session = message.id.partition("/")[0]
-    return {"id": message.id, "session": session, "position": message.position}
+    named = {"id": message.id, "session": session, "position": message.position}
+    return {**named, **client.more_choreo}

@@ -31,6 +31,8 @@ class CallClient:
         message: what the request made, once it is complete.
         error: why it made none.
         is_told: whether the client was sent the message; one that it was not told of is freed.
+        more_choreo: what the answer tells of the request beside the message's id.
+        is_text: vLLM serves the request as it is, and no message is made.
         on_submitted: is called when the engine has the call, from when on others may name it.
     """
 
@@ -40,17 +42,18 @@ class CallClient:
         run: Run,
         arguments: dict[str, Any],
         header: Sequence[int] | None = None,
-        more_usage: Mapping[str, int] | None = None,
+        more_usage: Mapping[str, Any] | None = None,
     ) -> None:
         self.message: Message | None = None
         self.error: ChoreoError | None = None
-        self.is_told = False
+        self.is_told = self.is_text = False
         self.on_submitted: Callable[[], None] = lambda: None
         self._llm = llm
         self._run = run
         self._arguments = arguments
         self._header = header
-        self.more_usage = more_usage or {}
+        self.more_usage: Mapping[str, Any] = more_usage or {}
+        self.more_choreo: dict[str, Any] = {}
         self._start: Callable[[], Any] | None = None
         self._pending: Pending | None = None
         self._queue: Any = None
@@ -88,18 +91,24 @@ class CallClient:
             prompt = engine_prompt(self._header)
         params = sampling_params.clone()
         keys = choreo_keys(params.extra_args)
-        params.extra_args = {k: v for k, v in params.extra_args.items() if k not in keys} or None
+        given = params.extra_args or {}
+        params.extra_args = {k: v for k, v in given.items() if k not in keys} or None
         self._submitted = time.perf_counter()
         header = prompt["prompt_token_ids"]
-        # `model` names the adapter of a whole workflow, of which this call is a part.
-        placed = Placed(options.get("lora_request"))
-        pending = self._run.begin(header, sampling_params=params, adapter=placed, **self._arguments)
+        adapter = self._adapter(options.get("lora_request"))
+        pending = self._run.begin(
+            header, sampling_params=params, adapter=adapter, **self._arguments
+        )
         options["lora_request"] = pending.call.adapter
         # Nothing else runs in between: who names the message as a parent comes to the engine later.
         self._pending, params = pending, pending.call.params.apply(params)
         self._queue = await self._llm.add_request(request_id, prompt, params, **options)
         await self._run.submitted(pending, self._queue)
         self.on_submitted()
+
+    def _adapter(self, named: Any) -> Any:
+        """That of the call: `model` names the one of a whole workflow, of which it is a part."""
+        return Placed(named)
 
     async def _outputs(self) -> AsyncGenerator[Any, None]:
         """VLLM's outputs; the last one when the message is complete."""

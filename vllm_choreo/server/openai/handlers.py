@@ -18,6 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.openai.answering import event_with_numbers, in_terms_of_xargs, with_numbers
+from vllm_choreo.server.openai.auto_chats import AutoChats
 from vllm_choreo.server.openai.engine_client import CallClient
 from vllm_choreo.server.openai.reading import check_form, read_arguments
 from vllm_choreo.server.openai.schema_prompts import begin_prompt
@@ -27,12 +28,13 @@ from vllm_choreo.server.strict_json import read_json
 from vllm_choreo.server.tenants import tenant_of
 
 
-def init_state(state: State, llm: Any) -> None:
+def init_state(state: State, llm: Any, auto: AutoChats) -> None:
     """Let the handlers of vLLM's routes choreograph.
 
     Args:
         state: of the app, with `choreo`, `choreo_schemas` and `choreo_reader`.
         llm: an engine client that takes choreographed requests.
+        auto: chats that name no messages.
     """
     for name, handler in (
         ("openai_serving_completion", ChoreoServingCompletion),
@@ -43,27 +45,46 @@ def init_state(state: State, llm: Any) -> None:
         serving.__class__ = handler
         serving.choreo_sessions, serving.choreo_llm = state.choreo, llm
         serving.choreo_schemas, serving.choreo_reader = state.choreo_schemas, state.choreo_reader
+        serving.choreo_auto = auto
 
 
 class ChoreoServingCompletion(OpenAIServingCompletion):
     """vLLM's handler of /v1/completions."""
 
+    choreo_auto: AutoChats
+
     async def create_completion(self, request: Any, raw_request: Request | None = None) -> Any:
+        create = OpenAIServingCompletion.create_completion
+        try:
+            client = await self.choreo_auto.client_of_parts(self, request, raw_request)
+            if client is not None:
+                return await run_call(self, create, request, client, raw_request)
+        except (ChoreoError, EngineDeadError) as error:
+            raise in_terms_of_xargs(error) from None
         if not choreo_keys(request.vllm_xargs):
             return await super().create_completion(request, raw_request)
         if "add_special_tokens" not in request.model_fields_set:
             # The prompt is the next piece of a text, not its beginning.
             request.add_special_tokens = False
-        return await _answer(self, OpenAIServingCompletion.create_completion, request, raw_request)
+        return await _answer(self, create, request, raw_request)
 
 
 class ChoreoServingChat(OpenAIServingChat):
     """vLLM's handler of /v1/chat/completions."""
 
+    choreo_auto: AutoChats
+
     async def create_chat_completion(self, request: Any, raw_request: Request | None = None) -> Any:
+        create = OpenAIServingChat.create_chat_completion
+        try:
+            client = await self.choreo_auto.client(self, request, raw_request)
+            if client is not None:
+                return await run_call(self, create, request, client, raw_request)
+        except (ChoreoError, EngineDeadError) as error:
+            raise in_terms_of_xargs(error) from None
         if not choreo_keys(request.vllm_xargs):
             return await super().create_chat_completion(request, raw_request)
-        return await _answer(self, OpenAIServingChat.create_chat_completion, request, raw_request)
+        return await _answer(self, create, request, raw_request)
 
 
 async def _answer(
@@ -143,11 +164,7 @@ async def run_call(
         client.is_told = client.message is not None
     finally:
         client.leave()
-    return (
-        answer
-        if client.message is None
-        else with_numbers(answer, client.message, client.more_usage)
-    )
+    return with_numbers(answer, client)
 
 
 async def _begun(client: CallClient, create: Callable[[], Any]) -> Any:

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Choreography.chat`: chats whose messages are found by what they hold, in process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm_choreo.api.protocol import SessionFacade
+from vllm_choreo.auto.book import Entry, MessageBook, digest
+from vllm_choreo.auto.cutter import Cutter, end_tokens
+from vllm_choreo.auto.marks import marked
+from vllm_choreo.auto.matching import ChatPlan, check_auto, plan_chat
+from vllm_choreo.auto.parts import Split
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.message import Message
+
+# That a session's chats keep. Those whose keys and values are evicted cost their tokens alone.
+MAX_MESSAGES = 2_000
+MAX_TOKENS = 2_000_000
+
+
+class SessionChats:
+    """The messages of a session's chats.
+
+    Args:
+        llm: of the session.
+        is_live: whether there is a message of this id.
+    """
+
+    def __init__(self, llm: Any, is_live: Callable[[str], bool]) -> None:
+        self.book = MessageBook(MAX_MESSAGES, MAX_TOKENS)
+        self._llm = llm
+        self._is_live = is_live
+        self._count = 0
+        self._cutter: Cutter | None = None
+
+    def answer(
+        self,
+        choreography: SessionFacade,
+        messages: Sequence[Mapping[str, Any]],
+        auto: str,
+        rendering: Mapping[str, Any],
+        min_tokens: int | None,
+        options: Mapping[str, Any],
+    ) -> Message:
+        """The answer to a chat; see `Choreography.chat`.
+
+        Args:
+            choreography: the session, or a view of it, that runs the calls.
+        """
+        mode = check_auto(auto, "auto")
+        token_ids, text = self._render(messages, rendering)
+        if mode == "off" or choreography.mode == "baseline":
+            answer: Message = choreography.decode(token_ids, **options)
+            return answer
+        marks, contents = marked(messages)
+        marked_ids, marked_text = self._render(marks, rendering)
+        cut = self._cutter_of_model().split
+        split = cut(token_ids, text, marked_text or marked_ids, contents, min_tokens)
+        adapter = str(options.get("adapter") or "")
+        plan = self._plan(choreography, split, adapter)
+        num_encoded = self._encode(choreography, plan, mode, options.get("adapter"))
+        parents = [entry.message_id for entry in plan.parents]
+        answer = choreography.decode(plan.header, parents=parents, mode=mode, **options)
+        self._keep(choreography, answer, digest(answer.token_ids, adapter), plan.context)
+        # What was encoded for this chat is none that it found.
+        usage = dataclasses.replace(
+            answer.usage,
+            reused_tokens=answer.usage.reused_tokens - num_encoded,
+            encoded_tokens=answer.usage.encoded_tokens + num_encoded,
+        )
+        return dataclasses.replace(answer, usage=usage)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], rendering: Mapping[str, Any]
+    ) -> tuple[list[int], str | None]:
+        """A chat as `LLM.chat` renders it: its tokens, and the text that they were made of."""
+        from vllm.renderers import ChatParams
+
+        renderer = self._llm.renderer
+        options = {"add_generation_prompt": True, "tokenize": False, **rendering}
+        _, (prompt,) = renderer.render_chat(
+            [list(messages)],
+            ChatParams(chat_template=self._llm.chat_template, chat_template_kwargs=options),
+            renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False),
+        )
+        if prompt["type"] != "token":
+            raise ChoreoError(
+                "a message is made of text: leave pictures and sound out", parameter="messages"
+            )
+        return prompt["prompt_token_ids"], prompt.get("prompt")
+
+    def _cutter_of_model(self) -> Cutter:
+        if self._cutter is None:
+            tokenizer = self._llm.get_tokenizer()
+            generation = self._llm.model_config.try_get_generation_config()
+            self._cutter = Cutter(tokenizer, end_tokens(tokenizer, generation))
+        return self._cutter
+
+    def _plan(self, choreography: SessionFacade, split: Split, adapter: str) -> ChatPlan:
+        """What the chat reads, as far as it is known; makes room for the rest."""
+
+        def new_id() -> str:
+            self._count += 1
+            return f"{choreography.session}/auto.{self._count}"
+
+        plan = plan_chat(split, self.book, adapter, self._lives, new_id)
+        found = [entry for entry in plan.parents if self.book.has(entry)]
+        self.book.enter(found)
+        self._free(choreography, self.book.make_room(len(plan.new) + 1, plan.num_new_tokens))
+        self.book.leave(found)
+        return plan
+
+    def _encode(self, choreography: SessionFacade, plan: ChatPlan, mode: str, adapter: Any) -> int:
+        """Make the messages that are new; how many tokens were encoded for that."""
+        num_encoded = 0
+        for piece in plan.new:
+            made: Message = choreography.prefill(
+                piece.token_ids,
+                parents=[entry.message_id for entry in plan.parents[: piece.number]],
+                save_as=piece.entry.message_id.partition("/")[2],
+                mode=mode,
+                adapter=adapter,
+            )
+            self.book.add(piece.entry)
+            num_encoded += made.usage.encoded_tokens
+        self.book.touch(plan.parents)
+        return num_encoded
+
+    def _keep(
+        self, choreography: SessionFacade, answer: Message, key: bytes, context: bytes
+    ) -> None:
+        """For the chat that goes on from there."""
+        entry = Entry(key, context, answer.id, answer.num_tokens, is_answer=True)
+        known, same = self.book.find(key, context), []
+        if known is not None and known.context == context:
+            self.book.drop(known)  # made alike before, of the same chat
+            same = [known]
+        self.book.add(entry)
+        self._free(choreography, [*same, *self.book.make_room(0, 0)])
+
+    def _free(self, choreography: SessionFacade, entries: Sequence[Entry]) -> None:
+        live = [entry.message_id for entry in entries if self._lives(entry)]
+        if live:
+            choreography.free(*live)
+
+    def _lives(self, entry: Entry) -> bool:
+        return bool(self._is_live(entry.message_id))

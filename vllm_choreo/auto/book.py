@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which messages of a tenant hold which tokens: the least recently used go first.
+
+The book knows ids and digests, not messages: whoever has them makes and frees them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+
+@dataclass(eq=False)
+class Entry:
+    """A message that the book knows.
+
+    Attributes:
+        key: the digest of its tokens, and of the adapter that encoded it.
+        context: the digest of what stood before it where it was made.
+        message_id: its id.
+        num_tokens: its length.
+        is_answer: it was generated.
+        num_users: requests that read it; it is not given up while there is one.
+    """
+
+    key: bytes
+    context: bytes
+    message_id: str
+    num_tokens: int
+    is_answer: bool = False
+    num_users: int = 0
+
+
+class Digest:
+    """Of tokens, as they come, and of the name of the adapter that encodes them."""
+
+    def __init__(self, adapter: str = "") -> None:
+        self._made = blake2b(adapter.encode() + b"\0", digest_size=16)
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Go on with these."""
+        self._made.update(array("q", token_ids).tobytes())
+
+    def value(self) -> bytes:
+        """Of all tokens so far."""
+        return self._made.digest()
+
+
+def digest(token_ids: Sequence[int], adapter: str = "") -> bytes:
+    """Of tokens, and of the name of the adapter that encodes them."""
+    made = Digest(adapter)
+    made.update(token_ids)
+    return made.value()
+
+
+class MessageBook:
+    """The messages of one tenant, by what they hold.
+
+    Args:
+        max_messages, max_tokens: that it keeps; more only while requests read them.
+    """
+
+    def __init__(self, max_messages: int, max_tokens: int) -> None:
+        self.max_messages = max_messages
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self._entries: OrderedDict[tuple[bytes, bytes], Entry] = OrderedDict()
+        self._contexts: dict[bytes, dict[bytes, Entry]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: bytes, context: bytes = b"") -> Entry | None:
+        """A message of this digest: the one that was made in this context, if there is any."""
+        same = self._contexts.get(key)
+        if same is None:
+            return None
+        return same.get(context) or next(iter(same.values()))
+
+    def has(self, entry: Entry) -> bool:
+        """Whether the book knows just this message."""
+        return self._entries.get((entry.key, entry.context)) is entry
+
+    def add(self, entry: Entry) -> None:
+        """Enter a message; of two that are made alike in one context the first is kept."""
+        if (entry.key, entry.context) not in self._entries:
+            self._entries[entry.key, entry.context] = entry
+            self._contexts.setdefault(entry.key, {})[entry.context] = entry
+            self.num_tokens += entry.num_tokens
+
+    def drop(self, entry: Entry) -> None:
+        """Forget a message that is no longer there. Forgetting twice does nothing."""
+        if self.has(entry):
+            del self._entries[entry.key, entry.context]
+            same = self._contexts[entry.key]
+            del same[entry.context]
+            if not same:
+                del self._contexts[entry.key]
+            self.num_tokens -= entry.num_tokens
+
+    def enter(self, entries: Iterable[Entry]) -> None:
+        """A request reads these until it calls `leave`."""
+        for entry in entries:
+            entry.num_users += 1
+
+    def touch(self, entries: Sequence[Entry]) -> None:
+        """These are used, in this order."""
+        for entry in reversed(entries):
+            # Copies of a message go with those before it: so what comes first goes last.
+            if self.has(entry):
+                self._entries.move_to_end((entry.key, entry.context))
+
+    def leave(self, entries: Iterable[Entry]) -> None:
+        """The request is over."""
+        for entry in entries:
+            assert entry.num_users > 0, "left more often than entered"
+            entry.num_users -= 1
+
+    def make_room(self, num_messages: int, num_tokens: int) -> list[Entry]:
+        """Give up messages that nobody reads, so that there is room for new ones.
+
+        Returns:
+            Those that are given up, for the caller to free.
+        """
+        victims: list[Entry] = []
+        for entry in list(self._entries.values()):
+            if (
+                len(self) + num_messages <= self.max_messages
+                and self.num_tokens + num_tokens <= self.max_tokens
+            ):
+                break
+            if not entry.num_users:
+                self.drop(entry)
+                victims.append(entry)
+        return victims

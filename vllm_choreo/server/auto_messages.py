@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages of chats that name none: of each tenant, in a session of their own, found by what
+they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_choreo.api.pending import Pending
+from vllm_choreo.auto.book import Entry, MessageBook, digest
+from vllm_choreo.auto.matching import ChatPlan, plan_chat
+from vllm_choreo.auto.parts import Split
+from vllm_choreo.config import ServerConfig
+from vllm_choreo.errors import ChoreoError, TooLongError
+from vllm_choreo.semantics.call import CallSpec, linked_specs
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.server.sessions import OpenSession, Sessions
+
+# What becomes of a chat that names no messages: its parts are messages; or it is served as text,
+# for it asks for what makes no message, its template or tokenizer cannot be cut, or in parts it
+# does not fit into the context, or into a limit.
+AUTO_OUTCOMES = ("messages", "options", "template", "tokenizer", "context", "limit")
+# A chat that names no end to its answer may have the rest of the context. Padding takes of that:
+# up to this part of it.
+_MAX_PADDED_SHARE = 0.25
+
+
+@dataclass(eq=False)
+class ReadChat:
+    """A chat whose parts are messages: they are kept until `ChatMessages.leave`.
+
+    Attributes:
+        plan: what it reads.
+        pending: the calls that encode what is new.
+    """
+
+    plan: ChatPlan
+    pending: list[Pending] = field(default_factory=list)
+
+    @property
+    def parents(self) -> list[str]:
+        return [entry.message_id for entry in self.plan.parents]
+
+    async def num_encoded(self) -> int:
+        """Tokens that were encoded for it before its header, copies in exact mode included."""
+        results = [await pending.result() for pending in self.pending]
+        return sum(m.usage.encoded_tokens for m in results if isinstance(m, Message))
+
+
+class ChatMessages:
+    """The messages of one tenant's chats.
+
+    Args:
+        sessions: of the server.
+        session: that they are in, the tenant's own.
+        config: the limits; half of those of a session at most, for answers are in it, too.
+        max_model_len, block_size: of the engine, in tokens.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        session: OpenSession,
+        config: ServerConfig,
+        max_model_len: int,
+        block_size: int,
+    ) -> None:
+        self.session = session
+        self.book = MessageBook(
+            min(config.auto_max_messages, config.max_messages_per_session // 2),
+            min(config.auto_max_tokens, config.max_tokens_per_session // 2),
+        )
+        self.sessions = sessions
+        self._max_model_len, self._block_size = max_model_len, block_size
+        self._count = 0
+        # Who finds a message must come to the engine after the call that makes it.
+        self._lock = asyncio.Lock()
+
+    async def read(
+        self, split: Split, mode: str, max_tokens: int, name: str, adapter: Any
+    ) -> ReadChat:
+        """Find or make the messages of a chat's parts.
+
+        Args:
+            split: of the chat.
+            mode: of its calls.
+            max_tokens: of the answer.
+            name, adapter: of the adapter that encodes it; "" and None: none.
+
+        Raises:
+            TooLongError: in parts it takes too much of the context.
+            ChoreoError: its calls are illegal.
+        """
+        async with self._lock:
+            plan = plan_chat(split, self.book, name, self._is_live, self._new_id)
+            self._check_fits(plan, max_tokens)
+            found = [e for e in plan.parents if not any(e is piece.entry for piece in plan.new)]
+            self.book.enter(found)
+            try:
+                await self._free(self.book.make_room(len(plan.new) + 1, plan.num_new_tokens))
+                specs = _pieces(plan, mode, adapter)
+                pending = await self.session.choreography.submit_all(specs) if specs else []
+            finally:
+                self.book.leave(found)
+            for piece, handle in zip(plan.new, pending, strict=True):
+                self.book.add(piece.entry)
+                self.sessions.in_background(self._watch(piece.entry, handle))
+            self.book.enter(plan.parents)
+            self.book.touch(plan.parents)
+        return ReadChat(plan, pending)
+
+    def leave(self, chat: ReadChat) -> None:
+        """The request is over."""
+        self.book.leave(chat.plan.parents)
+        lost = [entry for entry in dict.fromkeys(chat.plan.parents) if self._is_lost(entry)]
+        if lost:
+            self.sessions.in_background(self._free(lost))
+
+    def answered(self, message: Message, chat: ReadChat, name: str) -> None:
+        """Keep an answer, with the header before it, for the chat that goes on from there.
+
+        One that was made alike before, of the same chat, is given up for it.
+        """
+        key, context = digest(message.token_ids, name), chat.plan.context
+        entry = Entry(key, context, message.id, message.num_tokens, is_answer=True)
+        known = self.book.find(key, context)
+        victims = []
+        if known is not None and known.context == context:
+            self.book.drop(known)
+            victims = [] if known.num_users else [known]
+        self.book.add(entry)
+        victims += self.book.make_room(0, 0)
+        if victims:
+            self.sessions.in_background(self._free(victims))
+
+    def _check_fits(self, plan: ChatPlan, max_tokens: int) -> None:
+        room = self._max_model_len - plan.num_tokens
+        padding = plan.num_padded_tokens(self._block_size) + len(plan.header) - plan.num_tokens
+        # One place is that of the last token, which is encoded when the answer is complete.
+        is_limited = max_tokens < room
+        if padding + 1 > (room - max_tokens if is_limited else room * _MAX_PADDED_SHARE):
+            raise TooLongError(
+                f"in {len(plan.parents)} messages, each in whole blocks of {self._block_size} "
+                f"tokens, the chat takes {padding} tokens more than as one text, and the answer "
+                f"does not fit into the context of {self._max_model_len} behind it",
+                parameter="auto",
+                value=f"{plan.num_tokens} tokens",
+            )
+
+    def _new_id(self) -> str:
+        self._count += 1
+        return f"{self.session.id}/auto.{self._count}"
+
+    def _is_live(self, entry: Entry) -> bool:
+        return self.session.choreography.is_live(entry.message_id)
+
+    async def _free(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            with suppress(ChoreoError):  # the tenant has freed it, or it is not complete
+                await self.session.choreography.free(entry.message_id)
+
+    def _is_lost(self, entry: Entry) -> bool:
+        """Whether nobody reads a message, and nobody can find it."""
+        return not entry.num_users and not self.book.has(entry)
+
+    async def _watch(self, entry: Entry, pending: Pending) -> None:
+        """Forget a message that could not be made, or was given up before it was complete."""
+        result = await pending.result()
+        if isinstance(result, ChoreoError):
+            self.book.drop(entry)
+        elif self._is_lost(entry):
+            await self._free([entry])
+        self.sessions.ended(self.session, "prefill", result)
+
+
+def _pieces(plan: ChatPlan, mode: str, adapter: Any) -> list[CallSpec]:
+    """The calls that encode what is new, each behind all that stands before it in the chat."""
+    return linked_specs(
+        [
+            {
+                "tokens": piece.token_ids,
+                "parents": [entry.message_id for entry in plan.parents[: piece.number]],
+                "save_as": piece.entry.message_id.partition("/")[2],
+                "mode": mode,
+                "adapter": adapter,
+            }
+            for piece in plan.new
+        ]
+    )
+
+
+class TenantChats:
+    """The messages of all tenants' chats.
+
+    Args:
+        sessions: of the server.
+        vllm_config: of its engine.
+    """
+
+    def __init__(self, sessions: Sessions, vllm_config: Any) -> None:
+        self._sessions = sessions
+        self._max_model_len: int = vllm_config.model_config.max_model_len
+        self._block_size: int = vllm_config.cache_config.block_size
+        self._tenants: dict[str, ChatMessages] = {}
+
+    def of(self, tenant: str) -> ChatMessages:
+        """Those of one tenant, whose session is opened if it has none or that was closed.
+
+        Raises:
+            LimitError: too many sessions are open.
+        """
+        chats = self._tenants.get(tenant)
+        if chats is None or not self._sessions.is_usable(chats.session):
+            session = self._sessions.open(tenant)
+            self._drop_closed()
+            chats = self._tenants[tenant] = ChatMessages(
+                self._sessions, session, self._sessions.config, self._max_model_len,
+                self._block_size,
+            )  # fmt: skip
+        return chats
+
+    @property
+    def min_tokens(self) -> int:
+        """Shorter parts of chats are joined."""
+        return self._sessions.config.auto_min_tokens
+
+    def looked_up(self, outcome: str, report: Mapping[str, int]) -> None:
+        """Count a chat.
+
+        Args:
+            outcome: what became of it, one of `AUTO_OUTCOMES`.
+            report: of its parts, see `ChatPlan.report`; empty where they are not read.
+        """
+        for observer in self._sessions.observers:
+            observer.looked_up(outcome, report)
+
+    def _drop_closed(self) -> None:
+        usable = self._sessions.is_usable
+        self._tenants = {t: chats for t, chats in self._tenants.items() if usable(chats.session)}

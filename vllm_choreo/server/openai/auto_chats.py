@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`choreo_auto`: requests to vLLM's routes whose messages are found by what they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+from vllm_choreo.auto.cutter import Cutter, end_tokens
+from vllm_choreo.auto.marks import marked
+from vllm_choreo.auto.parts import Split, joined_parts
+from vllm_choreo.errors import ChoreoError, EmptyTokensError, UnsupportedOptionError
+from vllm_choreo.server.auto_messages import TenantChats
+from vllm_choreo.server.guard import choreo_keys
+from vllm_choreo.server.openai.auto_client import AutoClient
+from vllm_choreo.server.openai.auto_options import (
+    AUTO_HEADER,
+    AUTO_KEY,
+    AUTO_KEYS,
+    AutoOptions,
+    read_options,
+)
+from vllm_choreo.server.openai.engine_client import CallClient
+from vllm_choreo.server.openai.reading import check_form
+from vllm_choreo.server.running import Run
+from vllm_choreo.server.strict_json import read_json
+from vllm_choreo.server.tenants import tenant_of
+
+
+class AutoChats:
+    """Chats that name no messages, on one server.
+
+    Args:
+        chats: the messages of its tenants.
+        llm: an engine client that takes choreographed requests.
+        default: the mode of requests that say none.
+    """
+
+    def __init__(self, chats: TenantChats, llm: Any, default: str) -> None:
+        self._chats = chats
+        self._llm = llm
+        self._default = default
+        self._cutter: Cutter | None = None
+
+    async def client(self, serving: Any, body: Any, request: Request | None) -> CallClient | None:
+        """The engine client of a chat whose messages are to be found; None: of another one.
+
+        Args:
+            serving: the handler of the request.
+            body, request: what was sent. Its keys for us are taken out of `body`.
+
+        Raises:
+            ChoreoError: the request asks for what cannot be.
+        """
+        if request is None:
+            return None
+        options = read_options(body.vllm_xargs, request.headers.get(AUTO_HEADER), self._default)
+        if options is None:
+            return None
+        split = partial(self._split, serving, body, options.min_tokens)
+        return await self._client(body, request, options, split)
+
+    async def client_of_parts(
+        self, serving: Any, body: Any, request: Request | None
+    ) -> CallClient | None:
+        """The same for a completion whose prompt is a list of parts; None: it does not ask for it.
+
+        Args:
+            serving, body, request: as of `client`. The prompt of `body` becomes one of all parts.
+
+        Raises:
+            ChoreoError: as `client`, or there are no parts.
+        """
+        if request is None or AUTO_KEY not in choreo_keys(body.vllm_xargs):
+            return None
+        options = read_options(body.vllm_xargs, None, "off")
+        assert options is not None, "the key is there"
+        if options.mode == "off":
+            return await self._client(body, request, options, None)
+        split = await asyncio.to_thread(split_of_parts, serving, body.prompt, options.min_tokens)
+        body.prompt = list(split.token_ids)
+
+        async def as_given(prompt: Any) -> Split:
+            if tuple(prompt["prompt_token_ids"]) == split.token_ids:
+                return split
+            return Split(tuple(prompt["prompt_token_ids"]), reason="tokenizer")  # truncated
+
+        return await self._client(body, request, options, as_given)
+
+    async def _client(
+        self, body: Any, request: Request, options: AutoOptions, split: Any
+    ) -> CallClient | None:
+        if options.is_asked:
+            read_json(await request.body())  # of equal keys, parsers differ in which one counts
+        others = {k: v for k, v in (body.vllm_xargs or {}).items() if k not in AUTO_KEYS}
+        body.vllm_xargs = others or None
+        if options.mode == "off":
+            return None
+        try:
+            check_form(body)
+            messages = self._chats.of(tenant_of(request))
+        except ChoreoError as error:
+            if options.is_asked:
+                raise
+            is_form = isinstance(error, UnsupportedOptionError)
+            self._chats.looked_up("options" if is_form else "limit", {})
+            return None
+        run = Run(messages.sessions, messages.session)
+        return AutoClient(self._llm, run, messages, options, split, self._chats.looked_up)
+
+    async def _split(self, serving: Any, body: Any, min_tokens: int | None, prompt: Any) -> Split:
+        """The parts of a chat as vLLM has rendered it: it is rendered once more, with marks."""
+        online, token_ids = serving.online_renderer, prompt["prompt_token_ids"]
+        messages, contents = marked(body.messages)
+        same = body.model_copy(update={"messages": messages, "kv_transfer_params": None})
+        try:
+            rendered = await online.render_chat(same)
+        except ValueError:  # a template that wants its contents to be of some form
+            return Split(tuple(token_ids), reason="template")
+        if isinstance(rendered, ErrorResponse):
+            return Split(tuple(token_ids), reason="template")
+        _, (marks,) = rendered
+        text = marks.get("prompt") or marks["prompt_token_ids"]
+        split = self._cutter_of(online).split
+        # In a thread: of a long chat it takes a while, in which others are to be served.
+        return await asyncio.to_thread(
+            split, token_ids, prompt.get("prompt"), text, contents, min_tokens
+        )
+
+    def _cutter_of(self, online: Any) -> Cutter:
+        if self._cutter is None:
+            # A copy of its own: it is used in threads, beside vLLM's.
+            tokenizer = copy.deepcopy(online.renderer.get_tokenizer())
+            ends = end_tokens(tokenizer, online.model_config.try_get_generation_config())
+            self._cutter = Cutter(tokenizer, ends, self._chats.min_tokens)
+        return self._cutter
+
+
+def split_of_parts(serving: Any, prompt: Any, min_tokens: int | None) -> Split:
+    """The parts of a completion's prompt, each tokenised by itself; the last one is the header.
+
+    Args:
+        prompt: a list of texts, or of lists of token ids.
+        min_tokens: shorter parts are joined; None: none are.
+
+    Raises:
+        ChoreoError: it is no such list, or a part has no tokens.
+    """
+    is_parts = isinstance(prompt, list) and all(isinstance(part, (str, list)) for part in prompt)
+    if not is_parts or len(prompt) < 2:
+        raise UnsupportedOptionError(
+            "with choreo_auto a prompt is a list of two or more parts, each a text or a list of "
+            "token ids",
+            parameter="header",
+            value=type(prompt).__name__,
+        )
+    encode = serving.online_renderer.renderer.get_tokenizer().encode
+    parts = [p if isinstance(p, list) else encode(p, add_special_tokens=False) for p in prompt]
+    if not all(parts):
+        raise EmptyTokensError(
+            "each part needs at least one token", parameter="header", value=parts.index([])
+        )
+    return joined_parts(parts, min_tokens or 1)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AutoClient`: the engine as a request sees it whose messages are found by what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from vllm_choreo.api.adapters import Placed
+from vllm_choreo.api.outcomes import Outcome
+from vllm_choreo.auto.parts import Split
+from vllm_choreo.errors import ChoreoError, TooLongError, UnsupportedOptionError
+from vllm_choreo.server.auto_messages import ChatMessages, ReadChat
+from vllm_choreo.server.openai.auto_options import AutoOptions
+from vllm_choreo.server.openai.engine_client import CallClient
+from vllm_choreo.server.running import Run
+
+
+class AutoClient(CallClient):
+    """The engine client of a chat whose messages are found or made.
+
+    Args:
+        llm, run: as of `CallClient`.
+        messages: of the tenant.
+        options: of the request.
+        split: cuts the prompt that vLLM has made of it.
+        count: is told what became of it: see `TenantChats.looked_up`.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        run: Run,
+        messages: ChatMessages,
+        options: AutoOptions,
+        split: Callable[[Any], Awaitable[Split]],
+        count: Callable[[str, dict[str, int]], None],
+    ) -> None:
+        super().__init__(llm, run, {})
+        self._messages = messages
+        self._options = options
+        self._split = split
+        self._count = count
+        self._chat: ReadChat | None = None
+        self._as_text: AsyncGenerator[Any, None] | None = None
+        self._prompt: Any = None
+        self._adapter_name = ""
+
+    async def submit(self) -> bool:
+        return self.is_text or await super().submit()
+
+    async def _submit(
+        self, prompt: Any, sampling_params: Any, request_id: str, options: dict[str, Any]
+    ) -> None:
+        reason = await self._read(prompt, sampling_params, options.get("lora_request"))
+        self._count(reason or "messages", self._report())
+        told = {"mode": self._options.mode, **({"text": reason} if reason else self._report())}
+        self.more_choreo = {"auto": told}
+        if reason:
+            self._as_text = self._llm.generate(prompt, sampling_params, request_id, **options)
+            self.is_text = True
+        else:
+            await super()._submit(prompt, sampling_params, request_id, options)
+
+    def _report(self) -> dict[str, int]:
+        return self._chat.plan.report() if self._chat else {}
+
+    async def _read(self, prompt: Any, sampling_params: Any, lora: Any) -> str:
+        """Find or make the chat's messages; why it is served as text, or ""."""
+        options = self._options
+        if prompt["type"] != "token":
+            if options.is_asked:
+                raise UnsupportedOptionError(
+                    "a message is made of text: leave pictures and sound out",
+                    parameter="header",
+                    value=prompt["type"],
+                )
+            return "options"
+        split = await self._split(prompt)
+        if not split.parts:
+            return split.reason or "template"
+        self._prompt, self._adapter_name = prompt, lora.lora_name if lora else ""
+        try:
+            self._chat = await self._messages.read(
+                split,
+                options.mode,
+                sampling_params.max_tokens,
+                self._adapter_name,
+                self._adapter(lora),
+            )
+        except TooLongError:
+            return "context"
+        except ChoreoError:
+            if options.is_asked:
+                raise
+            return "limit"
+        self._header = self._chat.plan.header
+        self._arguments = {"parents": self._chat.parents, "mode": options.mode}
+        if options.repair is not None:
+            self._arguments["repair"] = options.repair
+        return ""
+
+    def _adapter(self, named: Any) -> Any:
+        # As text, the whole chat is encoded by the adapter, wherever else it may be worn.
+        return Placed(named) if self._options.mode == "choreo" else named
+
+    async def _outputs(self) -> AsyncGenerator[Any, None]:
+        await self.submit()
+        if self._as_text is not None:
+            async for output in self._as_text:
+                yield output
+            return
+        async for output in super()._outputs():
+            output.prompt_token_ids = self._prompt["prompt_token_ids"]
+            yield output
+
+    async def _conclude(self, outcome: Outcome) -> None:
+        await super()._conclude(outcome)
+        assert self._chat is not None and self.message is not None
+        # What was encoded for this request is none that it found.
+        encoded, usage = await self._chat.num_encoded(), self.message.usage
+        reused = usage.reused_tokens - encoded
+        self.more_usage = {
+            "reused_tokens": reused,
+            "encoded_tokens": usage.encoded_tokens + encoded,
+            "prompt_tokens_details": {"cached_tokens": reused},
+        }
+
+    def leave(self) -> None:
+        super().leave()
+        if self._chat is not None:
+            self._messages.leave(self._chat)
+            if self.is_told and self.message is not None:
+                self._messages.answered(self.message, self._chat, self._adapter_name)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`choreo_auto`: what a request says of it, by keys or by a header."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_choreo.auto.matching import check_auto
+from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
+from vllm_choreo.repair.rules import rule_given
+from vllm_choreo.server.guard import choreo_keys
+
+AUTO_KEY, MIN_TOKENS_KEY, REPAIR_KEY = "choreo_auto", "choreo_auto_min_tokens", "choreo_repair"
+AUTO_KEYS = (AUTO_KEY, MIN_TOKENS_KEY, REPAIR_KEY)
+# For clients that cannot send `vllm_xargs`.
+AUTO_HEADER = "X-Choreo-Auto"
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """What a request says of its messages.
+
+    Attributes:
+        mode: "exact", "choreo" or "off".
+        is_asked: it says so itself: what cannot be done is refused then. Where only the server's
+            default says so, it is served as text.
+        min_tokens: shorter parts are joined; None: as the server has it.
+        repair: of the call that generates, in mode "choreo".
+    """
+
+    mode: str
+    is_asked: bool = False
+    min_tokens: int | None = None
+    repair: Any = None
+
+
+def read_options(
+    xargs: dict[str, Any] | None, header: str | None, default: str
+) -> AutoOptions | None:
+    """What a request says of its messages; None: it names them, or they are not to be found.
+
+    Args:
+        xargs: its `vllm_xargs`.
+        header: the value of its header `AUTO_HEADER`.
+        default: the server's.
+
+    Raises:
+        ChoreoError: a key without its form, or beside which there is no `choreo_auto`.
+    """
+    keys = choreo_keys(xargs)
+    if AUTO_KEY not in keys:
+        if keys:
+            return None  # it names its messages itself, whatever the default is
+        if header is not None:
+            return AutoOptions(check_auto(header, AUTO_HEADER), is_asked=True)
+        return AutoOptions(default) if default != "off" else None
+    assert xargs is not None
+    mode = check_auto(xargs[AUTO_KEY], "auto")
+    for key in keys:
+        if key not in AUTO_KEYS:
+            raise UnsupportedOptionError(
+                "with choreo_auto the messages of the chat are found by what they hold: leave "
+                "this out, or leave choreo_auto out",
+                parameter=f"vllm_xargs.{key}",
+                value=xargs[key],
+            )
+    repair = xargs.get(REPAIR_KEY)
+    if repair is not None and mode != "choreo":
+        raise UnsupportedOptionError('repair is of mode "choreo"', parameter="repair", value=repair)
+    return AutoOptions(
+        mode,
+        is_asked=True,
+        min_tokens=_min_tokens(xargs.get(MIN_TOKENS_KEY)),
+        repair=rule_given(repair) if isinstance(repair, str) else repair,
+    )
+
+
+def _min_tokens(given: Any) -> int | None:
+    if given is not None and (type(given) is not int or given < 1):
+        raise ChoreoError("an int > 0 is needed", parameter="auto_min_tokens", value=given)
+    return given
