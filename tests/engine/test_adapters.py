@@ -236,12 +236,12 @@ def test_a_look_at_replaced_weights_does_not_pass_for_loading_them(
 
 
 def test_what_an_adapter_encoded_is_kept_under_its_weights(
-    llm: Any, adapters: list[Adapter], tmp_path: Path
+    llm: Any, tiny_model_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Read with the adapter elsewhere, encoded again where it is, never with other weights."""
     folder, rng = tmp_path / "kept", random.Random(8)
-    home = tmp_path / "adapter"
-    shutil.copytree(adapters[0].path, home)
+    model = tiny_model_path("llama")
+    home, other = (Adapter(model, tmp_path, number, seed=number).path for number in (80, 81))
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with Choreography(llm) as c:
         note = c.prefill(random_tokens(rng, 40), adapter=home, save_as="note")
@@ -251,14 +251,14 @@ def test_what_an_adapter_encoded_is_kept_under_its_weights(
     (path,) = folder.glob("*.safetensors")
     with safe_open(path, "pt") as file:
         about = file.metadata()
-    assert about["adapter"] == str(home) and about["model"] == adapters[0].model_path.name
+    assert about["adapter"] == str(home) and about["model"] == model.name
     with Choreography(llm) as c:
         c.load(folder)
         assert c.decode([5], parents=["note"], sampling_params=greedy).token_ids == said
         c.evict("note")
         assert c.decode([5], parents=["note"], sampling_params=greedy).token_ids == said
     shutil.rmtree(home)
-    shutil.copytree(adapters[1].path, home)  # another adapter under its name
+    shutil.copytree(other, home)  # another adapter under its name
     with Choreography(llm) as c:
         c.load(folder)
         assert c.decode([5], parents=["note"], sampling_params=greedy).token_ids == said

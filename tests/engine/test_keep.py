@@ -97,7 +97,7 @@ def saved(
 ) -> Saved:
     """Saved by an engine that is gone when another one is asked for."""
     folder, rng = tmp_path_factory.mktemp("kept"), random.Random(1)
-    llm = engine_slot(tiny_model_path("llama"))
+    llm = engine_slot(tiny_model_path("llama"), max_model_len=POOL["max_model_len"])
     with Choreography(llm) as c:
         secret = c.prefill(random_tokens(rng, 20), save_as="secret")
         doc = c.prefill(random_tokens(rng, 70), save_as="doc", role="document")

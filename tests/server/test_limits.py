@@ -195,6 +195,15 @@ def test_page_of_a_session(session: Session) -> None:
 # -- the end of the engine -----------------------------------------------------------------------
 
 
+def test_nothing_is_saved_where_the_operator_does_not_allow_it(alpha: httpx.Client) -> None:
+    session = Session(alpha)
+    session.call(**prefill(3))
+    for path in (f"{session.path}/save", f"{session.path}/load"):
+        error = error_of(alpha.post(path, json={"name": "x"}), 400)
+        assert "--choreo-keep" in error["message"]
+    alpha.delete(session.path)
+
+
 def test_the_engine_ends(server: Server, alpha: httpx.Client) -> None:
     """The last test: the server ends with its engine, and vLLM's supervisor would start both."""
     session = Session(alpha)
@@ -233,12 +242,3 @@ def engine_processes(server: Server) -> list[int]:
     found = [int(line.split()[0]) for line in lines if "EngineCore" in line]
     assert found, lines
     return found
-
-
-def test_nothing_is_saved_where_the_operator_does_not_allow_it(alpha: httpx.Client) -> None:
-    session = Session(alpha)
-    session.call(**prefill(3))
-    for path in (f"{session.path}/save", f"{session.path}/load"):
-        error = error_of(alpha.post(path, json={"name": "x"}), 400)
-        assert "--choreo-keep" in error["message"]
-    alpha.delete(session.path)
