@@ -223,7 +223,8 @@ class Meaning:
         if self._compact:
             taken = list(_reordered(schema, (), chosen, taken))
         after: dict[int | None, list[Any]] = {}
-        for path, use in chosen.items():
+        # Of texts behind one run, those inside a module come before those behind it.
+        for path, use in sorted(chosen.items(), key=lambda item: -len(item[0])):
             names = [child.name for child in use.children if isinstance(child, Use)]
             previous = None
             for child in use.children:
