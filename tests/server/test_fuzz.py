@@ -50,7 +50,7 @@ def server(
     tiny_model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("fuzz")
-    options = {**QUICK, "max_model_len": 1024}
+    options = {**QUICK, "max_model_len": 1024, "choreo_keep": str(folder / "kept")}
     with start_server(tiny_model_path("llama"), folder, block_size=32, **options) as made:
         yield made
 
@@ -108,6 +108,9 @@ OPERATIONS = [
     ("GET", "/v1/choreo/schemas/{name}"),
     ("DELETE", "/v1/choreo/schemas/{name}"),
     ("POST", "/v1/choreo/prompts"),
+    *(("POST", f"{SESSION}/{name}") for name in ("save", "load")),
+    ("GET", "/v1/choreo/kept"),
+    ("DELETE", "/v1/choreo/kept/{name}"),
 ]
 # Others have nothing that can be wrong: any text may be a name.
 WITH_BODY = [
@@ -117,6 +120,7 @@ WITH_BODY = [
     ("POST", f"{MESSAGE}/pin"),
     ("POST", "/v1/choreo/schemas"),
     ("POST", "/v1/choreo/prompts"),
+    *(("POST", f"{SESSION}/{name}") for name in ("save", "load")),
 ]
 CHECKS = [
     not_a_server_error,

@@ -57,16 +57,23 @@ def event_with_numbers(event: str, client: CallClient) -> str:
         if client.error is not None:
             client.refused(client.error)
             chunk = {"error": error_json(in_terms_of_xargs(client.error))}
-    elif client.is_text:
-        if not chunk["choices"] or any(choice.get("finish_reason") for choice in chunk["choices"]):
+        return _event(chunk)
+    # A message may be complete before the first of its chunks is written: the last ones tell of it.
+    ends = not chunk["choices"] or any(c.get("finish_reason") for c in chunk["choices"])
+    if client.is_text:
+        if ends:
             chunk["choreo"] = client.more_choreo
     else:
         usage = chunk.pop("usage", None)
-        if client.message is not None:
+        if ends and client.message is not None:
             client.is_told = True
             chunk["choreo"] = _choreo_json(client)
             if usage and not chunk["choices"]:
                 chunk["usage"] = {**usage, **usage_json(client.message), **client.more_usage}
+    return _event(chunk)
+
+
+def _event(chunk: dict[str, Any]) -> str:
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
