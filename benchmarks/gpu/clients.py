@@ -70,8 +70,8 @@ class Client:
     prefill_seconds: float = 0.0
     prefilled: int = 0
 
-    def prefill(self, tokens: Any, parents: Sequence[Said] = ()) -> Any:
-        """A message, or a list of them from a list of calls."""
+    def prefill(self, tokens: Any, parents: Sequence[Said] = (), role: str | None = None) -> Any:
+        """A message, or a list of them from a list of calls. Roles change nothing here."""
         is_one = isinstance(tokens, str)
         calls = [{"tokens": tokens, "parents": parents}] if is_one else tokens
         given = [(tokenize(call["tokens"]), call.get("parents", ())) for call in calls]
@@ -82,7 +82,13 @@ class Client:
         self.prefill_seconds += time.perf_counter() - began
         return messages[0] if is_one else messages
 
-    def decode(self, header: Any, parents: Sequence[Said] = (), sampling_params: Any = None) -> Any:
+    def decode(
+        self,
+        header: Any,
+        parents: Sequence[Said] = (),
+        sampling_params: Any = None,
+        role: str | None = None,
+    ) -> Any:
         """An answer, or a list of them from a list of calls with answers of the same length."""
         is_one = isinstance(header, str)
         calls: list[Mapping[str, Any]] = (
