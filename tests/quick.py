@@ -10,8 +10,8 @@ from pathlib import Path
 
 # An engine's own process runs the model, instead of a third one: each imports vLLM, 17 s of CPU.
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-# Blocks of 32 tokens, 23,296 in all: as many as the embedded model has in 1 GiB. Of a smaller one
-# so many fit into that GiB that an engine would zero for every test.
+# Of 32 tokens each: as many as the embedded model has in 1 GiB. A smaller model would be given that
+# GiB, too, and every engine would begin by zeroing it.
 NUM_BLOCKS = 728
 NUM_LAYERS = 2
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -6,26 +6,23 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 
-from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN, check_tokens
+from tests.engine.choreographies import LOGPROB_TOLERANCE
 from tests.engine.conftest import BLOCK_SIZE
 from tests.engine.layer_oracle import LayerOracle
-from tests.engine.oracle import Encoded, Oracle, Parent, random_tokens
+from tests.engine.oracle import Oracle, Parent, random_tokens
+from tests.engine.programs import GREEDY, Program
 from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.engine.step import RequestSpans, StageRun
 from vllm_choreo.engine.worker.stage_writer import batches
 from vllm_choreo.errors import ChoreoError, LimitError, RepairError
 
-GREEDY = SamplingParams(
-    temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=5, detokenize=False
-)
 _MIB = 2**-10
 _HIDDEN = {"choreo": {"hidden_memory_gib": 2 * _MIB}}
 _NUM_LAYERS = 3  # of all tiny models here
@@ -251,24 +248,14 @@ def tiny(
 
 
 @dataclass
-class Program:
-    """Random calls that repair by random layers, and the oracle's encoding of each message."""
+class LayersProgram(Program):
+    """Calls that repair by random layers, or by keys."""
 
-    c: Choreography
     oracle: LayerOracle
-    rng: random.Random
-    made: list[tuple[Any, Encoded]] = field(default_factory=list)
 
-    def reading(self) -> tuple[dict[str, Any], list[Parent], int]:
-        """Options of a call, what it reads by the oracle, and its new offset."""
-        rng, spans, parents, offset = self.rng, [], [], 0
-        for message, encoded in rng.choices(self.made, k=rng.randint(0, 3)) if self.made else []:
-            start = rng.randrange(message.num_tokens) if rng.random() < 0.4 else 0
-            stop = rng.randint(start + 1, message.num_tokens) if start else message.num_tokens
-            offset = max(0, offset + rng.choice((0, 0, -20, 40)))
-            spans.append((message, start, stop))
-            parents.append(Parent(encoded, offset, start, stop))
-            offset += stop - start
+    def options(self) -> tuple[dict[str, Any], list[Parent]]:
+        rng = self.rng
+        spans, parents, offset = self.spans()
         layers, share = rng.choice([(), *_RANGES]), rng.choice((0.2, 0.5, 0.9))
         by_keys = rng.random() < 0.3
         options = {
@@ -278,28 +265,9 @@ class Program:
             "keep_hidden": [1, 2],
             **({"repair": {"share": share, "by": "keys"}} if by_keys else {"layers": layers}),
         }
-        read = (
-            self.oracle.repair_by_keys(parents, share, BLOCK_SIZE)
-            if by_keys
-            else self.oracle.repair(parents, layers or None)
-        )
-        return options, read, options["new_offset"]
-
-    def step(self) -> None:
-        """One call, or two in parallel."""
-        drawn = [self.reading() for _ in range(self.rng.choice((1, 1, 2)))]
-        headers = [random_tokens(self.rng, self.rng.choice((1, 5, 31, 32, 33, 70))) for _ in drawn]
-        is_decode = len(self.made) > 1 and self.rng.random() < 0.7
-        key = "header" if is_decode else "tokens"
-        items = [{key: header, **named} for header, (named, *_) in zip(headers, drawn, strict=True)]
-        messages = (
-            self.c.decode(items, sampling_params=GREEDY) if is_decode else self.c.prefill(items)
-        )
-        for message, header, (_, read, offset) in zip(messages, headers, drawn, strict=True):
-            encoded = self.oracle.encode(message.token_ids, read, offset)
-            if is_decode:
-                check_tokens(message, encoded, len(header), LOGPROB_TOLERANCE, TIE_MARGIN)
-            self.made.append((message, encoded))
+        if by_keys:
+            return options, self.oracle.repair_by_keys(parents, share, BLOCK_SIZE)
+        return options, self.oracle.repair(parents, layers or None)
 
 
 @pytest.mark.parametrize("seed", sampled(range(25), 6))
@@ -307,7 +275,7 @@ def test_random_layers(tiny: tuple[Any, Oracle], seed: int) -> None:
     llm, oracle = tiny
     with Choreography(llm) as c:
         free = c.stats()["num_free_blocks"]
-        program = Program(c, LayerOracle(oracle), random.Random(seed))
+        program = LayersProgram(c, LayerOracle(oracle), random.Random(seed))
         for _ in range(6):
             program.step()
     with Choreography(llm) as c:
@@ -335,7 +303,7 @@ def test_random_layers_in_a_small_pool(
     )
     with Choreography(llm) as c:
         free = c.stats()["num_free_blocks"]
-        program = Program(c, LayerOracle(tiny_oracle("llama")), random.Random(seed))
+        program = LayersProgram(c, LayerOracle(tiny_oracle("llama")), random.Random(seed))
         for number in range(8):
             program.step()
             if number == 5:

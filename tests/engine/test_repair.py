@@ -6,22 +6,19 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 
-from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN, check_tokens
-from tests.engine.oracle import Encoded, Oracle, Parent, random_tokens
+from tests.engine.choreographies import LOGPROB_TOLERANCE
+from tests.engine.oracle import Oracle, Parent, random_tokens
+from tests.engine.programs import GREEDY, Program
 from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.errors import DeniedMessageError, RepairError, UnsupportedOptionError
+from vllm_choreo.semantics.message import Message
 
-GREEDY = SamplingParams(
-    temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=5, detokenize=False
-)
 _MODELS = sampled(("llama", "qwen3", "gemma3", "bloom", "glm4", "paddleocr_vl"), 4)
 
 
@@ -219,52 +216,20 @@ def _random_runs(rng: random.Random, num_tokens: int) -> list[tuple[int, int]]:
     return [(ends[i], ends[i + 1]) for i in range(0, len(ends) - 1, 2)]
 
 
-@dataclass
-class Program:
-    """Random calls that repair random runs, and the oracle's encoding of each message."""
+class RunsProgram(Program):
+    """Calls that repair random runs."""
 
-    c: Choreography
-    oracle: Oracle
-    rng: random.Random
-    made: list[tuple[Any, Encoded]] = field(default_factory=list)
-
-    def options(self) -> tuple[dict[str, Any], list[Parent], list[Any], int]:
-        """Of a call, and what it means: parents as they are stored, runs, new offset."""
-        rng, spans, parents, offset = self.rng, [], [], 0
-        # With replacement: one message may be read twice, repaired differently.
-        chosen = rng.choices(self.made, k=rng.randint(0, 3)) if self.made else []
-        for message, encoded in chosen:
-            start = rng.randrange(message.num_tokens) if rng.random() < 0.4 else 0
-            stop = rng.randint(start + 1, message.num_tokens) if start else message.num_tokens
-            offset = max(0, offset + rng.choice((0, 0, -20, 40)))
-            spans.append((message, start, stop))
-            parents.append(Parent(encoded, offset, start, stop))
-            offset += stop - start
-        new_offset = offset + rng.choice((0, 0, 25))
-        runs = [_random_runs(rng, stop - start) for _, start, stop in spans]
+    def options(self) -> tuple[dict[str, Any], list[Parent]]:
+        spans, parents, offset = self.spans()
+        new_offset = offset + self.rng.choice((0, 0, 25))
+        runs = [_random_runs(self.rng, stop - start) for _, start, stop in spans]
         offsets = [parent.offset for parent in parents]
         named = {"parents": spans, "offsets": offsets, "new_offset": new_offset, "repair": runs}
-        return named, parents, runs, new_offset
+        return named, self.oracle.repair(parents, runs)
 
-    def step(self) -> None:
-        """One call, or two in parallel."""
-        drawn = [self.options() for _ in range(self.rng.choice((1, 1, 2)))]
-        headers = [random_tokens(self.rng, self.rng.choice((1, 5, 31, 32, 33, 70))) for _ in drawn]
-        is_decode = len(self.made) > 1 and self.rng.random() < 0.7
-        key = "header" if is_decode else "tokens"
-        items = [{key: header, **named} for header, (named, *_) in zip(headers, drawn, strict=True)]
-        messages = (
-            self.c.decode(items, sampling_params=GREEDY) if is_decode else self.c.prefill(items)
-        )
-        for message, header, (_, parents, runs, offset) in zip(
-            messages, headers, drawn, strict=True
-        ):
-            assert message.usage.repaired_tokens <= sum(b - a for r in runs for a, b in r)
-            read = self.oracle.repair(parents, runs)
-            encoded = self.oracle.encode(message.token_ids, read, offset)
-            if is_decode:
-                check_tokens(message, encoded, len(header), LOGPROB_TOLERANCE, TIE_MARGIN)
-            self.made.append((message, encoded))
+    def check(self, message: Message, options: dict[str, Any]) -> None:
+        given = sum(stop - start for runs in options["repair"] for start, stop in runs)
+        assert message.usage.repaired_tokens <= given
 
 
 @pytest.mark.parametrize("seed", sampled(range(17), 3))
@@ -272,7 +237,7 @@ def test_random_repairs(tiny: tuple[Any, Oracle], seed: int) -> None:
     llm, oracle = tiny
     with Choreography(llm) as c:
         free = c.stats()["num_free_blocks"]
-        program = Program(c, oracle, random.Random(seed))
+        program = RunsProgram(c, oracle, random.Random(seed))
         for _ in range(6):
             program.step()
     with Choreography(llm) as c:
@@ -298,7 +263,7 @@ def test_random_repairs_in_a_small_pool(
     )
     with Choreography(llm) as c:
         free = c.stats()["num_free_blocks"]
-        program = Program(c, tiny_oracle("llama"), random.Random(seed))
+        program = RunsProgram(c, tiny_oracle("llama"), random.Random(seed))
         for number in range(8):
             program.step()
             if number == 5:
