@@ -29,6 +29,8 @@ _NUM_THREADS = max(1, min(2, (os.cpu_count() or 1) // _NUM_PROCESSES))
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process: 6 s instead of 45 s
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; enough for about 23,000 tokens of the embedded model
+    # Seconds; a server may close an idle connection while the next request is on its way.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # a test that needs the network must fail at once, everywhere

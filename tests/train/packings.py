@@ -67,7 +67,7 @@ def packed_calls(done: Sequence[Ran]) -> list[PackedCall]:
 
 
 def oracle_logprobs(calls: Sequence[PackedCall], oracles: Sequence[Oracle]) -> torch.Tensor:
-    """Float32 `[num_tokens, vocab_size]` of all calls, each encoded by an oracle of its own."""
+    """`[num_tokens, vocab_size]` of all calls, each encoded by an oracle of its own."""
     encoded: list[Encoded] = []
     for call, oracle in zip(calls, oracles, strict=True):
         parents = [

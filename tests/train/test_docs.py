@@ -49,14 +49,14 @@ def _small(words: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(llm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(llm: Any, shallow_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the first two commands were run."""
     folder = tmp_path_factory.mktemp("docs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(record, "start_engine", lambda *_, **__: llm)
-        assert cli.main(commands("record")[0]) == 0
-        assert cli.main(commands("train")[0]) == 0
+        for name in ("record", "train"):
+            assert cli.main([*commands(name)[0], "--model", str(shallow_model_path)]) == 0
     return folder
 
 
@@ -80,13 +80,23 @@ def test_what_was_recorded_is_what_the_text_says(folder: Path, shallow_model_pat
 
 
 def test_exact_mode_records_what_the_text_says(
-    llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llm: Any, shallow_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At temperature 0: the same tokens, and the same likeliest ones in nats."""
     monkeypatch.setattr(record, "start_engine", lambda *_, **__: llm)
     found = []
     for mode in ("baseline", "exact"):
-        given = ["record", "document_qa", "--set", "fact_pairs", "--limit", "4", "--temperature"]
+        given = [
+            "record",
+            "document_qa",
+            "--model",
+            str(shallow_model_path),
+            "--set",
+            "fact_pairs",
+            "--limit",
+            "4",
+            "--temperature",
+        ]
         given += ["0", "--shares", "1", "1", "0", "--mode", mode, "--out", str(tmp_path / mode)]
         assert cli.main(given) == 0
         found.append(examples_of(Recording.load(tmp_path / mode)))
