@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -10,12 +12,15 @@ import transformers
 
 from vllm_choreo.smallmodel.tiny import VOCAB_SIZE, make_tiny_model
 
+CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-def make_byte_model(folder: Path) -> Path:
-    """The folder of the model, with ChatML's special tokens."""
+
+def make_byte_model(
+    folder: Path, special: Sequence[str] = CHATML, ends: Sequence[str] = CHATML[-1:]
+) -> Path:
+    """The folder of the model, with these special tokens, of which `ends` end an answer."""
     path = make_tiny_model("llama", folder)
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     # No text becomes the others, but the model may generate them.
     others = [f"<{i}>" for i in range(VOCAB_SIZE - len(special) - len(letters))]
     vocabulary = {token: i for i, token in enumerate([*special, *letters, *others])}
@@ -23,7 +28,9 @@ def make_byte_model(folder: Path) -> Path:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=special[2], additional_special_tokens=special
+        tokenizer_object=tokenizer, eos_token=ends[0], additional_special_tokens=list(special)
     )
     fast.save_pretrained(path)
+    generation = {"eos_token_id": [vocabulary[token] for token in ends]}
+    (path / "generation_config.json").write_text(json.dumps(generation))
     return path

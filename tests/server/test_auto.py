@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.harness.serving import KEYS, Server
+from tests.server.chats import Chat, ask_chat, said, tokens_of, turn
 
 SYSTEM = "You answer questions about the documents, in one sentence, and you never guess at all."
 DOCUMENTS = [
@@ -25,12 +26,7 @@ QUESTION = (
     "What colour is the shed behind the house, and in which year did somebody build it there?"
 )
 DOCS = Path(__file__).parents[2] / "docs" / "on-ramps.md"
-Chat = list[dict[str, Any]]
 Ask = Callable[..., dict[str, Any]]
-
-
-def turn(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
 
 
 def reading(order: list[int], tag: str) -> Chat:
@@ -52,54 +48,7 @@ def _nothing_is_left(server: Server, ask: Ask) -> Iterator[None]:
 @pytest.fixture
 def ask(server: Server) -> Ask:
     """One chat: the JSON of its answer, streams put together."""
-
-    def send(
-        messages: Chat,
-        auto: str | None = None,
-        *,
-        key: str = KEYS[0],
-        headers: dict[str, str] | None = None,
-        stream: bool = False,
-        xargs: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> dict[str, Any]:
-        keys = {**({} if auto is None else {"choreo_auto": auto}), **(xargs or {})}
-        body = {
-            "model": server.model,
-            "messages": messages,
-            "max_tokens": 6,
-            "temperature": 0,
-            "return_token_ids": True,
-            **({"vllm_xargs": keys} if keys else {}),
-            **({"stream": True, "stream_options": {"include_usage": True}} if stream else {}),
-            **options,
-        }
-        with server.client(key) as client:
-            answer = client.post("/v1/chat/completions", json=body, headers=headers)
-        assert answer.status_code == 200, answer.text
-        return joined(answer.text) if stream else answer.json()
-
-    return send
-
-
-def joined(events: str) -> dict[str, Any]:
-    """The answer that a stream amounts to."""
-    lines = re.findall(r"^data: (\{.*)$", events, re.MULTILINE)
-    chunks = [json.loads(line) for line in lines]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    tokens = [token for choice in choices for token in choice.get("token_ids") or ()]
-    text = "".join(choice["delta"].get("content") or "" for choice in choices)
-    prompt = next(ids for chunk in chunks if (ids := chunk.get("prompt_token_ids")))
-    choice = {"token_ids": tokens, "message": {"content": text}}
-    return {**chunks[-1], "choices": [choice], "prompt_token_ids": prompt}
-
-
-def tokens_of(answer: dict[str, Any]) -> tuple[list[int], list[int]]:
-    return answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
-
-
-def said(answer: dict[str, Any]) -> dict[str, Any]:
-    return turn("assistant", answer["choices"][0]["message"]["content"])
+    return partial(ask_chat, server)
 
 
 # -- exact -----------------------------------------------------------------------------------------

@@ -11,7 +11,11 @@ import pytest
 from benchmarks.harness.serving import Server
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+EXAMPLES = [
+    example
+    for example in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    if "InProcessServer" not in example  # tests/engine/test_in_process.py runs it
+]
 
 
 @pytest.fixture

@@ -185,6 +185,29 @@ def test_the_openai_routes_take_prompts(c: ChoreoClient, alpha: httpx.Client) ->
     assert alpha.post("/v1/chat/completions", json=body).status_code == 400
 
 
+def test_answers_have_the_form_that_was_asked_for(c: ChoreoClient, alpha: httpx.Client) -> None:
+    """Structured output on our route and on OpenAI's: the same tokens."""
+    c.prompts.register(SCHEMA)
+    options = {
+        "temperature": 0,
+        "max_tokens": 40,
+        "structured_outputs": {"regex": r'\{"jars": [1-9][0-9]\}'},
+    }
+    ours = c.prompts.decode(PLAIN, sampling_params=options)
+    assert 10 <= json.loads(ours.text)["jars"] <= 99
+    answer = alpha.post(
+        "/v1/chat/completions",
+        json={
+            **options,
+            "model": "smollm",
+            "messages": [{"role": "user", "content": "<shelves/><user>How many jars?</user>"}],
+            "vllm_xargs": {"choreo_schema": "cellar", "choreo_session": c.session},
+        },
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == ours.text
+
+
 def test_the_clients_do_it_all(server: Server, c: ChoreoClient) -> None:
     tree = parse_schema(SCHEMA)
     assert c.prompts.register(tree, encode=True)["num_modules"] == 2

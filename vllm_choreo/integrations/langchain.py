@@ -43,6 +43,7 @@ class ChatChoreo(ChatOpenAI):
         mode: "choreo": messages are encoded for themselves; "exact": answers are those of plain
             text; "off": requests are plain, and vLLM's prefix caching does what it can.
         conversations: of another instance, to share its messages, and its mode.
+        server: an `InProcessServer`, in place of `base_url`, `api_key` and `model`.
         http_client, http_async_client: a `ChoreoHttpClient` and a `ChoreoAsyncHttpClient` of your
             own, say with a proxy; they bring their conversations with them.
 
@@ -55,6 +56,7 @@ class ChatChoreo(ChatOpenAI):
 
     mode: Literal["choreo", "exact", "off"] = "choreo"
     conversations: Any = Field(default=None, exclude=True)
+    server: Any = Field(default=None, exclude=True)
     stream_usage: bool | None = True
     use_responses_api: bool | None = False  # vLLM's route for it does not choreograph
 
@@ -74,8 +76,16 @@ class ChatChoreo(ChatOpenAI):
         shared = values.get("conversations")
         shared = shared or next((client.conversations for client in given.values()), None)
         shared = shared or Conversations(values.get("mode", "choreo"))
-        new = {name: kind(shared) for name, kind in _CLIENTS.items() if name not in given}
-        return {**values, **new, "conversations": shared, "mode": shared.mode}
+        values = {**values, "conversations": shared, "mode": shared.mode}
+        if (server := values.get("server")) is not None:
+            of_server = {"base_url": server.base_url, "api_key": server.api_key}
+            values = {"model": server.model, **values, **of_server}
+        new = {
+            name: kind(shared) if server is None else getattr(server, name)(shared)
+            for name, kind in _CLIENTS.items()
+            if name not in given
+        }
+        return {**values, **new}
 
     @classmethod
     def is_lc_serializable(cls) -> bool:

@@ -25,6 +25,11 @@ from vllm_choreo.integrations.exchange import ChatExchange, Listener
 _httpx: Any = importlib.import_module(DefaultHttpxClient.__bases__[0].__module__.partition(".")[0])
 
 
+def transports(socket: str) -> tuple[Any, Any]:
+    """What leads the clients below, the plain one and the asynchronous, to a Unix socket."""
+    return _httpx.HTTPTransport(uds=socket), _httpx.AsyncHTTPTransport(uds=socket)
+
+
 class ChoreoHttpClient(DefaultHttpxClient):
     """A `DefaultHttpxClient` of OpenAI's SDK, for a server with the plugin.
 

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`InProcessServer`: vLLM's server as an object of a program, for agents that bring their engine.
+
+    with InProcessServer("MODEL", max_model_len=4096) as server:
+        llm = ChatChoreo(server=server)
+
+All that the server does is there (streams, tools, structured output, `choreo_auto`), through a
+socket in a folder of this user's instead of a port. Needs vLLM, unlike its neighbours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from vllm_choreo.errors import UnsupportedOptionError
+from vllm_choreo.integrations.conversations import Conversations
+from vllm_choreo.integrations.openai_http import (
+    ChoreoAsyncHttpClient,
+    ChoreoHttpClient,
+    transports,
+)
+
+# Of the socket alone matters where it lies; HTTP wants a host all the same.
+_BASE_URL = "http://in-process/v1"
+_OF_ITS_OWN = ("host", "port", "uds", "api_key", "plugin", "api_server_count", "headless")
+
+
+class InProcessServer:
+    """Starts vLLM's server with the plugin, on a thread of this process; `close` ends it.
+
+    As with every engine of vLLM's, a script that makes one is guarded by
+    `if __name__ == "__main__":`, for the engine's own process imports it.
+
+    Args:
+        model: folder or name.
+        options: of `vllm serve`, with underscores: `max_model_len=4096`, `choreo_auto="exact"`;
+            True for a flag, a list for several values, a dict for what is written as JSON.
+
+    Attributes:
+        model: the name by which requests call it.
+        base_url, api_key: what clients of OpenAI's ask for, and what does not matter here.
+
+    Raises:
+        UnsupportedOptionError: an option that is the object's own, such as a port.
+    """
+
+    base_url = _BASE_URL
+    api_key = "none"
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        for name in _OF_ITS_OWN:
+            if name in options:
+                raise UnsupportedOptionError(
+                    "a server in a program has no address and no keys: leave it out, or start "
+                    "`vllm serve`",
+                    parameter=name,
+                    value=options[name],
+                )
+        self._folder = tempfile.TemporaryDirectory(prefix="choreo-")
+        self._socket = str(Path(self._folder.name) / "server")
+        self._started: Future[None] = Future()
+        args = _parsed(str(model), options)
+        self.model: str = (args.served_model_name or [args.model])[0]
+        self._server: Any = None
+        self._thread = threading.Thread(target=self._run, args=(args,), daemon=True)
+        self._thread.start()
+        try:
+            self._started.result()
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
+    def __enter__(self) -> InProcessServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server and its engine; may be called twice."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._folder.cleanup()
+
+    def http_client(self, conversations: Conversations | None = None) -> ChoreoHttpClient:
+        """A client for OpenAI's SDK: `OpenAI(http_client=…, base_url=…, api_key=…)`."""
+        transport, _ = transports(self._socket)
+        return ChoreoHttpClient(conversations, transport=transport)
+
+    def http_async_client(
+        self, conversations: Conversations | None = None
+    ) -> ChoreoAsyncHttpClient:
+        """The same for `AsyncOpenAI`."""
+        _, transport = transports(self._socket)
+        return ChoreoAsyncHttpClient(conversations, transport=transport)
+
+    def _run(self, args: Any) -> None:
+        try:
+            asyncio.run(self._serve(args))
+        except BaseException as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+
+    async def _serve(self, args: Any) -> None:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+        from vllm.entrypoints.launchers.app import build_app
+
+        async with build_async_engine_client(args) as engine:
+            tasks = await engine.get_supported_tasks()
+            app = build_app(args, tasks, engine.model_config)
+            await init_app_state(engine, app.state, args, tasks)
+            self._server = _server(app, self._socket, lambda: self._started.set_result(None))
+            await self._server.serve()
+
+
+def _parsed(model: str, options: Mapping[str, Any]) -> Any:
+    """What the command line of `vllm serve` would make of the options."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    words = ["--model", model, "--plugin", "choreo"]
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}"] if value is not None else []
+        if value is not None and value is not True:
+            words += [_written(one) for one in (value if isinstance(value, list) else [value])]
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (dict, bool)) else str(value)
+
+
+def _server(app: Any, socket: str, started: Callable[[], None]) -> Any:
+    """A server of `app` at a socket, which tells when it listens."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            started()
+
+    return Server(uvicorn.Config(app, uds=socket, log_level="warning"))
