@@ -260,6 +260,7 @@ def _replaced(data: Any, path: Sequence[Any], value: Any) -> Any:
     return copied
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workflow", ["tree_of_thoughts", "prisoners_dilemma", "multi_qa"])
 def test_no_malformed_transcript_ends_in_a_traceback(
     workflow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 _MODULES = {
@@ -52,6 +53,7 @@ def _run(folder: Path, modules: dict[str, str], *options: str) -> str:
     return f"{done.stdout}\nstatus {done.returncode}"
 
 
+@pytest.mark.exhaustive
 def test_a_skip_fails_where_none_is_allowed(tmp_path: Path) -> None:
     modules = {**_MODULES, "others": _OTHERS}
     allowed = _run(tmp_path, modules)

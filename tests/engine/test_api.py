@@ -213,6 +213,7 @@ def test_a_call_that_can_never_fit_is_refused_and_the_engine_goes_on(
         assert c.decode("t7", parents=docs[:3], sampling_params=greedy(4)).num_tokens == 5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_async_calls_stream_overlap_and_end_early(tiny_model_path: Callable[[str], Path]) -> None:
     """AsyncLLM has its engine in a process of its own."""

@@ -70,6 +70,7 @@ _NOTHING = {
 }
 
 
+@pytest.mark.exhaustive
 def test_replays_say_what_the_judge_measures(llm: Any) -> None:
     """The same distance as of an evaluation's arms, and none if everything is repaired."""
     task = _task(llm)

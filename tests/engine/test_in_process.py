@@ -22,6 +22,8 @@ from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.integrations.in_process import InProcessServer
 from vllm_choreo.integrations.langchain import ChatChoreo
 
+pytestmark = pytest.mark.exhaustive  # servers of its own
+
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 RULE = SystemMessage("You answer in a few words.")
 FACTS = [HumanMessage(text) for text in ("The shed is green.", "Anna owns a red bicycle.")]

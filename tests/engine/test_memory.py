@@ -40,6 +40,7 @@ def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path])
     assert _free_blocks(engine) == before
 
 
+@pytest.mark.exhaustive
 def test_thousand_calls_over_a_tenth_of_their_messages(
     llm: Any, tiny_oracle: Callable[[str], Oracle]
 ) -> None:

@@ -19,6 +19,8 @@ from vllm_choreo.planner.patterns import debate
 
 pytest.importorskip("ray")
 
+pytestmark = pytest.mark.exhaustive  # processes of their own
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine ends with the actor
     "VLLM_CPU_KVCACHE_SPACE": "1",

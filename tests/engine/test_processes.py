@@ -191,6 +191,7 @@ def test_one_batch_of_both_kinds_in_an_engine_process(
         stop_engine(llm)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_streams_and_waiting_children_in_an_asynchronous_engine_process(
     async_scheduling: None,
@@ -257,6 +258,7 @@ print("FOUND", json.dumps(found))
 """
 
 
+@pytest.mark.exhaustive
 def test_vllm_is_untouched_without_the_plugin(tiny_model_path: Callable[[str], Path]) -> None:
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": ""}
     command = [sys.executable, "-c", _LOOK, str(tiny_model_path("llama"))]

@@ -189,6 +189,7 @@ def test_a_refused_call_takes_nothing_with_it(llm: Any, c: Choreography) -> None
 # -- overlapping calls ---------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_pending_calls_in_exact_mode_and_under_a_policy(
     tiny_model_path: Callable[[str], Path],

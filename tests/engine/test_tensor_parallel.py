@@ -120,6 +120,7 @@ def _assert_equal(found: Sequence[Message], expected: Sequence[Message]) -> None
                 assert abs(difference) < LOGPROB_TOLERANCE
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings"),

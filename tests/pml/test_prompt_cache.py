@@ -151,6 +151,7 @@ def test_a_prompt_that_fails_leaves_nothing(c: Choreography, cache: PromptCache)
     assert c.stats()["num_messages"] == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_async_cache_does_the_same(tiny_model_path: Callable[[str], Path], llm: Any) -> None:
     from vllm import AsyncEngineArgs

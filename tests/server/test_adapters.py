@@ -18,6 +18,8 @@ from tests.server.serving import Session
 from vllm_choreo import ChoreoClient
 from vllm_choreo.errors import AdapterError
 
+pytestmark = pytest.mark.exhaustive  # a server of its own
+
 WRITER = "writer"  # the same adapter, trained to be worn by calls that encode messages
 
 

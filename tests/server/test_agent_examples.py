@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks.harness.serving import Server
 
+pytestmark = pytest.mark.exhaustive  # programs against a server
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 
 

@@ -20,6 +20,8 @@ from tests.engine.byte_model import CHATML, make_byte_model
 from tests.server.chats import Chat, ask_chat, said, tokens_of, turn
 from tests.server.serving import QUICK
 
+pytestmark = pytest.mark.exhaustive  # a server of its own
+
 SPECIAL = tuple(dict.fromkeys((*CHATML, *(t for f in FAMILIES.values() for t in f.tokens))))
 ENDS = tuple(dict.fromkeys(family.end for family in FAMILIES.values()))
 # Answers of letters, which are read as they were written; any of these may end them.

@@ -15,6 +15,8 @@ from benchmarks.harness.serving import MODEL_NAME, Server, arguments_of, environ
 from tests.server.openai_calls import Caller
 from tests.server.serving import QUICK
 
+pytestmark = pytest.mark.exhaustive  # processes of their own
+
 NUM_TOKENS = 6
 QUESTIONS = {
     "facts": "Anna owns a red bicycle. Bob owns a blue car.",

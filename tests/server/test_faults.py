@@ -28,6 +28,8 @@ from vllm_choreo.errors import (
     PoolFullError,
 )
 
+pytestmark = pytest.mark.exhaustive  # servers of its own
+
 POOL_BLOCKS = 41
 LONG = {"temperature": 0.0, "max_tokens": 500, "ignore_eos": True}
 LONGEST = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}

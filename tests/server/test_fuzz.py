@@ -35,6 +35,8 @@ from tests.server.serving import QUICK, Session, wait_until_nothing_is_left
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.server.schemas import OneCallBody, SamplingBody
 
+pytestmark = pytest.mark.exhaustive  # a server of its own
+
 # The requests are the same in every run.
 FUZZ = settings(
     derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)

@@ -18,6 +18,8 @@ from vllm_choreo.errors import ChoreoError, KeptError, UnknownKeptError
 from vllm_choreo.server import documents
 from vllm_choreo.server.keep_bodies import KeptAnswer, KeptDeletedAnswer, KeptListAnswer
 
+pytestmark = pytest.mark.exhaustive  # servers of its own
+
 DOCS = (Path(__file__).parents[2] / "docs" / "keep.md").read_text(encoding="utf-8")
 GREEDY = {"temperature": 0, "max_tokens": 6}
 SHED = "The shed behind the house is green, and its door is red.\n"

@@ -60,6 +60,7 @@ class TestUnit(ChatModelUnitTests):
     test_serdes = _expected("a session cannot be written down")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.anyio
 class TestIntegration(ChatModelIntegrationTests):
     @pytest.fixture

@@ -23,6 +23,8 @@ from benchmarks.harness.serving import KEYS, Server, start_server
 from tests.server.serving import QUICK, Session
 from tests.server.test_routes import GREEDY, LONG, error_of
 
+pytestmark = pytest.mark.exhaustive  # a server of its own
+
 SETTINGS = {
     "server": {
         "max_sessions": 3,
