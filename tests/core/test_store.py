@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_choreo.errors import NameTakenError, UnknownMessageError
 from vllm_choreo.semantics.positions import CallPlan
-from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.encoding import Encoding, Patch
 from vllm_choreo.store.stats import stats
 from vllm_choreo.store.store import MessageStore
 
@@ -150,6 +150,37 @@ def test_a_freed_message_stays_until_its_last_reader_ends(store: MessageStore) -
     store.residency.leave([message], reading=True)
     store.settle(message)
     assert not message.blocks and _pool(store).freed == [0]
+
+
+def test_a_freed_message_stays_while_a_patch_of_it_is_to_be_laid_over_it(
+    store: MessageStore,
+) -> None:
+    """Again and again, if the patch makes room for others while a call waits for it."""
+    source = _message(store, "m", 4)
+    store.identify(source)
+    _encode(store, source)
+    patch = Encoding(
+        source.message, source.trace, None, source.token_ids, plan=source.plan,
+        patch=Patch(source, 0, ((0, 2),)),
+    )  # fmt: skip
+    store.residency.wait_for([patch])
+    store.free(source.message)
+    patch.is_orphan = True
+    for _ in range(2):
+        assert source.is_resident
+        (block,) = _pool(store).new(1)
+        store.residency.patch(patch, [block], 0, store.step)
+        _pool(store).free_blocks([block])
+        store.settle(patch)
+        assert patch.blocks and not source.blocks, "it has a place of its own now"
+        store.evict(patch)
+        _encode(store, source)
+        store.settle(source)
+    assert source.is_resident
+    store.residency.leave([patch], reading=False)
+    store.settle(patch)
+    assert not source.blocks and not patch.blocks and not source.num_wanting
+    store.residency.check()
 
 
 def test_of_failed_messages_the_latest_are_known(

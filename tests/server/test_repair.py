@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,43 @@ def test_calls_repair(session: Session, repair: Any, repaired: int) -> None:
     call = {"type": "decode", "content": "So", "parents": named, "sampling_params": GREEDY}
     assert session.call(**call, repair=repair)["usage"]["repaired_tokens"] == repaired
     assert session.call(**call)["usage"]["repaired_tokens"] == 0
+
+
+def test_a_parent_is_freed_while_its_reader_waits_for_another(
+    server: Server, session: Session
+) -> None:
+    """The reader gets what it named, and nothing of that is left when it has it."""
+    named = _documents(session)
+    writer = {"type": "decode", "content": "So", "save_as": "writer",
+              "sampling_params": {**GREEDY, "max_tokens": 300, "ignore_eos": True}}  # fmt: skip
+    reader = {"type": "decode", "content": "So", "parents": [*named, "writer"], "repair": "first:5",
+              "save_as": "reader", "sampling_params": GREEDY}  # fmt: skip
+
+    async def run() -> tuple[dict[str, Any], bool]:
+        headers = {"Authorization": f"Bearer {server.keys[0]}"}
+        path = f"{session.path}/messages"
+        async with httpx.AsyncClient(
+            base_url=server.base_url, headers=headers, timeout=120
+        ) as client:
+            written = asyncio.create_task(client.post(path, json=writer))
+            while (await client.get(f"{path}/writer")).status_code == 404:
+                await asyncio.sleep(0.01)
+            read = asyncio.create_task(client.post(path, json=reader))
+            while (await client.get(f"{path}/reader")).status_code == 404:
+                await asyncio.sleep(0.01)
+            freed = await client.post(f"{path}/free", json={"messages": named})
+            was_waiting = not written.done()
+            assert freed.status_code == (await written).status_code == 200
+            answer = await read
+            assert answer.status_code == 200, answer.text
+            return answer.json(), was_waiting
+
+    found, was_waiting = asyncio.run(run())
+    assert was_waiting
+    assert found["usage"]["repaired_tokens"] > 0
+    assert session.client.delete(f"{session.path}/messages/writer").status_code == 200
+    left = session.usage()
+    assert left["messages"] == 1 and left["resident_tokens"] <= found["num_tokens"]
 
 
 def test_a_session_has_a_rule(alpha: httpx.Client) -> None:

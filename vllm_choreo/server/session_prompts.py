@@ -145,8 +145,12 @@ class SessionPrompts(AsyncPromptCache):
         with suppress(ChoreoError):
             await self._choreography.free(message)
 
-    async def free_pieces(self, pending: Sequence[Pending]) -> None:
-        """Free what a prompt made before its last call."""
+    async def free_pieces(
+        self, pending: Sequence[Pending], after: asyncio.Event | None = None
+    ) -> None:
+        """Free what a prompt made before its last call, once that is with the engine: `after`."""
+        if after is not None:
+            await after.wait()
         for one in pending:
             result = await one.result()
             if isinstance(result, Message):

@@ -125,6 +125,7 @@ class Encoding:
         held_in_step: the step in which its blocks last changed.
         num_readers: running calls that read it; its blocks must stay.
         num_waiting: calls that wait for it or will read it.
+        num_wanting: patches of it that calls wait for and that have no place yet.
         encoders: ids of the requests that make or encode it: one, or one for each run of a patch.
     """
 
@@ -147,6 +148,7 @@ class Encoding:
     held_in_step: int = -1
     num_readers: int = 0
     num_waiting: int = 0
+    num_wanting: int = 0
     encoders: set[str] = field(default_factory=set)
 
     @property
@@ -172,6 +174,11 @@ class Encoding:
     def recipe(self) -> tuple[Encoding, ...]:
         """What must be resident for it to be encoded."""
         return (*self.parents, self.patch.source) if self.patch else self.parents
+
+    @property
+    def wants_source(self) -> bool:
+        """It is a patch that a call waits for, and that is still to be laid over its source."""
+        return self.patch is not None and self.num_waiting > 0 and not self.blocks
 
     @property
     def in_use(self) -> bool:

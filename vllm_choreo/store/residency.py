@@ -191,6 +191,9 @@ class Residency:
     def _changing(self, encoding: Encoding) -> Iterator[None]:
         """Keeps the sums right while an encoding's blocks or counts change."""
         num_idle, num_held = encoding.num_idle_blocks, len(encoding.blocks)
+        wanted = encoding.wants_source
         yield
+        if encoding.patch is not None:
+            encoding.patch.source.num_wanting += encoding.wants_source - wanted
         self.num_idle_blocks += encoding.num_idle_blocks - num_idle
         self.num_blocks_of[encoding.message.tenant] += len(encoding.blocks) - num_held

@@ -331,13 +331,17 @@ class MessageStore:
                 del self._sessions[message.session]
 
     def settle(self, encoding: Encoding) -> None:
-        """Give back the blocks of an encoding that was given up, once nobody needs them."""
-        if not encoding.is_given_up:
-            return
-        self.twins.discard(encoding)
-        if not encoding.in_use:
-            self.residency.drop(encoding)
-            if self.tier:
-                self.tier.discard(encoding)
-            if self.hidden:
-                self.hidden.discard(encoding)
+        """Give back the blocks of an encoding that was given up, once nobody needs them.
+
+        A patch needs its source until it has a place, and again when it has lost it.
+        """
+        if encoding.is_given_up:
+            self.twins.discard(encoding)
+            if not encoding.in_use and not encoding.num_wanting:
+                self.residency.drop(encoding)
+                if self.tier:
+                    self.tier.discard(encoding)
+                if self.hidden:
+                    self.hidden.discard(encoding)
+        if encoding.patch is not None:
+            self.settle(encoding.patch.source)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ class CallClient:
         more_choreo: what the answer tells of the request beside the message's id.
         is_text: vLLM serves the request as it is, and no message is made.
         on_submitted: is called when the engine has the call, from when on others may name it.
+        settled: set when the engine has the call, or will never have it.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class CallClient:
         self.error: ChoreoError | None = None
         self.is_told = self.is_text = False
         self.on_submitted: Callable[[], None] = lambda: None
+        self.settled = asyncio.Event()
         self._llm = llm
         self._run = run
         self._arguments = dict(arguments)
@@ -108,6 +111,7 @@ class CallClient:
         self._pending, params = pending, pending.call.params.apply(params)
         self._queue = await self._llm.add_request(request_id, prompt, params, **options)
         await self._run.submitted(pending, self._queue)
+        self.settled.set()
         self.on_submitted()
 
     def _adapter(self, named: Any) -> Any:
@@ -148,6 +152,7 @@ class CallClient:
 
     def leave(self) -> None:
         """The request is over."""
+        self.settled.set()
         self._run.leave(is_answered=self.is_told)
 
 

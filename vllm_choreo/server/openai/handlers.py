@@ -127,8 +127,11 @@ async def _client(
         raise
     if calls is None:
         return CallClient(serving.choreo_llm, run, arguments)
-    usage = asdict(calls.asked.plan.usage)
-    return CallClient(serving.choreo_llm, run, arguments, calls.header, usage)
+    usage, pieces = asdict(calls.asked.plan.usage), list(run.pending)
+    client = CallClient(serving.choreo_llm, run, arguments, calls.header, usage)
+    if pieces:
+        run.sessions.in_background(prompts.free_pieces(pieces, client.settled))
+    return client
 
 
 def _session(sessions: Sessions, tenant: str, session_id: str | None) -> OpenSession:

@@ -52,7 +52,6 @@ async def begin_prompt(
     arguments.update({key: value for key, value in calls.options.items() if key != "adapter"})
     if calls.pieces:
         await run.submit(calls.pieces)
-        run.sessions.in_background(prompts.free_pieces(list(run.pending)))
     return calls
 
 
