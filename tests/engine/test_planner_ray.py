@@ -50,9 +50,13 @@ def processes() -> set[int]:
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_killed_loses_nothing(tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm_choreo.planner.ray_workers import ray_workers
 
+    # Ray gives way to all other programs, and beside other tests an engine starts in minutes.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     path = str(make_byte_model(tmp_path))
     compiled = build(
         debate(["You are terse.", "You doubt it."], sampling={"max_tokens": 6, "temperature": 0.0})
