@@ -27,7 +27,7 @@ from vllm_choreo.integrations.openai_http import (
     transports,
 )
 
-# Of the socket alone matters where it lies; HTTP wants a host all the same.
+# Requests go where the socket lies; HTTP wants a host all the same.
 _BASE_URL = "http://in-process/v1"
 _OF_ITS_OWN = ("host", "port", "uds", "api_key", "plugin", "api_server_count", "headless")
 
@@ -45,10 +45,12 @@ class InProcessServer:
 
     Attributes:
         model: the name by which requests call it.
-        base_url, api_key: what clients of OpenAI's ask for, and what does not matter here.
+        base_url, api_key: OpenAI's clients insist on both; the socket alone decides who is reached.
 
     Raises:
         UnsupportedOptionError: an option that is the object's own, such as a port.
+        SystemExit: an option that `vllm serve` does not have, as on its command line.
+        Exception: what ended the engine's start.
     """
 
     base_url = _BASE_URL
@@ -102,6 +104,7 @@ class InProcessServer:
         return ChoreoAsyncHttpClient(conversations, transport=transport)
 
     def _run(self, args: Any) -> None:
+        # Until the server listens, an error is that of the constructor, which waits for it.
         try:
             asyncio.run(self._serve(args))
         except BaseException as error:

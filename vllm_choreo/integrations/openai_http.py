@@ -26,7 +26,9 @@ _httpx: Any = importlib.import_module(DefaultHttpxClient.__bases__[0].__module__
 
 
 def transports(socket: str) -> tuple[Any, Any]:
-    """What leads the clients below, the plain one and the asynchronous, to a Unix socket."""
+    """Transports to a server at the Unix socket of this path: for the plain client below, and for
+    the asynchronous one.
+    """
     return _httpx.HTTPTransport(uds=socket), _httpx.AsyncHTTPTransport(uds=socket)
 
 

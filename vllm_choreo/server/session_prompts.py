@@ -148,7 +148,13 @@ class SessionPrompts(AsyncPromptCache):
     async def free_pieces(
         self, pending: Sequence[Pending], after: asyncio.Event | None = None
     ) -> None:
-        """Free what a prompt made before its last call, once that is with the engine: `after`."""
+        """Free what a prompt made before its last call.
+
+        Args:
+            pending: what it made.
+            after: is waited for: a message that is freed before the last call is with the engine
+                cannot be named by it. None: the engine has that call.
+        """
         if after is not None:
             await after.wait()
         for one in pending:
