@@ -13,10 +13,10 @@ from typing import Any
 
 from vllm_choreo.errors import UnknownKeptError
 from vllm_choreo.keep import storage
-from vllm_choreo.keep.manifest import manifest_bytes, read_manifest, tenant_digest
+from vllm_choreo.keep.manifest import FORMAT, manifest_bytes, read_manifest, tenant_digest
 from vllm_choreo.keep.storage import KeptFolder
 
-KEPT: dict[str, Any] = {"format": 1, "model": {}, "tenant": tenant_digest("a"), "session": "s"}
+KEPT: dict[str, Any] = {"format": FORMAT, "model": {}, "tenant": tenant_digest("a"), "session": "s"}
 KEPT |= {"adapters": [], "traces": [{"id": "s/0", "parents": [], "origin": None}]}
 
 
@@ -28,7 +28,11 @@ def kept_of(token: int, file: str | None) -> dict[str, Any]:
     message = {"id": "s/0", "position": 0, "num_tokens": 1, "token_ids": [token], "text": "é"}
     message |= {"generated_token_ids": [], "generated_text": "", "usage": {}, "metrics": {}}
     message |= {"parents": [], "encoding": 0}
-    return {**KEPT, "encodings": [{**entry, "patch": None, "data": data}], "messages": [message]}
+    return {
+        **KEPT,
+        "encodings": [{**entry, "patch": None, "keeps": [], "data": data}],
+        "messages": [message],
+    }
 
 
 def save(uri: str, token: int, content: bytes = b"new") -> None:

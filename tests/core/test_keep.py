@@ -26,7 +26,7 @@ from tests.core.test_exact import _whole as whole
 from tests.core.test_store import SIZE, Pool
 from vllm_choreo.engine.worker.kept_blocks import KeptBlocks
 from vllm_choreo.errors import KeptError, NameTakenError, UnknownKeptError
-from vllm_choreo.keep.manifest import manifest_bytes, read_manifest
+from vllm_choreo.keep.manifest import FORMAT, manifest_bytes, read_manifest
 from vllm_choreo.keep.origin import Origin, all_heads, joined
 from vllm_choreo.keep.signature import differences
 from vllm_choreo.keep.storage import KeptFolder, ReadAhead
@@ -37,7 +37,7 @@ from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.repaired import repaired_chain
 from vllm_choreo.store.store import MessageStore
 
-SHAPE = KVShape.of("float32", [[2, 8], [1, 4], [2, 8]])
+SHAPE = KVShape.of("float32", [[2, 8], [1, 4], [2, 8]], ("bfloat16", 24)).keeping([1, 2])
 
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -52,6 +52,9 @@ def test_chunks_are_all_of_an_encoding_in_the_order_of_its_file(tokens: int, mos
         assert start == end and chunk.num_bytes == rows * (chunk.stop - chunk.start)
         assert chunk.num_bytes <= most or chunk.stop - chunk.start == 1
         assert (chunk.start, chunk.stop) == (0, tokens) or chunk.last == chunk.first + 1
+        assert chunk.last <= 6 or chunk.first >= 6, "keys and values, or hidden states"
+        hidden = SHAPE.hidden_layers(chunk.first, chunk.last)
+        assert hidden == (1, 2)[max(0, chunk.first - 6) : max(0, chunk.last - 6)]
         end += chunk.num_bytes
     assert end == SHAPE.token_bytes * tokens == tensors[-1]["data_offsets"][1]
 
@@ -224,7 +227,15 @@ def _wrong() -> Iterator[dict[str, Any]]:
     yield changed(message="s/1")
     for file in ("../x", "a/b", ".x", 3):
         yield changed(data={"file": file, "bytes": 1, "sha256": "", "stored_position": 0})
-    yield {**kept_of(1, None), "format": 2}
+    for layers in ([0], [2, 2], [1.0], None):
+        yield changed(keeps=layers)
+    for ranges, share in (([], None), ([[1, 1]], None), ([[0, 2], [2, 3]], None), ([[0, 2]], 2)):
+        patch = {"source": 0, "start": 0, "runs": [[0, 1]]}
+        kept = changed(patch=patch | {"layers": {"ranges": ranges, "share": share}})
+        kept["encodings"].insert(0, kept_of(1, None)["encodings"][0])
+        kept["messages"] = []
+        yield kept
+    yield {**kept_of(1, None), "format": FORMAT + 1}
     yield {**kept_of(1, None), "traces": [{"id": "s/0", "parents": [0], "origin": None}]}
 
 

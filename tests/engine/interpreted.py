@@ -215,7 +215,7 @@ def check_layers(llm: Any, oracle: Any) -> None:
             parents.append(whole(layered.encode(doc.token_ids), offset))
             offset += doc.num_tokens
         answer = c.decode([7, 8], parents=docs, layers=(1, 3), sampling_params=params)
-        assert_greedy(answer, oracle, layered.repair(parents, (1, 3)), offset)
+        assert_greedy(answer, oracle, layered.repair(parents, [range(1, 3)]), offset)
 
 
 def check_eviction(llm: Any, oracle: Any) -> int:

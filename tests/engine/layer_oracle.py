@@ -3,8 +3,8 @@
 
 A message's *hidden states* at a layer are what that layer is given when the message is encoded,
 float32 `[num_tokens, hidden_size]`. A call with `layers=(lo, hi)` reads, in the layers from lo to
-hi - 1, keys and values of its parents that come of those hidden states in the call's own context;
-in all other layers the stored ones.
+hi - 1, keys and values of its parents that come of those hidden states in the call's own context
+and by the call's own model; in all other layers the stored ones.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ Hidden = tuple[torch.Tensor, ...]
 class LayerOracle:
     """Encodes messages with their hidden states, and reads them by layers.
 
+    Args:
+        others: of a variant of the model, whose messages this one reads, too, and the other way.
+
     Attributes:
         oracle: that computes.
         hidden: of each message that was encoded here: what each layer was given.
     """
 
-    def __init__(self, oracle: Oracle) -> None:
+    def __init__(self, oracle: Oracle, others: LayerOracle | None = None) -> None:
         self.oracle = oracle
-        self.hidden: dict[int, Hidden] = {}
+        self.hidden: dict[int, Hidden] = others.hidden if others else {}
         self._kept: list[Encoded] = []  # or an id would be given again
         (self._layers,) = [
             module
@@ -50,18 +53,17 @@ class LayerOracle:
         self._kept.append(message)
         return message
 
-    def repair(self, parents: Sequence[Parent], layers: tuple[int, int] | None) -> list[Parent]:
-        """What a call reads that repairs its parents by layers; None: no layer."""
-        if layers is None:
-            return list(parents)
+    def repair(self, parents: Sequence[Parent], layers: Sequence[range]) -> list[Parent]:
+        """What a call reads that repairs its parents in some ranges of layers."""
         chain: list[Parent] = []
         for parent in parents:
             part = slice(parent.start, parent.stop)
-            given = self.hidden[id(parent.message)][layers[0]][part]
-            with self._at([layers[0]], lambda _, given=given: given):
-                tokens = parent.message.token_ids[part]
-                anew = self.oracle.encode(tokens, chain, parent.offset)
-            message = self._merged(parent.message, parent.start, anew, range(*layers))
+            message, tokens = parent.message, parent.message.token_ids[part]
+            for group in layers:
+                given = self.hidden[id(parent.message)][group.start][part]
+                with self._at([group.start], lambda _, given=given: given):
+                    anew = self.oracle.encode(tokens, chain, parent.offset)
+                message = self._merged(message, parent.start, anew, group)
             chain.append(Parent(message, parent.offset, parent.start, parent.stop))
         return chain
 

@@ -32,6 +32,10 @@ class Program:
         """Of a call, and what it reads once that is repaired."""
         raise NotImplementedError
 
+    def oracle_of(self, options: dict[str, Any]) -> Oracle:
+        """Of a call with these options."""
+        return self.oracle
+
     def check(self, message: Message, options: dict[str, Any]) -> None:
         """What else holds for the message of a call with these options."""
 
@@ -60,7 +64,8 @@ class Program:
         )
         for message, header, (named, read) in zip(messages, headers, drawn, strict=True):
             self.check(message, named)
-            encoded = self.oracle.encode(message.token_ids, read, named["new_offset"])
+            oracle = self.oracle_of(named)
+            encoded = oracle.encode(message.token_ids, read, named["new_offset"])
             if is_decode:
                 check_tokens(message, encoded, len(header), LOGPROB_TOLERANCE, TIE_MARGIN)
             self.made.append((message, encoded))

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.adapters import Adapter
 from tests.engine.choreographies import LOGPROB_TOLERANCE
 from tests.engine.conftest import BLOCK_SIZE
 from tests.engine.layer_oracle import LayerOracle
@@ -27,6 +29,7 @@ _MIB = 2**-10
 _HIDDEN = {"choreo": {"hidden_memory_gib": 2 * _MIB}}
 _NUM_LAYERS = 3  # of all tiny models here
 _RANGES = [(lo, hi) for hi in range(1, _NUM_LAYERS + 1) for lo in range(hi)]
+_LAYERS: list[Any] = [(), *_RANGES, [(0, 1), (2, 3)]]
 
 
 # -- laws ----------------------------------------------------------------------------------------
@@ -62,7 +65,8 @@ def _logprobs(message: Any) -> list[dict[int, float]]:
 
 def _distance(one: Any, other: Any) -> float:
     pairs = zip(_logprobs(one), _logprobs(other), strict=True)
-    return max(abs(a[t] - b[t]) for a, b in pairs for t in a.keys() & b.keys())
+    # Answers that part have no tokens in common in the end.
+    return max((abs(a[t] - b[t]) for a, b in pairs for t in a.keys() & b.keys()), default=math.inf)
 
 
 def test_no_layers_change_nothing_and_all_are_a_repair_of_all(c: Choreography) -> None:
@@ -177,6 +181,9 @@ def test_a_session_repairs_by_layers(llm: Any) -> None:
     [
         ({"layers": (1, 4)}, RepairError, "the model has 3 layers"),
         ({"layers": (2, 1)}, RepairError, "0 <= first < stop"),
+        ({"layers": [(0, 1), (1, 2)]}, RepairError, "a layer between two of them"),
+        ({"layers": [(0, 1), 2]}, RepairError, "0 <= first < stop"),
+        ({"layers": [(0, 1), (2, 3)]}, RepairError, "keep_hidden=[2]"),
         ({"layers": "12"}, ChoreoError, "must be a list"),
         ({"layers": (1, 3), "repair": "all"}, RepairError, "either repair or layers"),
         ({"layers": (1, 3), "mode": "exact"}, RepairError, "mode 'exact'"),
@@ -218,7 +225,7 @@ def test_runs_go_through_the_model_in_order_and_in_parts() -> None:
         lengths = [rng.randint(1, 20) for _ in range(rng.randint(0, 9))]
         spans = RequestSpans((), (), (), (), 0)
         runs = [
-            StageRun(rng.choice([(0, 2), (1, 3)]), spans, (), 0, (7,) * length, None, 0)
+            StageRun((rng.choice([(0, 2), (1, 3)]),), spans, (), 0, (7,) * length, None, 0)
             for length in lengths
         ]
         run, done = 0, 0
@@ -249,25 +256,42 @@ def tiny(
 
 @dataclass
 class LayersProgram(Program):
-    """Calls that repair by random layers, or by keys."""
+    """Calls that repair by random layers, or by keys.
+
+    Attributes:
+        oracle: of calls without an adapter.
+        variants: of those with one: its request, and the oracle of the model with the adapter.
+    """
 
     oracle: LayerOracle
+    variants: Sequence[tuple[Any, LayerOracle]] = ()
 
     def options(self) -> tuple[dict[str, Any], list[Parent]]:
         rng = self.rng
         spans, parents, offset = self.spans()
-        layers, share = rng.choice([(), *_RANGES]), rng.choice((0.2, 0.5, 0.9))
+        layers, share = rng.choice(_LAYERS), rng.choice((0.2, 0.5, 0.9))
         by_keys = rng.random() < 0.3
+        adapter, _ = rng.choice(self._models)
         options = {
             "parents": spans,
             "offsets": [parent.offset for parent in parents],
             "new_offset": offset + rng.choice((0, 0, 25)),
             "keep_hidden": [1, 2],
+            "adapter": adapter,
             **({"repair": {"share": share, "by": "keys"}} if by_keys else {"layers": layers}),
         }
+        oracle = self.oracle_of(options)
         if by_keys:
-            return options, self.oracle.repair_by_keys(parents, share, BLOCK_SIZE)
-        return options, self.oracle.repair(parents, layers or None)
+            return options, oracle.repair_by_keys(parents, share, BLOCK_SIZE)
+        ranges = [layers] if layers and isinstance(layers[0], int) else layers
+        return options, oracle.repair(parents, [range(*ends) for ends in ranges])
+
+    def oracle_of(self, options: dict[str, Any]) -> LayerOracle:
+        return next(oracle for adapter, oracle in self._models if adapter is options["adapter"])
+
+    @property
+    def _models(self) -> list[tuple[Any, LayerOracle]]:
+        return [(None, self.oracle), *self.variants]
 
 
 @pytest.mark.parametrize("seed", sampled(range(25), 6))
@@ -281,6 +305,54 @@ def test_random_layers(tiny: tuple[Any, Oracle], seed: int) -> None:
     with Choreography(llm) as c:
         stats = c.stats()
         assert (stats["num_free_blocks"], stats["num_hidden_bytes"]) == (free, 0)
+
+
+@pytest.fixture(scope="module", params=sampled(("llama", "qwen3"), 1))
+def variants(
+    request: pytest.FixtureRequest,
+    engine_slot: Callable[..., Any],
+    tiny_model_path: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Any, Path, list[Adapter]]:
+    """An engine with two adapters for one place."""
+    path, folder = tiny_model_path(request.param), tmp_path_factory.mktemp("variants")
+    adapters = [Adapter(path, folder, number) for number in (1, 2)]
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    return engine_slot(path, additional_config=_HIDDEN, **lora), path, adapters
+
+
+@pytest.mark.parametrize("seed", sampled(range(200, 220), 4))
+def test_random_layers_of_variants(
+    variants: tuple[Any, Path, list[Adapter]], tiny_oracle: Callable[[str], Oracle], seed: int
+) -> None:
+    """Messages of one adapter, or of none, are read by calls of another."""
+    llm, path, adapters = variants
+    base = LayerOracle(tiny_oracle(path.name))
+    others = [(adapter.request, LayerOracle(adapter.oracle, base)) for adapter in adapters]
+    with Choreography(llm) as c:
+        program = LayersProgram(c, base, random.Random(seed), variants=others)
+        for _ in range(6):
+            program.step()
+
+
+def test_a_variant_encodes_all_layers_or_none(variants: tuple[Any, Path, list[Adapter]]) -> None:
+    llm, _, (one, two) = variants
+    with Choreography(llm) as c:
+        tokens = [random_tokens(random.Random(seed), 50) for seed in (1, 2)]
+        docs = [c.prefill(t, adapter=one.request, keep_hidden=[1]) for t in tokens]
+        own = [c.prefill(tokens[0], adapter=two.request)]
+        own.append(c.prefill(tokens[1], parents=own, adapter=two.request))
+        call: dict[str, Any] = {"sampling_params": GREEDY, "adapter": two.request}
+        c.decode([5], parents=docs, **call)
+        reused = c.decode([5], parents=docs, **call)
+        none = c.decode([5], parents=docs, layers=(), **call)
+        assert _logprobs(none) == _logprobs(reused)
+        everything = c.decode([5], parents=docs, layers=(0, _NUM_LAYERS), **call)
+        expected = c.decode([5], parents=own, **call)
+        assert _distance(everything, expected) < 1e-4 and everything.usage.exact
+        some = c.decode([5], parents=docs, layers=(1, 3), **call)
+        assert _distance(some, expected) > 1e-3 < _distance(some, reused)
+        assert some.usage.repaired_tokens == 100
 
 
 @pytest.mark.parametrize("seed", sampled(range(100, 110), 2))

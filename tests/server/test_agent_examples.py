@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of agents run both ways, with the real packages, and encode less choreographed."""
+"""The examples of agents, with the real packages: what they cost, and whether they say the same."""
 
 from __future__ import annotations
 
 import re
 import runpy
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.harness.serving import Server
+from benchmarks.harness.serving import Server, start_server
+from tests.server.chats import ask_chat, tokens_of
+from vllm_choreo.integrations.conversations import Conversations
 
 pytestmark = pytest.mark.exhaustive  # programs against a server
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
+NAMES = ("supervisor", "group_chat", "retrieval")
 
 
 @pytest.fixture
@@ -23,7 +29,23 @@ def server(whole_server: Server) -> Server:
     return whole_server
 
 
-@pytest.mark.parametrize("name", ["supervisor", "group_chat", "retrieval"])
+@pytest.fixture(scope="module")
+def stock_server(
+    embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """vLLM without the plugin."""
+    options: dict[str, Any] = {"plugin": None, "env": {"VLLM_PLUGINS": ""}}
+    folder = tmp_path_factory.mktemp("stock")
+    with start_server(embedded_model_path, folder, **options) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _examples_find_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_example_runs_both_ways(
     name: str, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -36,9 +58,65 @@ def test_example_runs_both_ways(
         "--max-tokens": "4",
     }
     monkeypatch.setattr(sys, "argv", [name, *(word for pair in arguments.items() for word in pair)])
-    monkeypatch.syspath_prepend(str(EXAMPLES))
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     out = capsys.readouterr().out
     plain, choreographed = re.findall(r"tokens encoded \| ([\d,]+) \| ([\d,]+)", out)[0]
     assert int(choreographed.replace(",", "")) < int(plain.replace(",", ""))
     assert "time to first token" in out
+
+
+class Recorded(Conversations):
+    """Notes every chat that agents send."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__(mode)
+        self.chats: list[dict[str, Any]] = []
+
+    def is_ours(self, body: Mapping[str, Any]) -> bool:
+        self.chats.append({"messages": body["messages"], "max_tokens": body["max_tokens"]})
+        return super().is_ours(body)
+
+
+@dataclass
+class Agents:
+    """An example that runs on servers over the same texts."""
+
+    name: str
+    run: Callable[[Any], None] = field(init=False)
+    way: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        program = runpy.run_path(str(EXAMPLES / f"{self.name}.py"), run_name=self.name)
+        self.run, self.way = program["run"], program["Way"]
+
+    def say(self, server: Server, conversations: Conversations) -> list[str]:
+        """What the agents say."""
+        key = server.keys[0]
+        way = self.way(
+            f"{server.base_url}/v1", key, server.model, conversations,
+            num_documents=3, document_reports=1, max_tokens=12, tag="seen by all",
+        )  # fmt: skip
+        self.run(way)
+        return list(way.said)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exact_says_what_the_server_without_the_plugin_says(
+    name: str, server: Server, stock_server: Server
+) -> None:
+    """By our clients, and by requests that name nothing; a second time, too, when all is found."""
+    agents, recorded = Agents(name), Recorded("off")
+    expected = agents.say(stock_server, recorded)
+    assert len(expected) > 1 and all(expected)
+    exact = Conversations("exact")
+    assert agents.say(server, exact) == agents.say(server, exact) == expected
+
+    assert recorded.chats
+    reused = []
+    for chat in recorded.chats * 2:
+        plain = ask_chat(stock_server, **chat)
+        found = ask_chat(server, auto="exact", **chat)
+        assert tokens_of(found) == tokens_of(plain)
+        assert found["usage"]["exact"]
+        reused.append(found["usage"]["reused_tokens"])
+    assert reused[-1] > 0 and sum(reused[len(recorded.chats) :]) > sum(reused) / 2

@@ -108,6 +108,8 @@ DECLARED = (
     "vllm.lora.worker_manager.WorkerLoRAManager._adapter_manager",
     "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"
     ".do_kv_cache_update(layer, key, value, kv_cache, slots)",
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder.isa",
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder._set_isa_to_layers(names)",
     "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl"
     ".do_kv_cache_update(layer, key, value, kv_cache, slots)",
     "vllm.v1.attention.backends.triton_attn.TritonAttentionImpl"

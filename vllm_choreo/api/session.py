@@ -23,6 +23,7 @@ from vllm_choreo.errors import (
     RepairError,
     TooLongError,
 )
+from vllm_choreo.repair.layers import entries_of
 from vllm_choreo.repair.policy import Policy, session_rule
 from vllm_choreo.repair.rules import ByLayers, GivenRuns
 from vllm_choreo.repair.runs import check_inside
@@ -76,8 +77,8 @@ class Session:
         self._model_config = vllm_config.model_config
         self.adapters = SessionAdapters(vllm_config, adapter, placement)
         self._repair = session_rule(repair, mode)
-        by_layers = isinstance(self._repair, ByLayers) and self._repair.first
-        self._keep_hidden = (by_layers,) if by_layers else ()
+        by_layers = self._repair if isinstance(self._repair, ByLayers) else None
+        self._keep_hidden = entries_of(by_layers.ranges) if by_layers else ()
         if isinstance(self._repair, Policy):
             self._repair.check_model(base_model(vllm_config.model_config.model))
         self._count = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_choreo.semantics.positions import CallPlan, num_span_blocks
 
@@ -72,19 +73,20 @@ class StageRun:
     """Tokens run through some layers of the model before a step, over keys of these layers.
 
     Attributes:
-        layers: `(first, stop)`.
+        layers: ranges `(first, stop)`, ascending.
         spans: what the tokens attend to.
         blocks: the block table: parents, then the message itself.
         first: virtual index of the first token.
         token_ids: of the message, from that one on.
-        key: of the hidden states with which the first of the layers begins; None: with tokens.
+        key: of the hidden states with which ranges begin; None: the only one begins with tokens.
         start: which of the message's tokens is the first.
         share: None: that is all. Else what the run has changed is taken back, and whole blocks of
             so many of the tokens, those whose keys in the last layer changed most, are run through
             all layers.
+        lora: vLLM's request of the adapter with which they are run; None: without.
     """
 
-    layers: tuple[int, int]
+    layers: tuple[tuple[int, int], ...]
     spans: RequestSpans
     blocks: tuple[int, ...]
     first: int
@@ -92,6 +94,7 @@ class StageRun:
     key: int | None
     start: int
     share: float | None = None
+    lora: Any = None
 
 
 @dataclass(frozen=True)

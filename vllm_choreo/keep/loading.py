@@ -12,9 +12,9 @@ from typing import Any
 from vllm_choreo.errors import ChoreoError, KeptError
 from vllm_choreo.keep.byte_bar import ByteBar
 from vllm_choreo.keep.manifest import read_manifest
-from vllm_choreo.keep.origin import Origin, all_heads
+from vllm_choreo.keep.origin import Origin, shape_of
 from vllm_choreo.keep.signature import differences, is_same_text
-from vllm_choreo.keep.steps import Steps, operation, workers
+from vllm_choreo.keep.steps import Ask, Steps, operation, workers
 from vllm_choreo.keep.storage import MANIFEST, KeptFolder, ReadAhead
 from vllm_choreo.keep.tensors import Chunk, KVShape, check_header, chunks, header_size
 from vllm_choreo.semantics.message import Message
@@ -180,17 +180,18 @@ class _Reader:
         if not wanted:
             return
         shapes = yield workers("choreo_kv_shape")
-        shape = KVShape.of(shapes[0]["dtype"], all_heads(shapes, self._target))
+        shape = shape_of(shapes, self._target)
         total = sum(entry["data"]["bytes"] for _, entry in wanted)
         with ByteBar("loading", total, progress) as bar:
             for number, entry in wanted:
                 data = entry["data"]
                 place = yield operation("place", self._ticket, number, data["stored_position"])
-                if place is None or not place["blocks"]:
+                if place is None or not (place["blocks"] or place["hidden"]):
                     bar.advance(data["bytes"])
                     continue
                 try:
-                    yield from self._read_one(entry, place, shape, bar)
+                    kept = shape.keeping(entry["keeps"])
+                    yield from self._read_one(entry, place, kept, bar)
                 except Unfit as unfit:
                     if self._on_mismatch == "refuse":
                         raise unfit.refusal() from None
@@ -216,7 +217,8 @@ class _Reader:
                 for chunk, piece in zip(listed, pieces, strict=True):
                     if len(piece) < chunk.num_bytes:
                         raise self._damaged(name, "it ends early")
-                    yield self._write(chunk, piece, place, shape)
+                    if asked := self._write(chunk, piece, place, shape):
+                        yield asked
                     bar.advance(chunk.num_bytes)
                 ahead.rest()
                 if ahead.sha256 != data["sha256"]:
@@ -224,10 +226,17 @@ class _Reader:
 
     def _write(
         self, chunk: Chunk, piece: memoryview, place: Mapping[str, Any], shape: KVShape
-    ) -> Any:
+    ) -> Ask | None:
+        """What has a chunk written; None: there is no place for it, nor a need."""
+        parts, rows = (chunk.first, chunk.last), (chunk.start, chunk.stop)
+        if layers := shape.hidden_layers(*parts):
+            key = place["hidden"]
+            return key and workers("choreo_write_hidden", piece, key, layers, *rows)
+        if not place["blocks"]:
+            return None
         heads = [count for count, _ in shape.layers]
-        where, parts = (place["blocks"], place["in_host"]), (chunk.first, chunk.last)
-        return workers("choreo_write_kv", piece, heads, where, parts, chunk.start, chunk.stop)
+        where = place["blocks"], place["in_host"]
+        return workers("choreo_write_kv", piece, heads, where, parts, *rows)
 
     def _damaged(self, name: str, reason: str) -> Unfit:
         return Unfit(f"the file is damaged ({reason})", f"{self._folder.label}/{name}")

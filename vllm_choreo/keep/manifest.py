@@ -2,7 +2,7 @@
 """`manifest.json`: the recipes of kept messages, whose they are, and where keys and values lie.
 
     {"sha256": of the rest, as `json.dumps(kept, sort_keys=True)` writes it,
-     "kept": {"format": 1,
+     "kept": {"format": 2,
               "model": see `signature.py`,
               "tenant": digest of the tenant's name, "session": id,
               "adapters": [{"name", "number", "path", "weights": hex}],
@@ -11,7 +11,9 @@
                              "tokens": [int], "parents": [encoding],
                              "spans": [[start, stop, offset]], "new_offset", "exact",
                              "repaired_tokens",
-                             "patch": {"source": encoding, "start", "runs": [[start, stop]]} | null,
+                             "patch": {"source": encoding, "start", "runs": [[start, stop]],
+                                       "layers": {"ranges", "share"} | null} | null,
+                             "keeps": [layer],
                              "data": {"file", "bytes", "sha256", "stored_position"} | null}],
               "messages": [{as `wire.messages.record_json`, "parents": [[id, start, stop]],
                             "encoding"}]}}
@@ -30,7 +32,7 @@ from typing import Any
 from vllm_choreo.errors import KeptError
 from vllm_choreo.keep.storage import MANIFEST, KeptFolder
 
-FORMAT = 1
+FORMAT = 2
 _RECORD = {
     "id": str,
     "position": int,
@@ -146,8 +148,24 @@ def _check_encoding(
         _count(patch["start"], most=len(tokens) - 1)
         for start, stop in patch["runs"]:
             _run(start, stop, len(tokens))
+        if patch["layers"] is not None:
+            _check_layers(patch["layers"])
+    least = 1
+    for layer in entry["keeps"]:
+        least = _count(layer, least) + 1
     if entry["data"] is not None:
         _check_data(entry["data"])
+
+
+def _check_layers(layers: Mapping[str, Any]) -> None:
+    share = layers["share"]
+    if share is not None and (type(share) is not float or not 0 <= share <= 1):
+        raise ValueError("a share is a number from 0 to 1")
+    if not layers["ranges"]:
+        raise ValueError("a patch by layers has a range of them")
+    least = 0
+    for first, stop in layers["ranges"]:
+        least = _count(stop, least=_count(first, least=least) + 1) + 1
 
 
 def _check_data(data: Mapping[str, Any]) -> None:

@@ -46,6 +46,14 @@ def all_heads(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> list[list[
     ]
 
 
+def shape_of(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> KVShape:
+    """From what each worker tells. Raises KeptError as `KVShape.of`."""
+    hidden_dtype, hidden_size = shapes[0]["hidden"]
+    return KVShape.of(
+        shapes[0]["dtype"], all_heads(shapes, origin), (hidden_dtype, int(hidden_size))
+    )
+
+
 def joined(found: Sequence[bytes], chunk: Chunk, shape: KVShape, origin: Origin) -> Any:
     """The bytes of all heads, of what each worker has of them."""
     apart = found[:: _stride(origin)]

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_choreo.errors import ChoreoError, KeptError, LimitError, PoolFullError
 from vllm_choreo.keep.byte_bar import ByteBar
 from vllm_choreo.keep.manifest import FORMAT, data_files, manifest_bytes, read_manifest
-from vllm_choreo.keep.origin import Origin, all_heads, joined
+from vllm_choreo.keep.origin import Origin, joined, shape_of
 from vllm_choreo.keep.steps import Ask, Steps, operation, workers
 from vllm_choreo.keep.storage import Digested, KeptFolder, settle
 from vllm_choreo.keep.tensors import KVShape, chunks, header_bytes
@@ -102,19 +102,21 @@ class _Writer:
 
     def write(self, messages: Sequence[Message], progress: bool | None) -> Steps[None]:
         shapes = yield workers("choreo_kv_shape")
-        shape = KVShape.of(shapes[0]["dtype"], all_heads(shapes, self._origin))
+        shape = shape_of(shapes, self._origin)
         own = self._told["own"]
         wanted = dict(zip(own, messages, strict=True))
         # A copy is no message's own: it is kept if it is there, and if calls can come to read it.
         ids = {message.id for message in messages}
         copies = [n for n in self._told["resident"] if self._entries[n]["is_copy"]]
         numbers = [*own, *(n for n in copies if self._entries[n]["message"] in ids)]
-        num_tokens = sum(len(self._entries[number]["tokens"]) for number in numbers)
-        _check_size(shape.token_bytes * num_tokens, self._folder.max_bytes)
-        with ByteBar("saving", shape.token_bytes * num_tokens, progress) as bar:
+        entries = {number: self._entries[number] for number in numbers}
+        kept = {number: shape.keeping(entry["keeps"]) for number, entry in entries.items()}
+        num_bytes = sum(kept[n].token_bytes * len(entries[n]["tokens"]) for n in numbers)
+        _check_size(num_bytes, self._folder.max_bytes)
+        with ByteBar("saving", num_bytes, progress) as bar:
             for number in numbers:
                 message = wanted.get(number)
-                yield from self._write_one(number, message and message.id, shape, bar)
+                yield from self._write_one(number, message and message.id, kept[number], bar)
 
     def _write_one(
         self, number: int, message_id: str | None, shape: KVShape, bar: ByteBar
@@ -147,11 +149,13 @@ class _Writer:
             digested = Digested(file)
             digested.write(header_bytes(shape, num_tokens, self._about(entry)))
             for chunk in chunks(shape, num_tokens):
-                parts = [chunk.first, chunk.last]
-                found = yield workers(
-                    "choreo_read_kv", held["blocks"], parts, chunk.start, chunk.stop
-                )
-                digested.write(joined(found, chunk, shape, self._origin))
+                parts, rows = [chunk.first, chunk.last], (chunk.start, chunk.stop)
+                if layers := shape.hidden_layers(*parts):
+                    found = yield workers("choreo_read_hidden", held["hidden"], layers, *rows)
+                    digested.write(found[0])  # every worker has them all
+                else:
+                    found = yield workers("choreo_read_kv", held["blocks"], parts, *rows)
+                    digested.write(joined(found, chunk, shape, self._origin))
                 bar.advance(chunk.num_bytes)
             settle(file)
         self.data[number] = {

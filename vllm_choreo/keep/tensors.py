@@ -4,17 +4,21 @@
     8 bytes    length of the header
     header     JSON: dtype, shape and place of every tensor; whose weights made them
     data       layers.0.keys, layers.0.values, ...    each [num_tokens, num_kv_heads, head_size]
+               layers.8.hidden, ...                   each [num_tokens, hidden_size]: what the
+                                                      layer was given, if that is kept
 
-A tensor of keys or of values is a *part*, number `2 * layer`, or one more. A *chunk* is what is
-handed to the workers at once: some parts with all their tokens, or some tokens of one part. Tensors
-of other names may follow; a reader leaves them alone.
+A tensor of keys or of values is a *part*, number `2 * layer`, or one more; those of hidden states
+come after all of these. A *chunk* is what is handed to the workers at once: some parts with all
+their tokens, or some tokens of one part. Tensors of other names may follow; a reader leaves them
+alone.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from vllm_choreo.errors import KeptError
@@ -27,39 +31,76 @@ _MAX_HEADER_BYTES = 100 * 2**20
 
 @dataclass(frozen=True)
 class KVShape:
-    """What the keys and values of one token look like.
+    """What the keys and values of one token look like, and the hidden states that are kept of it.
 
     Attributes:
-        dtype: torch's name, such as "float32".
+        dtype: of keys and values, torch's name, such as "float32".
         layers: of each, the number of heads that have keys, and the size of a head.
+        hidden_dtype, hidden_size: of what a layer is given.
+        hidden: the layers of which that is kept, ascending.
     """
 
     dtype: str
     layers: tuple[tuple[int, int], ...]
+    hidden_dtype: str = "float32"
+    hidden_size: int = 0
+    hidden: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, dtype: str, layers: Sequence[Sequence[int]]) -> KVShape:
+    def of(
+        cls, dtype: str, layers: Sequence[Sequence[int]], hidden: tuple[str, int] = ("float32", 0)
+    ) -> KVShape:
         """
+        Args:
+            hidden: dtype and size of hidden states.
+
         Raises:
             KeptError: a dtype that files do not hold.
         """
-        if dtype not in _DTYPES:
-            raise KeptError(
-                f"keys and values of this type cannot be kept, only {', '.join(_DTYPES)}: save "
-                "recipes alone (encodings=False)",
-                parameter="dtype",
-                value=dtype,
-            )
-        return cls(dtype, tuple((int(heads), int(size)) for heads, size in layers))
+        for found in (dtype, hidden[0]):
+            if found not in _DTYPES:
+                raise KeptError(
+                    f"keys and values of this type cannot be kept, only {', '.join(_DTYPES)}: save "
+                    "recipes alone (encodings=False)",
+                    parameter="dtype",
+                    value=found,
+                )
+        return cls(dtype, tuple((int(heads), int(size)) for heads, size in layers), *hidden)
+
+    def keeping(self, hidden: Sequence[int]) -> KVShape:
+        """Of a message that keeps what these layers are given."""
+        return replace(self, hidden=tuple(hidden))
+
+    @property
+    def num_kv_parts(self) -> int:
+        return 2 * len(self.layers)
 
     @property
     def num_parts(self) -> int:
-        return 2 * len(self.layers)
+        return self.num_kv_parts + len(self.hidden)
+
+    def hidden_layers(self, first: int, last: int) -> tuple[int, ...]:
+        """Of the parts `first … last-1`; none if they hold keys and values."""
+        start = self.num_kv_parts
+        return self.hidden[first - start : last - start] if first >= start else ()
+
+    def part_name(self, part: int) -> str:
+        """The tensor of a part."""
+        if part >= self.num_kv_parts:
+            return f"layers.{self.hidden[part - self.num_kv_parts]}.hidden"
+        return f"layers.{part // 2}.{'values' if part % 2 else 'keys'}"
+
+    def part_shape(self, part: int) -> tuple[int, ...]:
+        """Of one token in a part."""
+        return (self.hidden_size,) if part >= self.num_kv_parts else self.layers[part // 2]
+
+    def part_dtype(self, part: int) -> tuple[str, int]:
+        """As a file names it, and the bytes of a number."""
+        return _DTYPES[self.hidden_dtype if part >= self.num_kv_parts else self.dtype]
 
     def row_bytes(self, part: int) -> int:
         """Of one token in a part."""
-        heads, size = self.layers[part // 2]
-        return heads * size * _DTYPES[self.dtype][1]
+        return prod(self.part_shape(part)) * self.part_dtype(part)[1]
 
     @property
     def token_bytes(self) -> int:
@@ -72,17 +113,12 @@ class KVShape:
         end = 0
         for part in range(self.num_parts):
             start, end = end, end + num_tokens * self.row_bytes(part)
-            entries[part_name(part)] = {
-                "dtype": _DTYPES[self.dtype][0],
-                "shape": [num_tokens, *self.layers[part // 2]],
+            entries[self.part_name(part)] = {
+                "dtype": self.part_dtype(part)[0],
+                "shape": [num_tokens, *self.part_shape(part)],
                 "data_offsets": [start, end],
             }
         return entries
-
-
-def part_name(part: int) -> str:
-    """The tensor of a part."""
-    return f"layers.{part // 2}.{'values' if part % 2 else 'keys'}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +136,8 @@ class Chunk:
 
 
 def chunks(shape: KVShape, num_tokens: int, max_bytes: int = 0) -> Iterator[Chunk]:
-    """All of an encoding, in the order of the file; of more than `max_bytes` only one token.
+    """All of an encoding, in the order of the file; of more than `max_bytes` only one token. None
+    has hidden states beside keys and values.
 
     Args:
         max_bytes: 0: `CHUNK_BYTES`.
@@ -117,7 +154,8 @@ def chunks(shape: KVShape, num_tokens: int, max_bytes: int = 0) -> Iterator[Chun
             part += 1
             continue
         first, size = part, 0
-        while part < shape.num_parts and size + shape.row_bytes(part) * num_tokens <= max_bytes:
+        end = shape.num_kv_parts if part < shape.num_kv_parts else shape.num_parts
+        while part < end and size + shape.row_bytes(part) * num_tokens <= max_bytes:
             size += shape.row_bytes(part) * num_tokens
             part += 1
         yield Chunk(first, part, 0, num_tokens, size)

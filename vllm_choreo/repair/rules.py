@@ -11,6 +11,7 @@ the text
                                (CacheBlend, arXiv 2405.16444)
 {"layers": [8, 20]}            every token, in the layers 8 … 19 alone, from what layer 8 was given
                                when the parent was encoded; [] is "none"
+{"layers": [[0, 2], [8, 20]]}  in several ranges of layers
 [[(0, 32), (64, 80)], []]      given runs, one list per parent
 {"clipped": [[(0, 32)], []]}   the same, of which what lies behind the end of a parent is left out
 """
@@ -21,9 +22,11 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 from vllm_choreo.errors import RepairError
+from vllm_choreo.repair.layers import Range
 from vllm_choreo.repair.runs import Runs, as_lists, check_inside, checked_runs, joined
 
 
@@ -156,15 +159,15 @@ class AllTokens:
 
 @dataclass(frozen=True)
 class ByLayers(AllTokens):
-    """Every token in the layers `first … stop-1` (DroidSpeak, arXiv 2411.02820): layer `first` is
+    """Every token in ranges of layers (DroidSpeak, arXiv 2411.02820): the first layer of a range is
     given the hidden states that it had when the parent was encoded; all other layers are as stored.
     """
 
-    first: int
-    stop: int
+    ranges: tuple[Range, ...]
 
     def to_json(self) -> Any:
-        return {"layers": [self.first, self.stop]}
+        ranges = as_lists([self.ranges])[0]
+        return {"layers": ranges[0] if len(ranges) == 1 else ranges}
 
 
 @dataclass(frozen=True)
@@ -285,18 +288,28 @@ def _named(text: str) -> Rule:
 
 
 def _layered(given: Any) -> Rule:
-    ends: list[Any] = (
-        list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [None]
-    )
-    if not ends:
+    if _is_list(given) and not given:
         return NoTokens()
-    if len(ends) != 2 or any(type(end) is not int for end in ends) or not 0 <= ends[0] < ends[1]:
+    ranges = given if _is_list(given) and all(map(_is_list, given)) else [given]
+    if not all(map(_is_range, ranges)) or any(
+        stop >= first for (_, stop), (first, _) in pairwise(ranges)
+    ):
         raise RepairError(
-            "layers are (first, stop) with 0 <= first < stop, or () for none",
+            "layers are (first, stop) with 0 <= first < stop, or a list of these, ascending and "
+            "with a layer between two of them at least, or () for none",
             parameter="repair.layers",
             value=given,
         )
-    return ByLayers(*ends)
+    return ByLayers(tuple((first, stop) for first, stop in ranges))
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str)
+
+
+def _is_range(given: Any) -> bool:
+    is_pair = _is_list(given) and len(given) == 2 and all(type(end) is int for end in given)
+    return is_pair and 0 <= given[0] < given[1]
 
 
 def _shared(given: Mapping[str, Any]) -> Rule:

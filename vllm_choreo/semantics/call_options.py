@@ -25,8 +25,8 @@ class ReadOptions(TypedDict, total=False):
             Parents are read as they were encoded.
         repair: which tokens of the parents are encoded anew in the call's own context: a rule
             ("first:32"), or runs (docs/repair.md). Omitted: that of the session; "none": none.
-        layers: `(first, stop)`: repair every token of the parents in these layers alone, short for
-            `repair={"layers": [first, stop]}`; `()`: no repair.
+        layers: `(first, stop)`, or several of these: repair every token of the parents in these
+            layers alone, short for `repair={"layers": …}`; `()`: no repair.
         keep_hidden: layers from which on later calls may repair the new message by layers; omitted:
             that from which on the session repairs, if it does so by layers.
         role: what the new message is in its workflow, such as "vote"; policies of repair go by it.
@@ -40,7 +40,7 @@ class ReadOptions(TypedDict, total=False):
     deny: Sequence[Any] | None
     adapter: Any
     repair: Any
-    layers: Sequence[int] | None
+    layers: Sequence[Any] | None
     keep_hidden: Sequence[int] | None
     role: str | None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_choreo.repair.layers import LayerRange
+from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.runs import Runs
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks
 from vllm_choreo.semantics.provenance import Trace
@@ -102,7 +102,7 @@ class Context:
         runs: Runs,
         position: int,
         store: MessageStore,
-        layers: LayerRange | None = None,
+        layers: LayerRanges | None = None,
     ) -> Link:
         """The same tokens, the runs of them encoded in this context, all others as they are.
 

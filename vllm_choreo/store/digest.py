@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from vllm_choreo.repair.layers import LayerRange
+from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.runs import Runs
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Adapter
@@ -20,7 +20,7 @@ def encoding_digest(
     token_ids: Sequence[int],
     plan: CallPlan,
     parents: Sequence[bytes],
-    patched: tuple[bytes, int, Runs, LayerRange | None] | None = None,
+    patched: tuple[bytes, int, Runs, LayerRanges | None] | None = None,
 ) -> bytes:
     """A digest that is equal for encodings whose keys and values are the same, and for no others.
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_choreo.repair.layers import LayerRange
+from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.runs import Run, Runs, num_tokens
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
@@ -79,14 +79,14 @@ class Patch:
         source: the other one; the patch has its own place in the same frame of positions.
         start: the first token that is seen in the patch's context.
         runs: tokens that are encoded anew there.
-        layers: in these alone, beginning with the hidden states that the source's encoding had at
-            the first of them; all other layers are the source's. None: in all layers.
+        layers: in these alone, each range beginning with the hidden states that the source's
+            encoding had at its first layer; all other layers are the source's. None: in all.
     """
 
     source: Encoding
     start: int
     runs: Runs
-    layers: LayerRange | None = None
+    layers: LayerRanges | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -8,8 +8,11 @@ and goes when its encoding is given up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from vllm_choreo.errors import ChoreoError, LimitError, RepairError, UnsupportedOptionError
-from vllm_choreo.repair.layers import LayerRange
+from vllm_choreo.repair.layers import LayerRanges, Range
 from vllm_choreo.repair.rules import ByKeys, ByLayers
 from vllm_choreo.store.encoding import Encoding
 
@@ -70,6 +73,13 @@ class HiddenBook:
                 value=list(layers),
             )
 
+    def check_ranges(self, ranges: Sequence[Range], parameter: str) -> None:
+        """Raises RepairError: the model has not all of these layers."""
+        if ranges[-1][1] > self.num_layers:
+            raise RepairError(
+                f"the model has {self.num_layers} layers", parameter=parameter, value=list(ranges)
+            )
+
     def keep(self, encoding: Encoding, layers: tuple[int, ...], num_tokens: int) -> None:
         """A message keeps what `check` allowed."""
         encoding.keeps = layers
@@ -106,52 +116,51 @@ class HiddenBook:
 
 def check_room(book: HiddenBook | None, layers: tuple[int, ...], num_tokens: int) -> None:
     """Raises ChoreoError: the engine keeps no hidden states, or as `HiddenBook.check`."""
-    if not layers:
-        return
+    if layers:
+        needed(book, "keep_hidden", list(layers)).check(layers, num_tokens)
+
+
+def needed(book: HiddenBook | None, parameter: str, value: Any) -> HiddenBook:
+    """
+    Raises:
+        UnsupportedOptionError: the engine keeps no hidden states, and runs no part of its layers.
+    """
     if book is None:
         raise UnsupportedOptionError(
-            f"the engine was started without memory for hidden states: set {SETTING}",
-            parameter="keep_hidden",
-            value=list(layers),
+            "the engine was started without memory for hidden states, and so without runs of some "
+            f"layers: set {SETTING}",
+            parameter=parameter,
+            value=value,
         )
-    book.check(layers, num_tokens)
+    return book
 
 
-def asked_layers(rule: ByLayers | ByKeys, book: HiddenBook | None) -> LayerRange | None:
+def asked_layers(rule: ByLayers | ByKeys, book: HiddenBook | None) -> LayerRanges | None:
     """The layers of a rule; None: all that the model has.
 
     Raises:
         RepairError: the model has not all of them.
         UnsupportedOptionError: the engine runs no part of its layers.
     """
-    if book is None:
-        raise UnsupportedOptionError(
-            "the engine was started without memory for hidden states, and so without runs of some "
-            f"layers: set {SETTING}",
-            parameter="repair",
-            value=rule.to_json(),
-        )
+    book = needed(book, "repair", rule.to_json())
     if isinstance(rule, ByKeys):
-        return LayerRange(0, min(2, book.num_layers), book.num_layers, rule.share)
-    if rule.stop > book.num_layers:
-        raise RepairError(
-            f"the model has {book.num_layers} layers",
-            parameter="repair.layers",
-            value=rule.to_json(),
-        )
-    found = LayerRange(rule.first, rule.stop, book.num_layers)
-    return None if found[:2] == (0, book.num_layers) else found
+        first = (0, min(2, book.num_layers))
+        return LayerRanges((first,), book.num_layers, rule.share)
+    book.check_ranges(rule.ranges, "repair.layers")
+    found = LayerRanges(rule.ranges, book.num_layers)
+    return None if found.is_all else found
 
 
-def check_kept(encoding: Encoding, layers: LayerRange) -> None:
+def check_kept(encoding: Encoding, layers: LayerRanges) -> None:
     """
     Raises:
-        RepairError: nobody kept the hidden states with which the first of the layers begins.
+        RepairError: nobody kept the hidden states with which a range begins.
     """
-    if layers.first and layers.first not in encoding.keeps:
+    missing = [layer for layer in layers.entries if layer not in encoding.keeps]
+    if missing:
         raise RepairError(
-            f"nobody kept what layer {layers.first} was given when this parent was encoded: "
-            f"make it with keep_hidden=[{layers.first}], or repair from another layer on "
+            f"nobody kept what layer {missing[0]} was given when this parent was encoded: "
+            f"make it with keep_hidden={missing}, or repair from another layer on "
             f"(kept: {list(encoding.keeps)}, and 0 is always possible)",
             parameter="repair.layers",
             value=encoding.message.id,

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.encoding import Adapter, Encoding, Patch, StoredMessage
+from vllm_choreo.store.hidden import needed
 from vllm_choreo.store.store import MessageStore
 
 
@@ -93,7 +95,10 @@ def _encoding_json(encoding: Encoding, index: Mapping[Encoding, int]) -> dict[st
             "source": index[patch.source],
             "start": patch.start,
             "runs": [list(run) for run in patch.runs],
+            "layers": patch.layers
+            and {"ranges": [list(r) for r in patch.layers.ranges], "share": patch.layers.share},
         },
+        "keeps": list(encoding.keeps),
     }
 
 
@@ -155,13 +160,23 @@ class Rebuilt:
         if entry["patch"] is not None:
             runs = tuple((start, stop) for start, stop in entry["patch"]["runs"])
             source = self.encodings[entry["patch"]["source"]]
-            patch = Patch(source, entry["patch"]["start"], runs)
+            layers = self._layers(entry["patch"]["layers"])
+            patch = Patch(source, entry["patch"]["start"], runs, layers)
         encoding = Encoding(message, trace, adapter, list(entry["tokens"]), parents, patch=patch)
         encoding.plan = self._plan(entry, parents)
         if is_own or message.freed:
             message.own = encoding
         self._store.identify(encoding)
         return encoding
+
+    def _layers(self, told: Mapping[str, Any] | None) -> LayerRanges | None:
+        """Those of a patch. Raises ChoreoError: this engine does not run them."""
+        if told is None:
+            return None
+        ranges = tuple((first, stop) for first, stop in told["ranges"])
+        book = needed(self._store.hidden, "uri", ranges)
+        book.check_ranges(ranges, "uri")
+        return LayerRanges(ranges, book.num_layers, told["share"])
 
     def _plan(self, entry: Mapping[str, Any], parents: Sequence[Encoding]) -> CallPlan:
         """As `Context.plan`: the same places, in blocks of this engine's size."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_choreo.repair.layers import LayerRange
+from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.runs import Runs, num_tokens
 from vllm_choreo.store.copies import Context, Link
 from vllm_choreo.store.encoding import Adapter
@@ -30,7 +30,7 @@ def repaired_chain(
     runs: Sequence[Runs],
     adapter: Adapter | None,
     store: MessageStore,
-    layers: LayerRange | None = None,
+    layers: LayerRanges | None = None,
 ) -> tuple[list[Link], int]:
     """What a repaired call reads for its parents.
 
@@ -46,7 +46,7 @@ def repaired_chain(
         One link per parent, of the same tokens; and how many of these are encoded anew.
 
     Raises:
-        RepairError: nobody kept the hidden states at the first of the layers.
+        RepairError: nobody kept the hidden states at the first layer of a range.
     """
     chain: list[Link] = []
     num_repaired = 0

@@ -83,7 +83,8 @@ class Keeper:
         """Keep the blocks of an encoding where they are, until `let_go`; None: it is not there.
 
         Returns:
-            `ticket`, `blocks`: their ids, and `stored_position`.
+            `ticket`, `blocks`: their ids, `stored_position`, and `hidden`: the key of what layers
+            were given, or None.
         """
         encoding = self._told[ticket][number]
         if not encoding.is_resident:
@@ -96,6 +97,7 @@ class Keeper:
             "ticket": held,
             "blocks": [block.block_id for block in encoding.blocks],
             "stored_position": encoding.stored_position,
+            "hidden": self._hidden_key(encoding),
         }
 
     def let_go(self, ticket: int) -> None:
@@ -114,6 +116,7 @@ class Keeper:
         Raises:
             TooLongError, OffsetError: what could not be encoded again here.
             AdapterError: there is only a recipe, and its adapter is not here.
+            ChoreoError: hidden states for which there is no room, or layers that cannot be run.
         """
         rebuilt = Rebuilt(recipes, named, self._store, session, tenant, self._adapter)
         for encoding, entry in zip(rebuilt.encodings, recipes["encodings"], strict=True):
@@ -127,6 +130,7 @@ class Keeper:
                     parameter="adapter",
                     value=encoding.adapter and encoding.adapter.request.lora_name,
                 )
+        self._reserve(rebuilt, recipes["encodings"])
         ticket = next(self._tickets)
         self._loads[ticket] = rebuilt
         return ticket
@@ -136,9 +140,15 @@ class Keeper:
 
         Returns:
             `blocks`, and `in_host`, whether they are of host memory; without blocks: another
-            message has the same keys and values, and its blocks are shared. None: there is no
-            room, and the message will be encoded when it is read.
+            message has the same keys and values, and its blocks are shared; `hidden`: the key for
+            what layers were given, or None. None: there is no room, and the message will be
+            encoded when it is read.
         """
+        place = self._place(ticket, number, stored_position)
+        hidden = self._hidden_key(self._loads[ticket].encodings[number])
+        return place and {**place, "hidden": hidden}
+
+    def _place(self, ticket: int, number: int, stored_position: int) -> dict[str, Any] | None:
         encoding = self._loads[ticket].encodings[number]
         if encoding.is_given_up:
             return None  # no call will read it
@@ -187,6 +197,28 @@ class Keeper:
         rebuilt = self._loads.pop(ticket, None)
         for encoding in rebuilt.encodings if rebuilt else ():
             self._drop(encoding)
+            if self._store.hidden:
+                self._store.hidden.discard(encoding)
+
+    def _reserve(self, rebuilt: Rebuilt, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Have messages keep what they kept, if this engine keeps hidden states at all."""
+        book = self._store.hidden
+        for encoding, entry in zip(rebuilt.encodings, entries, strict=True):
+            layers = tuple(entry["keeps"])
+            if book is None or not layers:
+                continue
+            try:
+                book.check(layers, encoding.num_tokens)
+            except ChoreoError:
+                for reserved in rebuilt.encodings:
+                    book.discard(reserved)
+                raise
+            book.keep(encoding, layers, encoding.num_tokens)
+
+    def _hidden_key(self, encoding: Encoding) -> int | None:
+        """Under which workers keep what layers are given; None: nothing is kept."""
+        book = self._store.hidden
+        return book.key(encoding) if book and encoding.keeps else None
 
     def _share(self, encoding: Encoding) -> bool:
         """Take the blocks of a whole one of the same digest, if there is one."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
-from vllm_choreo.errors import RepairError, UnsupportedOptionError
-from vllm_choreo.repair.layers import LayerRange
+from vllm_choreo.errors import RepairError
+from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.rules import ByKeys, ByLayers, Rule, Seen
 from vllm_choreo.semantics.positions import (
     CallPlan,
@@ -18,7 +18,7 @@ from vllm_choreo.semantics.positions import (
     virtual_tokens,
 )
 from vllm_choreo.store.copies import Context, Link
-from vllm_choreo.store.encoding import Adapter, Encoding
+from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.exact import exact_chain, is_exact
 from vllm_choreo.store.hidden import asked_layers
 from vllm_choreo.store.repaired import repaired_chain
@@ -60,7 +60,7 @@ def plan_call(
             )
         seen = [Seen(link.start, link.stop) for link in links]
         runs = params.repair.runs(seen, store.block_size)
-        layers = _layers(params.repair, store, adapter)
+        layers = _layers(params.repair, store)
         links, num_repaired = repaired_chain(links, offsets, runs, adapter, store, layers)
     plan = replace(
         Context(links, offsets, adapter).plan(new_offset, store),
@@ -70,7 +70,7 @@ def plan_call(
     return plan, tuple(link.encoding for link in links)
 
 
-def _layers(rule: Rule, store: MessageStore, adapter: Adapter | None) -> LayerRange | None:
+def _layers(rule: Rule, store: MessageStore) -> LayerRanges | None:
     """In which layers a rule repairs; None: in all.
 
     Raises:
@@ -78,15 +78,7 @@ def _layers(rule: Rule, store: MessageStore, adapter: Adapter | None) -> LayerRa
     """
     if not isinstance(rule, (ByLayers, ByKeys)):
         return None
-    layers = asked_layers(rule, store.hidden)
-    if layers and adapter:
-        raise UnsupportedOptionError(
-            "calls with an adapter do not repair by layers or keys: leave the adapter out, or give "
-            'another rule, such as "first:32"',
-            parameter="repair",
-            value=rule.to_json(),
-        )
-    return layers
+    return asked_layers(rule, store.hidden)
 
 
 def write_virtual_sequence(call: ScheduledCall, block_size: int, max_model_len: int) -> None:

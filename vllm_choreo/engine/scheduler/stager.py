@@ -47,16 +47,17 @@ class Stager:
         assert encoding.token_ids is not None
         self._runs.append(
             StageRun(
-                layers=patch.layers[:2],
+                layers=patch.layers.ranges,
                 spans=request_spans(
                     plan, positions, store.block_size, patch.start, encoding.stored_position
                 ),
                 blocks=tuple(block.block_id for block in blocks),
                 first=plan.base + start,
                 token_ids=tuple(encoding.token_ids[start:stop]),
-                key=self._key(patch.source) if patch.layers.first else None,
+                key=self._key(patch.source) if patch.layers.entries else None,
                 start=start,
                 share=patch.layers.share,
+                lora=encoding.adapter.request if encoding.adapter else None,
             )
         )
         store.written(encoding, (start, stop))

@@ -3,18 +3,42 @@
 
 from __future__ import annotations
 
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from typing import Any
+
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
 
 from vllm_choreo.engine.worker.attention import ChoreoImpl
 from vllm_choreo.ops import Layout
 
 
+class ChoreoCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """vLLM's, with attention kernels whose KV cache we can read.
+
+    On CPUs with AMX vLLM packs bfloat16 keys and values into tiles for `amx`; its kernels `vec` lay
+    them out as those for float32 do. Products with weights use AMX all the same.
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], *args: Any, **kw: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, *args, **kw)
+        if self.isa == "amx":
+            self.isa = "vec"
+            self._set_isa_to_layers(layer_names)
+
+
 class ChoreoCPUBackend(CPUAttentionBackend):
-    """vLLM's CPU backend with another implementation class."""
+    """vLLM's CPU backend with another implementation class, and its metadata."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
         return ChoreoCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return ChoreoCPUMetadataBuilder
 
 
 class ChoreoCPUImpl(ChoreoImpl, CPUAttentionBackendImpl):

@@ -60,7 +60,7 @@ class HiddenMemory:
             if kept is None or layer not in kept.layers or ends[i] == ends[i + 1]:
                 continue
             first = int(positions.reshape(-1, positions.shape[-1])[0, ends[i]]) - kept.origin
-            self._put((kept.key, layer), first, hidden[ends[i] : ends[i + 1]].cpu())
+            self.put(kept.key, layer, first, hidden[ends[i] : ends[i + 1]].cpu())
 
     def rows(self, key: int, layer: int, start: int, stop: int) -> torch.Tensor:
         """Those of tokens `start … stop-1`, `[stop - start, hidden_size]`."""
@@ -69,8 +69,9 @@ class HiddenMemory:
         first = start % size
         return part[first : first + stop - start]
 
-    def _put(self, name: tuple[int, int], start: int, rows: torch.Tensor) -> None:
-        blocks, size = self._blocks.setdefault(name, []), self._block_size
+    def put(self, key: int, layer: int, start: int, rows: torch.Tensor) -> None:
+        """Keep those of the tokens from `start` on, `[num_tokens, hidden_size]`."""
+        blocks, size = self._blocks.setdefault((key, layer), []), self._block_size
         while len(blocks) * size < start + len(rows):
             blocks.append(rows.new_empty(size, rows.shape[1]))
         done = 0

@@ -47,7 +47,7 @@ class KeptBlocks:
             slots = _slots(blocks, start, stop, cache)
             keys, values = read_kv(cache, slots, self._layout)
             found += [keys] * wants_keys + [values] * wants_values
-        rows = [_bytes_of(tensor) for tensor in found]
+        rows = [_flat(tensor) for tensor in found]
         return (rows[0] if len(rows) == 1 else torch.cat(rows)).numpy().tobytes()
 
     def write(
@@ -65,9 +65,7 @@ class KeptBlocks:
             data: bytes of all heads.
             heads: how many heads each layer has in all workers together.
         """
-        with warnings.catch_warnings():  # that they cannot be written: nobody does
-            warnings.simplefilter("ignore", UserWarning)
-            rest = torch.frombuffer(data, dtype=torch.uint8)
+        rest = tensor_of(data)
         for layer, has_keys, has_values in _layers(parts):
             cache = self._caches[layer]
             slots = _slots(blocks, start, stop, cache)
@@ -117,5 +115,17 @@ def _write(
     write_kv(cache, slots, keys, values, layout)
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8).flatten().cpu()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The numbers of a tensor, one row after the other."""
+    return _flat(tensor).numpy().tobytes()
+
+
+def tensor_of(data: Any) -> torch.Tensor:
+    """Bytes as uint8, not copied."""
+    with warnings.catch_warnings():  # that they cannot be written: nobody does
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(data, dtype=torch.uint8)

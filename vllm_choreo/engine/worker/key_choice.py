@@ -32,8 +32,9 @@ def write_by_keys(
         num_layers: of the model.
         write: runs tokens through the layers of their runs.
     """
-    assert run.share is not None and run.layers[0] == 0
-    first = [*islice(layers.values(), run.layers[1])]
+    ((start, stop),) = run.layers
+    assert run.share is not None and start == 0
+    first = [*islice(layers.values(), stop)]
     block_size = first[0].kv_cache.shape[2]
     slots = slots_of(run, block_size).to(first[0].kv_cache.device)
     stored = [read_kv(layer.kv_cache, slots, layer.impl.layout) for layer in first]
@@ -48,7 +49,7 @@ def write_by_keys(
         [
             replace(
                 run,
-                layers=(0, num_layers),
+                layers=((0, num_layers),),
                 first=run.first + start,
                 token_ids=run.token_ids[start:stop],
                 start=run.start + start,

@@ -80,7 +80,7 @@ class ChoreoModelRunner:
         if self.lora_config:
             correct_adapters(self.lora_manager)
         self.layer_positions = probe_positions(
-            self.get_model(), self.vllm_config, list(layers), self.device, self._without_adapters
+            self.get_model(), self.vllm_config, list(layers), self.device, self._use_adapter
         )
         kinds = {p.layer: self._kind(layers[p.layer], p.rotation) for p in self.layer_positions}
         config = ChoreoConfig.from_vllm(self.vllm_config)
@@ -99,7 +99,7 @@ class ChoreoModelRunner:
         if config.hidden_bytes:
             self.partial_runs = PartialRuns(
                 *(self.get_model(), self.vllm_config, self.batcher),
-                *(layers, self._without_adapters),
+                *(layers, self._use_adapter),
             )
         self._guard_graphs()
         if is_tiled:
@@ -118,10 +118,11 @@ class ChoreoModelRunner:
             )
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
-    def _without_adapters(self: Any, num_tokens: int) -> None:
-        """Have the next run of the model use no adapter for so many tokens."""
+    def _use_adapter(self: Any, num_tokens: int, lora: Any = None) -> None:
+        """Have the next run of the model use one adapter, or none, for so many tokens."""
         if self.lora_config:
-            self._set_active_loras((0,) * num_tokens, (0,) * num_tokens, set())
+            by_token = (lora.lora_int_id if lora else 0,) * num_tokens
+            self._set_active_loras(by_token, by_token, {lora} if lora else set())
 
     def _kind(self, layer: Any, rotation: Rotation | None) -> LayerKind:
         """What the layer shares with others."""

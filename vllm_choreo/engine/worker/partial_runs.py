@@ -24,7 +24,7 @@ class PartialRuns:
     Args:
         model: as vLLM runs it, without wrappers.
         layers: the attention layers, by their names.
-        before_run: called with the number of tokens before the model is run outside of steps.
+        before_run: called before the model is run outside of steps, see `StageWriter`.
 
     Raises:
         UnsupportedModelError: the model cannot be run by layers.
@@ -36,7 +36,7 @@ class PartialRuns:
         vllm_config: Any,
         batcher: SpanBatcher,
         layers: Mapping[str, Any],
-        before_run: Callable[[int], None],
+        before_run: Callable[[int, Any], None],
     ) -> None:
         self.memory = HiddenMemory(batcher.block_size)
         self.batch: StepBatch | None = None

@@ -24,13 +24,13 @@ def prove_stages(
     vllm_config: Any,
     layer_names: Sequence[str],
     device: torch.device,
-    before_run: Callable[[int], None],
+    before_run: Callable[[int, Any], None],
 ) -> None:
     """Run tokens through all layers, through one after the other, and from some layers on.
 
     Args:
         layer_names: of the attention layers.
-        before_run: called with the number of tokens before the model is run.
+        before_run: called before the model is run, see `StageWriter`.
 
     Raises:
         UnsupportedModelError: a layer asks something else.
@@ -44,7 +44,7 @@ def prove_stages(
 
     def recorded(run: Callable[[], Any], eager: bool = True) -> QueryRecorder:
         recorder = QueryRecorder()
-        before_run(_NUM_TOKENS)
+        before_run(_NUM_TOKENS, None)
         metadata = dict.fromkeys(layer_names, recorder)
         with set_forward_context(
             metadata, vllm_config, num_tokens=_NUM_TOKENS, skip_compiled=eager

@@ -38,7 +38,8 @@ class StageWriter:
 
     Args:
         layers: the attention layers, by their names.
-        before_run: called with the number of tokens before the model is run.
+        before_run: called before the model is run, with the number of tokens and vLLM's request of
+            the adapter that is to run them, or None.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class StageWriter:
         batcher: SpanBatcher,
         layers: Mapping[str, Any],
         vllm_config: Any,
-        before_run: Callable[[int], None],
+        before_run: Callable[[int, Any], None],
     ) -> None:
         self._stages = stages
         self._memory = memory
@@ -95,33 +96,38 @@ class StageWriter:
                 slot_mapping=dict.fromkeys(self._layers, to_device(slots, device)),
                 skip_compiled=True,
             ):
-                self._before_run(len(indices))
-                hidden, token_ids = self._hidden(batch), _token_ids(batch)
-                layers = batch[0].run.layers
-                self._stages.run(layers, to_device(token_ids, device), positions, hidden)
+                self._before_run(len(indices), batch[0].run.lora)
+                token_ids = to_device(_token_ids(batch), device)
+                for layers in batch[0].run.layers:
+                    hidden = self._hidden(batch, layers[0])
+                    self._stages.run(layers, token_ids, positions, hidden)
         finally:
             batcher.running = None
             batcher.update({}, names)
 
-    def _hidden(self, batch: Sequence[_Piece]) -> torch.Tensor | None:
-        """What the first layer is given; None: the tokens."""
-        layer = batch[0].run.layers[0]
-        found = [
-            self._memory.rows(run.key, layer, run.start + begin, run.start + end)
-            for run, begin, end in batch
-            if run.key is not None
-        ]
-        return torch.cat(found).to(self._batcher.device) if found else None
+    def _hidden(self, batch: Sequence[_Piece], layer: int) -> torch.Tensor | None:
+        """What a layer is given; None: the tokens."""
+        if not layer:
+            return None
+        found = []
+        for run, begin, end in batch:
+            assert run.key is not None, "a run that begins in the middle has a key"
+            found.append(self._memory.rows(run.key, layer, run.start + begin, run.start + end))
+        return torch.cat(found).to(self._batcher.device)
 
 
 def batches(runs: Sequence[StageRun], max_tokens: int) -> Iterator[list[_Piece]]:
-    """Runs one after the other, of the same layers and as many tokens at once as may be."""
+    """Runs one after the other, of the same layers and as many tokens at once as may be.
+
+    Ranges of layers do not overlap, and each begins with what was kept: so all pieces of a batch go
+    through the first range before any goes through the next.
+    """
     batch: list[_Piece] = []
     room = max_tokens
     for run in runs:
         done = 0
         while done < len(run.token_ids):
-            if batch and (not room or batch[0].run.layers != run.layers):
+            if batch and (not room or not _go_together(batch[0].run, run)):
                 yield batch
                 batch, room = [], max_tokens
             end = min(len(run.token_ids), done + room)
@@ -130,6 +136,11 @@ def batches(runs: Sequence[StageRun], max_tokens: int) -> Iterator[list[_Piece]]
             done = end
     if batch:
         yield batch
+
+
+def _go_together(one: StageRun, other: StageRun) -> bool:
+    # One adapter at once: vLLM has room for few, and the calls of a step seldom have several.
+    return one.layers == other.layers and one.lora == other.lora
 
 
 def _laid_out(

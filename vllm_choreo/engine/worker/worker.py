@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_choreo.engine.worker.kept_blocks import KeptBlocks
+from vllm_choreo.engine.worker.hidden_memory import HiddenMemory
+from vllm_choreo.engine.worker.kept_blocks import KeptBlocks, bytes_of, tensor_of
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 
 
@@ -61,8 +62,10 @@ class ChoreoWorker:
     # -- keys and values that are saved and loaded -------------------------------------------
 
     def choreo_kv_shape(self) -> dict[str, Any]:
-        """See `KeptBlocks.shape`."""
-        return self._kept_blocks(in_host=False).shape()
+        """See `KeptBlocks.shape`; and `hidden`, dtype and size of what a layer is given."""
+        model = self.runner.vllm_config.model_config
+        hidden = str(model.dtype).removeprefix("torch."), model.get_hidden_size()
+        return {**self._kept_blocks(in_host=False).shape(), "hidden": hidden}
 
     def choreo_read_kv(
         self, blocks: Sequence[int], parts: Sequence[int], start: int, stop: int
@@ -84,6 +87,27 @@ class ChoreoWorker:
         blocks, in_host = place
         first, last = parts
         self._kept_blocks(in_host).write(data, heads, blocks, (first, last), start, stop)
+
+    def choreo_read_hidden(self, key: int, layers: Sequence[int], start: int, stop: int) -> bytes:
+        """What `layers` were given of the tokens `start … stop-1`: the bytes of one layer after the
+        other, each `[stop - start, hidden_size]`.
+        """
+        memory = self._hidden_memory
+        return b"".join(bytes_of(memory.rows(key, layer, start, stop)) for layer in layers)
+
+    def choreo_write_hidden(
+        self, data: Any, key: int, layers: Sequence[int], start: int, stop: int
+    ) -> None:
+        """Put the bytes of `choreo_read_hidden` where it finds them."""
+        model = self.runner.vllm_config.model_config
+        shape = len(layers), stop - start, model.get_hidden_size()
+        for layer, rows in zip(layers, tensor_of(data).view(model.dtype).view(shape), strict=True):
+            self._hidden_memory.put(key, layer, start, rows)
+
+    @property
+    def _hidden_memory(self) -> HiddenMemory:
+        assert self.runner.partial_runs is not None, "the scheduler keeps hidden states"
+        return self.runner.partial_runs.memory
 
     def _kept_blocks(self, in_host: bool) -> KeptBlocks:
         runner, parallel = self.runner, self.runner.vllm_config.parallel_config
