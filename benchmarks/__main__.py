@@ -15,6 +15,7 @@ import time
 
 from benchmarks.attention import page as attention
 from benchmarks.checkouts import page as checkouts
+from benchmarks.frontier import page as frontier
 from benchmarks.harness.record import BENCHMARKS, RESULTS, RESULTS_PAGE
 from benchmarks.keep import page as keep
 from benchmarks.memory import page as memory
@@ -46,6 +47,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "shared": ("benchmarks.attention.shared_reading --rounds 5",),
     "pml": ("benchmarks.pml --documents 1000 --in-flight 1 8 --turns 2 --limit 16",),
     "keep": ("benchmarks.keep --turns 3",),
+    "frontier": ("benchmarks.frontier --problems 2 --tasks look-up votes",),
     "on_ramps": ("benchmarks.on_ramps --tokens 1000 --history 1000 --turns 2",),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 3",),
@@ -57,7 +59,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 # Only if they are named: workflows and scaling show the same in more breadth, others take long.
-_DEFAULT = [name for name in COMMANDS if name not in ("ttft", "memory", "session", "soak")]
+_ASKED_FOR = ("ttft", "memory", "session", "soak", "frontier")
+_DEFAULT = [name for name in COMMANDS if name not in _ASKED_FOR]
 
 SECTIONS = (
     workflows.section,
@@ -74,6 +77,7 @@ SECTIONS = (
     mixed.http_section,
     soak.section,
     quality.section,
+    frontier.section,
     pml.section,
     keep.section,
     on_ramps.section,

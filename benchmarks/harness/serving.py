@@ -18,6 +18,8 @@ from typing import Any
 
 import httpx
 
+from vllm_choreo.integrations.in_process import words_of
+
 KEYS = ("alpha", "beta")
 MODEL_NAME = "smollm"
 _START_SECONDS = 240.0
@@ -73,12 +75,11 @@ def start_server(
         settings: of the plugin, the value of `additional_config["choreo"]`.
         keys: API keys; none: no key is asked for.
         env: changes to the environment.
-        options: of the command, `max_model_len=512` for `--max-model-len 512`; True for a flag, a
-            list for several values, None to leave out one that is set by default.
+        options: of the command, see `words_of`; None leaves out one that is set by default.
     """
     port = _free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model_path)]
-    command += arguments_of(_defaults(settings, keys) | {"port": port} | options)
+    command += words_of(_defaults(settings, keys) | {"port": port} | options)
     log = folder / f"server-{port}.log"
     with open(log, "wb") as output:
         process = subprocess.Popen(
@@ -116,20 +117,6 @@ def _defaults(settings: Mapping[str, Any] | None, keys: Sequence[str]) -> dict[s
     if keys:
         options["api_key"] = list(keys)
     return options
-
-
-def arguments_of(options: Mapping[str, Any]) -> list[str]:
-    """Of a command of vLLM: `max_model_len=512` for `--max-model-len 512`, True for a flag, None
-    for an option that is left out.
-    """
-    arguments = []
-    for name, value in options.items():
-        if value is None:
-            continue
-        arguments.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            arguments += [str(item) for item in (value if isinstance(value, list) else [value])]
-    return arguments
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -24,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, nargs="*", default=[5000, 8000], help="tokens")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3, help="with one prompt in flight")
     parser.add_argument("--limit", type=int, default=100, help="problems of each task; 0: none")
     args = parser.parse_args()
     if max(args.in_flight) > first_token.NUM_ROLES:

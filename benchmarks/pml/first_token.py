@@ -133,12 +133,16 @@ class Documents:
 
 
 def measure(llm: Any, num_tokens: int, in_flight: list[int], turns: int) -> list[dict[str, Any]]:
-    """One row for each turn, side and number of prompts in flight."""
+    """One row for each turn, side and number of prompts in flight.
+
+    Args:
+        turns: with one prompt in flight; with `n` every turn has `n` times, and there are fewer.
+    """
     documents = Documents(llm, num_tokens)
     documents.check_outputs()
     rows = []
     for count in in_flight:
-        for turn in range(turns):
+        for turn in range(max(1, turns // count)):
             for side in in_turn(SIDES, turn):
                 times = documents.first_tokens(side, count)
                 rows.append(

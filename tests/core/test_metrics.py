@@ -43,6 +43,8 @@ TOTALS = {
     "num_pool_blocks": 16,
     "num_host_blocks": 8,
     "num_host_blocks_used": 2,
+    "num_hidden_bytes": 50,
+    "max_hidden_bytes": 200,
     "num_calls": 7,
     "num_calls_waiting": 3,
 }

@@ -235,6 +235,31 @@ def test_a_look_at_replaced_weights_does_not_pass_for_loading_them(
     _assert_answer(exact, tokens + header, new.oracle, [], 0)
 
 
+@pytest.mark.parametrize("way", [{"exact": True}, {"repair": "first:300"}], ids=["exact", "repair"])
+def test_what_is_encoded_for_the_first_call_with_new_weights_has_them(
+    llm: Any,
+    tiny_model_path: Callable[[str], Path],
+    tiny_oracle: Callable[[str], Oracle],
+    tmp_path: Path,
+    way: dict[str, Any],
+) -> None:
+    """Copies are encoded by requests of the engine's own, steps before the call itself runs."""
+    rng, model, base = random.Random(9), tiny_model_path("llama"), tiny_oracle("llama")
+    number = 6 + ("exact" in way)
+    old = Adapter(model, tmp_path, number, seed=74)
+    new = Adapter(model, tmp_path / "new", number, seed=75)
+    tokens, header = random_tokens(rng, 400), random_tokens(rng, 3)
+    _prefill(llm, "old", tokens, old)
+    _prefill(llm, "base", tokens, None)
+    shutil.copytree(new.path, old.path, dirs_exist_ok=True)
+    output = _call(llm, header, old, parents=["base"], **way)
+    if "exact" in way:
+        _assert_answer(output, tokens + header, new.oracle, [], 0)
+    else:
+        repaired = new.oracle.repair([whole(base.encode(tokens), 0)], [[(0, 300)]])
+        _assert_answer(output, header, new.oracle, repaired, 400)
+
+
 def test_what_an_adapter_encoded_is_kept_under_its_weights(
     llm: Any, tiny_model_path: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from tests.quick import NUM_BLOCKS, ONE_PROCESS
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.integrations.in_process import InProcessServer
 from vllm_choreo.integrations.langchain import ChatChoreo
+from vllm_choreo.server.openai.engine_client import CallClient
 
 pytestmark = pytest.mark.exhaustive  # servers of its own
 
@@ -74,6 +75,36 @@ def test_exact_answers_are_those_of_plain_text(server: InProcessServer) -> None:
         said.append([llm.invoke([RULE, *FACTS, QUESTION]).content for _ in range(2)])
         llm.end_session()
     assert said[0] == said[1]
+
+
+def test_pieces_of_a_prompt_outlive_the_submission_of_its_last_call(
+    server: InProcessServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The argument is encoded long before the call that reads it comes to the engine."""
+    submit = CallClient._submit
+
+    async def late(self: CallClient, *args: Any) -> None:
+        await asyncio.sleep(2)
+        await submit(self, *args)
+
+    monkeypatch.setattr(CallClient, "_submit", late)
+    headers = {"Authorization": f"Bearer {server.api_key}"}
+    with server.http_client() as http:
+        schema = '<schema name="hut"><module name="owner">Owner: <param name="name" len="4"/>'
+        body = {"schema": f"{schema}.</module></schema>"}
+        url = server.base_url.removesuffix("/v1")
+        made = http.post(f"{url}/v1/choreo/schemas", json=body, headers=headers)
+        assert made.status_code == 200, made.text
+        prompt = '<owner name="Anna"/><user>Who owns it?</user>'
+        asked = {
+            "model": "small",
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": 2,
+            "vllm_xargs": {"choreo_schema": "hut"},
+        }
+        answer = http.post(f"{server.base_url}/chat/completions", json=asked, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["argument_tokens"] == 1
 
 
 def test_streams_tools_and_callers_at_once(llm: ChatChoreo) -> None:

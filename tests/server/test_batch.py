@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.serving import MODEL_NAME, Server, arguments_of, environment
+from benchmarks.harness.serving import MODEL_NAME, Server, environment
 from tests.server.openai_calls import Caller
 from tests.server.serving import QUICK
+from vllm_choreo.integrations.in_process import words_of
 
 pytestmark = pytest.mark.exhaustive  # processes of their own
 
@@ -74,7 +75,7 @@ def run_batch(
     command += ["-i", str(asked), "-o", str(answered)]
     settings = {"served_model_name": MODEL_NAME, "dtype": "float32", "enforce_eager": True}
     settings |= {"max_model_len": 2048, "seed": 0, **QUICK, **options}
-    command += arguments_of(settings)
+    command += words_of(settings)
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=400, check=False
     )

@@ -227,7 +227,10 @@ def test_calls_whose_client_went_away(before: Page, alpha: httpx.Client, session
 
 def test_the_engine_tells_what_it_holds(quiet: Page, alpha: httpx.Client, session: Session) -> None:
     texts = [f"Message {i}. {SHED}" for i in range(3)]
-    made = [session.call(type="prefill", content=text, save_as=f"m{text[8]}") for text in texts]
+    made = [
+        session.call(type="prefill", content=text, save_as=f"m{text[8]}", keep_hidden=[1])
+        for text in texts
+    ]
     num_tokens = sum(message["num_tokens"] for message in made)
     before = quiet.value("num_messages")
     page = eventually(alpha, lambda page: page.value("num_messages") >= before + 3)
@@ -239,6 +242,7 @@ def test_the_engine_tells_what_it_holds(quiet: Page, alpha: httpx.Client, sessio
     }.items():
         assert page.value(name) - quiet.value(name) == more
     assert 0 < page.value("kv_cache_usage_perc") < 1 and page.value("host_memory_usage_perc") == 0
+    assert 0 < page.value("hidden_memory_usage_perc") < 1
 
     assert alpha.post(f"{session.path}/messages/m0/pin").status_code == 200
     assert alpha.post(f"{session.path}/messages/m1/evict").status_code == 200

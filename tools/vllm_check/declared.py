@@ -104,6 +104,7 @@ DECLARED = (
     f"{_RUNNER}.gpu.input_batch.InputBatch.seq_lens",
     f"{_RUNNER}.gpu.input_batch.InputBatch.seq_lens_cpu_upper_bound",
     f"{_RUNNER}.lora_model_runner_mixin.LoRAModelRunnerMixin._set_active_loras(p, t, loras)",
+    f"{_RUNNER}.lora_model_runner_mixin.LoRAModelRunnerMixin.add_lora(lora)",
     "vllm.lora.model_manager.LoRAModelManager.punica_wrapper_mapping",
     "vllm.lora.worker_manager.WorkerLoRAManager._adapter_manager",
     "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"

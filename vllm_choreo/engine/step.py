@@ -108,6 +108,7 @@ class ChoreoStep:
         stages: to run after all of that, before the step, in this order.
         kept: of the requests that start, or start again: hidden states to keep.
         forgotten: keys of hidden states that are needed no longer.
+        reloads: vLLM's requests of adapters whose weights have been replaced, to load before all.
     """
 
     started: dict[str, RequestSpans]
@@ -117,6 +118,7 @@ class ChoreoStep:
     stages: tuple[StageRun, ...] = ()
     kept: Mapping[str, KeptHidden] = field(default_factory=dict)
     forgotten: tuple[int, ...] = ()
+    reloads: tuple[Any, ...] = ()
 
 
 def request_spans(

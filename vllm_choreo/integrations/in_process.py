@@ -41,7 +41,7 @@ class InProcessServer:
     Args:
         model: folder or name.
         options: of `vllm serve`, with underscores: `max_model_len=4096`, `choreo_auto="exact"`;
-            True for a flag, a list for several values, a dict for what is written as JSON.
+            see `words_of`.
 
     Attributes:
         model: the name by which requests call it.
@@ -123,6 +123,24 @@ class InProcessServer:
             await init_app_state(engine, app.state, args, tasks)
             self._server = _server(app, self._socket, lambda: self._started.set_result(None))
             await self._server.serve()
+        if not self._started.done():
+            raise RuntimeError("the server ended at its start: the log above says why")
+
+
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Options as the words of a command of vLLM's: `max_model_len=512` for `--max-model-len 512`.
+
+    True stands for a flag, False for its opposite (`--no-…`), a list for several values, a dict for
+    JSON; what is None is left out.
+    """
+    words = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        words.append(f"--{'no-' if value is False else ''}{name.replace('_', '-')}")
+        if not isinstance(value, bool):
+            words += [_written(one) for one in (value if isinstance(value, list) else [value])]
+    return words
 
 
 def _parsed(model: str, options: Mapping[str, Any]) -> Any:
@@ -132,16 +150,12 @@ def _parsed(model: str, options: Mapping[str, Any]) -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     cli_env_setup()
-    words = ["--model", model, "--plugin", "choreo"]
-    for name, value in options.items():
-        words += [f"--{name.replace('_', '-')}"] if value is not None else []
-        if value is not None and value is not True:
-            words += [_written(one) for one in (value if isinstance(value, list) else [value])]
+    words = ["--model", model, "--plugin", "choreo", *words_of(options)]
     return make_arg_parser(FlexibleArgumentParser()).parse_args(words)
 
 
 def _written(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, (dict, bool)) else str(value)
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _server(app: Any, socket: str, started: Callable[[], None]) -> Any:
@@ -151,6 +165,7 @@ def _server(app: Any, socket: str, started: Callable[[], None]) -> Any:
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
-            started()
+            if not self.should_exit:  # which a failed start sets
+                started()
 
     return Server(uvicorn.Config(app, uds=socket, log_level="warning"))

@@ -111,6 +111,10 @@ _GAUGES: dict[str, tuple[str, Callable[[_Totals], float]]] = {
         "Part of the host memory for evicted messages that is in use. 1 means 100 percent.",
         lambda totals: totals["num_host_blocks_used"] / max(1, totals["num_host_blocks"]),
     ),
+    "hidden_memory_usage_perc": (
+        "Part of the memory for hidden states that is in use. 1 means 100 percent.",
+        lambda totals: totals["num_hidden_bytes"] / max(1, totals["max_hidden_bytes"]),
+    ),
     "num_calls_waiting": (
         "Calls that wait until their parents are complete, or in the KV cache again.",
         lambda totals: totals["num_calls_waiting"],

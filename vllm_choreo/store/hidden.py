@@ -27,13 +27,16 @@ class HiddenBook:
         row_bytes: of one token in one layer.
         block_size: workers keep rows in blocks of so many.
         max_bytes: that each worker has for them.
+
+    Attributes:
+        num_layers, max_bytes: as given.
     """
 
     def __init__(self, num_layers: int, row_bytes: int, block_size: int, max_bytes: int) -> None:
         self.num_layers = num_layers
         self._block_size = block_size
         self._block_bytes = row_bytes * block_size
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._keys: dict[Encoding, int] = {}
         self._most_tokens: dict[Encoding, int] = {}
         self._num_keys = 0
@@ -64,10 +67,10 @@ class HiddenBook:
                 value=list(layers),
             )
         need = self._size(len(layers), num_tokens)
-        if self.num_bytes + need > self._max_bytes:
+        if self.num_bytes + need > self.max_bytes:
             raise LimitError(
                 f"hidden states of up to {num_tokens} tokens in {len(layers)} layers need {need} "
-                f"bytes, and {self._max_bytes - self.num_bytes} of {self._max_bytes} are free; "
+                f"bytes, and {self.max_bytes - self.num_bytes} of {self.max_bytes} are free; "
                 f"free messages, generate fewer tokens, or start the engine with more ({SETTING})",
                 parameter="keep_hidden",
                 value=list(layers),

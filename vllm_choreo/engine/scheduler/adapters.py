@@ -28,12 +28,13 @@ class Adapters:
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[_Stamp, Adapter]] = {}
+        self._reloads: list[LoRARequest] = []
 
     def identify(self, request: Request) -> Adapter | None:
         """The adapter of a request, by the weights that it finds.
 
-        Where files have changed since the worker loaded them, the request is made to load them
-        again: otherwise the worker would do so some time later, unseen.
+        Where files have changed since the workers loaded them, they load them with the next step,
+        before anything is run: what is encoded for the request comes before the request itself.
 
         Raises:
             ChoreoError: the files cannot be read.
@@ -55,11 +56,15 @@ class Adapters:
                 value=lora.lora_path,
             ) from None
         if known and known[1].weights != weights:
-            # A copy: in process the caller holds the request's own.
-            request.lora_request = msgspec.structs.replace(lora, load_inplace=True)
+            self._reloads.append(msgspec.structs.replace(lora, load_inplace=True))
         adapter = Adapter(weights, msgspec.structs.replace(lora, load_inplace=False))
         self._latest[lora.lora_int_id] = stamp, adapter
         return adapter
+
+    def take_reloads(self) -> tuple[LoRARequest, ...]:
+        """What workers are to load again before they run the step that was planned."""
+        reloads, self._reloads = tuple(self._reloads), []
+        return reloads
 
     def look(self, lora: LoRARequest) -> None:
         """Know the adapter of a folder that no request has brought, unless its number is known."""

@@ -147,6 +147,7 @@ class Operations:
             "num_host_blocks": tier.num_blocks if tier else 0,
             "num_host_blocks_used": tier.num_used if tier else 0,
             "num_hidden_bytes": hidden.num_bytes if hidden else 0,
+            "max_hidden_bytes": hidden.max_bytes if hidden else 0,
             "num_calls": len(self._book.calls),
             "num_calls_waiting": sum(not self._book.is_ready(call) for call in waiting),
         }

@@ -69,7 +69,8 @@ class _Choreographed(Scheduler):
         manager.let_go = self.operations.let_go
 
     def _make_rooms(self, manager: ChoreoKVCacheManager) -> None:
-        adapters, pool = Adapters(), manager.block_pool
+        self.adapters = adapters = Adapters()
+        pool = manager.block_pool
         self.refusals = Refusals(
             f"the KV cache of {pool.num_gpu_blocks} blocks of {self.block_size} tokens"
         )
@@ -173,6 +174,7 @@ class _Choreographed(Scheduler):
             stages,
             {r: self.book.kept_hidden(calls[r]) for r in spans if calls[r].encoding.keeps},
             hidden.take_forgotten() if hidden else (),
+            self.adapters.take_reloads(),
         )
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:

@@ -22,6 +22,8 @@ class ChoreoCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     them out as those for float32 do. Products with weights use AMX all the same.
     """
 
+    isa: str
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], *args: Any, **kw: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, *args, **kw)
         if self.isa == "amx":

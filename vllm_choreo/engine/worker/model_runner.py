@@ -166,6 +166,8 @@ class ChoreoModelRunner:
         step: ChoreoStep | None = getattr(scheduler_output, "choreo", None)
         if step is None:  # a dummy run or a warm-up: it comes from no scheduler
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        for lora in step.reloads:
+            self.add_lora(lora)
         block_ids = _started_blocks(scheduler_output)
         self.batcher.update(step.started, scheduler_output.finished_req_ids, block_ids)
         if self.host_blocks is not None:
