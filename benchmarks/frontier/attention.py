@@ -69,7 +69,7 @@ class Watched:
         scores = [queries.read(0, j, 0, size, j == own)[0] for j, size in enumerate(sizes)]
         weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1).sum((0, 1, 2))
         parts = [part.numpy() for part in weights.split(sizes)][:own]
-        before = self.spans or [0.0] * own
+        before = self.spans or [np.zeros_like(part) for part in parts]
         self.spans = [a + b for a, b in zip(before, parts, strict=True)]
 
 

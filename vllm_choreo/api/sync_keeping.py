@@ -44,7 +44,8 @@ class SyncKeeping:
 
         Args:
             on_mismatch: what becomes of keys and values that another model made, or that were
-                damaged: "refuse" the load, or "encode" their messages when they are read.
+                damaged: "refuse" the load, or "encode" their messages when they are read; those of
+                a "variant" of the model, other weights of the same shapes, are taken as they are.
             progress: show a bar; None: on a terminal.
 
         Returns:

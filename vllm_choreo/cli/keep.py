@@ -25,9 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("uri", metavar="URI", help="folder, or a URL of fsspec's")
     load.add_argument(
         "--on-mismatch",
-        choices=("refuse", "encode"),
+        choices=("refuse", "encode", "variant"),
         default="refuse",
-        help="what becomes of keys that another model made, or that are damaged",
+        help="what becomes of keys that another model made, or that are damaged; variant: takes "
+        "those of other weights as they are",
     )
     load.add_argument("--ask", metavar="TEXT", help="generate after TEXT, which reads them all")
     for action in (save, load):

@@ -7,22 +7,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError, KeptError
 from vllm_choreo.keep.byte_bar import ByteBar
 from vllm_choreo.keep.manifest import read_manifest
 from vllm_choreo.keep.origin import Origin, shape_of
-from vllm_choreo.keep.signature import differences, is_same_text
+from vllm_choreo.keep.signature import differences, is_same_text, is_variant
 from vllm_choreo.keep.steps import Ask, Steps, operation, workers
 from vllm_choreo.keep.storage import MANIFEST, KeptFolder, ReadAhead
 from vllm_choreo.keep.tensors import Chunk, KVShape, check_header, chunks, header_size
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.other_model import OTHER_MODEL
 from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.wire.messages import message_of
 
-ON_MISMATCH = ("refuse", "encode")
+ON_MISMATCH = ("refuse", "encode", "variant")
 
 
 class Unfit(Exception):
@@ -58,7 +60,7 @@ def loading(
         names_of: the ids that messages will have, of the session that they were in and their ids
             there.
         admit: has the session know messages, or raises.
-        on_mismatch: "refuse" or "encode".
+        on_mismatch: "refuse", "encode" or "variant".
         progress: see `ByteBar`.
 
     Returns:
@@ -71,10 +73,12 @@ def loading(
     """
     check_on_mismatch(on_mismatch)
     kept = read_manifest(folder)
-    is_fit = _check_origin(kept, target, folder, on_mismatch)
+    is_same = _check_origin(kept, target, folder, on_mismatch)
     renamed = names_of(kept["session"], [message["id"] for message in kept["messages"]])
     recipes = _renamed(kept, renamed)
-    if not is_fit:
+    if not is_same and on_mismatch == "variant":
+        recipes = _of_other_model(recipes, kept["model"])
+    elif not is_same:
         recipes["encodings"] = [{**entry, "data": None} for entry in recipes["encodings"]]
     messages = _messages(kept, recipes, renamed)
     named = {renamed[m["id"]]: m["encoding"] for m in kept["messages"]}
@@ -98,10 +102,11 @@ def check_on_mismatch(given: Any) -> None:
 def _check_origin(
     kept: Mapping[str, Any], target: Origin, folder: KeptFolder, on_mismatch: str
 ) -> bool:
-    """Whether keys and values fit the engine.
+    """Whether the engine's model has made the keys and values.
 
     Raises:
-        KeptError: not even the recipes do, or what does not fit is to be refused.
+        KeptError: not even the recipes fit, what does not fit is to be refused, or another model
+            is no variant of this one.
     """
     file = f"{folder.label}/{MANIFEST}"
     if kept["tenant"] != target.tenant:
@@ -120,10 +125,37 @@ def _check_origin(
             value=file,
         )
     found = differences(kept["model"], target.signature)
-    if found and on_mismatch == "refuse" and any(entry["data"] for entry in kept["encodings"]):
+    has_data = any(entry["data"] for entry in kept["encodings"])
+    is_refused = on_mismatch == "refuse" or (
+        on_mismatch == "variant" and not is_variant(kept["model"], target.signature)
+    )
+    if found and has_data and is_refused:
         what = f"these keys and values were made by another model: {', '.join(found)}"
         raise Unfit(what, file).refusal()
     return not found
+
+
+def _of_other_model(recipes: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Recipes whose encodings are another model's, with or without an adapter: to this one each of
+    these is one more adapter, which is not here.
+    """
+    name, weights = str(model["name"]), str(model["weights"] or model["name"])
+    others = [f"{name} with {adapter['name']}" for adapter in recipes["adapters"]]
+    adapters = [
+        {"name": text, "number": OTHER_MODEL, "path": "", "weights": _digest(weights, apart)}
+        for text, apart in zip(
+            [name, *others], ["", *(a["weights"] for a in recipes["adapters"])], strict=True
+        )
+    ]
+    entries = [
+        {**entry, "adapter": 0 if entry["adapter"] is None else entry["adapter"] + 1}
+        for entry in recipes["encodings"]
+    ]
+    return {**recipes, "adapters": adapters, "encodings": entries}
+
+
+def _digest(*parts: str) -> str:
+    return blake2b("\0".join(parts).encode(), digest_size=32, person=b"choreo-other").hexdigest()
 
 
 # -- names ---------------------------------------------------------------------------------------

@@ -61,6 +61,12 @@ def differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def is_variant(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
+    """Whether two models differ in their weights alone."""
+    same = [name for name in mine if name not in ("name", "weights")]
+    return all(kept.get(name) == mine[name] for name in same)
+
+
 def is_same_text(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
     """Whether the numbers of tokens mean the same texts."""
     return bool(kept.get(_OF_TEXT) == mine[_OF_TEXT])

@@ -37,10 +37,11 @@ class LoadBody(BodyModel):
     """Saved messages to load."""
 
     name: KeptName
-    on_mismatch: Literal["refuse", "encode"] = Field(
+    on_mismatch: Literal["refuse", "encode", "variant"] = Field(
         "refuse",
         description="What becomes of keys and values that another model made, or that were "
-        "damaged: the request is refused, or their messages are encoded when they are read.",
+        "damaged: the request is refused, or their messages are encoded when they are read; those "
+        "of a variant of the model are taken as they are.",
     )
 
 

@@ -30,11 +30,11 @@ from vllm_choreo.semantics.provenance import Trace
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter; two are equal if their weights are, whatever their names.
+    """A LoRA adapter, or another model; two are equal if their weights are, whatever their names.
 
     Attributes:
         weights: digest of the weights.
-        request: vLLM's LoRA request that loads them.
+        request: vLLM's LoRA request that loads them, or an `OtherModel`.
     """
 
     weights: bytes

@@ -16,6 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.other_model import OtherModel
 from vllm_choreo.store.encoding import Adapter
 
 # Of each file: name, size, time of the last change in ns. Read at every request, for microseconds;
@@ -98,10 +99,16 @@ class Adapters:
 
 def replaced(adapter: Adapter, message_id: str) -> ChoreoError:
     """The error of a call that reads what cannot be encoded again."""
+    name = adapter.request.lora_name
+    if isinstance(adapter.request, OtherModel):
+        what = f"another model, {name!r}, made it: load it again, or encode it anew (reencode)"
+    else:
+        what = (
+            f"the weights of adapter {name!r} that encoded it have been replaced: encode it anew "
+            "(reencode), or load new weights under a new name"
+        )
     return ChoreoError(
-        f"the message was evicted, and the weights of adapter {adapter.request.lora_name!r} that "
-        "encoded it have been replaced: encode it anew (reencode), or load new weights under a "
-        "new name",
+        f"the message was evicted, and {what}",
         parameter="parents",
         value=message_id,
     )

@@ -21,6 +21,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm_choreo.engine.lora import check_loadable
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.errors import AdapterError, ChoreoError
+from vllm_choreo.semantics.other_model import OTHER_MODEL, OtherModel
 from vllm_choreo.semantics.positions import check_length
 from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.recipes import Rebuilt, recipes_of
@@ -125,8 +126,9 @@ class Keeper:
             is_lost = encoding.adapter and not self._adapters.is_current(encoding.adapter)
             if is_lost and not entry["data"] and not encoding.message.freed:
                 raise AdapterError(
-                    "the message was saved without its keys and values, and the adapter that "
-                    "encoded it is not here: put its folder where it was, or load where it is",
+                    "the message was saved without its keys and values, and the adapter or model "
+                    "that encoded it is not here: put the adapter's folder where it was, load "
+                    "where it is, or have messages encoded by this model (on_mismatch='encode')",
                     parameter="adapter",
                     value=encoding.adapter and encoding.adapter.request.lora_name,
                 )
@@ -245,6 +247,8 @@ class Keeper:
 
     def _adapter(self, entry: Mapping[str, Any]) -> Adapter:
         """An adapter by its weights: one that requests have brought, or that lies where it did."""
+        if entry["number"] == OTHER_MODEL:
+            return Adapter(bytes.fromhex(entry["weights"]), OtherModel(entry["name"]))
         request = LoRARequest(entry["name"], entry["number"], entry["path"])
         if self._lora_config is not None:
             try:
