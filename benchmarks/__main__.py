@@ -31,10 +31,11 @@ from benchmarks.sweep import page as sweep
 from benchmarks.ttft import page as ttft
 from benchmarks.workflows import page as workflows
 
-_WORKFLOWS = "benchmarks.workflows --questions 1 --answer-tokens 24 --verdict-tokens 8"
+_WORKFLOWS = "benchmarks.workflows --questions 1 --answer-tokens 12 --verdict-tokens 4"
 # Each in a process of its own: engines leave global state behind.
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "workflows": (_WORKFLOWS, f"{_WORKFLOWS} --processes --passes 1"),
+    "workflows": (_WORKFLOWS,),
+    "processes": (f"{_WORKFLOWS} --processes --passes 1",),
     "sweep": (
         "benchmarks.sweep --sizes 2 8 --candidate-tokens 12 --vote-tokens 4 --final-tokens 4",
     ),
@@ -59,7 +60,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 # Only if they are named: workflows and scaling show the same in more breadth, others take long.
-_ASKED_FOR = ("ttft", "memory", "session", "soak", "frontier")
+_ASKED_FOR = ("processes", "ttft", "memory", "session", "soak", "frontier")
 _DEFAULT = [name for name in COMMANDS if name not in _ASKED_FOR]
 
 SECTIONS = (

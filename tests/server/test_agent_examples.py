@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,31 +73,20 @@ class Recorded(Conversations):
         self.chats: list[dict[str, Any]] = []
 
     def is_ours(self, body: Mapping[str, Any]) -> bool:
-        self.chats.append({"messages": body["messages"], "max_tokens": body["max_tokens"]})
+        most = body.get("max_tokens") or body["max_completion_tokens"]
+        self.chats.append({"messages": body["messages"], "max_tokens": most})
         return super().is_ours(body)
 
 
-@dataclass
-class Agents:
-    """An example that runs on servers over the same texts."""
-
-    name: str
-    run: Callable[[Any], None] = field(init=False)
-    way: Callable[..., Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        program = runpy.run_path(str(EXAMPLES / f"{self.name}.py"), run_name=self.name)
-        self.run, self.way = program["run"], program["Way"]
-
-    def say(self, server: Server, conversations: Conversations) -> list[str]:
-        """What the agents say."""
-        key = server.keys[0]
-        way = self.way(
-            f"{server.base_url}/v1", key, server.model, conversations,
-            num_documents=3, document_reports=1, max_tokens=12, tag="seen by all",
-        )  # fmt: skip
-        self.run(way)
-        return list(way.said)
+def said_by(name: str, server: Server, conversations: Conversations) -> list[str]:
+    """What the agents of an example say, over the same texts every time."""
+    program = importlib.import_module(name)
+    way = program.Way(
+        f"{server.base_url}/v1", server.keys[0], server.model, conversations,
+        num_documents=3, document_reports=1, max_tokens=12, tag="seen by all",
+    )  # fmt: skip
+    program.run(way)
+    return list(way.said)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,11 +94,10 @@ def test_exact_says_what_the_server_without_the_plugin_says(
     name: str, server: Server, stock_server: Server
 ) -> None:
     """By our clients, and by requests that name nothing; a second time, too, when all is found."""
-    agents, recorded = Agents(name), Recorded("off")
-    expected = agents.say(stock_server, recorded)
+    recorded, exact = Recorded("off"), Conversations("exact")
+    expected = said_by(name, stock_server, recorded)
     assert len(expected) > 1 and all(expected)
-    exact = Conversations("exact")
-    assert agents.say(server, exact) == agents.say(server, exact) == expected
+    assert said_by(name, server, exact) == said_by(name, server, exact) == expected
 
     assert recorded.chats
     reused = []
