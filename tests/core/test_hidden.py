@@ -12,7 +12,7 @@ from vllm_choreo.engine.step import KeptHidden
 from vllm_choreo.engine.worker.hidden_memory import HiddenMemory
 from vllm_choreo.engine.worker.span_batcher import StepBatch
 from vllm_choreo.errors import ChoreoError, LimitError, RepairError, UnsupportedOptionError
-from vllm_choreo.repair.layers import LayerRange
+from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.rules import ByLayers
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.encoding import Encoding, StoredMessage
@@ -56,16 +56,18 @@ def test_the_book_counts_whole_blocks_up_to_its_limit() -> None:
 
 def test_layers_are_those_of_the_model() -> None:
     book = HiddenBook(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=1000)
-    assert asked_layers(ByLayers(0, 8), book) is None
-    assert asked_layers(ByLayers(2, 8), book) == LayerRange(2, 8, 8)
-    assert [LayerRange(2, 4, 8).charged(count) for count in (0, 1, 4, 9)] == [0, 1, 1, 3]
+    assert asked_layers(ByLayers(((0, 8),)), book) is None
+    assert asked_layers(ByLayers(((2, 8),)), book) == LayerRanges(((2, 8),), 8)
+    assert [LayerRanges(((2, 4),), 8).charged(count) for count in (0, 1, 4, 9)] == [0, 1, 1, 3]
     with pytest.raises(RepairError, match="8 layers"):
-        asked_layers(ByLayers(2, 9), book)
+        asked_layers(ByLayers(((2, 9),)), book)
     with pytest.raises(UnsupportedOptionError, match="hidden_memory_gib"):
-        asked_layers(ByLayers(2, 8), None)
-    check_kept(_encoding(3), LayerRange(0, 4, 8))
+        asked_layers(ByLayers(((2, 8),)), None)
+    several = LayerRanges(((0, 2), (3, 5), (6, 8)), 8)
+    assert several.entries == (3, 6) and several.charged(8) == 6 and not several.is_all
+    check_kept(_encoding(3), LayerRanges(((0, 4),), 8))
     with pytest.raises(RepairError, match=r"keep_hidden=\[2\]"):
-        check_kept(_encoding(3), LayerRange(2, 4, 8))
+        check_kept(_encoding(3), LayerRanges(((2, 4),), 8))
 
 
 def test_a_worker_keeps_the_rows_of_every_request() -> None:
