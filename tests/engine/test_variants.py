@@ -127,6 +127,18 @@ def test_nothing_of_another_model_passes_for_ones_own(pair: Pair) -> None:
         assert c.stats()["num_hidden_bytes"] == 0
 
 
+def test_damaged_files_of_another_model_are_refused(pair: Pair, tmp_path: Path) -> None:
+    """This one could not encode their messages."""
+    for path in pair.kept.iterdir():
+        content = path.read_bytes()
+        cut = content[:-9] if path.suffix == ".safetensors" else content
+        (tmp_path / path.name).write_bytes(cut)
+    with Choreography(pair.llm) as c:
+        with pytest.raises(KeptError, match="damaged"):
+            c.load(tmp_path, on_mismatch="variant")
+        assert c.stats()["num_messages"] == c.stats()["num_hidden_bytes"] == 0
+
+
 def test_another_models_messages_are_saved_under_its_name(pair: Pair, tmp_path: Path) -> None:
     with Choreography(pair.llm) as c:
         c.load(pair.kept, on_mismatch="variant")

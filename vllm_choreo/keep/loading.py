@@ -225,7 +225,7 @@ class _Reader:
                     kept = shape.keeping(entry["keeps"])
                     yield from self._read_one(entry, place, kept, bar)
                 except Unfit as unfit:
-                    if self._on_mismatch == "refuse":
+                    if self._on_mismatch != "encode":
                         raise unfit.refusal() from None
                     yield operation("unplace", self._ticket, number)
 
