@@ -91,7 +91,7 @@ def test_pieces_of_a_prompt_outlive_the_submission_of_its_last_call(
     headers = {"Authorization": f"Bearer {server.api_key}"}
     with server.http_client() as http:
         schema = '<schema name="hut"><module name="owner">Owner: <param name="name" len="4"/>'
-        body = {"schema": f"{schema}.</module></schema>"}
+        body = {"markup": f"{schema}.</module></schema>"}
         url = server.base_url.removesuffix("/v1")
         made = http.post(f"{url}/v1/choreo/schemas", json=body, headers=headers)
         assert made.status_code == 200, made.text
