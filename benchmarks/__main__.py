@@ -59,8 +59,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Only if they are named: workflows and scaling show the same in more breadth, others take long.
-_ASKED_FOR = ("processes", "ttft", "memory", "session", "soak", "frontier")
+# Only if they are named: their bars are for full lengths, and they show in more breadth what
+# workflows show; or they take long.
+_BROADER = ("processes", "sweep", "scaling", "ttft")
+_ASKED_FOR = (*_BROADER, "memory", "session", "soak", "frontier")
 _DEFAULT = [name for name in COMMANDS if name not in _ASKED_FOR]
 
 SECTIONS = (
