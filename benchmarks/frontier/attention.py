@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness.engine import runner_of
 from vllm_choreo.engine.worker import attention as module
 from vllm_choreo.ops import reference
 
@@ -38,12 +37,12 @@ class Watched:
         layers: that count.
 
     Attributes:
-        spans: of each parent, the attention to its tokens, summed over heads, queries and layers.
+        spans: of each parent, the attention to its tokens, summed over heads, queries and layers,
+            float32 `[num_tokens]`.
     """
 
-    def __init__(self, llm: Any, layers: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[int]) -> None:
         self.spans: list[np.ndarray] = []
-        self._num_layers = len(runner_of(llm).layers)
         self._layers = set(layers)
         self._num_calls = 0
 
@@ -54,6 +53,7 @@ class Watched:
 
     def _watch(self, ours: Attend) -> Attend:
         def attend(query: Any, kv_cache: Any, output: Any, plan: Any, layer: Any, *a: Any) -> None:
+            # Layers call in their order: the calls after those of the first step count no more.
             if self._num_calls in self._layers:
                 self._add(reference._Queries(query, kv_cache, plan, layer))
             self._num_calls += 1

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.frontier.attention import Watched, bent
-from benchmarks.frontier.rules import Given, choices, hidden_layers, watched
+from benchmarks.frontier.rules import ALL, NONE, Given, choices, hidden_layers, watched
 from benchmarks.frontier.tasks import Reading
 from vllm_choreo.judge.divergence import Measured, kl_per_token
 
-NONE, ALL = "none", "all"
 # Temperature and factor of the log-sum-exp; the paper's searches are around these.
 BENT = ((0.9, 1.0), (0.8, 1.0), (0.9, 0.95))
 
@@ -32,7 +31,7 @@ class Reader:
 
         from vllm_choreo import Choreography
 
-        self.llm, self.reading, self.budgets, self.seed = llm, reading, budgets, seed
+        self.reading, self.budgets, self.seed = reading, budgets, seed
         self.num_layers = llm.llm_engine.model_config.hf_text_config.num_hidden_layers
         self.c = Choreography(llm)
         self._params = SamplingParams(temperature=0.0, max_tokens=reading.max_tokens)
@@ -136,7 +135,7 @@ class Reader:
 
     def _attention(self) -> tuple[np.ndarray, ...]:
         """That the header gives the parents which are read elsewhere, as they are."""
-        found = Watched(self.llm, watched(self.num_layers))
+        found = Watched(watched(self.num_layers))
         with found.watching() if self.moved else nullcontext():
             self._read([{}])
         return tuple(found.spans[2:])

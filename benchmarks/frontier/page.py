@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.frontier.rules import ALL, FIRST, NONE
 from benchmarks.harness.pictures import BLUE, GREEN, INK, ORANGE, PALE, RED, panels, save_picture
 from benchmarks.harness.record import machine_line, read_csv
 from benchmarks.harness.tables import table
 from vllm_choreo.judge.stats import bootstrap_interval
 
-NONE, ALL, FIRST = "none", "all", "first"
 PICTURE = "frontier"
 _COLOURS = {
     "first": BLUE,
@@ -85,7 +85,7 @@ def section() -> str:
     draw(tasks)
     parts = [
         "## What repair buys",
-        "Readers of four documents of 350 to 450 tokens (votes: of five candidates of up to 96) "
+        "Readers of four documents (votes: of five candidates of up to 96 tokens) "
         "that were encoded behind the instruction alone, under every rule and budget. *KL*: from "
         "what the text says, over the whole vocabulary, at each token of the text's answer, nats; "
         "mean of the problems and its 95% bootstrap interval. *Charged*: what is run through the "

@@ -19,6 +19,7 @@ from vllm_choreo.repair.rules import Seen, chosen_blocks
 
 BUDGETS = (0.03, 0.06, 0.12, 0.25, 0.4, 0.6)
 FIRST = "first"
+NONE, ALL = "none", "all"  # no rule, but the two ends of every one
 
 
 @dataclass(frozen=True)

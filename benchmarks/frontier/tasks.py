@@ -16,7 +16,7 @@ from vllm_choreo.workflows.problems.long_documents import reports
 from vllm_choreo.workflows.tree_of_thoughts import BALLOT
 
 NUM_DOCUMENTS = 4
-_REPORTS = 5  # in a document: 350 tokens
+_REPORTS = 5  # in a document, of about 70 tokens each
 _NUM_THOUGHTS = 5
 _ANSWER_FROM = system("Answer from the given documents.")
 
@@ -102,7 +102,7 @@ def chains(num: int) -> list[Reading]:
             mixed = zip(lines, [*filler[3 * at : 3 * at + 3], "", ""], strict=True)
             texts.append(" ".join(f"{line} {text}" for line, text in mixed).strip())
         question = f"Name all variables that have the value {value}."
-        answer = " ".join(groups[0])
+        answer = " ".join(groups[0][1:])  # the opening names the first
         made.append(_asked(texts, question, f"VAR {groups[0][0]}, VAR", answer, 16))
     return made
 

@@ -149,7 +149,7 @@ def _check_encoding(
         for start, stop in patch["runs"]:
             _run(start, stop, len(tokens))
         if patch["layers"] is not None:
-            _check_layers(patch["layers"])
+            _check_layers(patch, earlier[patch["source"]]["keeps"])
     least = 1
     for layer in entry["keeps"]:
         least = _count(layer, least) + 1
@@ -157,15 +157,25 @@ def _check_encoding(
         _check_data(entry["data"])
 
 
-def _check_layers(layers: Mapping[str, Any]) -> None:
-    share = layers["share"]
-    if share is not None and (type(share) is not float or not 0 <= share <= 1):
-        raise ValueError("a share is a number from 0 to 1")
-    if not layers["ranges"]:
-        raise ValueError("a patch by layers has a range of them")
+def _check_layers(patch: Mapping[str, Any], kept: Sequence[int]) -> None:
+    """
+    Args:
+        kept: layers whose hidden states the patch's source keeps.
+    """
+    ranges, share = patch["layers"]["ranges"], patch["layers"]["share"]
+    if not ranges or len(patch["runs"]) != 1:
+        raise ValueError("a patch by layers has a range of them, and one run of tokens")
     least = 0
-    for first, stop in layers["ranges"]:
+    for first, stop in ranges:
         least = _count(stop, least=_count(first, least=least) + 1) + 1
+        if first and first not in kept:
+            raise ValueError(f"the source of a patch does not keep what layer {first} was given")
+    if share is None:
+        return
+    if type(share) is not float or not 0 <= share <= 1:
+        raise ValueError("a share is a number from 0 to 1")
+    if len(ranges) != 1 or ranges[0][0]:
+        raise ValueError("keys are compared in the first layers")
 
 
 def _check_data(data: Mapping[str, Any]) -> None:
