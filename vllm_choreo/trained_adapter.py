@@ -148,6 +148,11 @@ def _refused(reason: str, folder: Path) -> ChoreoError:
 # -- digests of a model --------------------------------------------------------------------------
 
 
+def adapter_weights(folder: Path) -> str:
+    """Hex digest of an adapter's weights, as `BaseModel.weights`; "": there are none."""
+    return _weights_digest(folder)
+
+
 def _folder_of(model: str) -> Path:
     if Path(model).is_dir():
         return Path(model).absolute()

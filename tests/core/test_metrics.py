@@ -24,6 +24,8 @@ from vllm_choreo import errors
 from vllm_choreo.cli import main as cli
 from vllm_choreo.config import ChoreoConfig, ServerConfig
 from vllm_choreo.errors import ChoreoError, LimitError, UnknownMessageError
+from vllm_choreo.repair.pair import Cell
+from vllm_choreo.repair.pair_rule import REASONS, ChosenCell
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.server import metrics
@@ -136,13 +138,15 @@ def test_no_event_makes_a_new_series(measured: Measured) -> None:
     for error in (ChoreoError("a"), LimitError("b"), UnknownMessageError("c")):
         measured.calls.refused(error)
     measured.calls.opened()
+    for reason in REASONS:
+        measured.calls.chosen(ChosenCell(Cell(((0, 2),), 0.0, 0.0, 0.0, 0.0), reason))
     measured.engine._show({**TOTALS, "evicted_messages_total": 4})
     assert measured.series() == before
     assert measured.value("errors_total", error_type="LimitError") == 1
     # Seconds since 1970, at which each series was made, are no series of their own in a graph.
     names = {name for name, _ in before if not name.endswith("_created")}
     assert {label for _, labels in before for label, _ in labels} == {
-        "model_name", "type", "outcome", "error_type", "le",
+        "model_name", "type", "outcome", "error_type", "reason", "le",
     }  # fmt: skip
     assert len(names) < 60 and len(before) < 400
 
@@ -392,6 +396,17 @@ def test_documented_metrics_are_all_metrics(measured: Measured) -> None:
         assert set(re.findall(r"`(\w+)`", labels)) == given, name
         assert name.endswith("_total") == (kind == "counter"), name
     assert not {name for name in families if not name.endswith("_created")}
+
+
+def test_choices_of_layers_are_counted_by_their_reasons(measured: Measured) -> None:
+    cells = [Cell(layers, 0.0, 0.0, 0.0, 0.0) for layers in ((), ((0, 2), (5, 8)))]
+    for cell, reason in ((cells[0], "late"), (cells[1], "best"), (cells[1], "best")):
+        measured.calls.chosen(ChosenCell(cell, reason))
+    for reason, calls, layers in (("late", 1, 0), ("best", 2, 10), ("load", 0, 0)):
+        assert measured.value("pair_calls_total", reason=reason) == calls
+        assert measured.value("pair_layers_total", reason=reason) == layers
+    (row,) = (row for row in table("Metrics") if row[0] == "`pair_calls_total`")
+    assert set(re.findall(r"`(\w+)`", row[3])) == set(REASONS)
 
 
 def test_documented_outcomes_are_all_outcomes() -> None:

@@ -24,8 +24,9 @@ from vllm_choreo.repair.calibration import (
     keys_of,
     masks_of,
 )
-from vllm_choreo.repair.policy import Policy, block_runs, session_rule
+from vllm_choreo.repair.policy import Policy, block_runs
 from vllm_choreo.repair.rules import Seen
+from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.trained_adapter import BaseModel
 
 MODEL = BaseModel("llama", "aa", "bb")

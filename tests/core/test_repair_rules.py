@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_choreo.errors import RepairError
-from vllm_choreo.repair.policy import session_rule
 from vllm_choreo.repair.rules import Seen, rule_given, rule_of, rule_text
 from vllm_choreo.repair.runs import Runs, num_tokens
+from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.semantics.params import ChoreoParams
 
 SIZE = 16

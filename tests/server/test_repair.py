@@ -16,6 +16,7 @@ from tests.server.openai_calls import Caller
 from tests.server.serving import Session
 from vllm_choreo.client import ChoreoClient
 from vllm_choreo.errors import RepairError
+from vllm_choreo.repair.pair import Cell, PairProfile
 from vllm_choreo.repair.policy import Policy
 from vllm_choreo.trained_adapter import BaseModel
 
@@ -138,6 +139,41 @@ def test_a_client_brings_its_policy(server: Server, alpha: httpx.Client, tmp_pat
     foreign = replace(policy, model=BaseModel("other", "ab", "cd")).to_json()
     refused = alpha.post("/v1/choreo/sessions", json={"repair": foreign})
     assert refused.status_code == 400 and "calibrated with other" in refused.text
+
+
+def test_a_client_brings_the_profile_of_a_pair(
+    server: Server, alpha: httpx.Client, tmp_path: Path
+) -> None:
+    """The server chooses by its load and counts why; it opens no file for a client."""
+    cells = (Cell((), 1.0, 0.1, 9.0, 0.1), Cell(((0, 1),), 0.2, 0.02, 9.0, 60.0))
+    base = BaseModel("served", "", "")
+    PairProfile(base, None, None, 2, 1.0, cells, "", ((0, 1),)).save(tmp_path / "pair.json")
+    asked = {"max_quality_loss": 1.0, "ttft": 30.0}
+    counted = [f'vllm_choreo:pair_{what}_total{{model_name="' for what in ("calls", "layers")]
+    before = [_counted(alpha, name) for name in counted]
+    for rule, layers in (
+        (tmp_path / "pair.json", 1),
+        ({"pair": tmp_path / "pair.json", **asked}, 0),  # a minute is too long
+    ):
+        with ChoreoClient(server.base_url, server.keys[0], repair=rule) as c:
+            docs = [c.prefill(text) for text in DOCUMENTS]
+            by_profile = c.decode("So", parents=docs, sampling_params=GREEDY)
+            ranges = (0, 1) if layers else ()
+            by_hand = c.decode("So", parents=docs, layers=ranges, sampling_params=GREEDY)
+            assert by_profile.generated_token_ids == by_hand.generated_token_ids
+            assert by_profile.usage.repaired_tokens == by_hand.usage.repaired_tokens
+            assert bool(by_hand.usage.repaired_tokens) == bool(layers)
+    after = [_counted(alpha, name) for name in counted]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [2, 1]
+    named = {"repair": {"pair": str(tmp_path / "pair.json")}}
+    refused = alpha.post("/v1/choreo/sessions", json=named)
+    assert refused.status_code == 400 and "opens no file" in refused.text
+
+
+def _counted(client: httpx.Client, name: str) -> float:
+    """The sum of a metric over all its labels."""
+    lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 @pytest.mark.parametrize("repair", ["best:3", 7, [[[0, 3]]], {"share": 3, "by": "random"}])

@@ -23,6 +23,7 @@ from vllm_choreo.trained_adapter import (
     PEFT_FILES,
     BaseModel,
     TrainedAdapter,
+    adapter_weights,
     wears_adapter,
 )
 
@@ -217,6 +218,20 @@ def _stamp_of(path: Path) -> tuple[int, int] | None:
 def _load(folder: Path, *stamp: int) -> TrainedAdapter:
     """Read again when the file changes."""
     return TrainedAdapter.load(folder)
+
+
+def adapter_weights_of(request: Any) -> str | None:
+    """Digest of the weights of a call's adapter; None: it wears none; "": they are not here."""
+    if request is None:
+        return None
+    folder = _folder(request)
+    return _weights(folder, _stamp_of(folder / PEFT_FILES[1]))
+
+
+@lru_cache(maxsize=64)
+def _weights(folder: Path, stamp: Any) -> str:
+    """Read again when the file changes."""
+    return adapter_weights(folder)
 
 
 @lru_cache(maxsize=8)

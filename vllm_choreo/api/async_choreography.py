@@ -22,6 +22,7 @@ from vllm_choreo.api.keeping import Keeping
 from vllm_choreo.api.outcomes import Outcome, check_ttl
 from vllm_choreo.api.pending import Pending
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
+from vllm_choreo.api.session_repair import OnChoice
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.keep.steps import Ask, drive_async
 from vllm_choreo.semantics.call import (
@@ -46,6 +47,7 @@ class AsyncChoreography:
         adapter, placement, repair: of calls that name none, see `Choreography`.
         limits: has `max_messages_per_session` and `max_tokens_per_session`; None: no limits.
         session_id: that of an earlier process, whose messages are to be loaded; None: a new one.
+        on_choice: see `SessionRepair`.
     """
 
     def __init__(
@@ -59,13 +61,24 @@ class AsyncChoreography:
         repair: Any = None,
         limits: Any = None,
         session_id: str | None = None,
+        on_choice: OnChoice | None = None,
     ) -> None:
         check_mode(mode)
         self.mode = mode
         self.repair = repair
         tokenizer, vllm_config = async_llm.get_tokenizer(), async_llm.vllm_config
         self._session = Session(
-            tokenizer, vllm_config, mode, tenant, limits, adapter, placement, repair, session_id
+            tokenizer,
+            vllm_config,
+            mode,
+            tenant,
+            limits,
+            adapter,
+            placement,
+            repair,
+            session_id,
+            async_llm.get_num_unfinished_requests,
+            on_choice,
         )
         self._entries = self._session.entries
         self._runner = AsyncRunner(async_llm, self._session)
@@ -238,7 +251,7 @@ class AsyncChoreography:
         if self.mode == "baseline":
             return self._session.stats()
         stats: dict[str, Any] = await self._runner.utility("stats", self._session.id)
-        return stats
+        return self._session.with_choices(stats)
 
     async def close(self) -> None:
         """End the calls that are running and free all messages. Closing twice does nothing."""

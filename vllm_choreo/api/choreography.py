@@ -82,7 +82,14 @@ class Choreography(SyncKeeping):
         self._llm = llm
         tokenizer, vllm_config = llm.get_tokenizer(), llm.llm_engine.vllm_config
         self._session = Session(
-            tokenizer, vllm_config, mode, tenant, None, adapter, placement, repair
+            tokenizer,
+            vllm_config,
+            mode,
+            tenant,
+            adapter=adapter,
+            placement=placement,
+            repair=repair,
+            num_unfinished=llm.llm_engine.get_num_unfinished_requests,
         )
         self._entries = self._session.entries
         self._denied: tuple[str, ...] = ()
@@ -204,11 +211,14 @@ class Choreography(SyncKeeping):
         return self.message(named).provenance
 
     def stats(self) -> dict[str, Any]:
-        """The engine's numbers on this session's messages; in baseline mode those of the client."""
+        """The engine's numbers on this session's messages; in baseline mode those of the client.
+
+        With the profile of a pair also `layers_chosen`: how often which layers, by the reason.
+        """
         if self.mode == "baseline":
             return self._session.stats()
         stats: dict[str, Any] = self._utility("stats", self._session.id)
-        return stats
+        return self._session.with_choices(stats)
 
     def close(self) -> None:
         """Free all messages of the session. Closing twice does nothing."""

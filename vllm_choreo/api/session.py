@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_choreo.api.adapters import SessionAdapters, base_model
+from vllm_choreo.api.adapters import SessionAdapters
 from vllm_choreo.api.entries import Entries
 from vllm_choreo.api.options import checked_sampling_params
 from vllm_choreo.api.planned import PlannedCall
+from vllm_choreo.api.session_repair import OnChoice, SessionRepair
 from vllm_choreo.errors import (
     ChoreoError,
     CyclicParentsError,
@@ -23,9 +24,7 @@ from vllm_choreo.errors import (
     RepairError,
     TooLongError,
 )
-from vllm_choreo.repair.layers import entries_of
-from vllm_choreo.repair.policy import Policy, session_rule
-from vllm_choreo.repair.rules import ByLayers, GivenRuns
+from vllm_choreo.repair.rules import GivenRuns
 from vllm_choreo.repair.runs import check_inside
 from vllm_choreo.semantics.call import CALL_MODES, CallSpec, Tokenized, content_name
 from vllm_choreo.semantics.message import Message
@@ -52,6 +51,7 @@ class Session:
         adapter, placement: see `SessionAdapters`.
         repair: the rule of calls that name none.
         session_id: that of an earlier process, whose messages are to be loaded; None: a new one.
+        num_unfinished, on_choice: see `SessionRepair`.
 
     Raises:
         ChoreoError: as `SessionAdapters`, or no such rule.
@@ -68,6 +68,8 @@ class Session:
         placement: str | None = None,
         repair: Any = None,
         session_id: str | None = None,
+        num_unfinished: Callable[[], int] = int,
+        on_choice: OnChoice | None = None,
     ) -> None:
         self.id = session_id or secrets.token_hex(16)
         self.mode = mode
@@ -76,11 +78,8 @@ class Session:
         self._tokenizer = tokenizer
         self._model_config = vllm_config.model_config
         self.adapters = SessionAdapters(vllm_config, adapter, placement)
-        self._repair = session_rule(repair, mode)
-        by_layers = self._repair if isinstance(self._repair, ByLayers) else None
-        self._keep_hidden = entries_of(by_layers.ranges) if by_layers else ()
-        if isinstance(self._repair, Policy):
-            self._repair.check_model(base_model(vllm_config.model_config.model))
+        model = vllm_config.model_config.model
+        self.repair = SessionRepair(repair, mode, model, self.entries, num_unfinished, on_choice)
         self._count = 0
 
     # -- messages that were saved -------------------------------------------------------------
@@ -132,10 +131,11 @@ class Session:
             ChoreoError: the first reason why a call is refused.
         """
         self.entries.check_open()
-        count, calls = self._count, []
+        calls: list[PlannedCall] = []
+        count = self._count
         try:
             for group in [[spec] for spec in specs] if linked else [specs]:
-                planned = [self._planned(spec) for spec in group]
+                planned = [self._planned(spec, len(calls) + i) for i, spec in enumerate(group)]
                 self.entries.check_new(planned)
                 self.entries.started(planned)
                 calls += planned
@@ -146,7 +146,8 @@ class Session:
         self.entries.count = self._count
         return calls
 
-    def _planned(self, spec: CallSpec) -> PlannedCall:
+    def _planned(self, spec: CallSpec, number: int) -> PlannedCall:
+        """A call that is the list's `number`-th, from 0 on."""
         message_id = self._new_id(spec.save_as)
         copied = spec.content if isinstance(spec.content, ParentSpan) else None
         if copied is None:
@@ -159,8 +160,9 @@ class Session:
         )
         adapter = self.adapters.of(spec.kind, spec.adapter)
         exact = self._mode(spec.mode) == "exact"
+        parents = tuple(self._span(span, message_id, "parents") for span in spec.parents)
         params = spec.params(
-            parents=tuple(self._span(span, message_id, "parents") for span in spec.parents),
+            parents=parents,
             save_as=message_id,
             session=self.id,
             tenant=self.tenant if spec.tenant is None else spec.tenant,
@@ -168,8 +170,8 @@ class Session:
             exact=exact,
             deny=self.entries.denied(spec.deny),
             copy_of=copied and copied.id,
-            repair=self._repair_of(spec, exact),
-            keep_hidden=self._keep_hidden if spec.keep_hidden is None else spec.keep_hidden,
+            repair=self.repair.of(spec, exact, parents, adapter, number),
+            keep_hidden=self.repair.keep_hidden if spec.keep_hidden is None else spec.keep_hidden,
         )
         self._check_runs(params)
         lengths = self._lengths(params.parents)
@@ -179,20 +181,6 @@ class Session:
             check_text_offsets(lengths, params.offsets, params.new_offset)
         trace = self._trace(params)
         return PlannedCall(text, token_ids, params, sampling_params, trace, adapter, spec.role)
-
-    def _repair_of(self, spec: CallSpec, exact: bool) -> Any:
-        """The call's own rule, or what the session has for it.
-
-        Raises:
-            RepairError: the session's policy does not know the roles.
-        """
-        # What an exact call must, it encodes anew whatever its session repairs.
-        if spec.repair is not None or exact or not isinstance(self._repair, Policy):
-            return self._repair if spec.repair is None and not exact else spec.repair
-        if not spec.parents or self.mode == "baseline":
-            return None
-        entries = [self.entries.get("parents", self.entries.resolve(s.id)) for s in spec.parents]
-        return self._repair.rule(spec.role, [entry.role for entry in entries])
 
     def _mode(self, given: Any) -> str:
         if given is None or (given in CALL_MODES and self.mode == "baseline"):
@@ -240,6 +228,11 @@ class Session:
         """What the client itself knows of a session: `messages` and their `tokens`."""
         messages = self.entries.messages().values()
         return {"messages": len(messages), "tokens": sum(m.num_tokens for m in messages)}
+
+    def with_choices(self, stats: dict[str, Any]) -> dict[str, Any]:
+        """The engine's numbers of a session, and what a profile of a pair has chosen."""
+        choices = self.repair.choices
+        return stats if choices is None else {**stats, "layers_chosen": choices}
 
     # -- the new tokens ----------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from vllm_choreo.cli import (
 )
 from vllm_choreo.cli.calibrate import arguments as calibrate
 from vllm_choreo.cli.evaluate import command as evaluate
+from vllm_choreo.cli.profile_pair import arguments as profile_pair
 from vllm_choreo.cli.run import command as run
 
 
@@ -49,6 +50,10 @@ _COMMANDS: dict[str, tuple[Command, str]] = {
     "distil": (distil, "recorded runs as direct calls with their answers, a control to train"),
     "evaluate": (evaluate, "judge choreography and adapters against the text; a page of it"),
     "calibrate": (calibrate, "what repair buys on your own runs, and a policy that buys enough"),
+    "profile-pair": (
+        profile_pair,
+        "which layers one adapter encodes anew of what another has encoded; a profile that says so",
+    ),
     "pml": (pml, "prompts from schemas of reusable modules: check, show, encode and run files"),
     "keep": (keep, "encode texts and save them, load them, see what a folder of them holds"),
     "doctor": (

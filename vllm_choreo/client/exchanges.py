@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 from vllm_choreo.errors import ChoreoError, UnknownMessageError
-from vllm_choreo.repair.policy import session_rule
+from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.semantics.call import Asked, CallSpec, Result
 from vllm_choreo.semantics.message import Kept, Message
 from vllm_choreo.semantics.naming import message_id, message_ids

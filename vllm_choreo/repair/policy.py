@@ -19,12 +19,11 @@ from typing import Any
 
 from vllm_choreo.errors import RepairError
 from vllm_choreo.files import write_text
-from vllm_choreo.repair.rules import ClippedRuns, GivenRuns, Rule, rule_of
+from vllm_choreo.repair.rules import ClippedRuns, Rule
 from vllm_choreo.repair.runs import Runs, joined
 from vllm_choreo.trained_adapter import BaseModel
 
 FORMAT = 1
-SUFFIX = ".json"
 _END = 2**31 - 1  # behind every message
 _MODEL = ("name", "weights", "tokenizer")
 
@@ -101,11 +100,7 @@ class Policy:
         Raises:
             RepairError: it cannot be read, or is no policy.
         """
-        try:
-            data = json.loads(Path(path).expanduser().read_text("utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise _refused(f"the policy cannot be read: {error}", str(path)) from error
-        return cls.from_json(data)
+        return cls.from_json(read_json(path))
 
     @classmethod
     def from_json(cls, data: Any) -> Policy:
@@ -145,52 +140,24 @@ class Policy:
         )
 
 
-def policy_given(given: Any) -> Policy | None:
-    """The policy that `repair=` of a session names or holds; None: it is another rule.
-
-    Raises:
-        RepairError: a file that is no policy.
-    """
-    if isinstance(given, Policy):
-        return given
-    if isinstance(given, Path) or (isinstance(given, str) and given.endswith(SUFFIX)):
-        return Policy.load(given)
-    if isinstance(given, Mapping) and "masks" in given:
-        return Policy.from_json(given)
-    return None
-
-
-def session_rule(given: Any, mode: str) -> Rule | Policy | None:
-    """What a session's calls repair: a rule, or by a policy.
-
-    Raises:
-        RepairError: runs, which are those of one call; or a session whose calls are all exact.
-    """
-    if given is None:
-        return None
-    rule = policy_given(given) or rule_of(given)
-    if isinstance(rule, GivenRuns):
-        raise RepairError(
-            'runs belong to one call; a session has a rule, such as "first:32"',
-            parameter="repair",
-            value=given,
-        )
-    if mode == "exact":
-        raise RepairError(
-            "mode 'exact' encodes anew whatever it must: leave repair out, or choose the mode "
-            "'choreo'",
-            parameter="repair",
-            value=given,
-        )
-    return rule
-
-
 def block_runs(blocks: Sequence[int], block: int, num_blocks: int) -> Runs:
     """The tokens of some blocks of a message, however long it is."""
     return joined(
         (number * block, _END if number == num_blocks - 1 else (number + 1) * block)
         for number in blocks
     )
+
+
+def read_json(path: str | Path) -> Any:
+    """What a file holds that `repair=` names.
+
+    Raises:
+        RepairError: it cannot be read.
+    """
+    try:
+        return json.loads(Path(path).expanduser().read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _refused(f"the file cannot be read: {error}", str(path)) from error
 
 
 def check_budget(share: Any) -> None:

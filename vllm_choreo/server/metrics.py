@@ -22,6 +22,7 @@ from vllm.v1.metrics.buckets import histogram_buckets
 from vllm_choreo import errors
 from vllm_choreo.engine.utility import call_async
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.repair.pair_rule import REASONS, ChosenCell
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.auto_messages import AUTO_OUTCOMES
 from vllm_choreo.server.sessions import Sessions
@@ -175,6 +176,15 @@ class CallMetrics:
         )
         self._chats = add(Counter, "auto_chats", "Chats that name no messages.", ["outcome"])
         self._auto = {name: add(Counter, f"auto_{name}", text)() for name, text in _AUTO.items()}
+        self._pair_calls = add(
+            Counter,
+            "pair_calls",
+            "Calls whose layers the profile of a pair has chosen.",
+            ["reason"],
+        )
+        self._pair_layers = add(
+            Counter, "pair_layers", "Layers that such calls encode anew.", ["reason"]
+        )
         self._histograms = {
             name: add(Histogram, name, text, ["type"], buckets=_bounds(buckets, overrides))
             for name, (text, buckets) in _HISTOGRAMS.items()
@@ -187,6 +197,9 @@ class CallMetrics:
             self._errors(name)
         for outcome in AUTO_OUTCOMES:
             self._chats(outcome)
+        for reason in REASONS:
+            self._pair_calls(reason)
+            self._pair_layers(reason)
         for kind, outcomes in _OUTCOMES.items():
             for outcome in outcomes:
                 self._calls(kind, outcome)
@@ -228,6 +241,10 @@ class CallMetrics:
 
     def refused(self, error: ChoreoError) -> None:
         self._errors(type(error).__name__).inc()
+
+    def chosen(self, choice: ChosenCell) -> None:
+        self._pair_calls(choice.reason).inc()
+        self._pair_layers(choice.reason).inc(choice.cell.num_layers)
 
     def looked_up(self, outcome: str, report: Mapping[str, int]) -> None:
         self._chats(outcome).inc()

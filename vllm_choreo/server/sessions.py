@@ -8,46 +8,26 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.logger import init_logger
 
 from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
-from vllm_choreo.repair.rules import rule_of
+from vllm_choreo.repair.pair_rule import ChosenCell
+from vllm_choreo.repair.session_rules import check_sent
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.server.observer import Observer
 from vllm_choreo.wire.calls import adapter_name
 from vllm_choreo.wire.messages import usage_json
 
 logger = init_logger("vllm.choreo.server")
 
 _SWEEP_SECONDS = 1.0
-
-
-class Observer(Protocol):
-    """Is told what happens, to count it."""
-
-    def opened(self) -> None:
-        """A session was opened."""
-
-    def closed(self, *, expired: bool) -> None:
-        """A session was closed, by request or because nobody used it."""
-
-    def finished(self, kind: str, message: Message) -> None:
-        """A call made a message; `kind` is "prefill" or "decode"."""
-
-    def failed(self, kind: str, outcome: str) -> None:
-        """A call made none: "error", or "abandoned" by its client."""
-
-    def refused(self, error: ChoreoError) -> None:
-        """A client was answered with an error."""
-
-    def looked_up(self, outcome: str, report: Mapping[str, int]) -> None:
-        """The parts of a chat were looked up; `outcome` is one of `AUTO_OUTCOMES`."""
 
 
 @dataclass(eq=False)
@@ -155,8 +135,7 @@ class Sessions:
         ttl = config.session_ttl_seconds if ttl_seconds is None else ttl_seconds
         _check_limit("session_ttl_seconds", ttl, config.session_ttl_seconds)
         limits = config if is_limited else None
-        if isinstance(repair, str):
-            rule_of(repair)  # a client names no file of the server's: it sends its policy
+        check_sent(repair)
         choreography = AsyncChoreography(
             self._llm,
             mode,
@@ -166,6 +145,7 @@ class Sessions:
             repair=repair,
             limits=limits,
             session_id=session_id,
+            on_choice=self.chosen,
         )
         session = OpenSession(choreography, tenant, ttl, adapter_name(adapter))
         self._sessions[tenant, session.id] = session
@@ -305,6 +285,11 @@ class Sessions:
     def _failed(self, kind: str, outcome: str) -> None:
         for observer in self.observers:
             observer.failed(kind, outcome)
+
+    def chosen(self, choice: ChosenCell) -> None:
+        """Count what the profile of a pair has chosen for a call."""
+        for observer in self.observers:
+            observer.chosen(choice)
 
     def refused(self, error: ChoreoError) -> None:
         """Count an error with which a client is answered."""

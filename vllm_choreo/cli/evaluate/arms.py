@@ -72,15 +72,15 @@ class Arm:
         """Whether its calls are those of the text, so that their distributions can be compared."""
         return not self.is_direct and not self.restates
 
-    def distributions(
+    def replayed(
         self, llm: Any, workflow: str, task: Task, said: Transcript
-    ) -> list[np.ndarray]:
-        """What the arm says at each token of a run, if it generates the same: see `Measured`."""
+    ) -> tuple[Transcript, list[np.ndarray]]:
+        """The arm generating what a run has said, and its distributions there: see `Measured`."""
         with self.open(llm) as c:
             measured = Measured(c)
             with Replay(measured, said) as replay:
-                program_of(workflow)(replay, **task.inputs)
-            return measured.distributions
+                ran = program_of(workflow)(replay, **task.inputs)
+            return ran, measured.distributions
 
 
 def arms_of(
@@ -156,18 +156,74 @@ def judge(
     Raises:
         ChoreoError: one of the arms fails.
     """
-    ran = {arm.name: arm.run(llm, workflow, task) for arm in arms}
-    judged = {name: _judged(task, found) for name, found in ran.items()}
-    if not measures_kl:
-        return judged
-    said = task.recorded or ran[TEXT]
-    text, *others = [arm for arm in arms if arm.says_the_same]
-    base = text.distributions(llm, workflow, task, said)
-    judged[TEXT] = replace(judged[TEXT], kl=0.0, num_tokens=sum(map(len, base)))
-    for arm in others:
-        found = arm.distributions(llm, workflow, task, said)
-        judged[arm.name] = _with_kl(judged[arm.name], base, found)
-    return judged
+    text, *others = arms
+    bench = Bench(llm, workflow, task, text, task.recorded, measures_kl=measures_kl)
+    return {TEXT: bench.text} | {arm.name: bench.judged(arm) for arm in others}
+
+
+class Bench:
+    """A problem that arms are judged on, one after the other, against one of them: the text.
+
+    Args:
+        llm: forces tokens, in this process.
+        workflow: the name of its function.
+        task: the problem.
+        text: run at once.
+        said: the run whose tokens are forced where distributions are compared; None: the text's.
+        measures_kl: compare distributions at all.
+
+    Attributes:
+        text: what it made of the problem.
+        said: see above.
+
+    Raises:
+        ChoreoError: the text cannot be run.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        workflow: str,
+        task: Task,
+        text: Arm,
+        said: Transcript | None = None,
+        *,
+        measures_kl: bool = True,
+    ) -> None:
+        self._llm, self._workflow, self._task = llm, workflow, task
+        ran = text.run(llm, workflow, task)
+        self.said = said or ran
+        self.text = _judged(task, ran)
+        self._base: list[np.ndarray] | None = None
+        if measures_kl:
+            _, self._base = text.replayed(llm, workflow, task, self.said)
+            self.text = replace(self.text, kl=0.0, num_tokens=sum(map(len, self._base)))
+
+    def judged(self, arm: Arm) -> Judged:
+        """What an arm makes of the problem, and how far what it says is from the text.
+
+        Raises:
+            ChoreoError: it fails.
+        """
+        found = _judged(self._task, arm.run(self._llm, self._workflow, self._task))
+        return self._with_kl(found, arm) if self._base and arm.says_the_same else found
+
+    def replayed(self, arm: Arm) -> Judged:
+        """The same of an arm that is not asked for answers of its own: those forced are the text's.
+
+        Raises:
+            ChoreoError: it fails, or distributions are not compared.
+        """
+        assert self._base is not None
+        ran, found = arm.replayed(self._llm, self._workflow, self._task, self.said)
+        kl, num_tokens = divergence(self._base, found)
+        return replace(_judged(self._task, ran), is_right=None, kl=kl, num_tokens=num_tokens)
+
+    def _with_kl(self, judged: Judged, arm: Arm) -> Judged:
+        assert self._base is not None
+        _, found = arm.replayed(self._llm, self._workflow, self._task, self.said)
+        kl, num_tokens = divergence(self._base, found)
+        return replace(judged, kl=kl, num_tokens=num_tokens)
 
 
 def _judged(task: Task, ran: Transcript) -> Judged:
@@ -178,8 +234,3 @@ def _judged(task: Task, ran: Transcript) -> Judged:
         num_encoded=sum(step.message.num_prefilled for step in ran.steps),
         ttft=fmean(ttfts) if ttfts else None,
     )
-
-
-def _with_kl(judged: Judged, base: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> Judged:
-    kl, num_tokens = divergence(base, found)
-    return replace(judged, kl=kl, num_tokens=num_tokens)

@@ -10,8 +10,8 @@ from typing import Any
 
 from vllm_choreo.cli.run.engine import DEFAULT_MAX_MODEL_LEN
 from vllm_choreo.cli.run.sets import DEFAULT_MAX_TOKENS, SETS
-from vllm_choreo.repair.policy import SUFFIX, session_rule
 from vllm_choreo.repair.rules import rule_given
+from vllm_choreo.repair.session_rules import names_file, session_rule
 from vllm_choreo.semantics.call import MODES
 from vllm_choreo.trained_adapter import PLACEMENTS
 from vllm_choreo.workflows.prisoners_dilemma import LEAKS, STRATEGIES
@@ -177,7 +177,7 @@ def repair_of(text: str) -> Any:
     Raises:
         RepairError: it gives none, or runs, which are those of one call.
     """
-    given = text if text.endswith(SUFFIX) else rule_given(text)
+    given = text if names_file(text) else rule_given(text)
     session_rule(given, "choreo")
     return given
 

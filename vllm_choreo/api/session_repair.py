@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the calls of a session repair where they do not say it themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_choreo.api.adapters import adapter_weights_of, base_model
+from vllm_choreo.api.entries import Entries
+from vllm_choreo.repair.layers import entries_of
+from vllm_choreo.repair.pair_rule import ChosenCell, PairChooser, PairRule
+from vllm_choreo.repair.policy import Policy
+from vllm_choreo.repair.rules import ByLayers
+from vllm_choreo.repair.session_rules import session_rule
+from vllm_choreo.semantics.call import CallSpec
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.params import ParentSpan
+
+OnChoice = Callable[[ChosenCell], None]
+
+
+class SessionRepair:
+    """The rule of a session.
+
+    Args:
+        given: as `Choreography` takes it.
+        mode: the session's.
+        model: of the engine, as its configuration names it.
+        entries: the messages of the session.
+        num_unfinished: how many requests the engine has.
+        on_choice: told what is chosen for each call by the profile of a pair.
+
+    Attributes:
+        keep_hidden: of calls that do not say it, the layers whose hidden states are kept.
+
+    Raises:
+        RepairError: no rule, or one that was found with another model.
+    """
+
+    def __init__(
+        self,
+        given: Any,
+        mode: str,
+        model: str,
+        entries: Entries,
+        num_unfinished: Callable[[], int],
+        on_choice: OnChoice | None,
+    ) -> None:
+        self._rule = session_rule(given, mode)
+        self._is_text = mode == "baseline"
+        self._entries = entries
+        self._num_unfinished = num_unfinished
+        self._on_choice = on_choice
+        self._chooser: PairChooser | None = None
+        self.keep_hidden: tuple[int, ...] = ()
+        if isinstance(self._rule, (Policy, PairRule)):
+            self._rule.check_model(base_model(model))
+        if isinstance(self._rule, ByLayers):
+            self.keep_hidden = entries_of(self._rule.ranges)
+        if isinstance(self._rule, PairRule):
+            self.keep_hidden = self._rule.keep_hidden
+            self._chooser = PairChooser(self._rule)
+
+    @property
+    def choices(self) -> dict[str, dict[str, int]] | None:
+        """How often which layers were chosen, and why; None: nothing is chosen here."""
+        return None if self._chooser is None else self._chooser.counts
+
+    def of(
+        self,
+        spec: CallSpec,
+        exact: bool,
+        parents: Sequence[ParentSpan],
+        adapter: Any,
+        num_planned: int,
+    ) -> Any:
+        """The call's own rule, or what the session has for it.
+
+        Args:
+            exact: whether the call is; what it must, it encodes anew whatever its session repairs.
+            parents: of the call, by the ids of messages.
+            adapter: that it wears.
+            num_planned: calls of the same list before it.
+
+        Raises:
+            RepairError: the session's policy does not know the roles, or its profile the adapter.
+        """
+        if spec.repair is not None or exact:
+            return spec.repair
+        if not isinstance(self._rule, (Policy, PairRule)):
+            return self._rule
+        if not parents or self._is_text:
+            return None
+        entries = [self._entries.get("parents", span.id) for span in parents]
+        if isinstance(self._rule, Policy):
+            return self._rule.rule(spec.role, [entry.role for entry in entries])
+        if not self._rule.is_read_by(adapter_weights_of(adapter)):
+            return None
+        num_read = sum(
+            len(range(entry.num_tokens)[span.start : span.stop])
+            for entry, span in zip(entries, parents, strict=True)
+            if isinstance(entry, Message)
+        )
+        return self._chosen(num_read, num_planned)
+
+    def _chosen(self, num_read: int, num_planned: int) -> Any:
+        assert self._chooser is not None
+        choice = self._chooser.choose(num_read, self._num_unfinished() + num_planned)
+        if self._on_choice is not None:
+            self._on_choice(choice)
+        return choice.cell.rule

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of `vllm-choreo profile-pair`, and what is refused before an engine starts."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_choreo.cli.evaluate.sets import HeldOutSet, sets_of
+from vllm_choreo.cli.run.command import make_folder
+from vllm_choreo.cli.run.engine import (
+    DEFAULT_MAX_MODEL_LEN,
+    LocalEngine,
+    memory_for,
+    start_engine,
+    warm_up,
+)
+from vllm_choreo.cli.run.options import WORKFLOWS, add_model, add_out, add_sampling
+from vllm_choreo.errors import AdapterError, ChoreoError
+from vllm_choreo.trained_adapter import FILE_NAME, TrainedAdapter
+
+DEFAULT_TARGET = "loss=0.1"
+THE_MODEL = "none"  # in place of an adapter
+MIN_PROBLEMS = 2  # one half tells which layers matter, the other one whether that is so
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `main` takes."""
+    add = parser.add_argument
+    of_model = f"; {THE_MODEL}: the model itself"
+    add("writer", metavar="WRITER", help="folder of the adapter that encodes messages" + of_model)
+    add("reader", metavar="READER", help="of the adapter that reads them" + of_model)
+    add(
+        "recorded",
+        type=Path,
+        nargs="*",
+        metavar="RECORDED",
+        help="folders of `vllm-choreo record`, of which the runs in test/ are taken: the first is "
+        "profiled with, the others tell whether its profile is good for them",
+    )
+    add("--workflow", choices=tuple(WORKFLOWS), help="instead: this one, on problems of its own")
+    add("--set", metavar="NAME", help="which problems are made, as of `vllm-choreo record`")
+    add("--data", type=Path, metavar="FILE", help="problems as JSON lines")
+    add(
+        "--target",
+        default=DEFAULT_TARGET,
+        metavar="NAME=VALUE",
+        help="what the chosen layers are to reach: loss=SHARE of the distance between plain "
+        "reading and the reader's own encoding at most, kl=NATS per token at most, or "
+        "ttft=SECONDS at most (default: %(default)s)",
+    )
+    add(
+        "--layer-map",
+        action="store_true",
+        help="also what each layer gains by itself, and those that gain most together",
+    )
+    add_model(parser)
+    add_sampling(parser, None, "0, or 0.7 where calls ask the same")
+    add_out(parser, "pair", "folder for pair.json, the numbers and index.html")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Profile; the exit status: 0, or 1 if no choice of layers reaches the target.
+
+    Raises:
+        ChoreoError: the arguments do not make sense, or the engine does not start.
+    """
+    from vllm_choreo.cli.profile_pair.pair import AdapterPair
+    from vllm_choreo.cli.profile_pair.results import profile, target_of
+    from vllm_choreo.smallmodel.embedded import embedded_model
+
+    target = target_of(args.target)
+    pair = AdapterPair(_adapter(args.writer), _adapter(args.reader))
+    if pair.writer == pair.reader:
+        raise ChoreoError("writer and reader are the same", parameter="reader", value=args.reader)
+    learnt, others = _halves(sets_of(args))
+    make_folder(args.out)
+    folders = [folder for folder in (pair.writer, pair.reader) if folder is not None]
+    model = args.model or str(embedded_model())
+    max_model_len = args.max_model_len or DEFAULT_MAX_MODEL_LEN
+    llm = start_engine(model, max_model_len, True, folders, **memory_for([{"layers": []}]))
+    warm_up(LocalEngine(llm), ("baseline", "choreo"))
+    return profile(
+        llm, pair, model, learnt, others, target=target, maps_layers=args.layer_map, out=args.out
+    )
+
+
+def _adapter(given: str) -> Path | None:
+    """
+    Raises:
+        AdapterError: it is no folder, or that of an adapter which some calls alone wear.
+    """
+    if given == THE_MODEL:
+        return None
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        raise AdapterError(
+            f"a folder of an adapter is needed, or {THE_MODEL} for the model itself",
+            parameter="adapter",
+            value=given,
+        )
+    if (folder / FILE_NAME).exists() and TrainedAdapter.load(folder).placement != "both":
+        raise AdapterError(
+            "a variant encodes and generates, this adapter was trained for one of it alone: train "
+            "with --placement both",
+            parameter="adapter",
+            value=given,
+        )
+    return folder
+
+
+def _halves(sets: list[HeldOutSet]) -> tuple[HeldOutSet, list[HeldOutSet]]:
+    """What is profiled with, and what tells whether that holds: the first set is cut in two.
+
+    Raises:
+        ChoreoError: it has one problem alone.
+    """
+    first, *others = sets
+    if len(first.tasks) < MIN_PROBLEMS:
+        raise ChoreoError(
+            "one half of the problems is kept back to check what the other half tells: give "
+            f"{MIN_PROBLEMS} or more",
+            parameter="limit",
+            value=len(first.tasks),
+        )
+    kept_back = replace(first, name=f"{first.name}, kept back", tasks=first.tasks[1::2])
+    return replace(first, tasks=first.tasks[::2]), [kept_back, *others]

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pair of variants as arms: the reader's own encoding, and what it makes of the writer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from vllm_choreo.api.protocol import Facade
+from vllm_choreo.cli.evaluate.arms import Arm
+from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
+from vllm_choreo.repair.pair import Ranges, layers_text
+from vllm_choreo.semantics.call import is_list_of_calls
+from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
+
+
+class Divided:
+    """A `Facade` on `c` where what reads nothing is the writer's, and all else the reader's.
+
+    Args:
+        c: a session without an adapter of its own.
+        writer, reader: adapters, as a call takes them; None: the model itself.
+    """
+
+    def __init__(self, c: Any, writer: Any, reader: Any) -> None:
+        self.mode = c.mode
+        self._c = c
+        self._writer, self._reader = writer, reader
+
+    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
+        """See `Choreography.prefill`."""
+        items = tokens if is_list_of_calls(tokens) else [{"tokens": tokens}]
+        calls: list[dict[str, Any]] = [{**options, **item} for item in items]
+        for call in calls:
+            call["adapter"] = self._reader if call.get("parents") else self._writer
+        messages = self._c.prefill(calls)
+        return messages if is_list_of_calls(tokens) else messages[0]
+
+    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
+        """See `Choreography.decode`."""
+        return self._c.decode(header, **{**options, "adapter": self._reader})
+
+    def free(self, *messages: Any) -> None:
+        """See `Choreography.free`."""
+        self._c.free(*messages)
+
+    def __enter__(self) -> Divided:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._c.close()
+
+
+@dataclass(frozen=True)
+class CellArm(Arm):
+    """The reader, to which messages are the writer's but for some layers.
+
+    Attributes:
+        writer, reader: folders of adapters; None: the model itself.
+        layers: that the reader encodes anew.
+    """
+
+    writer: Path | None = None
+    reader: Path | None = None
+    layers: Ranges = field(default=())
+
+    def open(self, llm: Any) -> Any:
+        from vllm_choreo.api.choreography import Choreography
+
+        llm.reset_prefix_cache()
+        rule = {"layers": [list(one) for one in self.layers]}
+        c = Choreography(llm, self.mode, repair=rule)
+        model = llm.model_config.model  # the name of no adapter at all
+        return Divided(c, str(self.writer or model), str(self.reader or model))
+
+
+@dataclass(frozen=True)
+class AdapterPair:
+    """Two adapters of one engine.
+
+    Attributes:
+        writer, reader: their folders; None: the model itself.
+    """
+
+    writer: Path | None
+    reader: Path | None
+
+    @property
+    def text(self) -> Arm:
+        """The reader's own encoding."""
+        placement = None if self.reader is None else "both"
+        return Arm(TEXT, "baseline", self.reader, placement)
+
+    def arm(self, layers: Ranges) -> CellArm:
+        """A cell."""
+        return CellArm(
+            cell_name(layers), "choreo", writer=self.writer, reader=self.reader, layers=layers
+        )
+
+
+def cell_name(layers: Ranges) -> str:
+    """Of a cell as an arm: without layers it is what all others are to improve on."""
+    return layers_text(layers) if layers else CHOREOGRAPHED
+
+
+if TYPE_CHECKING:
+    _is_one: type[Facade] = Divided

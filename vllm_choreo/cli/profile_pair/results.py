@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a profiled pair to what is left behind: `pair.json`, the numbers, a page, a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vllm_choreo.cli.evaluate.sets import HeldOutSet
+from vllm_choreo.cli.profile_pair.grid import coarse
+from vllm_choreo.cli.profile_pair.pair import AdapterPair
+from vllm_choreo.cli.profile_pair.profiling import (
+    PLAIN,
+    Profiling,
+    contiguous,
+    map_layers,
+    search,
+)
+from vllm_choreo.cli.run.engine import LocalEngine
+from vllm_choreo.cli.run.report import aligned
+from vllm_choreo.errors import RepairError
+from vllm_choreo.files import write_text
+from vllm_choreo.repair.pair import Cell, PairProfile, Ranges, num_run, pareto
+from vllm_choreo.show.markup import milliseconds, percent
+from vllm_choreo.show.pair import pair_html
+from vllm_choreo.trained_adapter import BaseModel, adapter_weights
+
+FORMAT = 1  # of profile.json
+PROFILE, NUMBERS, PAGE = "pair.json", "profile.json", "index.html"
+# Of the frontier, so many cells are asked for answers and tried on other problems.
+MAX_ANSWERED = 6
+
+_TARGETS: dict[str, Callable[[Cell, float], bool]] = {
+    "loss": lambda cell, most: cell.quality_loss <= most,
+    "kl": lambda cell, most: cell.kl <= most,
+    "ttft": lambda cell, most: cell.ttft <= most,
+}
+
+
+def target_of(text: str) -> tuple[str, float]:
+    """A target as an argument gives it.
+
+    Raises:
+        RepairError: no such target, or no number behind it.
+    """
+    name, _, number = text.partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if name not in _TARGETS or not value >= 0:
+        raise RepairError(
+            "a target is loss=SHARE, kl=NATS per token, or ttft=SECONDS",
+            parameter="target",
+            value=text,
+        )
+    return name, value
+
+
+def reached(cells: Sequence[Cell], target: tuple[str, float], num_layers: int) -> Cell | None:
+    """The cell to take: the cheapest that is near enough, or the nearest that is fast enough.
+
+    None: none is, or only encoding everything anew.
+    """
+    name, value = target
+    fit = [c for c in pareto(cells) if c.num_layers < num_layers and _TARGETS[name](c, value)]
+    return (fit[-1] if name == "ttft" else fit[0]) if fit else None
+
+
+def profile(
+    llm: Any,
+    pair: AdapterPair,
+    model: str,
+    learnt: HeldOutSet,
+    others: Sequence[HeldOutSet],
+    *,
+    target: tuple[str, float],
+    maps_layers: bool,
+    out: Path,
+) -> int:
+    """Profile a pair, print a table, write the numbers, a page and the profile.
+
+    Args:
+        llm: forces tokens, in this process, with room for the adapters and for hidden states.
+        model: folder or name of the engine's.
+        learnt: problems that are profiled with.
+        others: sets that have no part in that, on which the frontier is tried.
+        target: see `target_of`.
+        maps_layers: also try each layer by itself.
+        out: an existing folder.
+
+    Returns:
+        The exit status: 0, or 1 if no choice of layers reaches the target.
+
+    Raises:
+        ChoreoError: a problem fails.
+    """
+    from tqdm import tqdm
+
+    num_layers = llm.model_config.hf_text_config.num_hidden_layers
+    everything: Ranges = ((0, num_layers),)
+    with tqdm(desc="profiling", unit="replay", leave=False) as bar:
+        found = Profiling(llm, pair, learnt, bar.update)
+        search(found, num_layers)
+        best = _thinned(pareto(found.cells()))
+        counts = sorted({num_run(ranges) for ranges in coarse(num_layers)})[:-1]
+        layer_map = map_layers(found, num_layers, counts) if maps_layers else None
+        asked = list(dict.fromkeys([PLAIN, *(cell.layers for cell in best), everything]))
+        found.answer(asked)
+        tried = [_tried(llm, pair, one, asked, bar.update) for one in others]
+    cells = found.cells()
+    chosen = reached(cells, target, num_layers)
+    result = PairProfile(
+        model=BaseModel.of(model),
+        writer=_weights(pair.writer),
+        reader=_weights(pair.reader),
+        num_layers=num_layers,
+        num_read=found.num_read,
+        cells=tuple(cells),
+        target=f"{target[0]}={target[1]:g}",
+        chosen=None if chosen is None else chosen.layers,
+        measured={"workflow": learnt.workflow, "set": learnt.name, "problems": len(learnt.tasks)},
+    )
+    result.save(out / PROFILE)
+    sets = [{"name": learnt.name, "rows": found.rows()}, *tried]
+    data = {
+        "format": FORMAT,
+        "facts": _facts(llm, pair),
+        "profile": result.to_json(),
+        "layer_map": layer_map and _map_json(layer_map, cells),
+        "sets": sets,
+    }
+    advice = _advice(chosen, result.target, out, found.text[0].ttft)
+    write_text(out / NUMBERS, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
+    write_text(out / PAGE, pair_html(data, advice))
+    print(_table(sets))
+    print(f"{advice}\n\nOpen {out / PAGE}")
+    return 0 if chosen is not None else 1
+
+
+def _weights(folder: Path | None) -> str | None:
+    return None if folder is None else adapter_weights(folder)
+
+
+def _thinned(best: Sequence[Cell]) -> list[Cell]:
+    """A frontier's cells, evenly taken if there are many."""
+    if len(best) <= MAX_ANSWERED:
+        return list(best)
+    step = (len(best) - 1) / (MAX_ANSWERED - 1)
+    return [best[round(i * step)] for i in range(MAX_ANSWERED)]
+
+
+def _tried(
+    llm: Any,
+    pair: AdapterPair,
+    problems: HeldOutSet,
+    asked: Sequence[Ranges],
+    on_run: Callable[[], None],
+) -> dict[str, Any]:
+    found = Profiling(llm, pair, problems, on_run)
+    found.answer(asked)
+    return {"name": problems.name, "rows": found.rows()}
+
+
+def _facts(llm: Any, pair: AdapterPair) -> dict[str, str]:
+    names = {"writer": pair.writer, "reader": pair.reader}
+    worn = {name: "the model" if folder is None else folder.name for name, folder in names.items()}
+    return LocalEngine(llm).facts(()) | worn
+
+
+def _map_json(layer_map: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
+    """Single layers, and the best of them beside the best whole block of as many."""
+    whole = contiguous(cells)
+    compared = [
+        {"scattered": asdict(cell), "contiguous": asdict(whole[cell.num_layers])}
+        for cell in layer_map["scattered"]
+        if cell.num_layers in whole
+    ]
+    return {"gains": layer_map["gains"], "compared": compared}
+
+
+def _advice(chosen: Cell | None, target: str, out: Path, text_ttft: float | None) -> str:
+    """What to do, in a sentence."""
+    if chosen is None:
+        return f"No choice of layers reaches {target}: encode everything anew (mode exact)."
+    if not chosen.layers:
+        return f"{target} is reached by reading messages as they are stored."
+    times = f", {text_ttft / chosen.ttft:.1f} times as fast to the first token" if text_ttft else ""
+    ranges = [list(one) for one in chosen.layers]
+    return (
+        f'{target} is reached by repair="{out / PROFILE}", which is '
+        f'{{"layers": {json.dumps(ranges)}}}{times}.'
+    )
+
+
+def _table(sets: Sequence[Mapping[str, Any]]) -> str:
+    head = ("problems", "layers anew", "right", "difference", "KL", "KL gap", "encoded", "TTFT")
+    rows: list[tuple[str, ...]] = [head]
+    for one in sets:
+        for row in one["rows"]:
+            right = f"{row['right']} of {row['judged']}" if row["judged"] else "-"
+            rows.append(
+                (
+                    *(one["name"], row["arm"], right, percent(row["difference"], sign=True)),
+                    *(f"{row['kl']:.4f}", percent(row["kl_gap_closed"])),
+                    *(f"{row['encoded']:,.0f}", milliseconds(row["ttft"])),
+                )
+            )
+    return aligned(rows, num_names=2)

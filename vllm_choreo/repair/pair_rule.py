@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cell of a profile a call takes: by the loss that is allowed, a target, and the load.
+
+    "pair.json"                                        the cell that the profile has chosen
+    {"pair": "pair.json", "max_quality_loss": 0.1}     the cheapest that loses no more
+    {"pair": "pair.json", "ttft": 0.5, "max_quality_loss": 0.3}
+                                                       of these the one that loses least, as long as
+                                                       first tokens come within half a second
+
+More is reused when many calls wait, more is encoded anew when none do (DroidSpeak, arXiv
+2411.02820, 4.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from vllm_choreo.errors import RepairError
+from vllm_choreo.repair.pair import Cell, PairProfile, entries, pareto
+from vllm_choreo.trained_adapter import BaseModel
+
+# A cell that loses less is taken again once its first token would come in this part of the target.
+HYSTERESIS = 0.8
+# Why a cell was taken: the profile says so; the best one is fast enough; a better one is too slow
+# for the calls that wait, or for what this one reads; even this one is too slow, none is faster.
+REASONS = ("profile", "best", "load", "length", "late")
+
+
+class ChosenCell(NamedTuple):
+    """A cell, and why it was taken: one of `REASONS`."""
+
+    cell: Cell
+    reason: str
+
+
+@dataclass(frozen=True)
+class PairRule:
+    """How a session's calls read another variant's messages.
+
+    Attributes:
+        profile: of the two.
+        max_quality_loss: no cell that loses more is ever taken; None: that which the chosen one
+            loses.
+        ttft: seconds within which first tokens are to come; None: any.
+
+    Raises:
+        RepairError: no cell loses so little, or the numbers are none.
+    """
+
+    profile: PairProfile
+    max_quality_loss: float | None = None
+    ttft: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_quality_loss", "ttft"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and value >= 0):
+                raise RepairError(
+                    "a number from 0 on is needed", parameter=f"repair.{name}", value=value
+                )
+        if not self.allowed:
+            least = min(cell.quality_loss for cell in self.profile.cells)
+            raise RepairError(
+                f"no choice of layers loses so little: of the profile's the best one loses {least}",
+                parameter="repair.max_quality_loss",
+                value=self.max_quality_loss,
+            )
+
+    @property
+    def allowed(self) -> list[Cell]:
+        """The cells that may be taken: of more layers from each to the next, and of less loss."""
+        if self.ttft is None and self.max_quality_loss is None:
+            return [self.profile.chosen_cell]
+        most = self.max_quality_loss
+        if most is None:
+            most = self.profile.chosen_cell.quality_loss
+        allowed = [cell for cell in self.profile.cells if cell.quality_loss <= most]
+        best = pareto(allowed)
+        return best if self.ttft is not None else best[:1]
+
+    @property
+    def keep_hidden(self) -> tuple[int, ...]:
+        """The layers whose hidden states messages keep, whatever is taken."""
+        return entries(self.allowed)
+
+    def check_model(self, served: BaseModel) -> None:
+        """Raises RepairError: weights or tokenizer are not those of the profile."""
+        self.profile.check_model(served)
+
+    def is_read_by(self, weights: str | None) -> bool:
+        """Whether a call is the reader's, and not the writer's.
+
+        Args:
+            weights: digest of the call's adapter; None: it wears none; "": not known.
+
+        Raises:
+            RepairError: it is that of neither.
+        """
+        if weights in (self.profile.reader, ""):
+            return True
+        if weights != self.profile.writer:
+            raise RepairError(
+                "the call wears an adapter that is neither of the pair: name that of the reader, "
+                'profile the two that are used, or say repair="none"',
+                parameter="repair",
+                value=weights,
+            )
+        return False
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PairRule:
+        """What `to_json` has made, or a session gives: `pair` is a profile, or as one is written.
+
+        Raises:
+            RepairError: it is of another form; names the place.
+        """
+        unknown = data.keys() - {"pair", "max_quality_loss", "ttft"}
+        if unknown:
+            raise RepairError(
+                'a pair is read by {"pair": FILE, "max_quality_loss": SHARE, "ttft": SECONDS}',
+                parameter="repair",
+                value=sorted(unknown),
+            )
+        profile = data["pair"]
+        if not isinstance(profile, PairProfile):
+            profile = PairProfile.from_json(profile)
+        return cls(profile, data.get("max_quality_loss"), data.get("ttft"))
+
+    def to_json(self) -> dict[str, Any]:
+        """As a session gives it, with the cells alone that may be taken."""
+        cells = self.allowed
+        if self.profile.chosen is not None and self.profile.chosen_cell not in cells:
+            cells = [*cells, self.profile.chosen_cell]
+        options = {"max_quality_loss": self.max_quality_loss, "ttft": self.ttft}
+        given = {name: value for name, value in options.items() if value is not None}
+        return {"pair": replace(self.profile, cells=tuple(cells), measured={}).to_json(), **given}
+
+
+class PairChooser:
+    """Chooses call by call; a change for the better waits until it is sure to last.
+
+    Args:
+        rule: the session's.
+
+    Attributes:
+        counts: how often each cell was taken, by its name and the reason.
+    """
+
+    def __init__(self, rule: PairRule) -> None:
+        self.rule = rule
+        self.counts: dict[str, dict[str, int]] = {}
+        self._cells = rule.allowed
+        self._last = len(self._cells) - 1
+
+    def choose(self, num_read: int, num_before: int) -> ChosenCell:
+        """The cell for a call.
+
+        Args:
+            num_read: tokens that it reads.
+            num_before: calls that the engine has not finished.
+        """
+        choice = self._choice(num_read, num_before)
+        of_cell = self.counts.setdefault(choice.cell.name, {})
+        of_cell[choice.reason] = of_cell.get(choice.reason, 0) + 1
+        return choice
+
+    def _choice(self, num_read: int, num_before: int) -> ChosenCell:
+        if self.rule.ttft is None:
+            return ChosenCell(self._cells[0], "profile")
+        self._last = self._number(num_read, num_before)
+        cell = self._cells[self._last]
+        if self.seconds(cell, num_read, num_before) > self.rule.ttft:
+            return ChosenCell(cell, "late")
+        if self._last == len(self._cells) - 1:
+            return ChosenCell(cell, "best")
+        better = self._cells[self._last + 1]
+        is_long = self.seconds(better, num_read, 0) > HYSTERESIS * self.rule.ttft
+        return ChosenCell(cell, "length" if is_long else "load")
+
+    def _number(self, num_read: int, num_before: int) -> int:
+        """That of the best cell which is fast enough; of a better one than the last: amply so."""
+        assert self.rule.ttft is not None
+        for number in range(len(self._cells) - 1, 0, -1):
+            part = HYSTERESIS if number > self._last else 1.0
+            seconds = self.seconds(self._cells[number], num_read, num_before)
+            if seconds <= part * self.rule.ttft:
+                return number
+        return 0
+
+    def seconds(self, cell: Cell, num_read: int, num_before: int) -> float:
+        """To the first token, as the profile tells: calls before it cost as much as this one."""
+        return cell.ttft * num_read / self.rule.profile.num_read * (1 + num_before)
