@@ -46,10 +46,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "soak": ("benchmarks.soak",),
     "quality": ("benchmarks.quality --limit 16 --questions 2",),
     "shared": ("benchmarks.attention.shared_reading --rounds 5",),
-    "pml": ("benchmarks.pml --documents 1000 --in-flight 1 8 --turns 2 --limit 16",),
+    "pml": ("benchmarks.pml --documents 1000 --in-flight 1 --turns 2 --limit 8",),
     "keep": ("benchmarks.keep --turns 3",),
     "frontier": ("benchmarks.frontier --problems 2 --tasks look-up votes",),
-    "on_ramps": ("benchmarks.on_ramps --tokens 1000 --history 1000 --turns 2",),
+    "on_ramps": ("benchmarks.on_ramps --tokens 1000 --turns 2",),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 3",),
     "memory": ("benchmarks.memory",),
@@ -59,9 +59,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Only if they are named: their bars are for full lengths, and they show in more breadth what
-# workflows show; or they take long.
-_BROADER = ("processes", "sweep", "scaling", "ttft")
+# Only if they are named: their bars are for full lengths, they show in more breadth what others
+# show, or they take long.
+_BROADER = ("processes", "sweep", "scaling", "ttft", "policies", "mixed", "server", "quality")
 _ASKED_FOR = (*_BROADER, "memory", "session", "soak", "frontier")
 _DEFAULT = [name for name in COMMANDS if name not in _ASKED_FOR]
 

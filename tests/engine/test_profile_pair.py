@@ -21,7 +21,7 @@ from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.evaluate.arms import Arm, judge
 from vllm_choreo.cli.evaluate.sets import HeldOutSet
 from vllm_choreo.cli.profile_pair import arguments
-from vllm_choreo.cli.profile_pair.pair import AdapterPair
+from vllm_choreo.cli.profile_pair.cell_arms import AdapterPair
 from vllm_choreo.cli.profile_pair.profiling import PLAIN, Profiling, search
 from vllm_choreo.cli.run import command as run_command
 from vllm_choreo.cli.run.task import Task

@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         ChoreoError: the arguments do not make sense, or the engine does not start.
     """
-    from vllm_choreo.cli.profile_pair.pair import AdapterPair
+    from vllm_choreo.cli.profile_pair.cell_arms import AdapterPair
     from vllm_choreo.cli.profile_pair.results import profile, target_of
     from vllm_choreo.smallmodel.embedded import embedded_model
 

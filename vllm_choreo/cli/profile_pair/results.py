@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.cli.evaluate.sets import HeldOutSet
+from vllm_choreo.cli.profile_pair.cell_arms import AdapterPair
 from vllm_choreo.cli.profile_pair.grid import coarse
-from vllm_choreo.cli.profile_pair.pair import AdapterPair
 from vllm_choreo.cli.profile_pair.profiling import (
     PLAIN,
     Profiling,
