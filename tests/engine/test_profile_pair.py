@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +28,10 @@ from vllm_choreo.cli.run import command as run_command
 from vllm_choreo.cli.run.task import Task
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.pair import PairProfile
-from vllm_choreo.trained_adapter import adapter_weights
+from vllm_choreo.trained_adapter import BaseModel, adapter_weights
 
 DOCS = (Path(__file__).parents[2] / "docs" / "variants.md").read_text(encoding="utf-8")
+MODEL = "llama"  # its name alone is asked for
 NUM_LAYERS = 3  # of the tiny model
 
 
@@ -73,7 +75,7 @@ def _problems(count: int = 2) -> HeldOutSet:
 def test_cells_are_arms_of_an_evaluation(llm: Any, adapters: list[Adapter]) -> None:
     """Of the model's own messages: the same distance as of a reader adapter with such a rule."""
     problems, reader = _problems(), adapters[0].path
-    pair = AdapterPair(None, reader)
+    pair = AdapterPair(None, reader, MODEL)
     profiling = Profiling(llm, pair, problems, lambda: None)
     choices = [PLAIN, ((1, 3),), ((0, 1), (2, 3)), ((0, NUM_LAYERS),)]
     profiling.replay(choices)
@@ -92,7 +94,7 @@ def test_cells_are_arms_of_an_evaluation(llm: Any, adapters: list[Adapter]) -> N
 def test_what_one_adapter_wrote_is_what_the_other_reads(llm: Any, adapters: list[Adapter]) -> None:
     """All messages of the pair's writer are encoded by it, those of its reader are not."""
     (task,) = _problems(1).tasks
-    pair = AdapterPair(*(adapter.path for adapter in adapters))
+    pair = AdapterPair(*(adapter.path for adapter in adapters), MODEL)
     ran = pair.arm(PLAIN).run(llm, "multi_qa", task)
     first = ran.steps[0].message
     with Choreography(llm) as c:
@@ -109,7 +111,9 @@ def test_what_one_adapter_wrote_is_what_the_other_reads(llm: Any, adapters: list
 
 
 def test_the_search_goes_from_coarse_to_fine(llm: Any, adapters: list[Adapter]) -> None:
-    profiling = Profiling(llm, AdapterPair(None, adapters[1].path), _problems(1), lambda: None)
+    profiling = Profiling(
+        llm, AdapterPair(None, adapters[1].path, MODEL), _problems(1), lambda: None
+    )
     search(profiling, NUM_LAYERS)
     cells = {cell.layers: cell for cell in profiling.cells()}
     assert {((0, 1),), ((1, 3),), ((0, 3),)} <= cells.keys()
@@ -119,26 +123,30 @@ def test_the_search_goes_from_coarse_to_fine(llm: Any, adapters: list[Adapter]) 
     assert [row["arm"] for row in profiling.rows()] == ["text", "choreographed", "0–3"]
 
 
-def _profile(tmp_path: Path, adapters: list[Adapter], model: str) -> Path:
-    """That of the documented command."""
-    asked = [str(adapter.path) for adapter in adapters]
-    small = ["--workflow", "multi_qa", "--limit", "3", "--max-tokens", "5", "--layer-map"]
-    out = tmp_path / "pair"
-    assert cli.main(["profile-pair", *asked, *small, "--model", model, "--out", str(out)]) in (0, 1)
-    return out
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiled") / "pair"
 
 
-def test_a_session_reads_by_its_profile(
-    llm: Any, adapters: list[Adapter], tiny_model_path: Callable[[str], Path], tmp_path: Path
-) -> None:
-    out = _profile(tmp_path, adapters, str(tiny_model_path("llama")))
-    made = json.loads((out / "profile.json").read_text())
-    profile = PairProfile.from_json(json.loads((out / "pair.json").read_text()))
+@pytest.fixture
+def profiled(folder: Path, adapters: list[Adapter], tiny_model_path: Callable[[str], Path]) -> Path:
+    """The folder of the command, run once."""
+    if not folder.exists():
+        asked = [*(str(adapter.path) for adapter in adapters), "--layer-map"]
+        small = ["--workflow", "multi_qa", "--limit", "3", "--max-tokens", "5"]
+        model = ["--model", str(tiny_model_path("llama"))]
+        assert cli.main(["profile-pair", *asked, *small, *model, "--out", str(folder)]) in (0, 1)
+    return folder
+
+
+def test_a_session_reads_by_its_profile(llm: Any, adapters: list[Adapter], profiled: Path) -> None:
+    made = json.loads((profiled / "profile.json").read_text())
+    profile = PairProfile.from_json(json.loads((profiled / "pair.json").read_text()))
     assert profile.writer == adapter_weights(adapters[0].path)
     assert profile.num_layers == NUM_LAYERS and profile.num_read > 0
     assert len(made["layer_map"]["gains"]) == NUM_LAYERS
     assert [one["name"] for one in made["sets"]][1].endswith("kept back")
-    page = (out / "index.html").read_text()
+    page = (profiled / "index.html").read_text()
     assert page.count("<rect") == NUM_LAYERS * (NUM_LAYERS + 1) / 2
     assert "http" not in page.replace("http-equiv", "")
 
@@ -158,12 +166,9 @@ def test_a_session_reads_by_its_profile(
         assert c.stats()["layers_chosen"] == {"1–3": {"profile": 1}}
 
 
-def test_more_is_reused_when_calls_wait(
-    llm: Any, adapters: list[Adapter], tiny_model_path: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_more_is_reused_when_calls_wait(llm: Any, adapters: list[Adapter], profiled: Path) -> None:
     """Sixteen calls at once: the first has no other before it, the last fifteen."""
-    out = _profile(tmp_path, adapters, str(tiny_model_path("llama")))
-    profile = PairProfile.from_json(json.loads((out / "pair.json").read_text()))
+    profile = PairProfile.from_json(json.loads((profiled / "pair.json").read_text()))
     cells = [
         replace(cell, ttft=0.1 * (1 + cell.num_layers))
         for cell in profile.cells
@@ -207,6 +212,49 @@ def test_bad_arguments(
     assert cli.main(["profile-pair", *given, "--out", str(tmp_path / "no")]) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.exhaustive
+def test_whole_models(
+    tiny_model_path: Callable[[str], Path],
+    engine_slot: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cells are those of the same change as an adapter: the variant is the base with it merged."""
+    base = tiny_model_path("llama")
+    adapter = Adapter(base, tmp_path, 3)
+    merged = tmp_path / "merged"
+    shutil.copytree(base, merged)
+    adapter.oracle.model.save_pretrained(merged)
+    options = {
+        "logits_processors": ("vllm_choreo.engine.worker.forced:ForcedTokens",),
+        "additional_config": {"choreo": {"hidden_memory_gib": 2**-9}},
+    }
+
+    def start(model: str, *_: Any, **__: Any) -> Any:
+        return engine_slot(Path(model), **options)
+
+    monkeypatch.setattr(arguments, "start_engine", start)
+    monkeypatch.setattr(arguments, "stop_engine", lambda llm: None)
+    small = ["--workflow", "multi_qa", "--limit", "2", "--max-tokens", "5", "--out"]
+    out = tmp_path / "models"
+    assert cli.main(["profile-pair", str(base), str(merged), *small, str(out)]) in (0, 1)
+    assert not list(out.glob("writer-*"))
+    profile = PairProfile.from_json(json.loads((out / "pair.json").read_text()))
+    assert profile.reader is None and profile.writer == BaseModel.of(base).weights
+    assert profile.model == BaseModel.of(merged)
+    cells = {cell.layers: cell for cell in profile.cells}
+    assert cells[PLAIN].kl > 1e-3 and cells[((0, NUM_LAYERS),)].kl < 1e-5
+
+    llm = engine_slot(base, enable_lora=True, max_loras=1, **options)
+    monkeypatch.setattr(arguments, "start_engine", lambda *_, **__: llm)
+    by_adapter = ["profile-pair", "none", str(adapter.path), "--model", str(base)]
+    assert cli.main([*by_adapter, *small, str(tmp_path / "adapter")]) in (0, 1)
+    data = json.loads((tmp_path / "adapter" / "pair.json").read_text())
+    for cell in PairProfile.from_json(data).cells:
+        if cell.layers in cells:
+            assert cells[cell.layers].kl == pytest.approx(cell.kl, rel=2e-2, abs=1e-5)
 
 
 @pytest.mark.exhaustive

@@ -48,8 +48,8 @@ class Arm:
     repair: Any = None
     restates: bool = False
 
-    def open(self, llm: Any) -> Any:
-        """A session on an engine."""
+    def open(self, llm: Any, task: Task | None = None) -> Any:
+        """A session on an engine, for a problem."""
         from vllm_choreo.api.choreography import Choreography
 
         # Every run has the caching that it would have by itself.
@@ -59,7 +59,7 @@ class Arm:
 
     def run(self, llm: Any, workflow: str, task: Task) -> Transcript:
         """The workflow, or the one call in its place, on a problem."""
-        with self.open(llm) as c:
+        with self.open(llm, task) as c:
             if self.is_direct:
                 question = question_of(workflow, task.inputs)
                 opening, params = task.inputs.get("opening", ""), task.inputs["sampling_params"]
@@ -76,7 +76,7 @@ class Arm:
         self, llm: Any, workflow: str, task: Task, said: Transcript
     ) -> tuple[Transcript, list[np.ndarray]]:
         """The arm generating what a run has said, and its distributions there: see `Measured`."""
-        with self.open(llm) as c:
+        with self.open(llm, task) as c:
             measured = Measured(c)
             with Replay(measured, said) as replay:
                 ran = program_of(workflow)(replay, **task.inputs)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from vllm_choreo.cli.evaluate.sets import HeldOutSet, sets_of
 from vllm_choreo.cli.run.command import make_folder
@@ -14,11 +15,12 @@ from vllm_choreo.cli.run.engine import (
     LocalEngine,
     memory_for,
     start_engine,
+    stop_engine,
     warm_up,
 )
 from vllm_choreo.cli.run.options import WORKFLOWS, add_model, add_out, add_sampling
 from vllm_choreo.errors import AdapterError, ChoreoError
-from vllm_choreo.trained_adapter import FILE_NAME, TrainedAdapter
+from vllm_choreo.trained_adapter import FILE_NAME, PEFT_FILES, TrainedAdapter
 
 DEFAULT_TARGET = "loss=0.1"
 THE_MODEL = "none"  # in place of an adapter
@@ -28,9 +30,13 @@ MIN_PROBLEMS = 2  # one half tells which layers matter, the other one whether th
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `main` takes."""
     add = parser.add_argument
-    of_model = f"; {THE_MODEL}: the model itself"
-    add("writer", metavar="WRITER", help="folder of the adapter that encodes messages" + of_model)
-    add("reader", metavar="READER", help="of the adapter that reads them" + of_model)
+    add(
+        "writer",
+        metavar="WRITER",
+        help=f"folder of the adapter that encodes messages ({THE_MODEL}: the model itself), or a "
+        "whole model",
+    )
+    add("reader", metavar="READER", help="of the variant that reads them, of the same kind")
     add(
         "recorded",
         type=Path,
@@ -66,24 +72,62 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         ChoreoError: the arguments do not make sense, or the engine does not start.
     """
-    from vllm_choreo.cli.profile_pair.cell_arms import AdapterPair
+    from vllm_choreo.cli.profile_pair.cell_arms import AdapterPair, Pair
+    from vllm_choreo.cli.profile_pair.models import ModelPair
     from vllm_choreo.cli.profile_pair.results import profile, target_of
     from vllm_choreo.smallmodel.embedded import embedded_model
 
     target = target_of(args.target)
-    pair = AdapterPair(_adapter(args.writer), _adapter(args.reader))
-    if pair.writer == pair.reader:
+    if args.writer == args.reader:
         raise ChoreoError("writer and reader are the same", parameter="reader", value=args.reader)
+    is_models = all(map(_is_model, (args.writer, args.reader)))
+    if is_models and args.model:
+        raise ChoreoError("writer and reader are models: leave out --model", parameter="model")
+    writer, reader = (
+        None if is_models else _adapter(given) for given in (args.writer, args.reader)
+    )
     learnt, others = _halves(sets_of(args))
     make_folder(args.out)
-    folders = [folder for folder in (pair.writer, pair.reader) if folder is not None]
-    model = args.model or str(embedded_model())
     max_model_len = args.max_model_len or DEFAULT_MAX_MODEL_LEN
-    llm = start_engine(model, max_model_len, True, folders, **memory_for([{"layers": []}]))
-    warm_up(LocalEngine(llm), ("baseline", "choreo"))
-    return profile(
-        llm, pair, model, learnt, others, target=target, maps_layers=args.layer_map, out=args.out
-    )
+    with TemporaryDirectory(dir=args.out, prefix="writer-") as kept:
+        pair: Pair
+        if is_models:
+            written = _written(args.writer, max_model_len, [learnt, *others], Path(kept))
+            pair, model = ModelPair(args.writer, args.reader, written), args.reader
+        else:
+            model = args.model or str(embedded_model())
+            pair = AdapterPair(writer, reader, model)
+        adapters = [folder for folder in (writer, reader) if folder is not None]
+        llm = start_engine(model, max_model_len, True, adapters, **memory_for([{"layers": []}]))
+        warm_up(LocalEngine(llm), ("baseline", "choreo"))
+        options = {"target": target, "maps_layers": args.layer_map, "out": args.out}
+        return profile(llm, pair, learnt, others, **options)
+
+
+def _written(
+    model: str, max_model_len: int, sets: list[HeldOutSet], folder: Path
+) -> dict[int, Path]:
+    """What the writer has encoded, by an engine that has ended."""
+    from tqdm import tqdm
+
+    from vllm_choreo.cli.profile_pair.models import write_all
+
+    llm = start_engine(model, max_model_len, **memory_for([{"layers": []}]))
+    num_layers = llm.model_config.hf_text_config.num_hidden_layers
+    total = sum(len(one.tasks) for one in sets)
+    try:
+        with tqdm(total=total, desc="writing", unit="problem", leave=False) as bar:
+            return write_all(llm, sets, num_layers, folder, bar.update)
+    finally:
+        stop_engine(llm)
+
+
+def _is_model(given: str) -> bool:
+    """A folder of a model, or its name; not that of an adapter."""
+    folder = Path(given).expanduser()
+    if folder.is_dir():
+        return not (folder / PEFT_FILES[0]).exists()
+    return given != THE_MODEL and "/" in given
 
 
 def _adapter(given: str) -> Path | None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.cli.evaluate.arms import Arm
+from vllm_choreo.cli.run.task import Task
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.repair.pair import Ranges, layers_text
 from vllm_choreo.semantics.call import is_list_of_calls
 from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
+from vllm_choreo.trained_adapter import BaseModel, adapter_weights
 
 
 class Divided:
@@ -65,7 +67,7 @@ class CellArm(Arm):
     reader: Path | None = None
     layers: Ranges = field(default=())
 
-    def open(self, llm: Any) -> Any:
+    def open(self, llm: Any, task: Task | None = None) -> Any:
         from vllm_choreo.api.choreography import Choreography
 
         llm.reset_prefix_cache()
@@ -81,10 +83,12 @@ class AdapterPair:
 
     Attributes:
         writer, reader: their folders; None: the model itself.
+        model: of the engine, its folder or name.
     """
 
     writer: Path | None
     reader: Path | None
+    model: str
 
     @property
     def text(self) -> Arm:
@@ -97,6 +101,34 @@ class AdapterPair:
         return CellArm(
             cell_name(layers), "choreo", writer=self.writer, reader=self.reader, layers=layers
         )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """For a reader."""
+        folders = {"writer": self.writer, "reader": self.reader}
+        return {name: path.name if path else "the model" for name, path in folders.items()}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """As a profile has it."""
+        folders = {"writer": self.writer, "reader": self.reader}
+        weights = {name: path and adapter_weights(path) for name, path in folders.items()}
+        return {"model": BaseModel.of(self.model), **weights}
+
+
+class Pair(Protocol):
+    """Two variants on the reader's engine: a value of `AdapterPair` or `ModelPair`."""
+
+    @property
+    def text(self) -> Arm: ...
+
+    def arm(self, layers: Ranges) -> Arm: ...
+
+    @property
+    def names(self) -> dict[str, str]: ...
+
+    @property
+    def identity(self) -> dict[str, Any]: ...
 
 
 def cell_name(layers: Ranges) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_choreo.cli.evaluate.arms import Bench
 from vllm_choreo.cli.evaluate.sets import HeldOutSet
-from vllm_choreo.cli.profile_pair.cell_arms import AdapterPair, cell_name
+from vllm_choreo.cli.profile_pair.cell_arms import Pair, cell_name
 from vllm_choreo.cli.profile_pair.grid import coarse, finer, scattered, singles, steps
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT, Judged, rows_of
 from vllm_choreo.repair.pair import Cell, Ranges, num_run, pareto
@@ -39,7 +39,7 @@ class Profiling:
     """
 
     llm: Any
-    pair: AdapterPair
+    pair: Pair
     problems: HeldOutSet
     on_run: Callable[[], None]
     text: list[Judged] = field(default_factory=list)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.cli.evaluate.sets import HeldOutSet
-from vllm_choreo.cli.profile_pair.cell_arms import AdapterPair
+from vllm_choreo.cli.profile_pair.cell_arms import Pair
 from vllm_choreo.cli.profile_pair.grid import coarse
 from vllm_choreo.cli.profile_pair.profiling import (
     PLAIN,
@@ -26,7 +26,6 @@ from vllm_choreo.files import write_text
 from vllm_choreo.repair.pair import Cell, PairProfile, Ranges, num_run, pareto
 from vllm_choreo.show.markup import milliseconds, percent
 from vllm_choreo.show.pair import pair_html
-from vllm_choreo.trained_adapter import BaseModel, adapter_weights
 
 FORMAT = 1  # of profile.json
 PROFILE, NUMBERS, PAGE = "pair.json", "profile.json", "index.html"
@@ -72,8 +71,7 @@ def reached(cells: Sequence[Cell], target: tuple[str, float], num_layers: int) -
 
 def profile(
     llm: Any,
-    pair: AdapterPair,
-    model: str,
+    pair: Pair,
     learnt: HeldOutSet,
     others: Sequence[HeldOutSet],
     *,
@@ -85,7 +83,6 @@ def profile(
 
     Args:
         llm: forces tokens, in this process, with room for the adapters and for hidden states.
-        model: folder or name of the engine's.
         learnt: problems that are profiled with.
         others: sets that have no part in that, on which the frontier is tried.
         target: see `target_of`.
@@ -114,9 +111,7 @@ def profile(
     cells = found.cells()
     chosen = reached(cells, target, num_layers)
     result = PairProfile(
-        model=BaseModel.of(model),
-        writer=_weights(pair.writer),
-        reader=_weights(pair.reader),
+        **pair.identity,
         num_layers=num_layers,
         num_read=found.num_read,
         cells=tuple(cells),
@@ -128,7 +123,7 @@ def profile(
     sets = [{"name": learnt.name, "rows": found.rows()}, *tried]
     data = {
         "format": FORMAT,
-        "facts": _facts(llm, pair),
+        "facts": LocalEngine(llm).facts(()) | pair.names,
         "profile": result.to_json(),
         "layer_map": layer_map and _map_json(layer_map, cells),
         "sets": sets,
@@ -141,10 +136,6 @@ def profile(
     return 0 if chosen is not None else 1
 
 
-def _weights(folder: Path | None) -> str | None:
-    return None if folder is None else adapter_weights(folder)
-
-
 def _thinned(best: Sequence[Cell]) -> list[Cell]:
     """A frontier's cells, evenly taken if there are many."""
     if len(best) <= MAX_ANSWERED:
@@ -155,7 +146,7 @@ def _thinned(best: Sequence[Cell]) -> list[Cell]:
 
 def _tried(
     llm: Any,
-    pair: AdapterPair,
+    pair: Pair,
     problems: HeldOutSet,
     asked: Sequence[Ranges],
     on_run: Callable[[], None],
@@ -163,12 +154,6 @@ def _tried(
     found = Profiling(llm, pair, problems, on_run)
     found.answer(asked)
     return {"name": problems.name, "rows": found.rows()}
-
-
-def _facts(llm: Any, pair: AdapterPair) -> dict[str, str]:
-    names = {"writer": pair.writer, "reader": pair.reader}
-    worn = {name: "the model" if folder is None else folder.name for name, folder in names.items()}
-    return LocalEngine(llm).facts(()) | worn
 
 
 def _map_json(layer_map: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The engine is quiet and tells the times that the page shows. A server is taken a
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -187,6 +188,14 @@ def start_engine(
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ChoreoError(f"vLLM does not start with {folder}: {reason}") from error
+
+
+def stop_engine(llm: Any) -> None:
+    """End an engine of this process, so that another one can be started."""
+    # vLLM's process groups are global: an engine that is collected later would take down those of
+    # the engine that was started after it.
+    llm.llm_engine.engine_core.shutdown()
+    gc.collect()
 
 
 def warm_up(engine: Engine, modes: Sequence[str]) -> None:

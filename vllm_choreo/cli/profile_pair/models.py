@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pair of whole models: the writer encodes all that is given, then the reader's engine loads it.
+
+One engine after the other, for two may not fit; what goes from one to the other are folders, as of
+`save` and `load`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from vllm_choreo.api.protocol import Facade
+from vllm_choreo.cli.evaluate.arms import Arm
+from vllm_choreo.cli.evaluate.sets import HeldOutSet
+from vllm_choreo.cli.profile_pair.cell_arms import cell_name
+from vllm_choreo.cli.run.task import Task, program_of
+from vllm_choreo.judge.scores import TEXT
+from vllm_choreo.repair.pair import Ranges
+from vllm_choreo.semantics.call import is_list_of_calls
+from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.trained_adapter import BaseModel
+
+
+class _Passing:
+    """A `Facade` on `c` that has messages which read nothing made by `_given`."""
+
+    def __init__(self, c: Any) -> None:
+        self.mode = c.mode
+        self._c = c
+
+    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
+        """See `Choreography.prefill`."""
+        items = tokens if is_list_of_calls(tokens) else [{"tokens": tokens}]
+        messages = [self._one({**options, **item}) for item in items]
+        return messages if is_list_of_calls(tokens) else messages[0]
+
+    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
+        """See `Choreography.decode`."""
+        return self._c.decode(header, **options)
+
+    def free(self, *messages: Any) -> None:
+        """See `Choreography.free`."""
+        self._c.free(*messages)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._c.close()
+
+    def _one(self, call: dict[str, Any]) -> Message:
+        if call.get("parents"):
+            made: Message = self._c.prefill([call])[0]
+            return made
+        return self._given(call)
+
+    def _given(self, call: dict[str, Any]) -> Message:
+        raise NotImplementedError
+
+
+class Writing(_Passing):
+    """Keeps hidden states of what is given, and remembers it.
+
+    Attributes:
+        given: messages, in order.
+    """
+
+    def __init__(self, c: Any, layers: Iterable[int]) -> None:
+        super().__init__(c)
+        self.given: list[Message] = []
+        self._layers = list(layers)
+
+    def _given(self, call: dict[str, Any]) -> Message:
+        message: Message = self._c.prefill([{**call, "keep_hidden": self._layers}])[0]
+        self.given.append(message)
+        return message
+
+
+class Fetching(_Passing):
+    """Takes what is given from a folder that a writer has saved, in its order."""
+
+    def __init__(self, c: Any, folder: Path) -> None:
+        super().__init__(c)
+        self._loaded = iter(c.load(folder, on_mismatch="variant", progress=False))
+
+    def _given(self, call: dict[str, Any]) -> Message:
+        message = next(self._loaded)
+        given = call["tokens"]
+        assert given == message.text or tuple(given) == message.token_ids, "programs are the same"
+        return message
+
+
+def write_all(
+    llm: Any, sets: Iterable[HeldOutSet], num_layers: int, folder: Path, on_run: Callable[[], None]
+) -> dict[int, Path]:
+    """Have the writer encode what each problem gives, and save it with all hidden states.
+
+    Args:
+        llm: the writer's engine.
+        folder: for a folder of each problem.
+        on_run: called after each.
+
+    Returns:
+        The folder of each, by the `id()` of its task.
+
+    Raises:
+        ChoreoError: a problem fails.
+    """
+    from vllm_choreo.api.choreography import Choreography
+
+    folders: dict[int, Path] = {}
+    for one in sets:
+        for task in one.tasks:
+            with Choreography(llm) as c:
+                writing = Writing(c, range(1, num_layers))
+                program_of(one.workflow)(writing, **task.inputs)
+                folders[id(task)] = folder / str(len(folders))
+                c.save(writing.given, folders[id(task)], encodings=True, progress=False)
+            on_run()
+    return folders
+
+
+@dataclass(frozen=True)
+class ModelCellArm(Arm):
+    """The reader, to which messages are the writer's but for some layers.
+
+    Attributes:
+        folders: of what the writer has encoded, see `write_all`.
+        layers: that the reader encodes anew.
+    """
+
+    folders: Mapping[int, Path] = field(default_factory=dict)
+    layers: Ranges = ()
+
+    def open(self, llm: Any, task: Task | None = None) -> Any:
+        from vllm_choreo.api.choreography import Choreography
+
+        llm.reset_prefix_cache()
+        rule = {"layers": [list(one) for one in self.layers]}
+        return Fetching(Choreography(llm, self.mode, repair=rule), self.folders[id(task)])
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """Two models that differ in their weights alone.
+
+    Attributes:
+        writer, reader: folders or names.
+        folders: of what the writer has encoded, see `write_all`.
+    """
+
+    writer: str
+    reader: str
+    folders: Mapping[int, Path]
+
+    @property
+    def text(self) -> Arm:
+        """The reader's own encoding."""
+        return Arm(TEXT, "baseline")
+
+    def arm(self, layers: Ranges) -> ModelCellArm:
+        """A cell."""
+        return ModelCellArm(cell_name(layers), "choreo", folders=self.folders, layers=layers)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """For a reader."""
+        return {"writer": BaseModel.of(self.writer).name, "reader": BaseModel.of(self.reader).name}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """As a profile has it: calls of the reader wear no adapter."""
+        weights = BaseModel.of(self.writer).weights
+        return {"model": BaseModel.of(self.reader), "writer": weights, "reader": None}
+
+
+if TYPE_CHECKING:
+    _are_one: tuple[type[Facade], ...] = (Writing, Fetching)
