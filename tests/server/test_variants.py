@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from benchmarks.harness.serving import KEYS, start_server
+from benchmarks.harness.serving import KEYS, MODEL_NAME, start_server
 from tests.engine.variants import make_variant
 from tests.quick import NUM_LAYERS
 from tests.server.serving import QUICK
 from vllm_choreo import ChoreoClient
-from vllm_choreo.errors import KeptError, UnknownKeptError
+from vllm_choreo.errors import FreedMessageError, KeptError, UnknownKeptError, UnknownMessageError
+from vllm_choreo.repair.pair import Cell, PairProfile
+from vllm_choreo.trained_adapter import BaseModel
 
 pytestmark = pytest.mark.exhaustive  # servers of its own
 
@@ -32,8 +35,18 @@ def clients(
     """Of one tenant on both servers, and of another one on the second."""
     folder = tmp_path_factory.mktemp("variants")
     variant = make_variant(shallow_model_path, folder)
-    settings = {"hidden_memory_gib": 0.1}
-    options: dict[str, Any] = {"choreo_keep": str(folder / "kept"), "settings": settings, **QUICK}
+    models = BaseModel.of(variant), BaseModel.of(shallow_model_path)
+    cells = (Cell((), 1.0, 0.1, 9.0, 0.1), Cell(((1, NUM_LAYERS),), 0.1, 0.01, 9.0, 0.2))
+    profile = PairProfile(
+        models[0], models[1].weights, None, NUM_LAYERS, 9.0, cells, "", ((1, NUM_LAYERS),)
+    )
+    profile.save(folder / "pair.json")
+    options: dict[str, Any] = {
+        "choreo_keep": str(folder / "kept"),
+        "choreo_pair": str(folder / "pair.json"),
+        "settings": {"hidden_memory_gib": 0.1},
+        **QUICK,
+    }
     with (
         start_server(shallow_model_path, folder, **options) as one,
         start_server(variant, folder, **options) as other,
@@ -59,7 +72,7 @@ def test_what_one_server_has_saved_the_other_one_reads(clients: list[ChoreoClien
     def read(**options: Any) -> Any:
         return reader.decode("So", parents=[*TEXTS], sampling_params=GREEDY, **options)
 
-    plain, some, own = read(), read(layers=(1, NUM_LAYERS)), read(layers=(0, NUM_LAYERS))
+    plain, some, own = (read(layers=ends) for ends in ((), (1, NUM_LAYERS), (0, NUM_LAYERS)))
     assert plain.usage.encoded_tokens == plain.num_tokens
     num_tokens = sum(message.num_tokens for message in loaded)
     assert some.usage.repaired_tokens == own.usage.repaired_tokens == num_tokens
@@ -68,3 +81,43 @@ def test_what_one_server_has_saved_the_other_one_reads(clients: list[ChoreoClien
     text = reader.decode("So", parents=made, mode="exact", sampling_params=GREEDY)
     assert own.generated_token_ids == text.generated_token_ids
     assert plain.generated_token_ids != text.generated_token_ids
+
+
+def test_what_one_client_names_the_other_one_reads(clients: list[ChoreoClient]) -> None:
+    """No program saves or loads: both servers have the profile of their models."""
+    writer, reader, stranger = clients
+    said = {"a:b": TEXTS["shed"], "anna.2": TEXTS["anna"]}
+    for name, text in said.items():
+        writer.prefill(text, save_as=name)
+
+    def read(client: ChoreoClient, **options: Any) -> Any:
+        return client.decode("So", parents=[*said], sampling_params=GREEDY, **options)
+
+    for unknowing in (stranger, ChoreoClient(clients[1].base_url, KEYS[1])):
+        with pytest.raises(UnknownMessageError):
+            read(unknowing)
+    by_pair, by_hand = read(reader), read(reader, layers=(1, NUM_LAYERS))
+    assert by_pair.generated_token_ids == by_hand.generated_token_ids
+    assert by_pair.usage.repaired_tokens == by_hand.usage.repaired_tokens > 0
+    assert not by_pair.usage.exact
+    assert writer.decode("So", parents=[*said], sampling_params=GREEDY).usage.repaired_tokens == 0
+    reader.free("anna.2")
+    with pytest.raises(FreedMessageError):
+        read(reader)
+    with ChoreoClient(clients[1].base_url, KEYS[0]) as another:
+        chat = another.decode("So", parents=["a:b"], sampling_params=GREEDY)
+        assert chat.usage.repaired_tokens > 0
+
+
+def test_openai_requests_find_them_too(clients: list[ChoreoClient]) -> None:
+    writer, reader, _ = clients
+    writer.prefill(TEXTS["anna"], save_as="for_openai")
+    with httpx.Client(headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=60) as client:
+        body = {
+            "model": MODEL_NAME,
+            "prompt": "So",
+            "max_tokens": 4,
+            "vllm_xargs": {"choreo_parents": ["for_openai"]},
+        }
+        answer = client.post(f"{reader.base_url}/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text

@@ -65,7 +65,7 @@ class AsyncChoreography:
     ) -> None:
         check_mode(mode)
         self.mode = mode
-        self.repair = repair
+        self.repair = repair.to_json() if hasattr(repair, "to_json") else repair
         tokenizer, vllm_config = async_llm.get_tokenizer(), async_llm.vllm_config
         self._session = Session(
             tokenizer,

@@ -54,6 +54,7 @@ class SessionRepair:
         self._on_choice = on_choice
         self._chooser: PairChooser | None = None
         self.keep_hidden: tuple[int, ...] = ()
+        self._is_writer = False
         if isinstance(self._rule, (Policy, PairRule)):
             self._rule.check_model(base_model(model))
         if isinstance(self._rule, ByLayers):
@@ -61,6 +62,7 @@ class SessionRepair:
         if isinstance(self._rule, PairRule):
             self.keep_hidden = self._rule.keep_hidden
             self._chooser = PairChooser(self._rule)
+            self._is_writer = self._rule.is_written_by(base_model(model))
 
     @property
     def choices(self) -> dict[str, dict[str, int]] | None:
@@ -90,7 +92,7 @@ class SessionRepair:
             return spec.repair
         if not isinstance(self._rule, (Policy, PairRule)):
             return self._rule
-        if not parents or self._is_text:
+        if not parents or self._is_text or self._is_writer:
             return None
         entries = [self._entries.get("parents", span.id) for span in parents]
         if isinstance(self._rule, Policy):

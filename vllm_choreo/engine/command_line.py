@@ -71,6 +71,13 @@ def add_option(parser: argparse.ArgumentParser) -> None:
         "sessions again, for each API key its own.",
     )
     parser.add_argument(
+        "--choreo-pair",
+        metavar="FILE",
+        help="With --plugin choreo: the profile of this model and another one, or of two of its "
+        "adapters (docs/variants.md), by which sessions read unless they say otherwise. With "
+        "--choreo-keep, what clients of the other server name is found by those of this one.",
+    )
+    parser.add_argument(
         "--choreo-auto",
         choices=_AUTO,
         default="off",

@@ -44,6 +44,8 @@ class PairRule:
         max_quality_loss: no cell that loses more is ever taken; None: that which the chosen one
             loses.
         ttft: seconds within which first tokens are to come; None: any.
+        is_strict: whether calls with an adapter that is neither of the pair are refused, or read
+            what is stored.
 
     Raises:
         RepairError: no cell loses so little, or the numbers are none.
@@ -52,6 +54,7 @@ class PairRule:
     profile: PairProfile
     max_quality_loss: float | None = None
     ttft: float | None = None
+    is_strict: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_quality_loss", "ttft"):
@@ -88,7 +91,12 @@ class PairRule:
 
     def check_model(self, served: BaseModel) -> None:
         """Raises RepairError: weights or tokenizer are not those of the profile."""
-        self.profile.check_model(served)
+        if not self.is_written_by(served):
+            self.profile.check_model(served)
+
+    def is_written_by(self, served: BaseModel) -> bool:
+        """Whether a model is, as a whole, the writer."""
+        return bool(served.weights) and served.weights == self.profile.writer
 
     def is_read_by(self, weights: str | None) -> bool:
         """Whether a call is the reader's, and not the writer's.
@@ -101,7 +109,7 @@ class PairRule:
         """
         if weights in (self.profile.reader, ""):
             return True
-        if weights != self.profile.writer:
+        if weights != self.profile.writer and self.is_strict:
             raise RepairError(
                 "the call wears an adapter that is neither of the pair: name that of the reader, "
                 'profile the two that are used, or say repair="none"',

@@ -49,7 +49,7 @@ class ChoreoEndpoints:
             UnsupportedOptionError: several API servers; a session lives in one.
         """
         from vllm_choreo.config import ChoreoConfig
-        from vllm_choreo.server import kept, metrics
+        from vllm_choreo.server import exchange, kept, metrics
         from vllm_choreo.server.auto_messages import TenantChats
         from vllm_choreo.server.call_reader import CallReader
         from vllm_choreo.server.guard import guarded
@@ -71,6 +71,13 @@ class ChoreoEndpoints:
             await state.choreo_schemas.start_operators(getattr(args, "choreo_schema", None) or ())
             state.choreo_kept, loaded = await asyncio.to_thread(
                 kept.start, getattr(args, "choreo_keep", None), getattr(args, "choreo_load", None)
+            )
+            state.choreo.exchange = await asyncio.to_thread(
+                exchange.exchange_of,
+                getattr(args, "choreo_pair", None),
+                engine_client.vllm_config.model_config.model,
+                state.choreo_kept,
+                config.max_kept_gib_per_tenant,
             )
             if loaded is not None:
                 await loaded.load_all(state.choreo)

@@ -6,7 +6,7 @@ away.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -58,10 +58,16 @@ class Run:
             UnknownSessionError: the session was closed meanwhile.
             ChoreoError: one of the calls is illegal; nothing was submitted.
         """
+        await self.fetch(span.id for call in calls for span in call.parents)
         try:
             self.pending += await self._session.choreography.submit_all(calls)
         except ChoreoError as error:
             raise self._as_told(error) from None
+
+    async def fetch(self, named: Iterable[str]) -> None:
+        """Load what another server has encoded under these names; see `Exchange`."""
+        if self.sessions.exchange is not None:
+            await self.sessions.exchange.fetch(self._session, named)
 
     async def results(self) -> list[Result]:
         """What each call came to, when all are over."""
@@ -100,6 +106,8 @@ class Run:
             result = await pending.result()
         except Exception as error:
             result = as_choreo_error(error) or self._own_error(error)
+        if self.sessions.exchange is not None:
+            await self.sessions.exchange.export(self._session, result)
         result = self._ended(pending, result)
         if isinstance(result, ChoreoError):
             self.refused(result)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
@@ -24,6 +24,9 @@ from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.observer import Observer
 from vllm_choreo.wire.calls import adapter_name
 from vllm_choreo.wire.messages import usage_json
+
+if TYPE_CHECKING:
+    from vllm_choreo.server.exchange import Exchange
 
 logger = init_logger("vllm.choreo.server")
 
@@ -90,6 +93,7 @@ class Sessions:
 
     Attributes:
         observers: are told what happens; append to it.
+        exchange: with the server of another model; None: there is none.
     """
 
     def __init__(self, async_llm: Any, config: ServerConfig, model: str) -> None:
@@ -97,6 +101,7 @@ class Sessions:
         self.model = model
         self.max_model_len: int = async_llm.model_config.max_model_len
         self.observers: list[Observer] = []
+        self.exchange: Exchange | None = None
         self._llm = async_llm
         self._sessions: dict[tuple[str, str], OpenSession] = {}
         self._defaults: dict[str, str] = {}  # tenant -> id
@@ -136,6 +141,8 @@ class Sessions:
         _check_limit("session_ttl_seconds", ttl, config.session_ttl_seconds)
         limits = config if is_limited else None
         check_sent(repair)
+        if repair is None and mode == "choreo" and self.exchange is not None:
+            repair = self.exchange.rule
         choreography = AsyncChoreography(
             self._llm,
             mode,

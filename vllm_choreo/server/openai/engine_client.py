@@ -101,6 +101,7 @@ class CallClient:
         given = params.extra_args or {}
         params.extra_args = {k: v for k, v in given.items() if k not in keys} or None
         self._submitted = time.perf_counter()
+        await self._run.fetch(span.id for span in self._arguments.get("parents", ()))
         header = prompt["prompt_token_ids"]
         adapter = self._adapter(options.get("lora_request"))
         pending = self._run.begin(
