@@ -22,6 +22,7 @@ from benchmarks.memory import page as memory
 from benchmarks.mixed import page as mixed
 from benchmarks.on_ramps import page as on_ramps
 from benchmarks.ordinary import page as ordinary
+from benchmarks.planner.rivals import page as rivals
 from benchmarks.pml import page as pml
 from benchmarks.policies import page as policies
 from benchmarks.quality import page as quality
@@ -49,6 +50,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "pml": ("benchmarks.pml --documents 1000 --in-flight 1 --turns 2 --limit 8",),
     "keep": ("benchmarks.keep --turns 3",),
     "frontier": ("benchmarks.frontier --problems 2 --tasks look-up votes",),
+    "rivals": ("benchmarks.planner.rivals --workflow debate --queries 2 --turns 1",),
     "on_ramps": ("benchmarks.on_ramps --tokens 1000 --turns 2",),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 3",),
@@ -62,7 +64,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 # Only if they are named: their bars are for full lengths, they show in more breadth what others
 # show, or they take long.
 _BROADER = ("processes", "sweep", "scaling", "ttft", "policies", "mixed", "server", "quality")
-_ASKED_FOR = (*_BROADER, "memory", "session", "soak", "frontier")
+_ASKED_FOR = (*_BROADER, "memory", "session", "soak", "frontier", "rivals")
 _DEFAULT = [name for name in COMMANDS if name not in _ASKED_FOR]
 
 SECTIONS = (
@@ -84,6 +86,7 @@ SECTIONS = (
     pml.section,
     keep.section,
     on_ramps.section,
+    rivals.section,
     attention.section,
 )
 
