@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told whoever counts what happens on a server."""
+"""What `Sessions` asks of others: to count what happens, to exchange messages with servers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.repair.pair_rule import ChosenCell
+from vllm_choreo.repair.pair_rule import ChosenCell, PairRule
+from vllm_choreo.semantics.call import Result
 from vllm_choreo.semantics.message import Message
 
 
@@ -34,3 +35,19 @@ class Observer(Protocol):
 
     def looked_up(self, outcome: str, report: Mapping[str, int]) -> None:
         """The parts of a chat were looked up; `outcome` is one of `AUTO_OUTCOMES`."""
+
+
+class Exchanger(Protocol):
+    """Exchanges messages with the server of another model; see `Exchange`.
+
+    Attributes:
+        rule: of sessions that have none.
+    """
+
+    rule: PairRule
+
+    async def export(self, session: Any, result: Result) -> None:
+        """A call of the session came to this."""
+
+    async def fetch(self, session: Any, named: Iterable[str]) -> None:
+        """A call of the session names these messages."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
 
@@ -21,12 +21,9 @@ from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
 from vllm_choreo.repair.pair_rule import ChosenCell
 from vllm_choreo.repair.session_rules import check_sent
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.server.observer import Observer
+from vllm_choreo.server.observer import Exchanger, Observer
 from vllm_choreo.wire.calls import adapter_name
 from vllm_choreo.wire.messages import usage_json
-
-if TYPE_CHECKING:
-    from vllm_choreo.server.exchange import Exchange
 
 logger = init_logger("vllm.choreo.server")
 
@@ -101,7 +98,7 @@ class Sessions:
         self.model = model
         self.max_model_len: int = async_llm.model_config.max_model_len
         self.observers: list[Observer] = []
-        self.exchange: Exchange | None = None
+        self.exchange: Exchanger | None = None
         self._llm = async_llm
         self._sessions: dict[tuple[str, str], OpenSession] = {}
         self._defaults: dict[str, str] = {}  # tenant -> id

@@ -17,18 +17,16 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left, insort
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from benchmarks.planner.rivals.state_graph import langgraph
+from benchmarks.planner.rivals.text import WIDTH, Text
 from vllm_choreo.planner import CompiledGraph, FacadeWorker, Planner
 from vllm_choreo.planner.nodes import Node
 from vllm_choreo.planner.run_stats import RunStats
-from vllm_choreo.planner.values import CHATML, evaluate, prompt_text
-from vllm_choreo.planner.worker import Answer
-
-WIDTH = 16  # calls at a time
 
 
 @dataclass
@@ -45,33 +43,6 @@ Way = Callable[[Any, CompiledGraph], Awaitable[Ran]]
 
 
 # -- rivals --------------------------------------------------------------------------------------
-
-
-@dataclass
-class Text:
-    """Calls as text on an engine.
-
-    Attributes:
-        answers: of all calls.
-    """
-
-    worker: FacadeWorker
-    compiled: CompiledGraph
-    answers: list[Answer] = field(default_factory=list)
-
-    def prompt(self, number: int, inputs: Sequence[Any]) -> str:
-        """What an `llm` operator says."""
-        return prompt_text(self.compiled.graph.nodes[number], inputs, CHATML)
-
-    async def value(self, number: int, inputs: Sequence[Any]) -> Any:
-        """Of an operator that is no placeholder, and has these inputs."""
-        node: Node = self.compiled.graph.nodes[number]
-        if node.kind != "llm":
-            return evaluate(node, inputs)
-        prompt = self.prompt(number, inputs)
-        answer = await self.worker.decode(prompt, (), True, node.attrs["sampling"])
-        self.answers.append(answer)
-        return answer.text
 
 
 Runner = Callable[[Text], Awaitable[list[dict[int, Any]]]]
@@ -92,15 +63,8 @@ async def as_text(llm: Any, compiled: CompiledGraph, runner: Runner) -> Ran:
     return Ran(results, seconds, len(text.answers), encoded)
 
 
-def _given(compiled: CompiledGraph) -> list[dict[int, Any]]:
-    return [
-        {number: values[query] for number, values in compiled.inputs.items()}
-        for query in range(compiled.batch_size)
-    ]
-
-
 async def query_by_query(text: Text) -> list[dict[int, Any]]:
-    found = _given(text.compiled)
+    found = text.given()
     for values in found:
         for number, node in enumerate(text.compiled.graph.nodes):
             if number not in values:
@@ -110,7 +74,7 @@ async def query_by_query(text: Text) -> list[dict[int, Any]]:
 
 
 async def operator_by_operator(text: Text) -> list[dict[int, Any]]:
-    found = _given(text.compiled)
+    found = text.given()
     places = asyncio.Semaphore(WIDTH)
 
     async def one(number: int, node: Node, values: dict[int, Any]) -> None:
@@ -129,7 +93,7 @@ async def dataflow(text: Text, by_prefix: bool) -> list[dict[int, Any]]:
     Args:
         by_prefix: the next one is that which shares most with a prompt that was sent.
     """
-    found, nodes = _given(text.compiled), text.compiled.graph.nodes
+    found, nodes = text.given(), text.compiled.graph.nodes
     sent: list[str] = []
     running: dict[asyncio.Task[Any], tuple[int, int]] = {}
     begun: set[tuple[int, int]] = set()
@@ -144,8 +108,8 @@ async def dataflow(text: Text, by_prefix: bool) -> list[dict[int, Any]]:
         if nodes[number].kind != "llm":
             return 1 << 30  # costs nothing
         prompt = text.prompt(number, [found[query][given] for given in nodes[number].inputs])
-        place = bisect_left(sent, prompt)  # who shares most with it stands next to it
-        nearest = sent[max(0, place - 1) : place + 1]
+        beside = bisect_left(sent, prompt)  # who shares most with it stands next to it
+        nearest = sent[max(0, beside - 1) : beside + 1]
         return max((num_shared(prompt, other) for other in nearest), default=0)
 
     while True:
@@ -174,38 +138,6 @@ def num_shared(one: str, other: str) -> int:
         same = one[low:middle] == other[low:middle]
         low, high = (middle, high) if same else (low, middle - 1)
     return low
-
-
-async def langgraph(text: Text) -> list[dict[int, Any]]:
-    """A node of a `StateGraph` for each operator, and `abatch` over the queries."""
-    import operator
-    from typing import Annotated, TypedDict
-
-    from langgraph.graph import START, StateGraph
-
-    class State(TypedDict):
-        values: Annotated[dict[int, Any], operator.or_]
-
-    places = asyncio.Semaphore(WIDTH)
-
-    async def run(number: int, node: Node, state: State) -> dict[str, Any]:
-        inputs = [state["values"][given] for given in node.inputs]
-        async with places:
-            return {"values": {number: await text.value(number, inputs)}}
-
-    builder = StateGraph(State)
-    inputs = text.compiled.inputs
-    for number, node in enumerate(text.compiled.graph.nodes):
-        if number in inputs:
-            continue
-        builder.add_node(str(number), partial(run, number, node))
-        made = sorted({given for given in node.inputs if given not in inputs})
-        builder.add_edge([str(given) for given in made] if made else START, str(number))
-    graph = builder.compile()
-    given = [{"values": values} for values in _given(text.compiled)]
-    steps = len(text.compiled.graph.nodes) + 1
-    found = await graph.abatch(given, config={"recursion_limit": steps})
-    return [state["values"] for state in found]
 
 
 # -- plans ---------------------------------------------------------------------------------------

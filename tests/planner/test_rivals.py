@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rivals of plans run the very calls: whatever the order, every operator has the same value."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from benchmarks.planner.rivals.state_graph import langgraph
+from benchmarks.planner.rivals.text import WIDTH, Text
+from benchmarks.planner.rivals.ways import (
+    Runner,
+    dataflow,
+    num_shared,
+    operator_by_operator,
+    query_by_query,
+)
+from benchmarks.planner.rivals.workloads import NAMES, workloads
+from tests.planner.facades import AsyncDigestFacade
+from vllm_choreo.planner import FacadeWorker, naive
+
+RUNNERS: dict[str, Runner] = {
+    "query by query": query_by_query,
+    "operator by operator": operator_by_operator,
+    "as they come": partial(dataflow, by_prefix=False),
+    "longest shared prefix": partial(dataflow, by_prefix=True),
+    "LangGraph": langgraph,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rivals_say_what_the_naive_run_says(name: str) -> None:
+    compiled = workloads(2, 4, 20)[name]
+    expected = naive(compiled, AsyncDigestFacade("baseline"))
+    outputs = compiled.graph.outputs
+    num_calls = set()
+    for way, runner in RUNNERS.items():
+        text = Text(FacadeWorker(AsyncDigestFacade("baseline"), width=WIDTH), compiled)
+        values = asyncio.run(runner(text))
+        results = [{key: of[node] for key, node in outputs.items()} for of in values]
+        single = [result if len(outputs) > 1 else next(iter(result.values())) for result in results]
+        assert single == list(expected), way
+        num_calls.add(len(text.answers))
+    assert len(num_calls) == 1, "each runs the same calls"
+
+
+def test_shared_prefixes() -> None:
+    for one, other, count in (("", "a", 0), ("ab", "ab", 2), ("abc", "abd", 2), ("b", "ab", 0)):
+        assert num_shared(one, other) == count
