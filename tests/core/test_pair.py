@@ -15,11 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_choreo.cli.profile_pair.grid import coarse, finer, joined, scattered, singles, steps
+from vllm_choreo.cli.run.engine import memory_for
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.pair import Cell, PairProfile, pareto
 from vllm_choreo.repair.pair_rule import HYSTERESIS, PairChooser, PairRule
 from vllm_choreo.repair.rules import ByLayers, NoTokens
-from vllm_choreo.repair.session_rules import check_sent, names_file, session_rule
+from vllm_choreo.repair.session_rules import (
+    check_sent,
+    names_file,
+    runs_some_layers,
+    session_rule,
+)
 from vllm_choreo.trained_adapter import BaseModel
 
 MODEL = BaseModel("llama", "aa", "bb")
@@ -173,6 +179,13 @@ def test_bad_profiles(change: dict[str, Any], tmp_path: Path) -> None:
     for form in (data, tmp_path / "pair.json", {"pair": data}):
         with pytest.raises(RepairError):
             session_rule(form, "choreo")
+
+
+def test_which_rules_need_memory_for_hidden_states() -> None:
+    for rule in (PROFILE, {"layers": [1, 2]}, {"share": 0.1, "by": "keys"}, PROFILE.to_json()):
+        assert runs_some_layers(rule) and memory_for([None, rule])
+    for rule in ("first:3", None, {"layers": []}, {"share": 0.1, "by": "random"}):
+        assert not runs_some_layers(rule) and memory_for([rule]) == {}
 
 
 def test_a_server_opens_no_file_for_a_client() -> None:

@@ -11,7 +11,7 @@ from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.pair import PairProfile
 from vllm_choreo.repair.pair_rule import PairRule
 from vllm_choreo.repair.policy import Policy, read_json
-from vllm_choreo.repair.rules import GivenRuns, Rule, rule_of
+from vllm_choreo.repair.rules import ByKeys, ByLayers, GivenRuns, Rule, rule_of
 
 SUFFIX = ".json"
 
@@ -42,6 +42,15 @@ def session_rule(given: Any, mode: str) -> SessionRule | None:
             value=given,
         )
     return rule
+
+
+def runs_some_layers(given: Any) -> bool:
+    """Whether a session's rule has an engine run a part of the layers, which takes memory there.
+
+    Raises:
+        RepairError: it is no rule.
+    """
+    return isinstance(session_rule(given, "choreo"), (ByLayers, ByKeys, PairRule))
 
 
 def names_file(given: Any) -> bool:

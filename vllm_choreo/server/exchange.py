@@ -30,7 +30,7 @@ logger = init_logger("vllm.choreo.server")
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 
-class Exchange:
+class PairExchange:
     """What is exchanged by a server.
 
     Args:
@@ -95,7 +95,7 @@ class Exchange:
 
 def exchange_of(
     path: str | None, model: str, folders: KeptFolders | None, max_gib: float
-) -> Exchange | None:
+) -> PairExchange | None:
     """What the operator's option asks for.
 
     Raises:
@@ -105,7 +105,7 @@ def exchange_of(
         return None
     rule = session_rule({"pair": path}, "choreo")
     assert isinstance(rule, PairRule)
-    return Exchange(rule, model, folders, max_gib)
+    return PairExchange(rule, model, folders, max_gib)
 
 
 def _knows(session: OpenSession, name: str) -> bool:

@@ -38,7 +38,7 @@ class Observer(Protocol):
 
 
 class Exchanger(Protocol):
-    """Exchanges messages with the server of another model; see `Exchange`.
+    """Exchanges messages with the server of another model; see `PairExchange`.
 
     Attributes:
         rule: of sessions that have none.

@@ -65,7 +65,7 @@ class Run:
             raise self._as_told(error) from None
 
     async def fetch(self, named: Iterable[str]) -> None:
-        """Load what another server has encoded under these names; see `Exchange`."""
+        """Load what another server has encoded under these names; see `PairExchange`."""
         if self.sessions.exchange is not None:
             await self.sessions.exchange.fetch(self._session, named)
 

@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
             model = args.model or str(embedded_model())
             pair = AdapterPair(writer, reader, model)
         adapters = [folder for folder in (writer, reader) if folder is not None]
-        llm = start_engine(model, max_model_len, True, adapters, **memory_for([{"layers": []}]))
+        llm = start_engine(model, max_model_len, True, adapters, **memory_for([{"layers": [0, 1]}]))
         warm_up(LocalEngine(llm), ("baseline", "choreo"))
         options = {"target": target, "maps_layers": args.layer_map, "out": args.out}
         return profile(llm, pair, learnt, others, **options)
@@ -112,7 +112,7 @@ def _written(
 
     from vllm_choreo.cli.profile_pair.models import write_all
 
-    llm = start_engine(model, max_model_len, **memory_for([{"layers": []}]))
+    llm = start_engine(model, max_model_len, **memory_for([{"layers": [0, 1]}]))
     num_layers = llm.model_config.hf_text_config.num_hidden_layers
     total = sum(len(one.tasks) for one in sets)
     try:

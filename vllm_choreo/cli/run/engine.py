@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.repair.rules import rule_text
+from vllm_choreo.repair.session_rules import runs_some_layers
 
 DEFAULT_MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 16
@@ -122,8 +123,7 @@ def memory_for(rules: Iterable[Any]) -> dict[str, Any]:
     Args:
         rules: as `Choreography` takes them, or None.
     """
-    given = [rule for rule in rules if isinstance(rule, Mapping)]
-    if not any("layers" in rule or rule.get("by") == "keys" for rule in given):
+    if not any(map(runs_some_layers, rules)):
         return {}
     return {"additional_config": {"choreo": {"hidden_memory_gib": HIDDEN_MEMORY_GIB}}}
 
