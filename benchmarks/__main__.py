@@ -30,6 +30,7 @@ from benchmarks.scaling import page as scaling
 from benchmarks.soak import page as soak
 from benchmarks.sweep import page as sweep
 from benchmarks.ttft import page as ttft
+from benchmarks.variants import page as variants
 from benchmarks.workflows import page as workflows
 
 _WORKFLOWS = "benchmarks.workflows --questions 1 --answer-tokens 12 --verdict-tokens 4"
@@ -87,6 +88,7 @@ SECTIONS = (
     keep.section,
     on_ramps.section,
     rivals.section,
+    variants.section,
     attention.section,
 )
 
