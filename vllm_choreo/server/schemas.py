@@ -117,7 +117,10 @@ class SessionBody(BodyModel):
             "it has not."
         ),
     )
-    repair: Repair | None = Field(None, description="The rule of calls that name none.")
+    repair: Repair | None = Field(
+        None,
+        description="The rule of calls that name none; also a policy, or the profile of a pair.",
+    )
 
 
 class PinBody(BodyModel):
