@@ -33,7 +33,7 @@ from benchmarks.ttft import page as ttft
 from benchmarks.variants import page as variants
 from benchmarks.workflows import page as workflows
 
-_WORKFLOWS = "benchmarks.workflows --questions 1 --answer-tokens 12 --verdict-tokens 4"
+_WORKFLOWS = "benchmarks.workflows --questions 1 --answer-tokens 6 --verdict-tokens 2"
 # Each in a process of its own: engines leave global state behind.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "workflows": (_WORKFLOWS,),
@@ -47,14 +47,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "server": ("benchmarks.mixed.over_http",),
     "soak": ("benchmarks.soak",),
     "quality": ("benchmarks.quality --limit 16 --questions 2",),
-    "shared": ("benchmarks.attention.shared_reading --rounds 5",),
-    "pml": ("benchmarks.pml --documents 1000 --in-flight 1 --turns 2 --limit 8",),
+    "shared": ("benchmarks.attention.shared_reading --rounds 3",),
+    "pml": ("benchmarks.pml --documents 1000 --in-flight 1 --turns 2 --limit 4",),
     "keep": ("benchmarks.keep --turns 3",),
     "frontier": ("benchmarks.frontier --problems 2 --tasks look-up votes",),
     "rivals": ("benchmarks.planner.rivals --workflow debate --queries 2 --turns 1",),
     "on_ramps": ("benchmarks.on_ramps --tokens 1000 --turns 2",),
     "ttft": ("benchmarks.ttft --reps 1",),
-    "ordinary": ("benchmarks.ordinary --turns 3",),
+    "ordinary": ("benchmarks.ordinary --turns 2",),
     "memory": ("benchmarks.memory",),
     "session": ("benchmarks.memory.long_session",),
     "attention": tuple(
