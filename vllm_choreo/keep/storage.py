@@ -225,8 +225,7 @@ class Digested:
 
 
 class ReadAhead:
-    """Reads and digests a file in pieces: the next one is read while the last one is used, and each
-    is digested meanwhile.
+    """Reads and digests a file in pieces, the next one while the last one is used.
 
     Args:
         file: to be read from its beginning.
@@ -237,44 +236,34 @@ class ReadAhead:
     def __init__(self, file: Any) -> None:
         self._file = file
         self._digest = hashlib.sha256()
-        # Of one thread each, so that pieces are read and digested in their order.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="choreo-keep-read")
-        self._digester = ThreadPoolExecutor(1, thread_name_prefix="choreo-keep-digest")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="choreo-keep")
 
     def __enter__(self) -> ReadAhead:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._reader.shutdown(wait=True)
-        self._digester.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
         self._file.close()
 
     def read(self, num_bytes: int) -> bytes:
         """The next bytes; fewer where the file ends."""
-        found = bytes(self._fill(memoryview(bytearray(num_bytes))))
-        self._digested(found)
-        return found
+        return bytes(self._fill(bytearray(num_bytes)))
 
     def pieces(self, sizes: Iterator[int]) -> Iterator[memoryview]:
         """Pieces of these sizes. One stays as it is until the next but one is asked for; shorter
         where the file ends.
         """
-        buffers = [bytearray() for _ in range(3)]  # read, digested, used
-        digests: list[Future[None]] = []
+        buffers = [bytearray(), bytearray()]
         ahead: Future[memoryview] | None = None
         for number, size in enumerate(sizes):
-            if number >= len(buffers):
-                digests[number - len(buffers)].result()  # what was in the buffer is digested
-            buffer = buffers[number % len(buffers)]
+            buffer = buffers[number % 2]
             if len(buffer) < size:
-                buffer = buffers[number % len(buffers)] = bytearray(size)
-            following = self._reader.submit(self._fill, memoryview(buffer)[:size])
+                buffer = buffers[number % 2] = bytearray(size)
+            following = self._thread.submit(self._fill, memoryview(buffer)[:size])
             if ahead is not None:
-                digests.append(self._digested(ahead.result()))
                 yield ahead.result()
             ahead = following
         if ahead is not None:
-            self._digested(ahead.result())
             yield ahead.result()
 
     def rest(self) -> None:
@@ -285,16 +274,14 @@ class ReadAhead:
     @property
     def sha256(self) -> str:
         """Of what has been read."""
-        return self._digester.submit(self._digest.hexdigest).result()
+        return self._digest.hexdigest()
 
-    def _digested(self, data: Any) -> Future[None]:
-        return self._digester.submit(self._digest.update, data)
-
-    def _fill(self, view: memoryview) -> memoryview:
-        filled = 0
+    def _fill(self, buffer: Any) -> memoryview:
+        view, filled = memoryview(buffer), 0
         while filled < len(view):
             count = self._file.readinto(view[filled:])
             if not count:
                 break
             filled += count
+        self._digest.update(view[:filled])
         return view[:filled]
