@@ -26,7 +26,7 @@ def test_example_runs(embedded_model_path: Path, capsys: pytest.CaptureFixture[s
     assert printed.count("reused_tokens") == 2
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"`vllm-choreo (\w+)", README))))
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`vllm-choreo ([\w-]+)", README))))
 def test_commands_exist(command: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "vllm_choreo.cli.main", command, "--help"],

@@ -77,7 +77,7 @@ class AsyncChoreography:
             placement,
             repair,
             session_id,
-            async_llm.get_num_unfinished_requests,
+            lambda: async_llm.get_num_unfinished_requests(),
             on_choice,
         )
         self._entries = self._session.entries

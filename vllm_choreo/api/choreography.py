@@ -89,7 +89,7 @@ class Choreography(SyncKeeping):
             adapter=adapter,
             placement=placement,
             repair=repair,
-            num_unfinished=llm.llm_engine.get_num_unfinished_requests,
+            num_unfinished=lambda: llm.llm_engine.get_num_unfinished_requests(),
         )
         self._entries = self._session.entries
         self._denied: tuple[str, ...] = ()

@@ -32,6 +32,7 @@ class SessionRepair:
         on_choice: told what is chosen for each call by the profile of a pair.
 
     Attributes:
+        rule: as it is read; None: there is none.
         keep_hidden: of calls that do not say it, the layers whose hidden states are kept.
 
     Raises:
@@ -47,7 +48,7 @@ class SessionRepair:
         num_unfinished: Callable[[], int],
         on_choice: OnChoice | None,
     ) -> None:
-        self._rule = session_rule(given, mode)
+        self.rule = session_rule(given, mode)
         self._is_text = mode == "baseline"
         self._entries = entries
         self._num_unfinished = num_unfinished
@@ -55,14 +56,19 @@ class SessionRepair:
         self._chooser: PairChooser | None = None
         self.keep_hidden: tuple[int, ...] = ()
         self._is_writer = False
-        if isinstance(self._rule, (Policy, PairRule)):
-            self._rule.check_model(base_model(model))
-        if isinstance(self._rule, ByLayers):
-            self.keep_hidden = entries_of(self._rule.ranges)
-        if isinstance(self._rule, PairRule):
-            self.keep_hidden = self._rule.keep_hidden
-            self._chooser = PairChooser(self._rule)
-            self._is_writer = self._rule.is_written_by(base_model(model))
+        if isinstance(self.rule, (Policy, PairRule)):
+            self.rule.check_model(base_model(model))
+        if isinstance(self.rule, ByLayers):
+            self.keep_hidden = entries_of(self.rule.ranges)
+        if isinstance(self.rule, PairRule):
+            self.keep_hidden = self.rule.keep_hidden
+            self._chooser = PairChooser(self.rule)
+            self._is_writer = self.rule.is_written_by(base_model(model))
+
+    @property
+    def follows_load(self) -> bool:
+        """Whether what calls repair depends on what else the engine does."""
+        return isinstance(self.rule, PairRule) and self.rule.ttft is not None
 
     @property
     def choices(self) -> dict[str, dict[str, int]] | None:
@@ -90,14 +96,14 @@ class SessionRepair:
         """
         if spec.repair is not None or exact:
             return spec.repair
-        if not isinstance(self._rule, (Policy, PairRule)):
-            return self._rule
+        if not isinstance(self.rule, (Policy, PairRule)):
+            return self.rule
         if not parents or self._is_text or self._is_writer:
             return None
         entries = [self._entries.get("parents", span.id) for span in parents]
-        if isinstance(self._rule, Policy):
-            return self._rule.rule(spec.role, [entry.role for entry in entries])
-        if not self._rule.is_read_by(adapter_weights_of(adapter)):
+        if isinstance(self.rule, Policy):
+            return self.rule.rule(spec.role, [entry.role for entry in entries])
+        if not self.rule.is_read_by(adapter_weights_of(adapter)):
             return None
         num_read = sum(
             len(range(entry.num_tokens)[span.start : span.stop])

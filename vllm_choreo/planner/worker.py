@@ -124,14 +124,14 @@ class FacadeWorker:
         if self._model is not None:
             return {"model": self._model, "repair": str(self._repair or "")}
         session = getattr(self._facade, "_session", None)
-        if session is None:
+        if session is None or session.repair.follows_load:
             return None
         config, adapters = session._model_config, session.adapters
         names = ("model", "revision", "dtype", "quantization")
         return {
             **{name: str(getattr(config, name, "")) for name in names},
             "adapter": f"{adapters._adapter or ''} {adapters.placement or ''}",
-            "repair": f"{self._repair or ''} {session._repair or ''}",
+            "repair": f"{self._repair or ''} {session.repair.rule or ''}",
         }
 
     async def prefill(self, text: str, parents: Sequence[Any], exact: bool) -> Any:
