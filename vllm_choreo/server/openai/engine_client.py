@@ -14,6 +14,7 @@ from vllm_choreo.api.outcomes import Outcome, engine_prompt, metrics_of
 from vllm_choreo.api.pending import Pending
 from vllm_choreo.errors import ChoreoError, PrefixError, UnsupportedOptionError
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.running import Run
 
@@ -101,7 +102,9 @@ class CallClient:
         given = params.extra_args or {}
         params.extra_args = {k: v for k, v in given.items() if k not in keys} or None
         self._submitted = time.perf_counter()
-        await self._run.fetch(span.id for span in self._arguments.get("parents", ()))
+        parents = self._arguments.get("parents")
+        if isinstance(parents, (list, tuple)):  # what else it is, the call refuses
+            await self._run.fetch(span.id for span in parents if isinstance(span, ParentSpan))
         header = prompt["prompt_token_ids"]
         adapter = self._adapter(options.get("lora_request"))
         pending = self._run.begin(
