@@ -105,6 +105,7 @@ class SessionRepair:
             return self.rule.rule(spec.role, [entry.role for entry in entries])
         if not self.rule.is_read_by(adapter_weights_of(adapter)):
             return None
+        # How long a parent will be that is still generated nobody knows: it counts for nothing.
         num_read = sum(
             len(range(entry.num_tokens)[span.start : span.stop])
             for entry, span in zip(entries, parents, strict=True)

@@ -77,8 +77,9 @@ class PairProfile:
     """What was measured of a pair, and which cell is to be taken.
 
     Attributes:
-        model: the base of both.
-        writer, reader: digests of the adapters' weights; None: the model itself.
+        model: the base of both adapters; of two whole models the reader.
+        writer, reader: hex digests of weights, of an adapter's or of a whole model's; None: calls
+            wear no adapter.
         num_layers: of the model.
         num_read: tokens that a call read, the mean of those that generated.
         cells: in the order in which they were measured.
@@ -96,11 +97,6 @@ class PairProfile:
     target: str = ""
     chosen: Ranges | None = None
     measured: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def pareto(self) -> list[Cell]:
-        """See the function."""
-        return pareto(self.cells)
 
     @property
     def chosen_cell(self) -> Cell:

@@ -12,7 +12,7 @@ from vllm_choreo.cli.calibrate.fitting import Fit
 from vllm_choreo.cli.calibrate.measure import BLOCK, Heard, Replays
 from vllm_choreo.cli.calibrate.repaired import policy_choice
 from vllm_choreo.cli.run.task import Task
-from vllm_choreo.errors import RepairError
+from vllm_choreo.cli.targets import target_given
 from vllm_choreo.judge.stats import bootstrap_interval
 from vllm_choreo.repair.calibration import Key
 from vllm_choreo.repair.rules import rule_given
@@ -163,18 +163,8 @@ def target_of(text: str) -> tuple[str, float]:
     Raises:
         RepairError: no such target, or no number behind it.
     """
-    name, _, number = text.partition("=")
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if name not in _TARGETS or not value >= 0 or (name == "agreement" and value > 1):
-        raise RepairError(
-            "a target is kl=NATS per token, agreement=SHARE of tokens, or ttft=SECONDS",
-            parameter="target",
-            value=text,
-        )
-    return name, value
+    says = "kl=NATS per token, agreement=SHARE of tokens, or ttft=SECONDS"
+    return target_given(text, _TARGETS, says)
 
 
 def reached(climbed: Sequence[Climbed], target: tuple[str, float]) -> Climbed | None:

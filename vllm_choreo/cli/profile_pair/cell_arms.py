@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
@@ -22,7 +22,7 @@ class Divided:
 
     Args:
         c: a session without an adapter of its own.
-        writer, reader: adapters, as a call takes them; None: the model itself.
+        writer, reader: adapters, as a call takes them.
     """
 
     def __init__(self, c: Any, writer: Any, reader: Any) -> None:
@@ -65,7 +65,7 @@ class CellArm(Arm):
 
     writer: Path | None = None
     reader: Path | None = None
-    layers: Ranges = field(default=())
+    layers: Ranges = ()
 
     def open(self, llm: Any, task: Task | None = None) -> Any:
         from vllm_choreo.api.choreography import Choreography

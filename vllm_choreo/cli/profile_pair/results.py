@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from vllm_choreo.cli.evaluate.sets import HeldOutSet
@@ -21,7 +22,7 @@ from vllm_choreo.cli.profile_pair.profiling import (
 )
 from vllm_choreo.cli.run.engine import LocalEngine
 from vllm_choreo.cli.run.report import aligned
-from vllm_choreo.errors import RepairError
+from vllm_choreo.cli.targets import target_given
 from vllm_choreo.files import write_text
 from vllm_choreo.repair.pair import Cell, PairProfile, Ranges, num_run, pareto
 from vllm_choreo.show.markup import milliseconds, percent
@@ -45,18 +46,7 @@ def target_of(text: str) -> tuple[str, float]:
     Raises:
         RepairError: no such target, or no number behind it.
     """
-    name, _, number = text.partition("=")
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if name not in _TARGETS or not value >= 0:
-        raise RepairError(
-            "a target is loss=SHARE, kl=NATS per token, or ttft=SECONDS",
-            parameter="target",
-            value=text,
-        )
-    return name, value
+    return target_given(text, _TARGETS, "loss=SHARE, kl=NATS per token, or ttft=SECONDS")
 
 
 def reached(cells: Sequence[Cell], target: tuple[str, float], num_layers: int) -> Cell | None:
@@ -128,7 +118,8 @@ def profile(
         "layer_map": layer_map and _map_json(layer_map, cells),
         "sets": sets,
     }
-    advice = _advice(chosen, result.target, out, found.text[0].ttft)
+    ttfts = [one.ttft for one in found.text if one.ttft is not None]
+    advice = _advice(chosen, result.target, out, fmean(ttfts))
     write_text(out / NUMBERS, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
     write_text(out / PAGE, pair_html(data, advice))
     print(_table(sets))
@@ -167,13 +158,13 @@ def _map_json(layer_map: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, 
     return {"gains": layer_map["gains"], "compared": compared}
 
 
-def _advice(chosen: Cell | None, target: str, out: Path, text_ttft: float | None) -> str:
-    """What to do, in a sentence."""
+def _advice(chosen: Cell | None, target: str, out: Path, text_ttft: float) -> str:
+    """What to do, in a sentence; `text_ttft`: seconds, of the reader's own encoding."""
     if chosen is None:
         return f"No choice of layers reaches {target}: encode everything anew (mode exact)."
     if not chosen.layers:
         return f"{target} is reached by reading messages as they are stored."
-    times = f", {text_ttft / chosen.ttft:.1f} times as fast to the first token" if text_ttft else ""
+    times = f", {text_ttft / chosen.ttft:.1f} times as fast to the first token"
     ranges = [list(one) for one in chosen.layers]
     return (
         f'{target} is reached by repair="{out / PROFILE}", which is '
