@@ -29,6 +29,7 @@ from benchmarks.quality import page as quality
 from benchmarks.scaling import page as scaling
 from benchmarks.soak import page as soak
 from benchmarks.sweep import page as sweep
+from benchmarks.training import page as training
 from benchmarks.ttft import page as ttft
 from benchmarks.variants import page as variants
 from benchmarks.workflows import page as workflows
@@ -84,6 +85,7 @@ SECTIONS = (
     soak.section,
     quality.section,
     frontier.section,
+    training.section,
     pml.section,
     keep.section,
     on_ramps.section,

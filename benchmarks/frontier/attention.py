@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of an engine in this process, watched or bent, by the reference implementation.
+"""Attention of an engine in this process, bent, by the reference implementation.
 
 For experiments: it is slow, and takes one request at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
-import torch
 
 from vllm_choreo.engine.worker import attention as module
 from vllm_choreo.ops import reference
@@ -28,49 +25,6 @@ def _instead(make: Callable[[Attend], Attend]) -> Iterator[None]:
         yield
     finally:
         module.span_attention = ours
-
-
-class Watched:
-    """Sums of the attention that the first step of a request gives to each span.
-
-    Args:
-        layers: that count.
-
-    Attributes:
-        spans: of each parent, the attention to its tokens, summed over heads, queries and layers,
-            float32 `[num_tokens]`.
-    """
-
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.spans: list[np.ndarray] = []
-        self._layers = set(layers)
-        self._num_calls = 0
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with _instead(self._watch):
-            yield
-
-    def _watch(self, ours: Attend) -> Attend:
-        def attend(query: Any, kv_cache: Any, output: Any, plan: Any, layer: Any, *a: Any) -> None:
-            # Layers call in their order: the calls after those of the first step count no more.
-            if self._num_calls in self._layers:
-                self._add(reference._Queries(query, kv_cache, plan, layer))
-            self._num_calls += 1
-            ours(query, kv_cache, output, plan, layer, *a)
-
-        return attend
-
-    def _add(self, queries: Any) -> None:
-        spans = queries.plan.spans
-        assert spans.num_reqs == 1, "one request at a time"
-        sizes = spans.num_tokens.tolist()
-        own = len(sizes) - 1
-        scores = [queries.read(0, j, 0, size, j == own)[0] for j, size in enumerate(sizes)]
-        weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1).sum((0, 1, 2))
-        parts = [part.numpy() for part in weights.split(sizes)][:own]
-        before = self.spans or [np.zeros_like(part) for part in parts]
-        self.spans = [a + b for a, b in zip(before, parts, strict=True)]
 
 
 @contextmanager

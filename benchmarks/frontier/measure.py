@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
-from benchmarks.frontier.attention import Watched, bent
-from benchmarks.frontier.rules import ALL, NONE, Given, choices, hidden_layers, watched
+from benchmarks.frontier.attention import bent
+from benchmarks.frontier.rules import ALL, NONE, Choice, Given, choices, hidden_layers
 from benchmarks.frontier.tasks import Reading
 from vllm_choreo.judge.divergence import Measured, kl_per_token
 
@@ -60,20 +59,20 @@ class Reader:
         said = list(text.generated_token_ids)
         given = Given(
             tuple(message.num_tokens for message in self.moved),
-            self._attention(),
             text.num_tokens - len(said),
             self.seed,
             self.num_layers,
         )
         chosen = choices(given, self.budgets)
-        names: list[tuple[str, float]] = [(NONE, 0.0), (ALL, 1.0), *chosen]
-        options = [{}, {"repair": "all"}, *(self._options(c.options) for c in chosen.values())]
-        charged = [0.0, float(sum(given.lengths)), *(c.charged for c in chosen.values())]
+        ends = {(NONE, 0.0): Choice({}), (ALL, 1.0): Choice({"repair": "all"})}
+        chosen = {**ends, **chosen}
+        options = [self._options(choice.options) for choice in chosen.values()]
         # Alone, as all that it is compared with.
         (base,) = self._distributions([{"mode": "exact"}], said)
         found = self._distributions(options, said)
         answers = self._read(options)
-        for name, cost, one, answer in zip(names, charged, found, answers, strict=True):
+        for (name, choice), one, answer in zip(chosen.items(), found, answers, strict=True):
+            cost = choice.charged(answer.usage.repaired_tokens)
             yield self._row(name, cost / sum(given.lengths), base, one, answer.generated_text)
         for temperature, factor in BENT:
             with bent(temperature, factor):
@@ -132,13 +131,6 @@ class Reader:
         measured = Measured(self.c)
         self.c.free(*measured.decode(calls))
         return measured.distributions
-
-    def _attention(self) -> tuple[np.ndarray, ...]:
-        """That the header gives the parents which are read elsewhere, as they are."""
-        found = Watched(watched(self.num_layers))
-        with found.watching() if self.moved else nullcontext():
-            self._read([{}])
-        return tuple(found.spans[2:])
 
     def close(self) -> None:
         self.c.close()

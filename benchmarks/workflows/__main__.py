@@ -55,8 +55,8 @@ def main() -> int:
                 found = _steps(sides, number)
                 steps += found
             runs += _pass(sides, tasks, number, CostModel(found))
-    write_csv(name, runs, **record())
-    write_csv(f"{name}_steps", steps, **record())
+            write_csv(name, runs, **record())
+            write_csv(f"{name}_steps", steps, **record())
     print(page.section())
     return int(page.is_full(runs) and not args.processes and not page.bars_reached(runs))
 

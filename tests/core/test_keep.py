@@ -229,17 +229,14 @@ def _wrong() -> Iterator[dict[str, Any]]:
         yield changed(data={"file": file, "bytes": 1, "sha256": "", "stored_position": 0})
     for layers in ([0], [2, 2], [1.0], None):
         yield changed(keeps=layers)
-    for runs, ranges, share in (
-        ([[0, 1]], [], None),
-        ([[0, 1]], [[0, 0]], None),
-        ([[0, 1]], [[0, 2], [2, 3]], None),
-        ([[0, 1]], [[0, 2]], 2),
-        ([], [[0, 2]], None),
-        ([[0, 1]], [[1, 2]], None),  # the source does not keep what layer 1 was given
-        ([[0, 1]], [[0, 1], [2, 3]], 0.5),
+    for runs, ranges in (
+        ([[0, 1]], []),
+        ([[0, 1]], [[0, 0]]),
+        ([[0, 1]], [[0, 2], [2, 3]]),
+        ([], [[0, 2]]),
+        ([[0, 1]], [[1, 2]]),  # the source does not keep what layer 1 was given
     ):
-        patch = {"source": 0, "start": 0, "runs": runs}
-        kept = changed(patch=patch | {"layers": {"ranges": ranges, "share": share}})
+        kept = changed(patch={"source": 0, "start": 0, "runs": runs, "layers": ranges})
         source = {**kept_of(1, None)["encodings"][0], "keeps": [2]}
         kept["encodings"].insert(0, source)
         kept["messages"] = []

@@ -182,7 +182,7 @@ def test_bad_profiles(change: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_which_rules_need_memory_for_hidden_states() -> None:
-    for rule in (PROFILE, {"layers": [1, 2]}, {"share": 0.1, "by": "keys"}, PROFILE.to_json()):
+    for rule in (PROFILE, {"layers": [1, 2]}, {"share": 0.1, "by": "attention"}, PROFILE.to_json()):
         assert runs_some_layers(rule) and memory_for([None, rule])
     for rule in ("first:3", None, {"layers": []}, {"share": 0.1, "by": "random"}):
         assert not runs_some_layers(rule) and memory_for([rule]) == {}

@@ -16,17 +16,23 @@ from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.semantics.params import ChoreoParams
 
 SIZE = 16
-PARENTS = st.lists(
-    st.tuples(st.integers(0, 70), st.integers(1, 90)).map(lambda p: Seen(p[0], p[0] + p[1])),
-    max_size=4,
-)
+
+
+@st.composite
+def _parent(draw: Any) -> Seen:
+    start, length = draw(st.integers(0, 70)), draw(st.integers(1, 90))
+    weights = st.lists(st.floats(0, 9), min_size=length, max_size=length)
+    return Seen(start, start + length, draw(st.none() | weights))
+
+
+PARENTS = st.lists(_parent(), max_size=4)
 RULES: list[Any] = [
-    *("first:1", "first:32", "last:16", "all", "none"),
+    *("first:1", "first:32", "all", "none"),
     {"share": 0.0, "by": "random"},
     {"share": 0.3, "by": "random", "seed": 7},
     {"share": 1, "by": "random"},
     {"layers": [2, 5]},
-    {"share": 0.2, "by": "keys"},
+    {"share": 0.2, "by": "attention"},
 ]
 
 
@@ -45,20 +51,22 @@ def test_runs_lie_in_their_parents_in_order(parents: list[Seen], rule: Any) -> N
 
 
 @given(parents=PARENTS, count=st.integers(1, 100))
-def test_first_and_last(parents: list[Seen], count: int) -> None:
+def test_first(parents: list[Seen], count: int) -> None:
     first = rule_of(f"first:{count}").runs(parents, SIZE)
-    last = rule_of(f"last:{count}").runs(parents, SIZE)
-    for parent, head, tail in zip(parents, first, last, strict=True):
-        tokens = list(range(parent.num_tokens))
-        assert _tokens(head) == set(tokens[:count])
-        assert _tokens(tail) == set(tokens[-count:])
+    for parent, head in zip(parents, first, strict=True):
+        assert _tokens(head) == set(range(min(count, parent.num_tokens)))
 
 
-@given(parents=PARENTS, share=st.floats(0, 1), seed=st.integers(0, 9))
-def test_random_blocks_are_whole_blocks_within_the_budget(
-    parents: list[Seen], share: float, seed: int
+@given(parents=PARENTS, share=st.floats(0, 1), by=st.sampled_from(["random", "attention"]))
+def test_blocks_are_whole_blocks_within_the_budget(
+    parents: list[Seen], share: float, by: str
 ) -> None:
-    chosen = rule_of({"share": share, "by": "random", "seed": seed}).runs(parents, SIZE)
+    chosen = rule_of({"share": share, "by": by}).runs(parents, SIZE)
+    if by == "attention":  # parents of which none is known have no part in it
+        known = [parent.attention is not None for parent in parents]
+        assert all(is_known or not runs for is_known, runs in zip(known, chosen, strict=True))
+        chosen = tuple(runs for is_known, runs in zip(known, chosen, strict=True) if is_known)
+        parents = [parent for parent in parents if parent.attention is not None]
     total = sum(parent.num_tokens for parent in parents)
     spent = sum(num_tokens(runs) for runs in chosen)
     assert spent <= share * total
@@ -73,6 +81,22 @@ def test_random_blocks_are_whole_blocks_within_the_budget(
         if start not in _tokens(runs)
     ]
     assert not left or min(left) > share * total - spent - 1e-9
+
+
+@given(parents=PARENTS, share=st.floats(0, 1))
+def test_blocks_with_more_attention_come_first(parents: list[Seen], share: float) -> None:
+    chosen = rule_of({"share": share, "by": "attention"}).runs(parents, SIZE)
+    means: dict[bool, list[tuple[float, int]]] = {True: [], False: []}
+    for parent, runs in zip(parents, chosen, strict=True):
+        if parent.attention is None:
+            continue
+        for start, stop in parent.blocks(SIZE):
+            weight = sum(parent.attention[start:stop]) / (stop - start)
+            means[start in _tokens(runs)].append((weight, stop - start))
+    total = sum(size for group in means.values() for _, size in group)
+    for weight, size in means[False]:  # there was no room for it beside those with more
+        better = sum(n for w, n in means[True] if w >= weight - 1e-9)
+        assert better + size > share * total - 1e-9
 
 
 @given(parent=PARENTS.filter(bool), start=st.integers(0, 99), length=st.integers(1, 99))
@@ -119,9 +143,9 @@ def test_runs_are_sorted_and_joined() -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        *("first", "first:", "first:0", "first:-1", "first:x", "best:3", ""),
+        *("first", "first:", "first:0", "first:-1", "first:x", "last:16", "best:3", ""),
         *({}, {"share": 1.5, "by": "random"}, {"share": -0.1, "by": "random"}),
-        *({"share": 0.1, "by": "luck"}, {"share": True, "by": "random"}, {"by": "random"}),
+        *({"share": 0.1, "by": "keys"}, {"share": True, "by": "random"}, {"by": "random"}),
         *({"share": 0.1, "by": "random", "seed": "x"}, {"share": 0.1, "by": "random", "size": 3}),
         *(7, 0.3, [[(3, 3)]], [[(4, 2)]], [[(-1, 2)]], [[(0, 4), (3, 6)]], [[(0.0, 2)]]),
         *([[0, 3]], [["03"]], "none:3"),

@@ -67,33 +67,6 @@ class LayerOracle:
             chain.append(Parent(message, parent.offset, parent.start, parent.stop))
         return chain
 
-    def repair_by_keys(
-        self, parents: Sequence[Parent], share: float, block_size: int
-    ) -> list[Parent]:
-        """What a call reads that repairs the blocks of each parent whose keys in layer 1 change
-        most, up to a share of its tokens.
-        """
-        chain: list[Parent] = []
-        for parent in parents:
-            message, part = parent.message, slice(parent.start, parent.stop)
-            anew = self.oracle.encode(message.token_ids[part], chain, parent.offset)
-            stored = message.keys[1][:, part]
-            if self.oracle.layer_has_rope[1]:
-                delta = parent.offset - message.position - parent.start
-                stored = self.oracle.rotate(stored, delta, 1)
-            change = (anew.keys[1] - stored).square().sum((0, 2))
-            blocks: dict[int, list[int]] = {}
-            for token in range(parent.stop - parent.start):
-                blocks.setdefault((parent.start + token) // block_size, []).append(token)
-            ranked = sorted(blocks.values(), key=lambda tokens: -float(change[tokens].mean()))
-            budget, runs = share * len(change), []
-            for tokens in ranked:
-                if len(tokens) <= budget:
-                    budget -= len(tokens)
-                    runs.append((tokens[0], tokens[-1] + 1))
-            chain = self.oracle.repair([*chain, parent], [*([] for _ in chain), sorted(runs)])
-        return chain
-
     def _merged(self, message: Encoded, start: int, anew: Encoded, layers: range) -> Encoded:
         """`message`, with keys and values of `anew` from token `start` on in some layers."""
         full = self.oracle._overwritten(message, start, anew)

@@ -21,15 +21,27 @@ GREEDY = SamplingParams(
 
 @dataclass
 class Program:
-    """Random calls, and the oracle's encoding of each message; what is repaired, subclasses say."""
+    """Random calls, and the oracle's encoding of each message; what is repaired, subclasses say.
+
+    Attributes:
+        made: messages, and what the oracle says that they are.
+        reads: by the identity of the latter, the options of its call and what this read.
+    """
 
     c: Choreography
     oracle: Oracle
     rng: random.Random
     made: list[tuple[Any, Encoded]] = field(default_factory=list)
+    reads: dict[int, tuple[dict[str, Any], list[Parent]]] = field(default_factory=dict)
 
     def options(self) -> tuple[dict[str, Any], list[Parent]]:
-        """Of a call, and what it reads once that is repaired."""
+        """Of a call, and what it lists."""
+        raise NotImplementedError
+
+    def repaired(
+        self, options: dict[str, Any], parents: list[Parent], header: list[int]
+    ) -> list[Parent]:
+        """What a call reads for what it lists."""
         raise NotImplementedError
 
     def oracle_of(self, options: dict[str, Any]) -> Oracle:
@@ -62,10 +74,12 @@ class Program:
         messages = (
             self.c.decode(items, sampling_params=GREEDY) if is_decode else self.c.prefill(items)
         )
-        for message, header, (named, read) in zip(messages, headers, drawn, strict=True):
+        for message, header, (named, listed) in zip(messages, headers, drawn, strict=True):
             self.check(message, named)
+            read = self.repaired(named, listed, header)
             oracle = self.oracle_of(named)
             encoded = oracle.encode(message.token_ids, read, named["new_offset"])
             if is_decode:
                 check_tokens(message, encoded, len(header), LOGPROB_TOLERANCE, TIE_MARGIN)
             self.made.append((message, encoded))
+            self.reads[id(encoded)] = named, read

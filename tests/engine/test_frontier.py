@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.frontier import page, rules, tasks
@@ -48,15 +47,12 @@ def test_every_rule_is_measured_against_the_text(
         elif rule in rules.RULES:
             assert budget < row["charged"] < budget + 0.1 or rule.endswith("layers")
 
-    # Bent by nothing, attention is as it was; and it is what the header gives its parents.
+    # Bent by nothing, attention is as it was.
     said = [1, 2, 3]
     (plain,) = reader._distributions([{}], said)
     with bent(1.0, 1.0):
         (same,) = reader._distributions([{}], said)
     assert kl_per_token(plain, same).max() < 1e-5
-    weights = np.concatenate(reader._attention())
-    num_header = reader._read([{}])[0].num_prefilled
-    assert weights.min() >= 0 and 0 < weights.sum() < 3 * 9 * num_header
     reader.close()
 
     monkeypatch.setattr("benchmarks.harness.pictures.RESULTS", tmp_path)

@@ -21,7 +21,7 @@ _SETTINGS = {"choreo": {"hidden_memory_gib": 2**-9}}
 _CALLS: list[dict[str, Any]] = [
     {"parents": ["one", "two"], "layers": (1, 3)},
     {"parents": ["two", "three", "one"], "layers": [(0, 1), (2, 3)]},
-    {"parents": ["one", "three"], "repair": {"share": 0.5, "by": "keys"}},
+    {"parents": ["one", "three"], "repair": {"share": 0.5, "by": "attention"}},
     {"parents": ["said", "one"], "layers": (2, 3)},
 ]
 

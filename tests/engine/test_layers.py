@@ -15,7 +15,6 @@ import pytest
 
 from tests.engine.adapters import Adapter
 from tests.engine.choreographies import LOGPROB_TOLERANCE
-from tests.engine.conftest import BLOCK_SIZE
 from tests.engine.layer_oracle import LayerOracle
 from tests.engine.oracle import Oracle, Parent, random_tokens
 from tests.engine.programs import GREEDY, Program
@@ -143,23 +142,6 @@ def test_hidden_states_are_counted_and_outlive_keys_and_values(llm: Any, c: Chor
     assert c.stats()["num_hidden_bytes"] == _memory(llm).num_bytes == 0
 
 
-def test_blocks_whose_keys_change_most(c: Choreography) -> None:
-    docs = _documents(c, 8)
-    call = {"parents": docs, "sampling_params": GREEDY}
-    c.decode([5, 6], **call)
-    plain = c.decode([5, 6], **call)
-    none = c.decode([5, 6], repair={"share": 0, "by": "keys"}, **call)
-    assert _logprobs(none) == _logprobs(plain) and none.usage == plain.usage
-    everything = c.decode([5, 6], repair="all", **call)
-    every_block = c.decode([5, 6], repair={"share": 1, "by": "keys"}, **call)
-    assert _distance(every_block, everything) < LOGPROB_TOLERANCE
-    some = c.decode([5, 6], repair={"share": 0.5, "by": "keys"}, **call)
-    # Two layers of three for all tokens, and all layers for half of them.
-    assert some.usage.repaired_tokens == 2 * 35
-    assert some.usage.encoded_tokens == 2 * (47 + 35) + some.num_tokens
-    assert _distance(some, plain) > 1e-3 < _distance(some, everything)
-
-
 def test_two_tenants_share_nothing(llm: Any) -> None:
     encoded = []
     for tenant in "ab":
@@ -213,7 +195,7 @@ def test_the_page_on_repair_runs(llm: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "repair.md").read_text(encoding="utf-8")
     scope = {"llm": llm}
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         exec(compile(block, "repair.md", "exec"), scope)
     scope["c"].close()
@@ -256,7 +238,7 @@ def tiny(
 
 @dataclass
 class LayersProgram(Program):
-    """Calls that repair by random layers, or by keys.
+    """Calls that repair by random layers.
 
     Attributes:
         oracle: of calls without an adapter.
@@ -269,8 +251,6 @@ class LayersProgram(Program):
     def options(self) -> tuple[dict[str, Any], list[Parent]]:
         rng = self.rng
         spans, parents, offset = self.spans()
-        layers, share = rng.choice(_LAYERS), rng.choice((0.2, 0.5, 0.9))
-        by_keys = rng.random() < 0.3
         adapter, _ = rng.choice(self._models)
         options = {
             "parents": spans,
@@ -278,13 +258,16 @@ class LayersProgram(Program):
             "new_offset": offset + rng.choice((0, 0, 25)),
             "keep_hidden": [1, 2],
             "adapter": adapter,
-            **({"repair": {"share": share, "by": "keys"}} if by_keys else {"layers": layers}),
+            "layers": rng.choice(_LAYERS),
         }
-        oracle = self.oracle_of(options)
-        if by_keys:
-            return options, oracle.repair_by_keys(parents, share, BLOCK_SIZE)
+        return options, parents
+
+    def repaired(
+        self, options: dict[str, Any], parents: list[Parent], header: list[int]
+    ) -> list[Parent]:
+        layers = options["layers"]
         ranges = [layers] if layers and isinstance(layers[0], int) else layers
-        return options, oracle.repair(parents, [range(*ends) for ends in ranges])
+        return self.oracle_of(options).repair(parents, [range(*ends) for ends in ranges])
 
     def oracle_of(self, options: dict[str, Any]) -> LayerOracle:
         return next(oracle for adapter, oracle in self._models if adapter is options["adapter"])

@@ -225,7 +225,12 @@ class RunsProgram(Program):
         runs = [_random_runs(self.rng, stop - start) for _, start, stop in spans]
         offsets = [parent.offset for parent in parents]
         named = {"parents": spans, "offsets": offsets, "new_offset": new_offset, "repair": runs}
-        return named, self.oracle.repair(parents, runs)
+        return named, parents
+
+    def repaired(
+        self, options: dict[str, Any], parents: list[Parent], header: list[int]
+    ) -> list[Parent]:
+        return self.oracle.repair(parents, options["repair"])
 
     def check(self, message: Message, options: dict[str, Any]) -> None:
         given = sum(stop - start for runs in options["repair"] for start, stop in runs)

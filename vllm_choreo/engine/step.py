@@ -7,6 +7,7 @@ Imports neither torch nor vllm.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +70,19 @@ class KeptHidden:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """What the tokens of a run attend to is wanted.
+
+    Attributes:
+        call: for which; by its request id.
+        layers: in which, ascending.
+    """
+
+    call: str
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class StageRun:
     """Tokens run through some layers of the model before a step, over keys of these layers.
 
@@ -80,10 +94,8 @@ class StageRun:
         token_ids: of the message, from that one on.
         key: of the hidden states with which ranges begin; None: the only one begins with tokens.
         start: which of the message's tokens is the first.
-        share: None: that is all. Else what the run has changed is taken back, and whole blocks of
-            so many of the tokens, those whose keys in the last layer changed most, are run through
-            all layers.
         lora: vLLM's request of the adapter with which they are run; None: without.
+        watch: None: the tokens are run for the keys and values alone.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -93,8 +105,8 @@ class StageRun:
     token_ids: tuple[int, ...]
     key: int | None
     start: int
-    share: float | None = None
     lora: Any = None
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,26 @@ class ChoreoStep:
     kept: Mapping[str, KeptHidden] = field(default_factory=dict)
     forgotten: tuple[int, ...] = ()
     reloads: tuple[Any, ...] = ()
+
+
+# What a worker tells the scheduler with the output of a step, by its name there.
+_ATTENTION = "choreo_attention"
+
+
+def tell_attention(output: Any, attention: Mapping[str, Sequence[Sequence[float]]]) -> Any:
+    """A copy of what a step of vLLM's puts out that tells what calls attended to, besides.
+
+    Args:
+        attention: by the ids of calls, of each parent, that each token got.
+    """
+    told = copy(output)
+    setattr(told, _ATTENTION, attention)
+    return told
+
+
+def attention_of(output: Any) -> Mapping[str, Sequence[Sequence[float]]]:
+    """See `tell_attention`."""
+    return getattr(output, _ATTENTION, {})
 
 
 def request_spans(

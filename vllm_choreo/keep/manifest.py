@@ -12,7 +12,7 @@
                              "spans": [[start, stop, offset]], "new_offset", "exact",
                              "repaired_tokens",
                              "patch": {"source": encoding, "start", "runs": [[start, stop]],
-                                       "layers": {"ranges", "share"} | null} | null,
+                                       "layers": [[first, stop]] | null} | null,
                              "keeps": [layer],
                              "data": {"file", "bytes", "sha256", "stored_position"} | null}],
               "messages": [{as `wire.messages.record_json`, "parents": [[id, start, stop]],
@@ -32,7 +32,7 @@ from typing import Any
 from vllm_choreo.errors import KeptError
 from vllm_choreo.keep.storage import MANIFEST, KeptFolder
 
-FORMAT = 2
+FORMAT = 3
 _RECORD = {
     "id": str,
     "position": int,
@@ -162,7 +162,7 @@ def _check_layers(patch: Mapping[str, Any], kept: Sequence[int]) -> None:
     Args:
         kept: layers whose hidden states the patch's source keeps.
     """
-    ranges, share = patch["layers"]["ranges"], patch["layers"]["share"]
+    ranges = patch["layers"]
     if not ranges or len(patch["runs"]) != 1:
         raise ValueError("a patch by layers has a range of them, and one run of tokens")
     least = 0
@@ -170,12 +170,6 @@ def _check_layers(patch: Mapping[str, Any], kept: Sequence[int]) -> None:
         least = _count(stop, least=_count(first, least=least) + 1) + 1
         if first and first not in kept:
             raise ValueError(f"the source of a patch does not keep what layer {first} was given")
-    if share is None:
-        return
-    if type(share) is not float or not 0 <= share <= 1:
-        raise ValueError("a share is a number from 0 to 1")
-    if len(ranges) != 1 or ranges[0][0]:
-        raise ValueError("keys are compared in the first layers")
 
 
 def _check_data(data: Mapping[str, Any]) -> None:

@@ -13,6 +13,9 @@ from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.spans import SpanBatch
 
+_ALL = slice(None)
+_QUERIES_AT_ONCE = 64  # scores of so many are in memory together
+
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
     """Rotate the leading ``rotary_dim`` entries of the last dim of ``x``.
@@ -56,6 +59,29 @@ def span_attention(
         queries.store(r, [queries.attend(r, scored)], output)
 
 
+def attention_received(
+    query: torch.Tensor, kv_cache: torch.Tensor, plan: SpanPlan, layer: LayerAttention
+) -> list[torch.Tensor]:
+    """How much attention the tokens of the spans get that the queries of one request read.
+
+    Args:
+        query, kv_cache, plan, layer: see ``vllm_choreo.ops.span_attention``; a batch of one.
+
+    Returns:
+        Of each span but the request's own: softmax weights, summed over queries and heads,
+        float32 ``[num_tokens]``. A sink takes no part.
+    """
+    queries, spans = _Queries(query, kv_cache, plan, layer), plan.spans
+    sizes = spans.num_tokens.tolist()
+    own = len(sizes) - 1
+    received = torch.zeros(sum(sizes), device=query.device)
+    for begin in range(0, int(spans.query_start_loc[1]), _QUERIES_AT_ONCE):
+        part = slice(begin, begin + _QUERIES_AT_ONCE)
+        scores = [queries.read(0, j, 0, n, j == own, part)[0] for j, n in enumerate(sizes)]
+        received += torch.softmax(torch.cat(scores, dim=-1), dim=-1).sum((0, 1, 2))
+    return list(received.split(sizes)[:own])
+
+
 def _shared(queries: _Queries, reads: SharedReads, output: torch.Tensor) -> None:
     """Each group reads its pieces once; then every request merges what its groups found."""
     batch = queries.plan.spans
@@ -91,16 +117,28 @@ class _Queries:
         return slice(start, stop)
 
     def read(
-        self, r: int, j: int, begin: int, num_tokens: int, is_own: bool = False
+        self,
+        r: int,
+        j: int,
+        begin: int,
+        num_tokens: int,
+        is_own: bool = False,
+        part: slice = _ALL,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores ``[group, q_len, num_kv_heads, n]`` and values ``[n, num_kv_heads, d]``."""
+        """Scores ``[group, q_len, num_kv_heads, n]`` and values ``[n, num_kv_heads, d]``.
+
+        Args:
+            part: of the request's queries.
+        """
         batch, cos_sin, layer = self.plan.spans, self.plan.cos_sin, self.layer
         keys, values = read_kv(self.kv_cache, _slots(batch, r, j, begin, num_tokens), layer.layout)
-        q = self.query[self.rows(r)].float()
+        rows = self.query[self.rows(r)]
+        own = int(batch.span_start_loc[r + 1]) - 1
+        last = int(batch.num_tokens[own])
+        own_index = torch.arange(last - len(rows), last, device=rows.device)[part]
+        q = rows[part].float()
         q_len, num_heads, head_size = q.shape
         num_kv_heads = keys.shape[1]
-        own = int(batch.span_start_loc[r + 1]) - 1
-        own_index = int(batch.num_tokens[own]) - q_len + torch.arange(q_len, device=q.device)
         delta = int(batch.position_delta[j])
         if cos_sin is not None and delta != 0:
             q = rotate(q, cos_sin[j], layer.is_neox)

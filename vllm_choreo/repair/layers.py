@@ -14,14 +14,10 @@ class LayerRanges(NamedTuple):
 
     Attributes:
         ranges: ascending; between two of them there is a layer at least.
-        share: None: tokens are anew in these layers. Else they are run through these alone to find
-            the blocks whose keys in the last of them change most, up to this share of the tokens:
-            those are anew in all layers, and nothing else is.
     """
 
     ranges: tuple[Range, ...]
     num_layers: int
-    share: float | None = None
 
     @property
     def entries(self) -> tuple[int, ...]:
@@ -32,15 +28,15 @@ class LayerRanges(NamedTuple):
     def is_all(self) -> bool:
         return self.ranges == ((0, self.num_layers),)
 
-    def repaired(self, num_tokens: int) -> int:
-        """How many of the tokens are anew, at most."""
-        return num_tokens if self.share is None else int(self.share * num_tokens)
-
     def charged(self, num_tokens: int) -> int:
         """As many tokens through all layers cost as much."""
         num_run = sum(stop - first for first, stop in self.ranges)
-        through = -(-num_tokens * num_run // self.num_layers)
-        return through if self.share is None else through + self.repaired(num_tokens)
+        return -(-num_tokens * num_run // self.num_layers)
+
+
+def middle_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers of a model whose attention tells which tokens a call reads most."""
+    return tuple(dict.fromkeys(num_layers * part // 10 for part in (4, 5, 6)))
 
 
 def entries_of(ranges: tuple[Range, ...]) -> tuple[int, ...]:

@@ -2,13 +2,11 @@
 """Rules that choose what is repaired: from the parents of a call to one list of runs for each.
 
 "first:32"                     the first tokens of every parent (EPIC, arXiv 2410.15332, 4.2)
-"last:16"                      the last ones
 "none"                         no token
 "all"                          every token: what mode "exact" gives, where offsets are those of
 the text
 {"share": 0.15, "by": "random", "seed": 0}   whole blocks at random: the control
-{"share": 0.15, "by": "keys"}  of each parent, whole blocks whose keys in layer 1 would change most
-                               (CacheBlend, arXiv 2405.16444)
+{"share": 0.4, "by": "attention"}   whole blocks to which the call's own tokens attend most
 {"layers": [8, 20]}            every token, in the layers 8 … 19 alone, from what layer 8 was given
                                when the parent was encoded; [] is "none"
 {"layers": [[0, 2], [8, 20]]}  in several ranges of layers
@@ -23,6 +21,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 from vllm_choreo.errors import RepairError
@@ -34,10 +33,15 @@ class Seen(NamedTuple):
     """What a call sees of one parent: tokens `start … stop-1` of its message.
 
     The tokens of a message lie in blocks from its first one on.
+
+    Attributes:
+        attention: that the call's own tokens give to each of these; None: nobody asked, or the
+            call reads the parent as it was encoded.
     """
 
     start: int
     stop: int
+    attention: Sequence[float] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -120,22 +124,6 @@ class FirstTokens:
 
 
 @dataclass(frozen=True)
-class LastTokens:
-    """The last `count` tokens of every parent."""
-
-    count: int
-
-    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
-        return tuple(
-            joined([(max(0, parent.num_tokens - self.count), parent.num_tokens)])
-            for parent in parents
-        )
-
-    def to_json(self) -> Any:
-        return f"last:{self.count}"
-
-
-@dataclass(frozen=True)
 class NoTokens:
     """None, where the session has a rule."""
 
@@ -171,19 +159,25 @@ class ByLayers(AllTokens):
 
 
 @dataclass(frozen=True)
-class ByKeys(AllTokens):
-    """Of each parent, blocks whose keys in layer 1 would change most, up to a share of its tokens.
-
-    Which these are is found out where keys are: for the scheduler they may be all of them.
+class ByAttention:
+    """Blocks that get most attention per token, of all parents together as many as make up the
+    share. Parents of which no attention is known have no part in it.
     """
 
     share: float
 
     def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
-        return super().runs(parents, block_size) if self.share else ((),) * len(parents)
+        blocks = [
+            (-fmean(parent.attention[slice(*run)]), number, run)
+            for number, parent in enumerate(parents)
+            if parent.attention is not None
+            for run in parent.blocks(block_size)
+        ]
+        ranked = [(number, run) for _, number, run in sorted(blocks)]
+        return chosen_blocks(ranked, self.share, len(parents))
 
     def to_json(self) -> Any:
-        return {"share": self.share, "by": "keys"}
+        return {"share": self.share, "by": "attention"}
 
 
 @dataclass(frozen=True)
@@ -226,10 +220,6 @@ def chosen_blocks(
 # -- from what a call gives ----------------------------------------------------------------------
 
 _PLAIN: dict[str, type[NoTokens] | type[AllTokens]] = {"none": NoTokens, "all": AllTokens}
-_COUNTED: dict[str, type[FirstTokens] | type[LastTokens]] = {
-    "first": FirstTokens,
-    "last": LastTokens,
-}
 
 
 def rule_of(given: Any) -> Rule:
@@ -277,14 +267,14 @@ def _named(text: str) -> Rule:
     if text in _PLAIN:
         return _PLAIN[text]()
     name, _, count = text.partition(":")
-    if name not in _COUNTED or not count.isascii() or not count.isdigit() or int(count) < 1:
+    if name != "first" or not count.isascii() or not count.isdigit() or int(count) < 1:
         raise RepairError(
-            'a rule is "first:K" or "last:K" with K >= 1, "all", "none", '
+            'a rule is "first:K" with K >= 1, "all", "none", '
             '{"share": ..., "by": ...}, or one list of runs per parent',
             parameter="repair",
             value=text,
         )
-    return _COUNTED[name](int(count))
+    return FirstTokens(int(count))
 
 
 def _layered(given: Any) -> Rule:
@@ -315,10 +305,10 @@ def _is_range(given: Any) -> bool:
 def _shared(given: Mapping[str, Any]) -> Rule:
     share, by, seed = given.get("share"), given.get("by"), given.get("seed", 0)
     unknown = given.keys() - {"share", "by", "seed"}
-    if unknown or by not in ("random", "keys") or type(seed) is not int:
+    if unknown or by not in ("random", "attention") or type(seed) is not int:
         raise RepairError(
-            'a share is chosen by {"share": 0.15, "by": "keys"}, or for comparison by '
-            '{"share": 0.15, "by": "random", "seed": 0}',
+            'a share is chosen by {"share": 0.4, "by": "attention"}, or for comparison by '
+            '{"share": 0.4, "by": "random", "seed": 0}',
             parameter="repair",
             value=dict(given),
         )
@@ -328,4 +318,4 @@ def _shared(given: Mapping[str, Any]) -> Rule:
             parameter="repair.share",
             value=share,
         )
-    return ByKeys(float(share)) if by == "keys" else RandomBlocks(float(share), seed)
+    return ByAttention(float(share)) if by == "attention" else RandomBlocks(float(share), seed)

@@ -11,7 +11,7 @@ from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.pair import PairProfile
 from vllm_choreo.repair.pair_rule import PairRule
 from vllm_choreo.repair.policy import Policy, read_json
-from vllm_choreo.repair.rules import ByKeys, ByLayers, GivenRuns, Rule, rule_of
+from vllm_choreo.repair.rules import ByAttention, ByLayers, GivenRuns, Rule, rule_of
 
 SUFFIX = ".json"
 
@@ -50,7 +50,7 @@ def runs_some_layers(given: Any) -> bool:
     Raises:
         RepairError: it is no rule.
     """
-    return isinstance(session_rule(given, "choreo"), (ByLayers, ByKeys, PairRule))
+    return isinstance(session_rule(given, "choreo"), (ByAttention, ByLayers, PairRule))
 
 
 def names_file(given: Any) -> bool:

@@ -81,8 +81,9 @@ Repair = Annotated[
     Field(
         description=(
             "Which tokens of the parents are encoded anew in the call's own context: `first:32`, "
-            "`last:16`, `all`, `none`, `{share, by, seed}`, `{layers: [first, stop]}`, "
-            "`{layers: [[first, stop], …]}`, or runs (start, stop), one list per parent."
+            "`all`, `none`, `{share, by: attention}`, `{share, by: random, seed}`, "
+            "`{layers: [first, stop]}`, `{layers: [[first, stop], …]}`, or runs (start, stop), one "
+            "list per parent."
         ),
         examples=["first:32"],
     ),

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_choreo.errors import ChoreoError, LimitError, RepairError, UnsupportedOptionError
 from vllm_choreo.repair.layers import LayerRanges, Range
-from vllm_choreo.repair.rules import ByKeys, ByLayers
+from vllm_choreo.repair.rules import ByLayers
 from vllm_choreo.store.encoding import Encoding
 
 SETTING = "additional_config.choreo.hidden_memory_gib"
@@ -138,7 +138,7 @@ def needed(book: HiddenBook | None, parameter: str, value: Any) -> HiddenBook:
     return book
 
 
-def asked_layers(rule: ByLayers | ByKeys, book: HiddenBook | None) -> LayerRanges | None:
+def asked_layers(rule: ByLayers, book: HiddenBook | None) -> LayerRanges | None:
     """The layers of a rule; None: all that the model has.
 
     Raises:
@@ -146,9 +146,6 @@ def asked_layers(rule: ByLayers | ByKeys, book: HiddenBook | None) -> LayerRange
         UnsupportedOptionError: the engine runs no part of its layers.
     """
     book = needed(book, "repair", rule.to_json())
-    if isinstance(rule, ByKeys):
-        first = (0, min(2, book.num_layers))
-        return LayerRanges((first,), book.num_layers, rule.share)
     book.check_ranges(rule.ranges, "repair.layers")
     found = LayerRanges(rule.ranges, book.num_layers)
     return None if found.is_all else found

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_choreo.repair.layers import LayerRanges
+from vllm_choreo.repair.layers import LayerRanges, Range
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.encoding import Adapter, Encoding, Patch, StoredMessage
@@ -95,8 +95,7 @@ def _encoding_json(encoding: Encoding, index: Mapping[Encoding, int]) -> dict[st
             "source": index[patch.source],
             "start": patch.start,
             "runs": [list(run) for run in patch.runs],
-            "layers": patch.layers
-            and {"ranges": [list(r) for r in patch.layers.ranges], "share": patch.layers.share},
+            "layers": patch.layers and [list(r) for r in patch.layers.ranges],
         },
         "keeps": list(encoding.keeps),
     }
@@ -169,14 +168,14 @@ class Rebuilt:
         self._store.identify(encoding)
         return encoding
 
-    def _layers(self, told: Mapping[str, Any] | None) -> LayerRanges | None:
+    def _layers(self, told: Sequence[Range] | None) -> LayerRanges | None:
         """Those of a patch. Raises ChoreoError: this engine does not run them."""
         if told is None:
             return None
-        ranges = tuple((first, stop) for first, stop in told["ranges"])
+        ranges = tuple((first, stop) for first, stop in told)
         book = needed(self._store.hidden, "uri", ranges)
         book.check_ranges(ranges, "uri")
-        return LayerRanges(ranges, book.num_layers, told["share"])
+        return LayerRanges(ranges, book.num_layers)
 
     def _plan(self, entry: Mapping[str, Any], parents: Sequence[Encoding]) -> CallPlan:
         """As `Context.plan`: the same places, in blocks of this engine's size."""

@@ -24,6 +24,18 @@ from vllm_choreo.store.hidden import check_kept
 from vllm_choreo.store.store import MessageStore
 
 
+def num_unchanged(links: Sequence[Link], offsets: Sequence[int], adapter: Adapter | None) -> int:
+    """How many of the first parents a call reads as they are, whatever is repaired of the rest.
+
+    Args:
+        links, offsets, adapter: see `repaired_chain`.
+    """
+    for number, (link, offset) in enumerate(zip(links, offsets, strict=True)):
+        if not Context(links[:number], offsets[:number], adapter).has(link, offset):
+            return number
+    return len(links)
+
+
 def repaired_chain(
     links: Sequence[Link],
     offsets: Sequence[int],
@@ -53,8 +65,7 @@ def repaired_chain(
     for link, offset, of_link in zip(links, offsets, runs, strict=True):
         context = Context(chain, offsets[: len(chain)], adapter)
         if of_link and not context.has(link, offset):
-            num_anew = num_tokens(of_link)
-            num_repaired += layers.repaired(num_anew) if layers else num_anew
+            num_repaired += num_tokens(of_link)
             if layers is not None:
                 check_kept(link.encoding, layers)
             elif of_link == ((0, link.num_tokens),):

@@ -166,7 +166,7 @@ def add_repair(parser: argparse.ArgumentParser, of: str, **options: Any) -> None
         "--repair",
         metavar="RULE",
         help=f"which tokens of its parents a call encodes anew (docs/repair.md), {of}: "
-        "first:32, last:16, all, as JSON, or the file of a policy",
+        "first:32, all, as JSON, or the file of a policy",
         **options,
     )
 

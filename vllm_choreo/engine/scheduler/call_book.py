@@ -11,12 +11,12 @@ its key and value, for which vLLM has no need when a request ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.v1.request import Request
 
-from vllm_choreo.engine.scheduler.planning import plan_call, write_virtual_sequence
+from vllm_choreo.engine.scheduler.planning import plan_call, watching_of, write_virtual_sequence
 from vllm_choreo.engine.scheduler.report import report_of
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.step import KeptHidden, RequestSpans, request_spans
@@ -120,7 +120,7 @@ class CallBook:
         """Decide positions and write the virtual sequence, once all parents are known.
 
         Returns:
-            Whether the call has its plan now.
+            Whether they are known. The call has its plan then, unless it has to look at them first.
 
         Raises:
             ChoreoError: it does not fit, or a parent failed.
@@ -139,6 +139,9 @@ class CallBook:
             return False
         encoding = call.encoding
         if encoding.plan is None:
+            call.watching = call.watching or watching_of(call, self.store, self.max_model_len)
+            if call.watching is not None and call.watching.attention is None:
+                return True
             encoding.plan, parents = plan_call(call, self.store, self.max_model_len)
             self._check_runs(parents)
             self._read_instead(call, parents)
@@ -147,6 +150,13 @@ class CallBook:
         call.plan = encoding.plan
         write_virtual_sequence(call, self.block_size, self.max_model_len)
         return True
+
+    def told(self, attention: Mapping[str, Sequence[Sequence[float]]]) -> None:
+        """What calls attended to, of those that looked; some may have ended since."""
+        for call_id, by_parent in attention.items():
+            call = self.calls.get(call_id)
+            if call is not None and call.watching is not None:
+                call.watching.attention = by_parent
 
     def _check_runs(self, parents: Sequence[Encoding]) -> None:
         patches = [p.patch for p in parents if p.patch and not p.patch.layers]

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
+from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall, Watching
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.layers import LayerRanges
-from vllm_choreo.repair.rules import ByKeys, ByLayers, Rule, Seen
+from vllm_choreo.repair.rules import ByAttention, ByLayers, Rule, Seen
 from vllm_choreo.semantics.positions import (
     CallPlan,
     check_length,
@@ -20,9 +22,62 @@ from vllm_choreo.semantics.positions import (
 from vllm_choreo.store.copies import Context, Link
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.exact import exact_chain, is_exact
-from vllm_choreo.store.hidden import asked_layers
-from vllm_choreo.store.repaired import repaired_chain
+from vllm_choreo.store.hidden import asked_layers, needed
+from vllm_choreo.store.repaired import num_unchanged, repaired_chain
 from vllm_choreo.store.store import MessageStore
+
+
+class _Listed(NamedTuple):
+    """The parents that a call lists, as they are, and where the call stands.
+
+    Attributes:
+        links, offsets, new_offset: parents, where the call sees them, and itself.
+        plan: that reads them so.
+    """
+
+    links: list[Link]
+    offsets: Sequence[int]
+    new_offset: int
+    plan: CallPlan
+
+
+def _listed(call: ScheduledCall, store: MessageStore, max_model_len: int) -> _Listed:
+    """
+    Raises:
+        ChoreoError: it does not fit, or is no text in exact mode.
+    """
+    params = call.params
+    assert params is not None, "what is encoded again has its plan"
+    links = [
+        Link(parent, *resolve_span(named.start, named.stop, parent.num_tokens, named.id))
+        for named, parent in zip(params.parents, call.parents, strict=True)
+    ]
+    lengths = [link.num_tokens for link in links]
+    offsets, new_offset = resolve_offsets(lengths, params.offsets, params.new_offset)
+    if params.exact:
+        check_text_offsets(lengths, offsets, new_offset, from_zero=store.is_placed)
+    # What an exact call reads begins with the first token of an encoding: of a copy, if need be.
+    listed = [Link(link.encoding, 0, link.num_tokens) for link in links] if params.exact else links
+    plan = Context(listed, offsets, call.encoding.adapter).plan(new_offset, store)
+    check_length(plan, call.request.num_prompt_tokens, max_model_len)
+    return _Listed(links, offsets, new_offset, plan)
+
+
+def watching_of(call: ScheduledCall, store: MessageStore, max_model_len: int) -> Watching | None:
+    """How a call looks at its parents before it is repaired; None: it need not.
+
+    Raises:
+        ChoreoError: it does not fit, or cannot be repaired so.
+    """
+    rule = call.params.repair if call.params else None
+    if not isinstance(rule, ByAttention) or not rule.share:
+        return None
+    _check_repairable(rule, store)
+    needed(store.hidden, "repair", rule.to_json())
+    listed = _listed(call, store, max_model_len)
+    if num_unchanged(listed.links, listed.offsets, call.encoding.adapter) == len(listed.links):
+        return None
+    return Watching(listed.plan)
 
 
 def plan_call(
@@ -35,31 +90,13 @@ def plan_call(
     """
     params, adapter = call.params, call.encoding.adapter
     assert params is not None, "what is encoded again has its plan"
-    links = [
-        Link(parent, *resolve_span(named.start, named.stop, parent.num_tokens, named.id))
-        for named, parent in zip(params.parents, call.parents, strict=True)
-    ]
-    lengths = [link.num_tokens for link in links]
-    offsets, new_offset = resolve_offsets(lengths, params.offsets, params.new_offset)
-    if params.exact:
-        check_text_offsets(lengths, offsets, new_offset, from_zero=store.is_placed)
-    # What an exact call reads begins with the first token of an encoding: of a copy, if need be.
-    listed = [Link(link.encoding, 0, link.num_tokens) for link in links] if params.exact else links
-    plan = Context(listed, offsets, adapter).plan(new_offset, store)
-    check_length(plan, call.request.num_prompt_tokens, max_model_len)
+    links, offsets, new_offset, _ = _listed(call, store, max_model_len)
     num_repaired = 0
     if params.exact:
         links = exact_chain(links, adapter, store)
     elif params.repair is not None:
-        if store.is_placed:
-            raise RepairError(
-                "this model scales queries by their position, so that tokens encoded elsewhere "
-                "cannot stand beside repaired ones; call without repair, or with mode='exact'",
-                parameter="repair",
-                value=params.repair.to_json(),
-            )
-        seen = [Seen(link.start, link.stop) for link in links]
-        runs = params.repair.runs(seen, store.block_size)
+        _check_repairable(params.repair, store)
+        runs = params.repair.runs(_seen(call, links, offsets), store.block_size)
         layers = _layers(params.repair, store)
         links, num_repaired = repaired_chain(links, offsets, runs, adapter, store, layers)
     plan = replace(
@@ -70,15 +107,35 @@ def plan_call(
     return plan, tuple(link.encoding for link in links)
 
 
+def _seen(call: ScheduledCall, links: Sequence[Link], offsets: Sequence[int]) -> list[Seen]:
+    """What rules choose from."""
+    seen = [Seen(link.start, link.stop) for link in links]
+    if call.watching is None:
+        return seen
+    assert call.watching.attention is not None, "it is planned when it has looked"
+    first = num_unchanged(links, offsets, call.encoding.adapter)
+    changed = zip(seen[first:], call.watching.attention[first:], strict=True)
+    return seen[:first] + [s._replace(attention=attention) for s, attention in changed]
+
+
+def _check_repairable(rule: Rule, store: MessageStore) -> None:
+    """Raises RepairError: no call to this model is."""
+    if store.is_placed:
+        raise RepairError(
+            "this model scales queries by their position, so that tokens encoded elsewhere "
+            "cannot stand beside repaired ones; call without repair, or with mode='exact'",
+            parameter="repair",
+            value=rule.to_json(),
+        )
+
+
 def _layers(rule: Rule, store: MessageStore) -> LayerRanges | None:
     """In which layers a rule repairs; None: in all.
 
     Raises:
         ChoreoError: these cannot be run.
     """
-    if not isinstance(rule, (ByLayers, ByKeys)):
-        return None
-    return asked_layers(rule, store.hidden)
+    return asked_layers(rule, store.hidden) if isinstance(rule, ByLayers) else None
 
 
 def write_virtual_sequence(call: ScheduledCall, block_size: int, max_model_len: int) -> None:

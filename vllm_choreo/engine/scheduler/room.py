@@ -84,6 +84,11 @@ class Room:
                     free -= need
                     waiting += self._encode_again(encoding, call)
                     call.beneficiary.num_served += is_oldest
+            if self._patcher.stager.can_watch(call):
+                need = self._patcher.stager.num_scratch_blocks(call)
+                if is_oldest or need <= free:
+                    free -= need
+                    self._watch(call)
             if self._book.runs_in_circles(call.beneficiary):
                 self._refusals.too_large(call.beneficiary)
 
@@ -163,12 +168,8 @@ class Room:
         """Give a patch its blocks, and queue a request for each of its runs; by layers, none."""
         patch, size = encoding.patch, self._store.block_size
         assert patch is not None
-        is_idle = self._is_idle()
-        while self._pool.get_num_free_blocks() < self._patcher.num_blocks(encoding):
-            if not self._store.evict_one(serves.needed(), waiting_too=is_idle):
-                if is_idle:
-                    self._refusals.too_large(serves.beneficiary)
-                return []
+        if not self._make_room(lambda: self._patcher.num_blocks(encoding), serves):
+            return []
         self._patcher.place(encoding)
         self._store.totals["repaired_tokens"] += patch.num_tokens
         calls: list[ScheduledCall] = []
@@ -178,6 +179,23 @@ class Room:
             calls.append(self._book.open_run(request, encoding, (start, stop), serves))
             self._enqueue(request, serves.request)
         return calls
+
+    def _watch(self, call: ScheduledCall) -> None:
+        """Have a call look at its parents before the step being planned."""
+        stager = self._patcher.stager
+        if self._make_room(lambda: stager.num_scratch_blocks(call), call):
+            self._store.totals["scored_tokens"] += call.request.num_prompt_tokens
+            stager.watch(call)
+
+    def _make_room(self, need: Callable[[], int], call: ScheduledCall) -> bool:
+        """Have as many blocks free as are needed now, by what a call can do without."""
+        is_idle = self._is_idle()
+        while self._pool.get_num_free_blocks() < need():
+            if not self._store.evict_one(call.needed(), waiting_too=is_idle):
+                if is_idle:
+                    self._refusals.too_large(call.beneficiary)
+                return False
+        return True
 
     def _end_lost_runs(self) -> None:
         """A patch that made room for others is begun anew; what was to be written into it ends."""

@@ -14,6 +14,21 @@ from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Encoding, StoredMessage
 
 
+@dataclass
+class Watching:
+    """A call that is repaired where it looks needs to look first, at its parents as they are.
+
+    Attributes:
+        plan: where it does.
+        is_staged: a step was planned in which it does.
+        attention: of each parent, what each token that the call sees got; None: not known yet.
+    """
+
+    plan: CallPlan
+    is_staged: bool = False
+    attention: Sequence[Sequence[float]] | None = None
+
+
 @dataclass(eq=False)
 class ScheduledCall:
     """A request that makes a message, or encodes one again.
@@ -26,7 +41,8 @@ class ScheduledCall:
         params: as the caller gave them; None for an encoding again.
         serves: the call for which this one encodes something again, or None.
         run: of a patch: the tokens that this one writes; None: all that the encoding lacks.
-        plan: positions; None until all parents are known.
+        plan: positions; None until all parents are known, and what it attends to, if that counts.
+        watching: None: it does not count.
         admitted: it runs (or is being scheduled) and reads its parents.
         num_shared: tokens of its message that another of the same digest had encoded.
         num_served: how often something was encoded again for its sake.
@@ -41,6 +57,7 @@ class ScheduledCall:
     serves: ScheduledCall | None = None
     run: Run | None = None
     plan: CallPlan | None = None
+    watching: Watching | None = None
     admitted: bool = False
     num_shared: int = 0
     num_served: int = 0

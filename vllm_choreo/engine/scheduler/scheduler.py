@@ -33,7 +33,7 @@ from vllm_choreo.engine.scheduler.refuse import Refusals
 from vllm_choreo.engine.scheduler.room import Room
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.seal import Sealer
-from vllm_choreo.engine.step import ChoreoStep
+from vllm_choreo.engine.step import ChoreoStep, attention_of
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.store.hidden import HiddenBook
 from vllm_choreo.store.host_tier import HostTier
@@ -221,6 +221,7 @@ class _Choreographed(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        self.book.told(attention_of(model_runner_output))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for per_client in outputs.values():
             per_client.outputs = [

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches by layers are written before a step: no request of vLLM's runs a part of the layers."""
+"""Runs of a part of the layers come before a step: no request of vLLM's does that.
+
+Patches by layers are written so, and calls look where they would look.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_choreo.engine.scheduler.call_book import CallBook
-from vllm_choreo.engine.step import StageRun, request_spans
+from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
+from vllm_choreo.engine.step import StageRun, Watch, request_spans
+from vllm_choreo.repair.layers import middle_layers
 from vllm_choreo.store.encoding import Encoding
 
 
@@ -29,10 +35,12 @@ class Stager:
 
     def is_ready(self, encoding: Encoding) -> bool:
         """Whether a patch could be written before this step."""
-        return all(
-            e.is_resident and (e in self._written or self._book.store.is_settled(e))
-            for e in encoding.recipe
-        )
+        return self._are_written(encoding.recipe)
+
+    def can_watch(self, call: ScheduledCall) -> bool:
+        """Whether a call could look at its parents before this step, and needs to."""
+        wants = call.plan is None and call.watching is not None and not call.watching.is_staged
+        return wants and self._are_written(call.parents)
 
     def add(self, encoding: Encoding) -> None:
         """Have a patch written that has its place. It counts as written from now on."""
@@ -40,9 +48,7 @@ class Stager:
         assert plan is not None and patch is not None and patch.layers is not None
         ((start, stop),) = patch.runs
         blocks = self._book.patch_blocks(encoding, stop)
-        # Until the step has been planned nobody else gets these blocks, nor are keys moved there.
-        self._pool.touch(blocks)
-        self._held += blocks
+        self._hold(blocks)
         positions = [parent.stored_position for parent in encoding.parents]
         assert encoding.token_ids is not None
         self._runs.append(
@@ -56,12 +62,42 @@ class Stager:
                 token_ids=tuple(encoding.token_ids[start:stop]),
                 key=self._key(patch.source) if patch.layers.entries else None,
                 start=start,
-                share=patch.layers.share,
                 lora=encoding.adapter.request if encoding.adapter else None,
             )
         )
         store.written(encoding, (start, stop))
         self._written.add(encoding)
+
+    def num_scratch_blocks(self, call: ScheduledCall) -> int:
+        """That a call needs in order to look at its parents."""
+        return -(-call.request.num_prompt_tokens // self._book.block_size)
+
+    def watch(self, call: ScheduledCall) -> None:
+        """Have a call look at its parents. Its keys and values are of no use afterwards."""
+        hidden, watching, request = self._book.store.hidden, call.watching, call.request
+        assert hidden is not None and watching is not None and request.prompt_token_ids is not None
+        parents = zip(call.parents, watching.plan.parents, strict=True)
+        blocks = [block for p, span in parents for block in self._book.span_blocks(p, span)]
+        self._hold(blocks)
+        scratch = self._pool.get_new_blocks(self.num_scratch_blocks(call))
+        self._held += scratch
+        layers = middle_layers(hidden.num_layers)
+        positions = [parent.stored_position for parent in call.parents]
+        adapter = call.encoding.adapter
+        self._runs.append(
+            StageRun(
+                layers=((0, layers[-1] + 1),),
+                spans=request_spans(watching.plan, positions, self._book.block_size),
+                blocks=tuple(block.block_id for block in (*blocks, *scratch)),
+                first=watching.plan.base,
+                token_ids=tuple(request.prompt_token_ids),
+                key=None,
+                start=0,
+                lora=adapter.request if adapter else None,
+                watch=Watch(call.id, layers),
+            )
+        )
+        watching.is_staged = True
 
     def take(self) -> tuple[StageRun, ...]:
         """The runs of the step that was planned, in their order."""
@@ -70,6 +106,18 @@ class Stager:
         self._held = []
         self._written.clear()
         return runs
+
+    def _are_written(self, encodings: Iterable[Encoding]) -> bool:
+        """Whether all can be read before this step."""
+        return all(
+            e.is_resident and (e in self._written or self._book.store.is_settled(e))
+            for e in encodings
+        )
+
+    def _hold(self, blocks: Sequence[Any]) -> None:
+        """Until the step has been planned nobody else gets them, nor are keys moved there."""
+        self._pool.touch(blocks)
+        self._held += blocks
 
     def _key(self, source: Encoding) -> int:
         hidden = self._book.store.hidden

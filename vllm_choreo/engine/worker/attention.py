@@ -86,6 +86,8 @@ class ChoreoImpl:
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
         plan = plans[self.plan_index]
+        if self.batcher.watch is not None:
+            self.batcher.watch.see(query, kv_cache, plan, self.attention)
         span_attention(query, kv_cache, output, plan, self.attention, self.kernels)
         return output
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine.step import BlockMove, ChoreoStep
+from vllm_choreo.engine.step import BlockMove, ChoreoStep, tell_attention
 from vllm_choreo.engine.worker.attention import ChoreoImpl
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
@@ -26,6 +27,7 @@ from vllm_choreo.engine.worker.span_batcher import (
     StepBatch,
     to_device,
 )
+from vllm_choreo.engine.worker.telling import AsyncTold
 from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.engine.worker.windows import keep_all_tokens
 from vllm_choreo.errors import UnsupportedModelError
@@ -54,6 +56,7 @@ class ChoreoModelRunner:
     host_blocks: HostBlocks | None
     partial_runs: PartialRuns | None = None
     _in_step = False
+    _attention: Mapping[str, Sequence[Sequence[float]]] = {}  # that the scheduler is told next
     _workspace: torch.Tensor | None = None
 
     @property
@@ -175,7 +178,7 @@ class ChoreoModelRunner:
         self._move_keys(step.moves)
         scheduled, partial_runs = scheduler_output.num_scheduled_tokens, self.partial_runs
         if partial_runs is not None:
-            partial_runs.begin(scheduler_output, step)
+            self._attention = partial_runs.begin(scheduler_output, step)
         keeping: AbstractContextManager[None] | None = None
         if partial_runs is not None and partial_runs.keeps(scheduled):
             keeping = partial_runs.keeping(scheduled)
@@ -184,11 +187,25 @@ class ChoreoModelRunner:
         self._in_step = True
         try:
             with keeping or nullcontext():
-                return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+                return self._tell(super().execute_model(scheduler_output, *args, **kwargs))  # type: ignore[misc]
         finally:
             self._in_step = False
             self.graphs.allow_full = True
             self.batcher.running = None
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, with what the scheduler is told besides."""
+        return self._tell(super().sample_tokens(*args, **kwargs))  # type: ignore[misc]
+
+    def _tell(self, output: Any) -> Any:
+        """What a step puts out, with what calls attended to that looked before it."""
+        attention = self._attention
+        if not attention or not isinstance(output, (ModelRunnerOutput, AsyncModelRunnerOutput)):
+            return output
+        self._attention = {}
+        if isinstance(output, ModelRunnerOutput):
+            return tell_attention(output, attention)
+        return AsyncTold(output, attention)
 
     def _lay_out(self, step: StepBatch, positions: torch.Tensor) -> None:
         """Hand the spans of a step to the layers, and the positions of its tokens to the model."""

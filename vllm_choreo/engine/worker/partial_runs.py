@@ -47,10 +47,10 @@ class PartialRuns:
             self._stages, self.memory, batcher, layers, vllm_config, before_run
         )
 
-    def begin(self, output: SchedulerOutput, step: ChoreoStep) -> None:
-        """What comes before a step."""
+    def begin(self, output: SchedulerOutput, step: ChoreoStep) -> dict[str, list[list[float]]]:
+        """What comes before a step; returns what calls attended to, see `StageWriter.write`."""
         self.memory.update(step.kept, output.finished_req_ids, step.forgotten)
-        self._writer.write(step.stages)
+        return self._writer.write(step.stages)
 
     def keeps(self, request_ids: Iterable[str]) -> bool:
         """Whether any of them keeps hidden states; then no graph of the whole model will do."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_choreo.engine.step import RequestSpans
+from vllm_choreo.engine.worker.watching import AttentionWatch
 from vllm_choreo.ops import Rotation, SharedReads, SpanBatch, SpanPlan, plan_shared_reads
 from vllm_choreo.ops.sharing import PARTIAL_BYTES, counted_queries, partial_row_bytes
 from vllm_choreo.ops.tiles import MIN_SPLIT_TOKENS, Tiles
@@ -87,6 +88,7 @@ class SpanBatcher:
             between two steps.
         running: the plans of the step that runs now, one per kind; None while it is an ordinary
             one, or no step at all but a dummy run.
+        watch: sees what layers are asked; None: nobody wants to know.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class SpanBatcher:
         self.shared_reading = shared_reading
         self.device = torch.device(device)
         self.running: Sequence[SpanPlan] | None = None
+        self.watch: AttentionWatch | None = None
         self._requests: dict[str, RequestSpans] = {}
         self._block_ids: dict[str, Sequence[int]] = {}
         self._laid_out: list[RequestSpans] = []

@@ -8,14 +8,15 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import set_forward_context
 from vllm.transformers_utils.config import mrope_num_dims
 
-from vllm_choreo.engine.step import StageRun
+from vllm_choreo.engine.step import StageRun, Watch
 from vllm_choreo.engine.worker.hidden_memory import HiddenMemory
-from vllm_choreo.engine.worker.key_choice import slots_of, write_by_keys
 from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch, to_device
 from vllm_choreo.engine.worker.stages import LayerStages
+from vllm_choreo.engine.worker.watching import AttentionWatch
 
 
 class _Piece(NamedTuple):
@@ -60,14 +61,30 @@ class StageWriter:
         self._num_rows = mrope_num_dims(vllm_config.model_config.hf_config)
 
     @torch.inference_mode()
-    def write(self, runs: Sequence[StageRun]) -> None:
-        """Run all of them, in their order."""
-        for by_keys, group in groupby(runs, key=lambda run: run.share is not None):
-            if not by_keys:
+    def write(self, runs: Sequence[StageRun]) -> dict[str, list[list[float]]]:
+        """Run all of them, in their order.
+
+        Returns:
+            By the ids of calls, of each parent, how much attention each token got.
+        """
+        seen = {}
+        for watch, group in groupby(runs, key=lambda run: run.watch):
+            if watch is None:
                 self._write_all([*group])
-                continue
-            for run in group:
-                write_by_keys(run, self._layers, self._stages.num_layers, self._write_all)
+            else:
+                seen[watch.call] = self._watched(watch, [*group])
+        return seen
+
+    def _watched(self, watch: Watch, runs: Sequence[StageRun]) -> list[list[float]]:
+        layers = [*self._layers.values()]
+        found = AttentionWatch(layers[index].impl.attention for index in watch.layers)
+        self._batcher.watch = found
+        try:
+            self._write_all(runs)
+        finally:
+            self._batcher.watch = None
+        # Every worker has its heads, and the scheduler hears of one worker.
+        return [tensor_model_parallel_all_reduce(span).tolist() for span in found.received]
 
     def _write_all(self, runs: Sequence[StageRun]) -> None:
         for batch in batches(runs, self._vllm_config.scheduler_config.max_num_batched_tokens):
@@ -164,7 +181,12 @@ def _laid_out(
 
 def _slots(batch: Sequence[_Piece], block_size: int) -> torch.Tensor:
     """Where each token's keys and values are stored, int64."""
-    return torch.cat([slots_of(run, block_size)[begin:end] for run, begin, end in batch])
+    found = []
+    for run, begin, end in batch:
+        indices = torch.arange(run.first + begin, run.first + end)
+        blocks = torch.tensor(run.blocks)[indices // block_size]
+        found.append(blocks * block_size + indices % block_size)
+    return torch.cat(found)
 
 
 def _token_ids(batch: Sequence[_Piece]) -> torch.Tensor:

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recordings, adapters and evaluations, each made once by `vllm-choreo` in a folder of its own.
+
+A stage that was killed goes on when it is asked for again; one that is there is left alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# What is recorded for a task; greedily, as it is judged.
+TASKS: dict[str, tuple[str, ...]] = {
+    "key_values": ("document_qa", "--set", "key_values"),
+    "sentence_facts": ("document_qa", "--set", "sentence_facts"),
+    "reports": ("document_qa", "--set", "reports"),
+    "fact_pairs": ("document_qa", "--set", "fact_pairs"),
+    "list_pairs": ("document_qa", "--set", "list_pairs"),
+    "multi_qa": ("multi_qa",),
+}
+# As docs/training.md has it for the small test model.
+TRAINING = (
+    *("--rank", "16", "--learning-rate", "1e-3", "--epochs", "1", "--dropout", "0"),
+    *("--evaluations", "2"),
+)
+_SHARES = ("0.64", "0.04", "0.32")  # train, development, test
+_DONE = "seconds.json"
+
+
+def adapter_name(task: str, placement: str) -> str:
+    """Of the folder of an adapter, and of its arm in an evaluation."""
+    return f"{task}-{placement}"
+
+
+def record(work: Path, task: str, num_problems: int) -> Path:
+    """The recording of a task."""
+    out = work / task
+    _once(
+        out,
+        "record",
+        *TASKS[task],
+        *("--limit", str(num_problems), "--temperature", "0", "--shares", *_SHARES),
+    )
+    return out
+
+
+def mixture(work: Path, tasks: Sequence[str]) -> Path:
+    """A recording of as many runs as one task has, drawn from several in equal parts."""
+    out = work / "mixture"
+    if (out / _DONE).exists():
+        return out
+    for part in ("train", "development"):
+        (out / part).mkdir(parents=True, exist_ok=True)
+        for number, task in enumerate(tasks):
+            runs = sorted((work / task / part).glob("*.json"))
+            for path in runs[number :: len(tasks)]:
+                shutil.copyfile(path, out / part / f"{task}-{path.name}")
+    shutil.copyfile(work / tasks[0] / "record.json", out / "record.json")
+    (out / _DONE).write_text(json.dumps(0))
+    return out
+
+
+def train(work: Path, recorded: Path, placement: str) -> Path:
+    """An adapter."""
+    out = work / adapter_name(recorded.name, placement)
+    _once(out, "train", str(recorded), "--placement", placement, *TRAINING)
+    return out
+
+
+def evaluate(work: Path, recorded: Path, adapters: Sequence[Path]) -> list[dict[str, Any]]:
+    """One row per arm on the problems that a recording has kept back."""
+    out = work / f"on-{recorded.name}-{len(adapters)}"
+    worn = [word for adapter in adapters for word in ("--adapter", str(adapter))]
+    _once(out, "evaluate", str(recorded), *worn)
+    with (out / "evaluation.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{**row, "arm": row["arm"].removeprefix("+ ")} for row in rows]
+
+
+def seconds(folder: Path) -> float:
+    """That a stage took; of one that was killed, its last part."""
+    found: float = json.loads((folder / _DONE).read_text())
+    return found
+
+
+def merged(rows: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Rows of which the new ones take the place of those of the same set."""
+    sets = {row["set"] for row in new}
+    return [*(row for row in rows if row["set"] not in sets), *new]
+
+
+def _once(out: Path, command: str, *arguments: str) -> None:
+    """Raises CalledProcessError: the command failed."""
+    if (out / _DONE).exists():
+        return
+    program = Path(sys.executable).with_name("vllm-choreo")
+    words = [str(program), command, *arguments, "--out", str(out)]
+    print(f"== vllm-choreo {command} {' '.join(arguments[:3])} ... {out.name}", flush=True)
+    began = time.perf_counter()
+    subprocess.run(words, check=True)
+    (out / _DONE).write_text(json.dumps(round(time.perf_counter() - began)))

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker tells the scheduler with the output of a step of vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_choreo.engine.step import tell_attention
+
+
+class AsyncTold(AsyncModelRunnerOutput):
+    """What a step will put out, with what calls attended to that looked before it."""
+
+    def __init__(
+        self, output: AsyncModelRunnerOutput, attention: Mapping[str, Sequence[Sequence[float]]]
+    ) -> None:
+        self._output = output
+        self._attention = attention
+
+    def get_output(self) -> ModelRunnerOutput:
+        told: ModelRunnerOutput = tell_attention(self._output.get_output(), self._attention)
+        return told
