@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from vllm_choreo.planner.patterns import (
     reflection,
     trading,
 )
+from vllm_choreo.planner.worker import FacadeWorker
 
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
 ROLES = ["You are terse, and you always say why you think so.", "You doubt all that you are told."]
@@ -96,6 +98,29 @@ def test_choreographed_plans_read_answers_where_they_lie(llm: Any, name: str) ->
         assert encoded[1] < encoded[0]
         kept = c.stats()["num_messages"]
     assert kept <= len(result.plan.cuts.static)
+
+
+@pytest.mark.parametrize("name", ["debate", "trading"])
+def test_answers_are_moved_to_where_they_are_read(llm: Any, name: str) -> None:
+    """Two workers say what one says, for both read the same keys and values."""
+    compiled, said = WORKFLOWS[name](), []
+    for num_workers in (1, 2):
+        with ExitStack() as stack:
+            sessions = [stack.enter_context(Choreography(llm)) for _ in range(num_workers)]
+            workers = [FacadeWorker(c) for c in sessions]
+            for worker in workers:
+                worker.min_moved_tokens = 1
+            planner = Planner(workers, semantics="choreo")
+            for operator in compiled.graph.nodes:
+                if operator.kind == "llm":
+                    planner.profile.add(operator.name, 100.0)
+            result = planner.invoke(compiled)
+            said.append(list(result))
+            assert len({lane.worker for lane in result.stats.lanes}) == num_workers
+            assert bool(result.stats.num_moved) == (num_workers > 1)
+            for c in sessions:
+                assert c.stats()["num_messages"] <= len(result.plan.cuts.static)
+    assert said[0] == said[1]
 
 
 def test_the_second_day_fetches_what_has_not_changed(llm: Any) -> None:

@@ -15,9 +15,13 @@ import pytest
 
 from tests.engine.byte_model import make_byte_model
 from vllm_choreo.planner import build, invoke
+from vllm_choreo.planner.graph import CompiledGraph
 from vllm_choreo.planner.patterns import debate
+from vllm_choreo.planner.profile import Profile
 
 pytest.importorskip("ray")
+
+from vllm_choreo.planner.ray_workers import RayWorkers
 
 pytestmark = pytest.mark.exhaustive  # processes of their own
 
@@ -49,6 +53,20 @@ def processes() -> set[int]:
     return found
 
 
+def _check_moves(compiled: CompiledGraph, workers: RayWorkers) -> None:
+    """Answers go through Ray's object store, and two workers say what one says."""
+    profile = Profile()
+    for operator in compiled.graph.nodes:
+        if operator.kind == "llm":  # as if answers were long: to read them pays
+            profile.add(operator.name, 100.0)
+    for worker in workers:
+        worker.min_moved_tokens = 1
+    options: dict[str, Any] = {"semantics": "choreo", "profile": profile}
+    one, two = (invoke(compiled, found, **options) for found in ([workers[0]], workers))
+    assert list(one) == list(two) and not one.errors
+    assert two.stats.num_moved > 0 == one.stats.num_moved
+
+
 @pytest.mark.slow
 def test_an_engine_that_is_killed_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -66,6 +84,7 @@ def test_an_engine_that_is_killed_loses_nothing(
     seen: list[int] = []
     with ray_workers(2, partial(make, path, "choreo"), width=4, num_cpus=0.5, env=paths) as workers:
         expected = list(invoke(compiled, workers))
+        _check_moves(compiled, workers)
 
         def kill(query: int, value: Any) -> None:
             seen.append(query)

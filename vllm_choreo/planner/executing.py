@@ -13,6 +13,7 @@ from typing import Any
 from vllm_choreo.planner.answer_cache import AnswerCache, answer_key, function_key
 from vllm_choreo.planner.graph_errors import GraphError
 from vllm_choreo.planner.journal import Journal
+from vllm_choreo.planner.moving import Moves
 from vllm_choreo.planner.nodes import Node
 from vllm_choreo.planner.physical import PhysicalPlan
 from vllm_choreo.planner.profile import Profile, measured
@@ -68,6 +69,7 @@ class Execution:
         self._running: dict[asyncio.Task[None], int] = {}
         self._counts = [0] * len(workers)
         self._answers: dict[int, tuple[int, Answer]] = {}
+        self._moves = Moves(workers)
         self._equal: dict[str, int] = {}  # the first call of a deterministic prompt
         self._followers: dict[int, list[int]] = {}
         self._frees: list[asyncio.Task[None]] = []
@@ -144,10 +146,11 @@ class Execution:
         key = self._key(call, node)
         if key is not None and (self._fetches(call, key) or self._joins(call, key)):
             return
-        read = self._reading(call, worker)
         begin, tried = time.perf_counter(), 0
         while True:
             tried += 1
+            await self._bring(call, worker)
+            read = self._reading(call, worker)
             try:
                 answer = await self._readers[worker].answer(read, node.attrs["sampling"])
                 break
@@ -162,7 +165,6 @@ class Execution:
                 if isinstance(error, MESSAGES_GONE):
                     self._lose(worker)
                 await asyncio.sleep(wait)
-                read = self._reading(call, worker)
         end = time.perf_counter()
         self._count(Lane(call, worker, begin - self._start, end - self._start, answer, tried))
         self._answers[call] = (worker, answer)
@@ -205,6 +207,19 @@ class Execution:
             self._followers.setdefault(first, []).append(call)
         return True
 
+    async def _bring(self, call: int, worker: int) -> None:
+        """Have the worker hold the answers that the call reads as messages, where that pays."""
+        node, coming = self.plan.logical.tasks[call].node, []
+        for symbol in self.plan.prompts[call]:
+            if isinstance(symbol, str) or not self._is_message(node, symbol):
+                continue
+            source = self.progress.origin.get(symbol)
+            if source is not None and (held := self._answers.get(source)) is not None:
+                home, answer = held
+                if self._moves.pays(answer, home, worker):
+                    coming.append(self._moves.bring(source, answer, home, worker))
+        await asyncio.gather(*coming)
+
     def _reading(self, call: int, worker: int) -> Reading:
         """How a call reads its prompt, given where answers are."""
         node = self.plan.logical.tasks[call].node
@@ -213,15 +228,18 @@ class Execution:
             if isinstance(symbol, str):
                 pieces.append(symbol)
                 continue
-            source = self.progress.origin.get(symbol)
-            held = self._answers.get(source) if source is not None else None
-            readable = held is not None and held[0] == worker and held[1].span is not None
-            if readable and self._is_message(node, symbol):
-                assert held is not None
-                pieces.append(held[1])
-            else:
-                pieces.append(self.progress.values[symbol])
+            answer = self._at(symbol, worker) if self._is_message(node, symbol) else None
+            pieces.append(answer or self.progress.values[symbol])
         return reading(pieces, self.plan.cuts.at.get(call, ()))
+
+    def _at(self, symbol: int, worker: int) -> Answer | None:
+        """The answer of which a value comes, if the worker can read it as a message."""
+        source = self.progress.origin.get(symbol)
+        if source is None or source not in self._answers:
+            return None
+        home, answer = self._answers[source]
+        found = answer if home == worker else self._moves.at(source, worker)
+        return found if found is not None and found.span is not None else None
 
     def _between(self) -> frozenset[str]:
         """Texts between messages that several calls have."""
@@ -278,6 +296,7 @@ class Execution:
     def _lose(self, worker: int) -> None:
         """The messages of a worker are gone: what was shared is encoded again, answers are text."""
         self._readers[worker].forget()
+        self._moves.forget(worker)
         self._answers = {c: held for c, held in self._answers.items() if held[0] != worker}
 
     # -- messages --------------------------------------------------------------------------------
@@ -300,6 +319,8 @@ class Execution:
         for call in done:
             worker, answer = self._answers.pop(call)
             by_worker.setdefault(worker, []).extend(answer.messages())
+        for worker, message in self._moves.pop(done):
+            by_worker.setdefault(worker, []).append(message)
         for worker, messages in by_worker.items():
             self._frees.append(asyncio.ensure_future(self._free(worker, messages)))
 
@@ -309,6 +330,9 @@ class Execution:
 
     async def _free_all(self) -> None:
         """Free what the run has left, but what is pinned."""
+        self.stats.num_moved = self._moves.num_moved
+        for worker, message in self._moves.pop(self._moves.calls):
+            await self._free(worker, [message])
         for number in range(len(self.workers)):
             left = [answer.messages() for at, answer in self._answers.values() if at == number]
             await self._free(number, [message for messages in left for message in messages])

@@ -127,7 +127,8 @@ def _measured(stats: RunStats) -> str:
         f"measured: {stats.seconds:.2f} s; {stats.num_calls} calls, {stats.num_joined} joined, "
         f"{stats.num_fetched} fetched, {stats.num_retries} made again; {reused:.0f} % of "
         f"{stats.num_prompt} prompt tokens reused; {stats.num_out} tokens generated; "
-        f"{stats.num_shared} shared messages; {stats.num_encoded} tokens of prompts encoded"
+        f"{stats.num_shared} shared messages, {stats.num_moved} moved; {stats.num_encoded} tokens "
+        "of prompts encoded"
     )
 
 

@@ -38,11 +38,12 @@ class EngineActor:
         self._worker.width = width
         self._held: dict[str, Any] = {}
 
-    def about(self) -> tuple[bool, Any, int]:
-        """Whether it reads messages, what its answers depend on, and the id of the process."""
+    def about(self) -> tuple[bool, float, Any, int]:
+        """`reads_messages`, `min_moved_tokens` and `identity` of the worker, and the process."""
         import os
 
-        return self._worker.reads_messages, self._worker.identity, os.getpid()
+        worker = self._worker
+        return worker.reads_messages, worker.min_moved_tokens, worker.identity, os.getpid()
 
     async def prefill(self, text: str, parents: Sequence[Any], exact: bool) -> ActorMessage:
         """See `Worker`."""
@@ -64,6 +65,14 @@ class EngineActor:
         """See `Worker`; what a former process held is gone already."""
         held = [self._held.pop(message.id, None) for message in messages]
         await self._worker.free([message for message in held if message is not None])
+
+    async def give(self, message: ActorMessage) -> Any:
+        """See `Worker`."""
+        return await self._worker.give(self._message(message))
+
+    async def take(self, kept: Any) -> ActorMessage:
+        """See `Worker`."""
+        return self._hold(await self._worker.take(kept))
 
     def _hold(self, message: Any) -> ActorMessage:
         self._held[message.id] = message
@@ -94,7 +103,8 @@ class RayWorker:
 
         self.width = width
         self._actor = actor
-        self.reads_messages, self._identity, self.pid = ray.get(actor.about.remote())
+        about = ray.get(actor.about.remote())
+        self.reads_messages, self.min_moved_tokens, self._identity, self.pid = about
 
     @property
     def identity(self) -> Any:
@@ -120,6 +130,14 @@ class RayWorker:
         if messages:
             await self._ask("free", list(messages))
 
+    async def give(self, message: Any) -> Any:
+        """See `Worker`; what is given lies in Ray's object store, and goes from node to node."""
+        return [self._actor.give.remote(message)]
+
+    async def take(self, kept: Any) -> Any:
+        """See `Worker`."""
+        return await self._ask("take", kept[0])
+
     async def _ask(self, method: str, *args: Any) -> Any:
         from ray.exceptions import RayActorError, RayTaskError
 
@@ -140,7 +158,7 @@ class RayWorker:
         async with asyncio.timeout(_RESTART_SECONDS):
             while True:
                 try:
-                    _, _, self.pid = await self._actor.about.remote()
+                    *_, self.pid = await self._actor.about.remote()
                     return
                 except RayActorError as error:
                     if getattr(error, "preempted", False):

@@ -30,6 +30,7 @@ class RunStats:
         num_fetched: calls whose answers the answer cache had.
         num_retries: calls that were made again.
         num_shared: messages that calls shared.
+        num_moved: answers that went to another worker as keys and values.
         num_prompt, num_reused, num_out: tokens of prompts, those of them that were not encoded for
             the call, and tokens generated.
         num_encoded: tokens of prompts, and of messages for them, that were encoded in this run.
@@ -42,6 +43,7 @@ class RunStats:
     num_fetched: int = 0
     num_retries: int = 0
     num_shared: int = 0
+    num_moved: int = 0
     num_prompt: int = 0
     num_reused: int = 0
     num_out: int = 0

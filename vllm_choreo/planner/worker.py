@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
+from uuid import uuid4
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
 
+MIN_MOVED_TOKENS = 64.0  # to move an answer takes as long as to encode about so many tokens
 DEFAULT_WIDTH = 16  # calls of one worker at a time: vLLM's default batch on a CPU is larger
 # A call takes a few turns of the event loop from being woken to its next request; a wave waits for
 # them, so that those that were woken together go together.
@@ -57,12 +60,15 @@ class Worker(Protocol):
     Attributes:
         width: how many at a time.
         reads_messages: whether prompts may be given as messages; otherwise as text alone.
+        min_moved_tokens: answers of fewer tokens are not worth moving from or to it as keys and
+            values; infinite where it cannot be done.
         identity: what answers depend on besides the call, as JSON has it: the model. None: nobody
             knows.
     """
 
     width: int
     reads_messages: bool
+    min_moved_tokens: float
 
     @property
     def identity(self) -> Any: ...
@@ -76,6 +82,10 @@ class Worker(Protocol):
     async def pin(self, messages: Sequence[Any]) -> None: ...
 
     async def free(self, messages: Sequence[Any]) -> None: ...
+
+    async def give(self, message: Any) -> Any: ...
+
+    async def take(self, kept: Any) -> Any: ...
 
 
 @dataclass
@@ -111,6 +121,7 @@ class FacadeWorker:
     ) -> None:
         self.width = width
         self.reads_messages = facade.mode != "baseline"
+        self.min_moved_tokens = MIN_MOVED_TOKENS if _is_in_process(facade) else float("inf")
         self._facade = facade
         self._model = model or getattr(facade, "model", None)
         self._repair = repair
@@ -162,6 +173,21 @@ class FacadeWorker:
             if self._is_async:
                 await done
 
+    async def give(self, message: Any) -> dict[str, bytes]:
+        """A message as files, with keys and values; see docs/keep.md."""
+        with _memory() as (uri, files):
+            done = self._facade.save([message], uri, encodings=True, progress=False)
+            if self._is_async:
+                await done
+            return dict(files())
+
+    async def take(self, kept: Mapping[str, bytes]) -> Any:
+        """The message that another worker gave. Raises ChoreoError: it does not fit here."""
+        with _memory(kept) as (uri, _):
+            done = self._facade.load(uri, progress=False)
+            (message,) = await done if self._is_async else done
+        return message
+
     def _call(self, key: str, text: str, parents: Sequence[Any], exact: bool) -> dict[str, Any]:
         call: dict[str, Any] = {key: text}
         if parents:
@@ -172,10 +198,7 @@ class FacadeWorker:
 
     def _sampling(self, fields: Mapping[str, Any]) -> Any:
         """`vllm.SamplingParams` for an engine in process; their fields for all others."""
-        from vllm_choreo.api.async_choreography import AsyncChoreography
-        from vllm_choreo.api.choreography import Choreography
-
-        if not isinstance(self._facade, (Choreography, AsyncChoreography)):
+        if not _is_in_process(self._facade):
             return dict(fields)
         from vllm import SamplingParams
 
@@ -245,6 +268,33 @@ def answer_of(message: Any, sampling: Mapping[str, Any]) -> Answer:
         span=(start, stop) if readable else None,
         exact=usage.exact,
     )
+
+
+def _is_in_process(facade: Any) -> bool:
+    from vllm_choreo.api.async_choreography import AsyncChoreography
+    from vllm_choreo.api.choreography import Choreography
+
+    return isinstance(facade, (Choreography, AsyncChoreography))
+
+
+@contextmanager
+def _memory(
+    kept: Mapping[str, bytes] | None = None,
+) -> Iterator[tuple[str, Callable[[], Mapping[str, bytes]]]]:
+    """A folder in memory with some files: its URI, and what gives its files."""
+    import fsspec
+
+    store, path = fsspec.filesystem("memory"), f"/choreo-moves/{uuid4().hex}"
+    for name, data in (kept or {}).items():
+        store.pipe_file(f"{path}/{name}", data)
+    try:
+        yield (
+            f"memory:/{path}",
+            lambda: {file.rpartition("/")[2]: store.cat_file(file) for file in store.find(path)},
+        )
+    finally:
+        if store.exists(path):
+            store.rm(path, recursive=True)
 
 
 def as_worker(given: Any) -> Any:

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers go from the worker that has made them to those that read them: keys and values, once.
+
+It costs no encoding, and the reader reads what the writer has written. An answer that does not come
+is encoded again from its text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.planner.retrying import MESSAGES_GONE
+from vllm_choreo.planner.worker import Answer, Worker
+
+
+class Moves:
+    """Of one run.
+
+    Args:
+        workers: between which answers are moved.
+
+    Attributes:
+        num_moved: answers that were.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.num_moved = 0
+        self._workers = workers
+        self._moved: dict[tuple[int, int], asyncio.Future[Answer | None]] = {}
+
+    def pays(self, answer: Answer, home: int, worker: int) -> bool:
+        """Whether moving an answer is cheaper than encoding its text again."""
+        least = max(self._workers[number].min_moved_tokens for number in (home, worker))
+        return home != worker and answer.span is not None and answer.num_out >= least
+
+    def at(self, call: int, worker: int) -> Answer | None:
+        """The answer to a call, as a worker has it that has not made it; None: it has not."""
+        moved = self._moved.get((call, worker))
+        return moved.result() if moved is not None and moved.done() else None
+
+    async def bring(self, call: int, answer: Answer, home: int, worker: int) -> None:
+        """Have a worker hold an answer. Whoever needs it there waits for one move."""
+        key = (call, worker)
+        if key not in self._moved:
+            self._moved[key] = asyncio.ensure_future(self._move(answer, home, worker))
+        await asyncio.shield(self._moved[key])
+
+    async def _move(self, answer: Answer, home: int, worker: int) -> Answer | None:
+        try:
+            kept = await self._workers[home].give(answer.message)
+            message = await self._workers[worker].take(kept)
+        except (ChoreoError, *MESSAGES_GONE):
+            return None
+        self.num_moved += 1
+        return replace(answer, message=message, beside=())
+
+    def forget(self, worker: int) -> None:
+        """A worker has lost all messages."""
+        self._moved = {key: moved for key, moved in self._moved.items() if key[1] != worker}
+
+    def pop(self, calls: Iterable[int]) -> list[tuple[int, Any]]:
+        """Workers, and the messages there that stand for the answers to some calls: free them."""
+        chosen = set(calls)
+        keys = [key for key in self._moved if key[0] in chosen]
+        found = [(key[1], moved) for key in keys if (moved := self._moved.pop(key)).done()]
+        return [
+            (worker, answer.message)
+            for worker, moved in found
+            if not moved.cancelled() and (answer := moved.result()) is not None
+        ]
+
+    @property
+    def calls(self) -> set[int]:
+        """Whose answers lie where they were not made."""
+        return {call for call, _ in self._moved}
