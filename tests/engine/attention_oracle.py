@@ -48,11 +48,12 @@ class AttentionOracle:
             for token in range(parent.stop - parent.start):
                 tokens.setdefault((parent.start + token) // block_size, []).append(token)
             for part in tokens.values():
-                weight = float(received[number][part].mean())
-                blocks.append((weight, number, (part[0], part[-1] + 1)))
+                # One message that is read twice at one place: the first one counts.
+                weight = round(float(received[number][part].mean()), 5)
+                blocks.append((-weight, number, (part[0], part[-1] + 1)))
         budget = share * sum(stop - start for _, _, (start, stop) in blocks)
         runs: list[list[tuple[int, int]]] = [[] for _ in parents]
-        for _, number, (start, stop) in sorted(blocks, reverse=True):
+        for _, number, (start, stop) in sorted(blocks):
             if stop - start <= budget:
                 budget -= stop - start
                 runs[number].append((start, stop))
