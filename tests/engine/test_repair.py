@@ -95,6 +95,27 @@ def test_one_step_for_heads_middles_and_the_reader(
     llm: Any, c: Choreography, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     docs = _documents(c, random.Random(4))
+    steps = _watched(llm, monkeypatch)
+    runs = [[], [(0, 8), (33, 40), (60, 64)], [(0, 8), (69, 70)]]
+    c.prefill([5, 6, 7], parents=docs, repair=runs)
+    assert [count for count in steps if count] == [8 + 7 + 4 + 8 + 1 + 3]
+
+
+def test_one_step_also_behind_what_was_just_said(
+    llm: Any, c: Choreography, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies are not begun before what they read, while that waits for an answer's last token."""
+    task = c.prefill(random_tokens(random.Random(5), 40))
+    note = c.prefill([7] * 10, parents=[task])
+    calls = [{"header": [9 + n] * 20, "parents": [task]} for n in range(2)]
+    said = c.decode(calls, sampling_params=GREEDY)
+    steps = _watched(llm, monkeypatch)
+    c.prefill([5, 6, 7], parents=[task, *said, note], repair="first:12")
+    assert [count for count in steps if count] == [2, 12 + 10 + 3]
+
+
+def _watched(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the tokens of each step from now on."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     steps: list[int] = []
     schedule = scheduler.schedule
@@ -105,9 +126,7 @@ def test_one_step_for_heads_middles_and_the_reader(
         return output
 
     monkeypatch.setattr(scheduler, "schedule", spy)
-    runs = [[], [(0, 8), (33, 40), (60, 64)], [(0, 8), (69, 70)]]
-    c.prefill([5, 6, 7], parents=docs, repair=runs)
-    assert [count for count in steps if count] == [8 + 7 + 4 + 8 + 1 + 3]
+    return steps
 
 
 def test_two_tenants_share_no_repair(llm: Any) -> None:

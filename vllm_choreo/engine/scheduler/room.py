@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -67,7 +67,7 @@ class Room:
             is_oldest = free is None or call.serves is not None
             if free is None:
                 free = self._free_blocks()
-            for wanted in self._book.missing(call):
+            for wanted in self._lacks(call):
                 if self._restore(wanted, call):
                     continue
                 encoding = self._lacking(wanted)
@@ -109,6 +109,19 @@ class Room:
         except ChoreoError as error:
             self._refusals.refuse(call.id, error)
             return False
+
+    def _lacks(self, call: ScheduledCall) -> Iterator[Encoding]:
+        """What a call lacks, in the order of its parents.
+
+        Nothing that reads what could not be begun now: it would be queued before that, and the call
+        would wait for one more step.
+        """
+        late: set[Encoding] = set()
+        for wanted in self._book.missing(call):
+            if late.isdisjoint(wanted.parents):
+                yield wanted
+            if not (wanted.is_resident or wanted.encoders):
+                late.add(wanted)
 
     def _restore(self, encoding: Encoding, reader: ScheduledCall) -> bool:
         """Bring an encoding back from host memory, if it lies there and there is room for it."""
