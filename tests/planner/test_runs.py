@@ -179,6 +179,30 @@ def test_several_workers(num_workers: int, semantics: str) -> None:
     assert all(facade.decodes for facade in facades)
 
 
+class _Forgetful(FacadeWorker):
+    """Answers may be moved from it or to it, but never arrive."""
+
+    asked = 0
+
+    def __init__(self, facade: Any) -> None:
+        super().__init__(facade)
+        self.min_moved_tokens = 0.0
+
+    async def give(self, message: Any) -> Any:
+        type(self).asked += 1
+        raise ConnectionError("the wire is cut")
+
+
+def test_answers_that_cannot_be_moved_are_read_as_text() -> None:
+    workers = [_Forgetful(AsyncDigestFacade("choreo")) for _ in range(3)]
+    for seed in range(10):
+        compiled = RandomGraph(seed, num_ops=20).compile(6)
+        result = invoke(compiled, workers, semantics="choreo")
+        assert list(result) == naive(compiled, DigestFacade("baseline"))
+        assert not result.stats.num_moved
+    assert _Forgetful.asked
+
+
 # -- caches ----------------------------------------------------------------------------------------
 
 

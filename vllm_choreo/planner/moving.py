@@ -8,13 +8,14 @@ is encoded again from its text.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm_choreo.errors import ChoreoError
-from vllm_choreo.planner.retrying import MESSAGES_GONE
 from vllm_choreo.planner.worker import Answer, Worker
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Moves:
@@ -53,7 +54,8 @@ class Moves:
         try:
             kept = await self._workers[home].give(answer.message)
             message = await self._workers[worker].take(kept)
-        except (ChoreoError, *MESSAGES_GONE):
+        except Exception as error:  # of either worker, or on the way: it is encoded again
+            _LOGGER.warning("An answer could not be moved from a worker to another: %s", error)
             return None
         self.num_moved += 1
         return replace(answer, message=message, beside=())
