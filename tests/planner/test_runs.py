@@ -194,11 +194,14 @@ class _Forgetful(FacadeWorker):
 
 
 def test_answers_that_cannot_be_moved_are_read_as_text() -> None:
-    workers = [_Forgetful(AsyncDigestFacade("choreo")) for _ in range(3)]
+    long: dict[str, Any] = {"length": lambda prompt: 60}
+    workers = [_Forgetful(AsyncDigestFacade("choreo", **long)) for _ in range(3)]
     for seed in range(10):
         compiled = RandomGraph(seed, num_ops=20).compile(6)
-        result = invoke(compiled, workers, semantics="choreo")
-        assert list(result) == naive(compiled, DigestFacade("baseline"))
+        planner = Planner(workers, semantics="choreo")
+        planner.invoke(compiled)  # how long answers are
+        result = planner.invoke(compiled)
+        assert list(result) == naive(compiled, DigestFacade("baseline", **long))
         assert not result.stats.num_moved
     assert _Forgetful.asked
 
