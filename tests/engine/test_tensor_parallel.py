@@ -93,9 +93,13 @@ def _debates(llm: Any, settings: dict[str, Any]) -> list[Message]:
         answers.append(c.decode([5, 6], parents=[docs[0], answers[-1]], sampling_params=_params(5)))
         if "hidden_memory_gib" in settings:
             kept = [c.prefill(random_tokens(rng, 40), keep_hidden=[1]) for _ in range(3)]
-            answers.append(
-                c.decode([5, 6], parents=kept, layers=(1, 3), sampling_params=_params(5))
-            )
+            partly: list[dict[str, Any]] = [
+                {"layers": (1, 3)},
+                {"repair": {"share": 0.5, "by": "attention"}},
+            ]
+            for named in partly:
+                answers.append(c.decode([5, 6], parents=kept, sampling_params=_params(5), **named))
+                assert answers[-1].usage.repaired_tokens
     after = _totals(llm)
     gained = {name: value - before.get(name, 0) for name, value in after.items()}
     if "host_memory_gib" in settings:
