@@ -132,19 +132,20 @@ def test_the_command(
     calibrate, run = (shlex.split(line) for line in block.replace("\\\n", "").splitlines())
     monkeypatch.chdir(tmp_path)
     small = ["--model", model, "--max-tokens", "20"]
-    easy = ["--target", "kl=10", "--repair", "last:4", "--budget", "0.3", "--budget", "1"]
+    least = '{"share": 0.02, "by": "random"}'
+    easy = ["--target", "kl=10", "--repair", least, "--budget", "0.3", "--budget", "1"]
     assert cli.main([*calibrate[1:], *small, "--limit", "4", *easy]) == 0
     made = json.loads((tmp_path / "calibration" / "calibration.json").read_text())
     rungs = {rung["name"]: rung for rung in made["rungs"]}
-    assert list(rungs) == ["none", "last:4", "policy 30 %", "policy 100 %", "all"]
+    assert list(rungs) == ["none", least, "policy 30 %", "policy 100 %", "all"]
     assert made["chosen"] == "none" and not (tmp_path / "calibration" / "policy.json").exists()
     assert rungs["all"]["kl"] == pytest.approx(0, abs=1e-5) and rungs["none"]["kl"] > 1e-3
-    assert rungs["all"]["agreement"] == 1 and rungs["last:4"]["predicted"] is None
+    assert rungs["all"]["agreement"] == 1 and rungs[least]["predicted"] > 0
     assert rungs["none"]["share"] == 0 < rungs["policy 30 %"]["share"] <= 0.3
     assert rungs["policy 30 %"]["kl"] < rungs["none"]["kl"]
     assert made["prediction_error"] > 0
     between = (rungs["none"]["kl"] + rungs["policy 100 %"]["kl"]) / 2
-    hard = ["--target", f"kl={between}", "--repair", "last:1", "--budget", "1"]
+    hard = ["--target", f"kl={between}", "--repair", least, "--budget", "1"]
     assert cli.main([*calibrate[1:], *small, "--limit", "4", *hard]) == 0
     assert 'repair="calibration/policy.json"' in capsys.readouterr().out
     assert cli.main([*run[1:], *small, "--limit", "1"]) == 0

@@ -83,7 +83,7 @@ def rungs_of(found: Fit, rules: Sequence[str], budgets: Sequence[float]) -> list
 
 def _predicted(found: Fit, given: Any) -> float | None:
     """Of a rule whose blocks are known beforehand, or drawn."""
-    if isinstance(given, Mapping) and "share" in given:
+    if isinstance(given, Mapping) and given.get("by") == "random":
         return found.predicted(lambda key: float(given["share"]))
     name, _, count = str(given).partition(":")
     if name != "first":
