@@ -330,6 +330,7 @@ class Execution:
 
     async def _free_all(self) -> None:
         """Free what the run has left, but what is pinned."""
+        await self._moves.settle()
         self.stats.num_moved = self._moves.num_moved
         for worker, message in self._moves.pop(self._moves.calls):
             await self._free(worker, [message])

@@ -75,6 +75,10 @@ class Moves:
             if not moved.cancelled() and (answer := moved.result()) is not None
         ]
 
+    async def settle(self) -> None:
+        """Wait for moves that are under way: what arrives after the run would never be freed."""
+        await asyncio.gather(*self._moved.values(), return_exceptions=True)
+
     @property
     def calls(self) -> set[int]:
         """Whose answers lie where they were not made."""

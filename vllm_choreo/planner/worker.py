@@ -18,7 +18,9 @@ from uuid import uuid4
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
 
-MIN_MOVED_TOKENS = 64.0  # to move an answer takes as long as to encode about so many tokens
+# Moving an answer has a fixed cost, encoding it grows with its tokens. Where they meet is assumed,
+# from what saving and loading take beside encoding; it has not been measured for itself.
+MIN_MOVED_TOKENS = 64.0
 DEFAULT_WIDTH = 16  # calls of one worker at a time: vLLM's default batch on a CPU is larger
 # A call takes a few turns of the event loop from being woken to its next request; a wave waits for
 # them, so that those that were woken together go together.
@@ -271,6 +273,7 @@ def answer_of(message: Any, sampling: Mapping[str, Any]) -> Answer:
 
 
 def _is_in_process(facade: Any) -> bool:
+    """Whether its engine is this process's own: servers choose folders for their clients."""
     from vllm_choreo.api.async_choreography import AsyncChoreography
     from vllm_choreo.api.choreography import Choreography
 

@@ -16,10 +16,10 @@ from vllm_choreo.store.encoding import Encoding, StoredMessage
 
 @dataclass
 class Watching:
-    """A call that is repaired where it looks needs to look first, at its parents as they are.
+    """A call whose repair goes by attention attends to its parents first, as they are stored.
 
     Attributes:
-        plan: where it does.
+        plan: with which it does: that of the call without repair.
         is_staged: a step was planned in which it does.
         attention: of each parent, what each token that the call sees got; None: not known yet.
     """
