@@ -221,7 +221,8 @@ class _Choreographed(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        self.book.told(attention_of(model_runner_output))
+        if told := attention_of(model_runner_output):
+            self.book.told(told)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for per_client in outputs.values():
             per_client.outputs = [
