@@ -94,7 +94,7 @@ static CHOREO_INLINE float finish_row(const GroupWork<T>& w, const Strip<T>* str
   float slope = 0.0f;
   if (w.rule.has_alibi) {
     const int head = w.tile.kv_head * w.state.group_heads + row % w.state.group_heads;
-    slope = w.a.alibi_slopes[head] * kLog2e;
+    slope = w.a.alibi_slopes[head] * kLog2e * w.rule.heat;
   }
   Vec maximum = broadcast(w.state.row_max[row]);
   for (int i = 0; i < num_strips; ++i) {
@@ -233,6 +233,12 @@ static void measure_distances(const AttentionArgs& a, const Tile& tile, TileStat
   }
 }
 
+// One over the temperature of the scores; tiles of chosen spans are of one request.
+static float tile_heat(const AttentionArgs& a, const Tile& tile) {
+  if (tile.group < a.reads.first_chosen) return 1.0f;
+  return 1.0f / a.temperature[tile.members[0].req];
+}
+
 // Tokens [begin, end) of one piece.
 template <typename T>
 static void attend_piece(const AttentionArgs& a, const Tile& tile, TileState& s, PieceView piece,
@@ -241,7 +247,8 @@ static void attend_piece(const AttentionArgs& a, const Tile& tile, TileState& s,
   const PieceRange range = {
       first.req, a.first_slot[piece.span[first.column]] + int64_t{piece.begin[first.column]}, begin,
       end};
-  const ScoreRule rule = {a.softcap * kLog2e, a.alibi_slopes != nullptr};
+  const float heat = tile_heat(a, tile);
+  const ScoreRule rule = {a.softcap * kLog2e * heat, a.alibi_slopes != nullptr, heat};
   piece.query = rotate_members(a, tile, s, piece);
   piece.last_visible = own_token(a, first);
   if (rule.has_alibi || a.window != 0) measure_distances(a, tile, s, piece);
@@ -338,7 +345,8 @@ template <typename T>
 static void attend_tile_as(const AttentionArgs& a, const Tile& tile, float* scratch,
                            float* const* partials) {
   TileState s = make_state(a, tile, scratch);
-  const float factor = a.softcap != 0.0f ? a.scale / a.softcap : a.scale * kLog2e;
+  const float factor =
+      a.softcap != 0.0f ? a.scale / a.softcap : a.scale * kLog2e * tile_heat(a, tile);
   for (int m = 0; m < tile.num_members; ++m) {
     pack_queries<T>(a, tile.kv_head, tile.members[m], factor, s.base);
   }
@@ -348,14 +356,34 @@ static void attend_tile_as(const AttentionArgs& a, const Tile& tile, float* scra
   }
 }
 
+// By what the weight 2^(maximum - common maximum) of each chosen partial result of a row is to be
+// multiplied, base 2: their common log-sum-exp L becomes factor * L.
+static float chosen_shift(const AttentionArgs& a, const Member& member, const float* maxima,
+                          const float* sums, int64_t stride, int num_chosen) {
+  float maximum = kNoMaximum;
+  for (int i = 0; i < num_chosen; ++i) {
+    if (maxima[i * stride] > maximum) maximum = maxima[i * stride];
+  }
+  float sum = 0.0f;
+  for (int i = 0; i < num_chosen; ++i) {
+    sum += __builtin_exp2f(maxima[i * stride] - maximum) * sums[i * stride];
+  }
+  if (sum == 0.0f) return 0.0f;  // nothing of them is seen
+  return (a.factor[member.req] - 1.0f) * (maximum + __builtin_log2f(sum));
+}
+
 template <typename T>
 static void merge_partials_as(const AttentionArgs& a, const Member& member, int kv_head,
-                              float* partials, int64_t stride, int num_partials) {
+                              float* partials, int64_t stride, int num_partials, int num_chosen) {
   const int rows = member.num_queries * (a.num_heads / a.cache.num_kv_heads);
   const int head_size = a.cache.head_size;
-  const float* maxima = partials + static_cast<int64_t>(rows) * head_size;
+  float* maxima = partials + static_cast<int64_t>(rows) * head_size;
   const float* sums = maxima + rows;
   for (int row = 0; row < rows; ++row) {
+    if (num_chosen > 0) {
+      const float shift = chosen_shift(a, member, maxima + row, sums + row, stride, num_chosen);
+      for (int i = 0; i < num_chosen; ++i) maxima[i * stride + row] += shift;
+    }
     float maximum = kNoMaximum;
     for (int i = 0; i < num_partials; ++i) {
       if (maxima[i * stride + row] > maximum) maximum = maxima[i * stride + row];
@@ -387,11 +415,11 @@ static void attend_tile(const AttentionArgs& a, const Tile& tile, float* scratch
 }
 
 static void merge_partials(const AttentionArgs& a, const Member& member, int kv_head,
-                           float* partials, int64_t stride, int num_partials) {
+                           float* partials, int64_t stride, int num_partials, int num_chosen) {
   if (a.cache.dtype == DType::kFloat32) {
-    merge_partials_as<float>(a, member, kv_head, partials, stride, num_partials);
+    merge_partials_as<float>(a, member, kv_head, partials, stride, num_partials, num_chosen);
   } else {
-    merge_partials_as<BFloat16>(a, member, kv_head, partials, stride, num_partials);
+    merge_partials_as<BFloat16>(a, member, kv_head, partials, stride, num_partials, num_chosen);
   }
 }
 

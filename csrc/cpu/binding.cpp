@@ -162,8 +162,9 @@ PYBIND11_MODULE(_C, m) {
            py::arg("alibi_slopes"), py::arg("window") = py::none(), py::arg("sinks") = py::none());
   py::class_<SpanPlan>(m, "SpanPlan")
       .def(py::init<const Arrays&, const std::optional<Arrays>&, const std::optional<Tensor>&,
-                    int64_t>(),
-           py::arg("spans"), py::arg("reads"), py::arg("cos_sin"), py::arg("block_size"))
+                    int64_t, int64_t, const std::optional<Arrays>&>(),
+           py::arg("spans"), py::arg("reads"), py::arg("cos_sin"), py::arg("block_size"),
+           py::arg("first_chosen"), py::arg("reweighting"))
       .def("partial_bytes", &partial_bytes, py::arg("num_heads"), py::arg("num_kv_heads"),
            py::arg("head_size"));
   m.def("span_attention", &span_attention, without_gil());

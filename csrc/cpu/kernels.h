@@ -25,6 +25,7 @@ struct CacheView {
 // below num_reqs is request r alone and ends with its own span, which is not listed.
 struct Reads {
   int num_groups;
+  int first_chosen;                 // groups from here on count by other weights, one request each
   const int32_t* member_start_loc;  // [num_groups + 1]
   const int32_t* member_req;        // [num_members]
   const int32_t* piece_start_loc;   // [num_groups + 1]
@@ -49,7 +50,9 @@ struct Step {
   const int32_t* stored_position;  // [num_spans]
   const int32_t* position_delta;   // [num_spans]
   Reads reads;
-  const float* cos_sin;  // [num_spans, rotary_dim] or null
+  const float* temperature;  // [num_reqs], of the scores of chosen spans; or null
+  const float* factor;       // [num_reqs], of their log-sum-exp; or null
+  const float* cos_sin;      // [num_spans, rotary_dim] or null
   int rotary_dim;
 };
 
@@ -122,9 +125,9 @@ struct Kernels {
   // Writes the outputs of each member of the tile, or its partial result where there is one.
   void (*attend_tile)(const AttentionArgs&, const Tile&, float* scratch, float* const* partials);
   // Merges the partial results of a member, `stride` floats apart, into the first, and writes
-  // the outputs.
+  // the outputs. The first `num_chosen` of them count by other weights.
   void (*merge_partials)(const AttentionArgs&, const Member&, int kv_head, float* partials,
-                         int64_t stride, int num_partials);
+                         int64_t stride, int num_partials, int num_chosen);
   // Rotates the keys of one KV head of one block; copies its values if source and target differ.
   void (*reposition_block)(const RepositionArgs&, int move, int kv_head);
 };

@@ -100,7 +100,8 @@ class Run {
     if (block.num_partials == 1) return;
     if (open_[query_block * num_heads_ + head].fetch_sub(1) != 1) return;
     kernels_.merge_partials(args_, block.member, head, partial(query_block, head, 0),
-                            partial_stride(tiles_.shape, block.member), block.num_partials);
+                            partial_stride(tiles_.shape, block.member), block.num_partials,
+                            block.num_chosen);
   }
 
   const AttentionArgs& args_;

@@ -35,7 +35,9 @@ class ReadsAlone {
   }
 
   Reads view() const {
-    return {static_cast<int>(member_start_loc_.size()) - 1,
+    const int num_groups = static_cast<int>(member_start_loc_.size()) - 1;
+    return {num_groups,
+            num_groups,
             member_start_loc_.data(),
             member_start_loc_.data(),
             piece_start_loc_.data(),

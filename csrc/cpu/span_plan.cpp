@@ -27,7 +27,8 @@ void check_starts(const int32_t* starts, int count, int min_step, const char* na
 }  // namespace
 
 SpanPlan::SpanPlan(const Arrays& spans, const std::optional<Arrays>& reads,
-                   const std::optional<at::Tensor>& cos_sin, int64_t block_size) {
+                   const std::optional<at::Tensor>& cos_sin, int64_t block_size,
+                   int64_t first_chosen, const std::optional<Arrays>& reweighting) {
   TORCH_CHECK_VALUE(block_size > 0, "block_size is ", block_size, "; it must be at least 1");
   step_.block_size = static_cast<int>(block_size);
   copy_spans(spans);
@@ -42,9 +43,11 @@ SpanPlan::SpanPlan(const Arrays& spans, const std::optional<Arrays>& reads,
     step_.rotary_dim = static_cast<int>(cos_sin_.size(1));
   }
   if (reads) {
-    copy_reads(*reads);
+    copy_reads(*reads, first_chosen);
+    keep_weights(reweighting);
     check_reads(step_);
   } else {
+    TORCH_CHECK_VALUE(!reweighting, "spans that count by other weights need reads");
     alone_ = ReadsAlone(step_);
     step_.reads = alone_.view();
   }
@@ -107,12 +110,29 @@ void SpanPlan::copy_blocks(const at::Tensor& table) {
   }
 }
 
-void SpanPlan::copy_reads(const Arrays& reads) {
+void SpanPlan::keep_weights(const std::optional<Arrays>& reweighting) {
+  const Reads& r = step_.reads;
+  if (r.first_chosen == r.num_groups) return;
+  TORCH_CHECK_VALUE(reweighting.has_value(), "groups that count by other weights have none");
+  temperature_ = find(*reweighting, "temperature");
+  factor_ = find(*reweighting, "factor");
+  check_floats(temperature_, "temperature");
+  check_floats(factor_, "factor");
+  TORCH_CHECK_VALUE(temperature_.numel() == step_.num_reqs && factor_.numel() == step_.num_reqs,
+                    "temperature and factor must be [num_reqs]");
+  step_.temperature = temperature_.const_data_ptr<float>();
+  step_.factor = factor_.const_data_ptr<float>();
+}
+
+void SpanPlan::copy_reads(const Arrays& reads, int64_t first_chosen) {
   const int64_t num_groups = find(reads, "member_start_loc").numel() - 1;
   TORCH_CHECK_VALUE(num_groups >= step_.num_reqs, "reads has ", num_groups, " groups for ",
                     step_.num_reqs, " requests");
   Reads& r = step_.reads;
   r.num_groups = static_cast<int>(num_groups);
+  TORCH_CHECK_VALUE(step_.num_reqs <= first_chosen && first_chosen <= num_groups,
+                    "first_chosen is ", first_chosen, " of ", num_groups, " groups");
+  r.first_chosen = static_cast<int>(first_chosen);
   r.member_start_loc = copy(reads, "member_start_loc", num_groups + 1);
   r.piece_start_loc = copy(reads, "piece_start_loc", num_groups + 1);
   r.read_start_loc = copy(reads, "read_start_loc", num_groups + 1);
@@ -121,6 +141,8 @@ void SpanPlan::copy_reads(const Arrays& reads) {
   check_starts(r.read_start_loc, r.num_groups, 0, "read_start_loc");
   for (int64_t g = 0; g < num_groups; ++g) {
     const int members = r.member_start_loc[g + 1] - r.member_start_loc[g];
+    TORCH_CHECK_VALUE(g < first_chosen || members == 1, "group ", g,
+                      " counts by other weights and must be of one request");
     const int pieces = r.piece_start_loc[g + 1] - r.piece_start_loc[g];
     TORCH_CHECK_VALUE(r.read_start_loc[g + 1] - r.read_start_loc[g] == members * pieces,
                       "read_start_loc must grow by pieces * members at group ", g);

@@ -27,9 +27,11 @@ class SpanPlan {
  public:
   // Throws c10::ValueError if the arrays do not fit together, std::out_of_range if a span reaches
   // beyond its block table or a read beyond its span, and std::invalid_argument if the members of
-  // a group read different slots. Without reads every request reads for itself.
+  // a group read different slots. Without reads every request reads for itself. Groups from
+  // `first_chosen` on count by `reweighting` (temperature, factor).
   SpanPlan(const Arrays& spans, const std::optional<Arrays>& reads,
-           const std::optional<at::Tensor>& cos_sin, int64_t block_size);
+           const std::optional<at::Tensor>& cos_sin, int64_t block_size, int64_t first_chosen,
+           const std::optional<Arrays>& reweighting);
 
   const Step& step() const { return step_; }
 
@@ -43,7 +45,8 @@ class SpanPlan {
   const int32_t* copy(const Arrays& arrays, const char* name, int64_t numel);
   void copy_spans(const Arrays& spans);
   void copy_blocks(const at::Tensor& table);
-  void copy_reads(const Arrays& reads);
+  void copy_reads(const Arrays& reads, int64_t first_chosen);
+  void keep_weights(const std::optional<Arrays>& reweighting);
 
   Step step_{};
   std::deque<std::vector<int32_t>> arrays_;
@@ -52,6 +55,8 @@ class SpanPlan {
   int32_t highest_block_ = 0;
   ReadsAlone alone_;
   at::Tensor cos_sin_;
+  at::Tensor temperature_;
+  at::Tensor factor_;
   std::mutex mutex_;
   std::deque<Tiles> tiles_;
 };

@@ -40,7 +40,7 @@ void cut_queries(const LayerShape& shape, const Step& step, int tile_rows, Tiles
     const int q_len = step.query_start_loc[req + 1] - step.query_start_loc[req];
     // Last queries first: they see most, and the longest work should not start last.
     for (int t = (q_len + most - 1) / most - 1; t >= 0; --t) {
-      tiles.query_blocks.push_back({{req, 0, t * most, std::min(most, q_len - t * most), 0}, 0, 0});
+      tiles.query_blocks.push_back({{req, 0, t * most, std::min(most, q_len - t * most), 0}});
     }
   }
   tiles.first_query_block.push_back(static_cast<int>(tiles.query_blocks.size()));
@@ -114,7 +114,7 @@ void add_group(const LayerShape& shape, const Step& step, int group, int tile_ro
 }
 
 // Cuts long tiles and counts the partial results.
-void split_tiles(const LayerShape& shape, Tiles& tiles) {
+void split_tiles(const LayerShape& shape, const Step& step, Tiles& tiles) {
   const int num_heads = shape.num_kv_heads;
   int64_t total = 0;
   for (const GroupTile& t : tiles.list) total += tile_cost(t.tile) * num_heads;
@@ -133,6 +133,7 @@ void split_tiles(const LayerShape& shape, Tiles& tiles) {
       QueryBlock& block = tiles.query_blocks[tiles.entries[e].query_block];
       tiles.entries[e].first_partial = block.num_partials;
       block.num_partials += t.num_splits;
+      if (t.tile.group >= step.reads.first_chosen) block.num_chosen = block.num_partials;
     }
   }
   for (QueryBlock& block : tiles.query_blocks) {
@@ -154,11 +155,12 @@ Tiles make_tiles(const LayerShape& shape, const Step& step) {
   tiles.shape = shape;
   const int tile_rows = choose_tile_rows(shape, step);
   cut_queries(shape, step, tile_rows, tiles);
-  // What several requests read comes first: it is the longest work.
+  // What several requests read comes first: it is the longest work. What counts by other weights
+  // comes before that, so that a query block's first partial results are those.
   for (int group = step.reads.num_groups - 1; group >= 0; --group) {
     add_group(shape, step, group, tile_rows, tiles);
   }
-  split_tiles(shape, tiles);
+  split_tiles(shape, step, tiles);
   return tiles;
 }
 

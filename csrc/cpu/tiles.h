@@ -36,6 +36,7 @@ struct LayerShape {
 struct QueryBlock {
   Member member;  // column and first_row belong to a tile, not here
   int num_partials = 0;
+  int num_chosen = 0;  // the first ones, of spans that count by other weights
   int64_t offset = 0;  // of its first partial result, in floats
 };
 

@@ -25,6 +25,7 @@ def kept_of(token: int, file: str | None) -> dict[str, Any]:
     data = {"file": file, "bytes": 3, "sha256": "x", "stored_position": 0} if file else None
     entry = {"message": "s/0", "is_copy": False, "trace": 0, "adapter": None, "tokens": [token]}
     entry |= {"parents": [], "spans": [], "new_offset": 0, "exact": True, "repaired_tokens": 0}
+    entry |= {"weights": None}
     message = {"id": "s/0", "position": 0, "num_tokens": 1, "token_ids": [token], "text": "é"}
     message |= {"generated_token_ids": [], "generated_text": "", "usage": {}, "metrics": {}}
     message |= {"parents": [], "encoding": 0}

@@ -33,6 +33,7 @@ RULES: list[Any] = [
     {"share": 1, "by": "random"},
     {"layers": [2, 5]},
     {"share": 0.2, "by": "attention"},
+    {"reweight": [0.9, 1.0]},
 ]
 
 
@@ -149,6 +150,7 @@ def test_runs_are_sorted_and_joined() -> None:
         *({"share": 0.1, "by": "random", "seed": "x"}, {"share": 0.1, "by": "random", "size": 3}),
         *(7, 0.3, [[(3, 3)]], [[(4, 2)]], [[(-1, 2)]], [[(0, 4), (3, 6)]], [[(0.0, 2)]]),
         *([[0, 3]], [["03"]], "none:3"),
+        *({"reweight": [0.9]}, {"reweight": [0, 1]}, {"reweight": [0.9, True]}),
     ],
 )
 def test_what_is_no_rule_is_refused(rule: Any) -> None:

@@ -195,7 +195,7 @@ def test_the_page_on_repair_runs(llm: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "repair.md").read_text(encoding="utf-8")
     scope = {"llm": llm}
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for block in blocks:
         exec(compile(block, "repair.md", "exec"), scope)
     scope["c"].close()

@@ -10,10 +10,12 @@ import torch
 from vllm_choreo.ops import (
     LayerAttention,
     Layout,
+    Reweighting,
     Rotation,
     SharedReads,
     SpanBatch,
     SpanPlan,
+    plan_shared_reads,
     span_attention,
 )
 from vllm_choreo.ops.tiles import Tiles
@@ -51,6 +53,11 @@ class Case:
         device: torch.device | str = "cpu",
     ) -> SpanPlan:
         batch = dataclasses.replace(self.batch, block_table=self.batch.block_table.to(device))
+        if batch.reweighting is not None:
+            given = batch.reweighting
+            moved = {n: getattr(given, n).to(device) for n in ("temperature", "factor")}
+            batch = dataclasses.replace(batch, reweighting=dataclasses.replace(given, **moved))
+            reads = reads or plan_shared_reads(self.batch)
         cos_sin = self.rotation.cos_sin(self.batch.position_delta).to(device)
         return SpanPlan(batch, cos_sin, reads, tiles)
 
@@ -113,6 +120,17 @@ def make_batch(rng: random.Random, requests: list[tuple[int, int, list[int]]], b
     return batch
 
 
+def _draw_reweighting(batch: SpanBatch) -> Reweighting:
+    """Some parents of two requests of three."""
+    is_chosen = torch.randint(2, (batch.num_spans,), dtype=torch.int32)
+    is_chosen[batch.span_start_loc[1:].long() - 1] = 0
+    for r in range(0, batch.num_reqs, 3):
+        is_chosen[int(batch.span_start_loc[r]) : int(batch.span_start_loc[r + 1])] = 0
+    return Reweighting(
+        is_chosen, 0.5 + torch.rand(batch.num_reqs), 0.8 + 0.4 * torch.rand(batch.num_reqs)
+    )
+
+
 def make_case(
     seed: int,
     requests: list[tuple[int, int, list[int]]],
@@ -128,10 +146,14 @@ def make_case(
     alibi: bool = False,
     window: int | None = None,
     sinks: bool = False,
+    reweighted: bool = False,
 ) -> Case:
     torch.manual_seed(seed)
     num_heads = num_kv_heads * group_heads
     batch = make_batch(random.Random(seed), requests, block_size, num_blocks=40)
+    if reweighted:
+        batch = dataclasses.replace(batch, reweighting=_draw_reweighting(batch))
+        batch.validate(40)
     num_tokens = int(batch.query_start_loc[-1])
     return Case(
         query=torch.randn(num_tokens, num_heads, head_size).to(dtype),
@@ -159,6 +181,26 @@ def turn(x: torch.Tensor, angles: torch.Tensor, is_neox: bool) -> torch.Tensor:
     turned = torch.complex(x[..., real], x[..., imag]) * unit
     result[..., real], result[..., imag] = turned.real, turned.imag
     return result
+
+
+def _reweighted(scores: torch.Tensor, batch: SpanBatch) -> torch.Tensor:
+    """Scores [heads, queries, keys] whose one softmax has the weights that are asked for.
+
+    Of the chosen keys, with L the log-sum-exp of their scores over the temperature, each score
+    becomes `score / temperature - L + factor * L`: their sum is then `exp(factor * L)`.
+    """
+    given = batch.reweighting
+    sizes = batch.num_tokens.long()
+    chosen = given.is_chosen.bool().repeat_interleave(sizes)
+    requests = (batch.query_start_loc[1:] - batch.query_start_loc[:-1]).long()
+    temperature, factor = (
+        column.double().repeat_interleave(requests)[None, :, None]
+        for column in (given.temperature, given.factor)
+    )
+    hot = (scores / temperature).masked_fill(~chosen, float("-inf"))
+    total = hot.logsumexp(-1, keepdim=True)
+    moved = torch.where(total.isfinite(), (factor - 1) * total, 0.0)
+    return torch.where(chosen, hot + moved, scores)
 
 
 def dense_attention(case: Case) -> torch.Tensor:
@@ -198,6 +240,8 @@ def dense_attention(case: Case) -> torch.Tensor:
     if case.window is not None:
         mask &= distance > -case.window
     scores = scores.masked_fill(~mask, float("-inf"))
+    if batch.reweighting is not None:
+        scores = _reweighted(scores, batch)
     if case.sinks is not None:
         sinks = case.sinks.double()[:, None, None].expand(-1, len(query_positions), 1)
         scores = torch.cat([scores, sinks], dim=-1)

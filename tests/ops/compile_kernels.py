@@ -32,6 +32,7 @@ CASES = [
     {"softcap": 30.0},
     {"alibi": True, "rotary_dim": 0},
     {"window": 100, "sinks": True},
+    {"reweighted": True},
 ]
 
 

@@ -34,6 +34,7 @@ VARIANTS = {
     "one head each": {"group_heads": 1},
     "many heads each": {"num_kv_heads": 1, "group_heads": 14},
     "block of 16": {"block_size": 16},
+    "reweighted": {"reweighted": True},
 }
 
 
@@ -65,7 +66,7 @@ def shared_case(seed: int, workload: str, **options) -> Case:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-@pytest.mark.parametrize("variant", ["plain", "softcap", "alibi", "window"])
+@pytest.mark.parametrize("variant", ["plain", "softcap", "alibi", "window", "reweighted"])
 def test_reference_equals_dense_float64(workload, variant):
     case = shared_case(1, workload, **VARIANTS[variant])
     reads = shared_reads(case.batch)

@@ -35,6 +35,9 @@ VARIANTS = {
     "window": {"window": 60},
     "window, alibi and softcap": {"window": 200, "alibi": True, "softcap": 5.0},
     "sinks": {"sinks": True},
+    "reweighted": {"reweighted": True},
+    "reweighted, softcap and sinks": {"reweighted": True, "softcap": 5.0, "sinks": True},
+    "reweighted, alibi and window": {"reweighted": True, "alibi": True, "window": 90},
     "window of one and sinks": {"window": 1, "sinks": True},
     "block of 128": {"block_size": 128},
     "block of 16": {"block_size": 16},
@@ -46,7 +49,8 @@ HEAD_SIZES = [32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
 @pytest.mark.parametrize(
     "variant",
     ["plain", "interleaved", "partial rotary", "softcap", "alibi", "window",
-     "window, alibi and softcap", "sinks", "window of one and sinks"],
+     "window, alibi and softcap", "sinks", "window of one and sinks", "reweighted",
+     "reweighted, softcap and sinks", "reweighted, alibi and window"],
 )  # fmt: skip
 def test_reference_equals_dense_float64(workload, variant):
     case = make_case(1, WORKLOADS[workload], **VARIANTS[variant])
@@ -77,7 +81,9 @@ def test_kernel_row_remainders(kernel, group_heads):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("local", [{}, {"sinks": True}, {"window": 650, "sinks": True}])
+@pytest.mark.parametrize(
+    "local", [{}, {"sinks": True}, {"window": 650, "sinks": True}, {"reweighted": True}]
+)
 def test_splits_are_merged(cpu_kernel, threads, local):
     """A long decode is split over threads, also where a split sees nothing of the own span."""
     before = torch.get_num_threads()

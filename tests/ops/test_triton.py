@@ -95,7 +95,7 @@ def tiles_of(case: Case, reads=None):
 def with_tiles(case: Case, tiles) -> torch.Tensor:
     """The output by tiles that were made before; the batch tells nothing but the block table."""
     names = [f.name for f in dataclasses.fields(case.batch)]
-    kept = ("block_table", "block_size")
+    kept = ("block_table", "block_size", "reweighting")
     nothing = {name: ints([0, 0]) for name in names if name not in kept}
     plan = case.plan(tiles=tiles, device=GPU)
     plan = dataclasses.replace(plan, spans=dataclasses.replace(plan.spans, **nothing))
@@ -135,7 +135,7 @@ def test_every_token_of_a_tile_is_in_one_item(num_programs):
     assert listed == list(range(len(segments)))
     seen = dict.fromkeys(range(int(batch.query_start_loc[-1])), 0)
     for tile_class in tiles.classes:
-        for tile, first, end, own, share, _, _ in tile_class.items.tolist():
+        for tile, first, end, own, share, *_ in tile_class.items.tolist():
             num_tokens = sum(segments[s][3] for s in range(first, end))
             for query, request in zip(tile_class.query[tile].tolist(),
                                       tile_class.request[tile].tolist(), strict=True):  # fmt: skip

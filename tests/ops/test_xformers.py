@@ -144,6 +144,7 @@ def test_reads_change_nothing():
         ({"alibi": True}, "alibi_slopes are given"),
         ({"head_size": 80}, "head size 80"),
         ({"block_size": 8}, "block size 8"),
+        ({"reweighted": True}, "some spans count by other weights"),
     ],
 )
 def test_what_the_kernel_lacks_is_refused(options, named):

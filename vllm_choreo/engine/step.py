@@ -23,6 +23,8 @@ class RequestSpans:
         base: the first slot of the request's own span.
         shift: by so many positions from its virtual index the model sees an own token; those are
             not at 0 that are written into a message which is stored elsewhere.
+        weights: with which it attends to all but the first of them, (temperature, factor); None:
+            all count alike.
         other_groups: what groups of layers read that do not read these spans, by their number;
             with the same base, for vLLM stores the own tokens of all layers at the same slots.
     """
@@ -33,6 +35,7 @@ class RequestSpans:
     position_delta: tuple[int, ...]
     base: int
     shift: int = 0
+    weights: tuple[float, float] | None = None
     other_groups: Mapping[int, RequestSpans] = field(default_factory=dict)
 
     @property
@@ -185,4 +188,5 @@ def request_spans(
         position_delta=tuple(deltas),
         base=plan.base + own_start,
         shift=own_position - plan.base,
+        weights=plan.weights and (plan.weights.temperature, plan.weights.factor),
     )

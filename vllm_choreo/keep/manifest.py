@@ -10,7 +10,7 @@
               "encodings": [{"message": id, "is_copy", "trace", "adapter": adapter | null,
                              "tokens": [int], "parents": [encoding],
                              "spans": [[start, stop, offset]], "new_offset", "exact",
-                             "repaired_tokens",
+                             "repaired_tokens", "weights": [temperature, scale] | null,
                              "patch": {"source": encoding, "start", "runs": [[start, stop]],
                                        "layers": [[first, stop]] | null} | null,
                              "keeps": [layer],
@@ -32,7 +32,7 @@ from typing import Any
 from vllm_choreo.errors import KeptError
 from vllm_choreo.keep.storage import MANIFEST, KeptFolder
 
-FORMAT = 3
+FORMAT = 4
 _RECORD = {
     "id": str,
     "position": int,
@@ -136,6 +136,7 @@ def _check_encoding(
         _run(start, stop, len(earlier[parent]["tokens"]))
         _count(offset)
     _count(entry["repaired_tokens"])
+    _check_weights(entry["weights"])
     patch = entry["patch"]
     if type(entry["new_offset"]) is not int or (entry["new_offset"] < 0 and patch is None):
         raise ValueError("new_offset is an int from 0 on")
@@ -155,6 +156,14 @@ def _check_encoding(
         least = _count(layer, least) + 1
     if entry["data"] is not None:
         _check_data(entry["data"])
+
+
+def _check_weights(weights: Any) -> None:
+    if weights is None:
+        return
+    temperature, scale = weights
+    if not all(type(x) is float and 0 < x < float("inf") for x in (temperature, scale)):
+        raise ValueError("weights are a temperature and a scale above 0")
 
 
 def _check_layers(patch: Mapping[str, Any], kept: Sequence[int]) -> None:

@@ -5,11 +5,12 @@ from vllm_choreo.ops.dispatch import default_impl, reposition_keys, span_attenti
 from vllm_choreo.ops.layout import Layout, UnsupportedLayoutError, detect_layout
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.sharing import SharedReads, plan_shared_reads
-from vllm_choreo.ops.spans import Rotation, SpanBatch
+from vllm_choreo.ops.spans import Reweighting, Rotation, SpanBatch
 
 __all__ = [
     "LayerAttention",
     "Layout",
+    "Reweighting",
     "Rotation",
     "SharedReads",
     "SpanBatch",

@@ -12,8 +12,8 @@ import torch
 
 from vllm_choreo.ops.layout import Layout
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan
-from vllm_choreo.ops.sharing import SharedReads
-from vllm_choreo.ops.spans import SpanBatch
+from vllm_choreo.ops.sharing import SharedReads, check_reads
+from vllm_choreo.ops.spans import Reweighting, SpanBatch
 
 
 @functools.cache
@@ -72,15 +72,19 @@ def _make_plan(plan: SpanPlan) -> Any:
             different slots.
         IndexError: a span or a read that reaches beyond what it is part of.
     """
+    check_reads(plan.spans, plan.reads)
+    reweighting = plan.spans.reweighting if plan.reads else None
     return _kernels().SpanPlan(
         spans=_arrays(plan.spans),
         reads=plan.reads and _arrays(plan.reads),
         cos_sin=plan.cos_sin,
         block_size=plan.spans.block_size,
+        first_chosen=plan.reads.first_chosen if plan.reads else 0,
+        reweighting=reweighting and _arrays(reweighting),
     )
 
 
-def _arrays(owner: SpanBatch | SharedReads) -> dict[str, torch.Tensor]:
+def _arrays(owner: SpanBatch | SharedReads | Reweighting) -> dict[str, torch.Tensor]:
     return {name: array for name, array in vars(owner).items() if isinstance(array, torch.Tensor)}
 
 

@@ -55,8 +55,12 @@ def span_attention(
     for r in range(spans.num_reqs):
         first, end = spans.span_start_loc[r : r + 2].tolist()
         sizes = spans.num_tokens.tolist()
-        scored = [queries.read(r, j, 0, sizes[j], j == end - 1) for j in range(first, end)]
-        queries.store(r, [queries.attend(r, scored)], output)
+        scored: dict[bool, list[Scored]] = {False: [], True: []}
+        for j in range(first, end):
+            read = queries.read(r, j, 0, sizes[j], j == end - 1)
+            scored[queries.is_chosen(j)].append(read)
+        chosen = [queries.attend(r, scored[True])] if scored[True] else []
+        queries.store(r, [queries.attend(r, scored[False])], chosen, output)
 
 
 def attention_received(
@@ -86,18 +90,22 @@ def _shared(queries: _Queries, reads: SharedReads, output: torch.Tensor) -> None
     """Each group reads its pieces once; then every request merges what its groups found."""
     batch = queries.plan.spans
     partials: list[list[Partial]] = [[] for _ in range(batch.num_reqs)]
+    chosen: list[list[Partial]] = [[] for _ in range(batch.num_reqs)]
     for g, group in enumerate(reads.groups()):
         is_single = g < batch.num_reqs
+        found = partials if g < reads.first_chosen else chosen
         for column, r in enumerate(group.members):
             scored = [queries.read(r, *p.reads[column], p.num_tokens) for p in group.pieces]
             if is_single:
                 own = int(batch.span_start_loc[r + 1]) - 1
                 scored.append(queries.read(r, own, 0, int(batch.num_tokens[own]), True))
-            partials[r].append(queries.attend(r, scored))
+            found[r].append(queries.attend(r, scored))
     for r in range(batch.num_reqs):
-        queries.store(r, partials[r], output)
+        queries.store(r, partials[r], chosen[r], output)
 
 
+# Scores and values of `_Queries.read`.
+Scored = tuple[torch.Tensor, torch.Tensor]
 # Output [q_len, num_heads, head_size] of a softmax over some of the keys, and the natural
 # log-sum-exp [q_len, num_heads] of their scores.
 Partial = tuple[torch.Tensor, torch.Tensor]
@@ -116,6 +124,11 @@ class _Queries:
         start, stop = self.plan.spans.query_start_loc[r : r + 2].tolist()
         return slice(start, stop)
 
+    def is_chosen(self, j: int) -> bool:
+        """Whether a span counts by other weights."""
+        given = self.plan.spans.reweighting
+        return given is not None and bool(given.is_chosen[j])
+
     def read(
         self,
         r: int,
@@ -124,7 +137,7 @@ class _Queries:
         num_tokens: int,
         is_own: bool = False,
         part: slice = _ALL,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Scored:
         """Scores ``[group, q_len, num_kv_heads, n]`` and values ``[n, num_kv_heads, d]``.
 
         Args:
@@ -158,9 +171,11 @@ class _Queries:
             hidden |= index[None, :] > own_index[:, None]
         if layer.window is not None:
             hidden |= distance >= layer.window
+        if batch.reweighting is not None and self.is_chosen(j):
+            scores = scores / float(batch.reweighting.temperature[r])
         return scores.masked_fill(hidden[None, :, None, :], -torch.inf), values.float()
 
-    def attend(self, r: int, scored: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Partial:
+    def attend(self, r: int, scored: Sequence[Scored]) -> Partial:
         """One softmax over everything that was read; zeros for a query that saw none of it."""
         rows = self.query[self.rows(r)]
         if not scored:
@@ -172,14 +187,39 @@ class _Queries:
         result = torch.einsum("gqhk,khd->qhgd", weights, values)
         return result.reshape(rows.shape), lse.permute(1, 2, 0, 3).reshape(rows.shape[:2])
 
-    def store(self, r: int, partials: Sequence[Partial], output: torch.Tensor) -> None:
-        """Merge by log-sum-exp, a sink among the rest, and write the outputs of a request."""
-        sums = [lse for _, lse in partials]
+    def store(
+        self,
+        r: int,
+        partials: Sequence[Partial],
+        chosen: Sequence[Partial],
+        output: torch.Tensor,
+    ) -> None:
+        """Merge by log-sum-exp, a sink among the rest, and write the outputs of a request.
+
+        Args:
+            chosen: of spans that count by other weights.
+        """
+        found = list(partials)
+        given = self.plan.spans.reweighting
+        if chosen and given is not None:
+            result, lse = _merged(chosen)
+            seen = lse != -torch.inf
+            found.append((result, torch.where(seen, lse * float(given.factor[r]), lse)))
+        sums = [lse for _, lse in found]
         if self.layer.sinks is not None:
             sums.append(self.layer.sinks.expand_as(sums[0]))
-        weights = torch.softmax(torch.stack(sums), dim=0)[: len(partials), ..., None]
-        merged = (weights * torch.stack([result for result, _ in partials])).sum(0)
+        weights = torch.softmax(torch.stack(sums), dim=0)[: len(found), ..., None]
+        merged = (weights * torch.stack([result for result, _ in found])).sum(0)
         output[self.rows(r)] = merged.to(output.dtype)
+
+
+def _merged(partials: Sequence[Partial]) -> Partial:
+    """Partial results as one."""
+    sums = torch.stack([lse for _, lse in partials])
+    total = torch.logsumexp(sums, dim=0)
+    weights = torch.softmax(sums, dim=0).masked_fill(total == -torch.inf, 0.0)
+    results = torch.stack([result for result, _ in partials])
+    return (weights[..., None] * results).sum(0), total
 
 
 def _slots(batch: SpanBatch, r: int, j: int, begin: int, num_tokens: int) -> torch.Tensor:

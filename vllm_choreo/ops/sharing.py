@@ -43,8 +43,10 @@ class SharedReads:
     """Groups of requests (members) and the pieces of spans that they read together.
 
     Group ``r`` below ``num_reqs`` is request ``r`` alone: the pieces that nobody else reads, and
-    after them, not listed here because it grows, its own span. All other groups have two members
-    or more; a request that reads the same tokens at two positions is a member twice. Every token
+    after them, not listed here because it grows, its own span. Other groups have two members
+    or more; a request that reads the same tokens at two positions is a member twice. The last
+    groups, from ``first_chosen`` on, have one member, and the spans of it that count by other
+    weights (``Reweighting``): they are read alone. Every token
     of every parent span lies in exactly one piece per span. All tensors are int32::
 
         group g   members   member_req[member_start_loc[g] : member_start_loc[g + 1]]
@@ -57,6 +59,7 @@ class SharedReads:
         member_req: ``[num_members]``, the request.
         piece_tokens: ``[num_pieces]``, at least 1.
         read_span, read_begin: ``[num_reads]``.
+        first_chosen: the number of a group; all of them, where nothing counts by other weights.
     """
 
     member_start_loc: torch.Tensor
@@ -66,6 +69,7 @@ class SharedReads:
     read_start_loc: torch.Tensor
     read_span: torch.Tensor
     read_begin: torch.Tensor
+    first_chosen: int
 
     @property
     def num_groups(self) -> int:
@@ -142,12 +146,15 @@ def plan_shared_reads(
         min_tokens: that readers must have in common to read together.
 
     Returns:
-        The groups; None if no two spans have enough tokens in common, or none may be grouped.
+        The groups; None if no two spans have enough tokens in common, or none may be grouped, and
+        all count alike.
     """
     counts = counted_queries(batch.query_start_loc)
     request_of = _parent_spans(batch)
     alone: list[list[SharedPiece]] = [[] for _ in range(batch.num_reqs)]
     num_tokens = ints(batch.num_tokens)
+    chosen = _chosen(batch, request_of)
+    request_of = {j: r for j, r in request_of.items() if j not in chosen}
     for j in [j for j, r in request_of.items() if not counts[r]]:
         alone[request_of[j]].append(SharedPiece(num_tokens[j], ((j, 0),)))
     request_of = {j: r for j, r in request_of.items() if counts[r]}
@@ -167,10 +174,30 @@ def plan_shared_reads(
         for piece in shared.pop(readers):
             for request, read in zip(readers, piece.reads, strict=True):
                 alone[request].append(SharedPiece(piece.num_tokens, (read,)))
-    if not shared:
+    if not shared and not chosen:
         return None
     singles = [Group((r,), pieces) for r, pieces in enumerate(alone)]
-    return _flatten([*singles, *(Group(*item) for item in shared.items())])
+    groups = [*singles, *(Group(*item) for item in shared.items())]
+    by_request: dict[int, list[SharedPiece]] = {}
+    for j, r in chosen.items():
+        by_request.setdefault(r, []).append(SharedPiece(num_tokens[j], ((j, 0),)))
+    last = [Group((r,), pieces) for r, pieces in by_request.items()]
+    return _flatten([*groups, *last], len(groups))
+
+
+def check_reads(batch: SpanBatch, reads: SharedReads | None) -> None:
+    """Raises ValueError: spans count by other weights, and no plan reads them alone."""
+    given = batch.reweighting
+    if reads is None and given is not None and bool(given.is_chosen.any()):
+        raise ValueError("spans that count by other weights need reads: see plan_shared_reads")
+
+
+def _chosen(batch: SpanBatch, request_of: Mapping[int, int]) -> dict[int, int]:
+    """The spans that count by other weights, and their requests."""
+    if batch.reweighting is None:
+        return {}
+    is_chosen = ints(batch.reweighting.is_chosen)
+    return {j: r for j, r in request_of.items() if is_chosen[j]}
 
 
 def _beyond_cap(
@@ -250,7 +277,7 @@ def _runs(readers: dict[tuple[_Cut, ...], list[int]]) -> Iterator[SharedPiece]:
         yield SharedPiece(num_tokens, tuple(sorted(reads)))
 
 
-def _flatten(groups: Sequence[Group]) -> SharedReads:
+def _flatten(groups: Sequence[Group], first_chosen: int) -> SharedReads:
     def starts(counts: Iterator[int]) -> torch.Tensor:
         return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
 
@@ -265,4 +292,5 @@ def _flatten(groups: Sequence[Group]) -> SharedReads:
         read_start_loc=starts(len(g.pieces) * len(g.members) for g in groups),
         read_span=columns[0],
         read_begin=columns[1],
+        first_chosen=first_chosen,
     )

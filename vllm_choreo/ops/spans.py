@@ -23,6 +23,24 @@ def ints(tensor: torch.Tensor) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
+class Reweighting:
+    """Spans to which requests attend by other weights (APE, arXiv 2502.05431, 3).
+
+    Of a request with such spans, scores of their tokens are divided by its temperature, and the
+    log-sum-exp of all of them together is multiplied by its factor before they are merged with the
+    rest.
+
+    Attributes:
+        is_chosen: int32 ``[num_spans]``, 1 for these spans, 0 for all others; own spans are none.
+        temperature, factor: float32 ``[num_reqs]``; 1 where there are none.
+    """
+
+    is_chosen: torch.Tensor
+    temperature: torch.Tensor
+    factor: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class SpanBatch:
     """The spans that a batch of requests attends to. All tensors are int32.
 
@@ -43,6 +61,7 @@ class SpanBatch:
             meets the keys of the span; 0 for own spans. A key ``l`` is thereby seen at virtual
             position ``stored_position + l - position_delta``.
         block_size: tokens in a KV block.
+        reweighting: None: all spans count alike.
     """
 
     query_start_loc: torch.Tensor
@@ -53,6 +72,7 @@ class SpanBatch:
     stored_position: torch.Tensor
     position_delta: torch.Tensor
     block_size: int
+    reweighting: Reweighting | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -96,6 +116,7 @@ class SpanBatch:
             ValueError: the batch cannot be run; the message names the request and the field.
         """
         self._validate_shapes()
+        self._validate_reweighting()
         query_start = ints(self.query_start_loc)
         span_start = ints(self.span_start_loc)
         _check_cumulative("query_start_loc", query_start, min_step=0)
@@ -147,6 +168,27 @@ class SpanBatch:
                 f"block_table is {table.dtype} {tuple(table.shape)}; expected torch.int32 "
                 f"[{num_reqs}, max_blocks]"
             )
+
+    def _validate_reweighting(self) -> None:
+        given = self.reweighting
+        if given is None:
+            return
+        shapes = {
+            "is_chosen": (given.is_chosen, self.num_spans, torch.int32),
+            "temperature": (given.temperature, self.num_reqs, torch.float32),
+            "factor": (given.factor, self.num_reqs, torch.float32),
+        }
+        for name, (tensor, size, dtype) in shapes.items():
+            if tuple(tensor.shape) != (size,) or tensor.dtype != dtype:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected {dtype} [{size}]"
+                )
+        is_host = given.temperature.device.type == "cpu"
+        if is_host and not bool((given.temperature > 0).all()):
+            raise ValueError("a temperature must be above 0")
+        own = [end - 1 for end in ints(self.span_start_loc)[1:]]
+        if bool(given.is_chosen[own].any()):
+            raise ValueError("own spans count as they are; choose parents alone")
 
     def _validate_span(
         self, r: int, j: int, first_slot: int, num_tokens: int, num_blocks: int | None

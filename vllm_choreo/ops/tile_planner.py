@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_choreo.ops.sharing import Group, SharedPiece, SharedReads
+from vllm_choreo.ops.sharing import Group, SharedPiece, SharedReads, check_reads
 from vllm_choreo.ops.spans import SpanBatch, ints
 from vllm_choreo.ops.tiles import MIN_ROWS, MIN_SPLIT_TOKENS, TileClass, Tiles
 
@@ -42,14 +42,21 @@ def plan_tiles(
         window: of the layers (see ``LayerAttention``): what no query of a tile sees of a parent
             is left out of its segments.
     """
+    check_reads(batch, reads)
     group_heads, num_items = num_heads // num_kv_heads, num_programs // num_kv_heads
-    alone = list(_alone(batch))
-    groups = alone if reads is None else reads.groups()
-    # Together and split, together, alone and split, alone: that leaves no partial results at all.
-    for chosen, items in ((groups, num_items), (groups, 1), (alone, num_items), (alone, 0)):
+    alone, apart = list(_alone(batch)), []
+    groups = alone
+    if reads is not None:
+        groups = reads.groups()
+        groups, apart = groups[: reads.first_chosen], groups[reads.first_chosen :]
+    # Together and split, together, alone and split, alone: that leaves no partial results at all,
+    # but of spans that count by other weights.
+    for found, items in ((groups, num_items), (groups, 1), (alone, num_items), (alone, 0)):
         planner = _Planner(batch, group_heads, max_rows, window)
-        for g, group in enumerate(chosen):
+        for g, group in enumerate(found):
             planner.add_group(group, has_own=g < batch.num_reqs)
+        for group in apart:
+            planner.add_group(group, has_own=False, is_chosen=True)
         planner.split(items)
         if max_partials is None or planner.num_partials <= max_partials:
             break
@@ -57,10 +64,12 @@ def plan_tiles(
 
 
 def _alone(batch: SpanBatch) -> Iterator[Group]:
-    """The groups of a batch in which every request reads for itself."""
+    """The groups of a batch in which every request reads for itself what counts as it is."""
     start, num_tokens = ints(batch.span_start_loc), ints(batch.num_tokens)
+    given = batch.reweighting
+    is_chosen = [0] * batch.num_spans if given is None else ints(given.is_chosen)
     for r in range(batch.num_reqs):
-        spans = range(start[r], start[r + 1] - 1)
+        spans = [j for j in range(start[r], start[r + 1] - 1) if not is_chosen[j]]
         yield Group((r,), [SharedPiece(num_tokens[j], ((j, 0),)) for j in spans])
 
 
@@ -73,6 +82,7 @@ class _Tile:
     num_rows: int
     own_request: int  # or -1
     own_tokens: int  # of those that its last query sees
+    is_chosen: bool  # counts by other weights
     items: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     first_partial: int = -1
 
@@ -103,7 +113,7 @@ class _Planner:
 
     # -- tiles -------------------------------------------------------------------------------
 
-    def add_group(self, group: Group, has_own: bool) -> None:
+    def add_group(self, group: Group, has_own: bool, is_chosen: bool = False) -> None:
         """Cut the queries of a group's members into tiles; with own tokens there is one member."""
         segments = [self._segment(group.members[0], piece) for piece in group.pieces]
         queries = [
@@ -121,7 +131,8 @@ class _Planner:
             rows = self._num_rows(len(chosen) * self.group_heads)
             seen = self._seen(segments, chosen)
             if seen or has_own:
-                self.tiles.append(_Tile(chosen, seen, rows, request if has_own else -1, own))
+                own_request = request if has_own else -1
+                self.tiles.append(_Tile(chosen, seen, rows, own_request, own, is_chosen))
 
     def _own_index(self, query: int, request: int) -> int:
         """Which of the request's own tokens the query is."""
@@ -206,17 +217,20 @@ class _Planner:
     def finish(self, device: torch.device | str) -> Tiles:
         """Everything as tensors, in one copy to the device."""
         segments: list[tuple[int, ...]] = []
-        rows_of: dict[int, list[int]] = {}
+        # By query: the rows of partial results that count by other weights, and the others.
+        rows_of: dict[int, tuple[list[int], list[int]]] = {}
+        request_of: dict[int, int] = {}
         by_size: dict[int, list[tuple[_Tile, int]]] = {}
         for tile in sorted(self.tiles, key=lambda tile: -tile.cost):  # the longest starts first
             by_size.setdefault(tile.num_rows, []).append((tile, len(segments)))
             segments += tile.segments
+            request_of.update((query, request) for query, request, _ in tile.queries)
             if tile.first_partial >= 0:
                 self._list_partials(tile, rows_of)
         merged = sorted(rows_of)
         starts = [0]
         for query in merged:
-            starts.append(starts[-1] + len(rows_of[query]))
+            starts.append(starts[-1] + sum(map(len, rows_of[query])))
         own = self.own_spans
         arrays: dict[str, Sequence] = {
             "segments": segments,
@@ -228,7 +242,9 @@ class _Planner:
             "query_end": self.query_start[1:],
             "merged_query": merged,
             "partial_start_loc": starts,
-            "partial": [row for query in merged for row in rows_of[query]],
+            "partial": [row for query in merged for rows in rows_of[query] for row in rows],
+            "merged_request": [request_of[query] for query in merged],
+            "merged_chosen": [len(rows_of[query][0]) for query in merged],
         }
         sizes = sorted(by_size)
         lists = [list(self._class_arrays(size, by_size[size])) for size in sizes]
@@ -240,11 +256,11 @@ class _Planner:
         )
         return Tiles(classes=classes, num_partials=self.num_partials, **common)
 
-    def _list_partials(self, tile: _Tile, rows_of: dict[int, list[int]]) -> None:
+    def _list_partials(self, tile: _Tile, rows_of: dict[int, tuple[list[int], list[int]]]) -> None:
         row = tile.first_partial
         for _ in tile.items:
             for query, _, _ in tile.queries:
-                rows_of.setdefault(query, []).append(row)
+                rows_of.setdefault(query, ([], []))[not tile.is_chosen].append(row)
                 row += 1
 
     def _class_arrays(self, num_rows: int, tiles: Sequence[tuple[_Tile, int]]) -> Iterator[list]:
@@ -256,7 +272,8 @@ class _Planner:
             yield [[slot[i] for slot in of_tile] for of_tile in slots]
         yield [
             (index, base + first, base + end, own, share, shares,
-             tile.first_partial + i * len(tile.queries) if tile.first_partial >= 0 else -1)
+             tile.first_partial + i * len(tile.queries) if tile.first_partial >= 0 else -1,
+             int(tile.is_chosen))
             for index, (tile, base) in enumerate(tiles)
             for i, (first, end, own, share, shares) in enumerate(tile.items)
         ]  # fmt: skip

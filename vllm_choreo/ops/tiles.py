@@ -33,9 +33,10 @@ class TileClass:
         query: ``[num_tiles, num_rows // group_heads]``, index of the query token; -1: no query.
         request: alike, the request of the query.
         column: alike, which member of its group the query belongs to.
-        items: ``[num_items, 7]``: tile; first and end segment; the request whose own tokens
+        items: ``[num_items, 8]``: tile; first and end segment; the request whose own tokens
             belong to the item, or -1; which share of them, of how many shares; first row of its
-            partial results, or -1 where it writes the output itself.
+            partial results, or -1 where it writes the output itself; 1 where its spans count by
+            other weights (see ``Reweighting``).
     """
 
     num_rows: int
@@ -63,7 +64,9 @@ class Tiles:
         query_end: ``[num_reqs]``, end of the request's queries.
         merged_query: ``[num_merged]``, queries with partial results.
         partial_start_loc: ``[num_merged + 1]``, and
-        partial: their rows of partial results.
+        partial: their rows of partial results, those that count by other weights first.
+        merged_request: ``[num_merged]``, the request of each of these queries.
+        merged_chosen: ``[num_merged]``, how many of the rows count by other weights.
         num_partials: rows of partial results.
     """
 
@@ -78,6 +81,8 @@ class Tiles:
     merged_query: torch.Tensor
     partial_start_loc: torch.Tensor
     partial: torch.Tensor
+    merged_request: torch.Tensor
+    merged_chosen: torch.Tensor
     num_partials: int
 
     def with_own_tokens(self, own_tokens: torch.Tensor) -> Tiles:

@@ -165,7 +165,7 @@ def span_attention(
         ValueError: dtype, head size, block size, layout, soft cap or slopes that the kernel has
             no way for.
     """
-    _refuse_unsupported(query, kv_cache, layer)
+    _refuse_unsupported(query, kv_cache, plan.spans, layer)
     batch, cos_sin = plan.spans, plan.cos_sin
     num_queries, num_kv_heads = int(batch.query_start_loc[-1]), kv_cache.shape[1]
     if not num_queries:
@@ -223,7 +223,9 @@ def reposition_keys(
     raise ValueError("impl='xformers' cannot reposition keys: use impl='triton'")
 
 
-def _refuse_unsupported(query: torch.Tensor, kv_cache: torch.Tensor, layer: LayerAttention) -> None:
+def _refuse_unsupported(
+    query: torch.Tensor, kv_cache: torch.Tensor, spans: SpanBatch, layer: LayerAttention
+) -> None:
     """
     Raises:
         ValueError: names the argument and the way out.
@@ -241,6 +243,8 @@ def _refuse_unsupported(query: torch.Tensor, kv_cache: torch.Tensor, layer: Laye
         reason = f"softcap is {layer.softcap}, not 0"
     elif layer.alibi_slopes is not None:
         reason = "alibi_slopes are given"
+    elif spans.reweighting is not None:
+        reason = "some spans count by other weights"
     elif layer.layout is not Layout.SIDE_BY_SIDE:
         reason = f"layout is '{layer.layout.value}', not '{Layout.SIDE_BY_SIDE.value}'"
     elif head_size not in HEAD_SIZES:

@@ -10,6 +10,9 @@ the text
 {"layers": [8, 20]}            every token, in the layers 8 … 19 alone, from what layer 8 was given
                                when the parent was encoded; [] is "none"
 {"layers": [[0, 2], [8, 20]]}  in several ranges of layers
+{"reweight": [0.9, 1.0]}       no token: to all parents but the first the call attends at this
+                               temperature, and their log-sum-exp counts by temperature times
+                               scale (APE, arXiv 2502.05431, 3)
 [[(0, 32), (64, 80)], []]      given runs, one list per parent
 {"clipped": [[(0, 32)], []]}   the same, of which what lies behind the end of a parent is left out
 """
@@ -27,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.layers import Range
 from vllm_choreo.repair.runs import Runs, as_lists, check_inside, checked_runs, joined
+from vllm_choreo.repair.weights import Weights, checked_weights
 
 
 class Seen(NamedTuple):
@@ -135,6 +139,16 @@ class NoTokens:
 
 
 @dataclass(frozen=True)
+class Reweighted(NoTokens):
+    """None; parents behind the first count by other weights, see `Weights`."""
+
+    weights: Weights
+
+    def to_json(self) -> Any:
+        return {"reweight": list(self.weights)}
+
+
+@dataclass(frozen=True)
 class AllTokens:
     """Every token."""
 
@@ -233,6 +247,8 @@ def rule_of(given: Any) -> Rule:
     if isinstance(given, Mapping):
         if [*given] == ["layers"]:
             return _layered(given["layers"])
+        if [*given] == ["reweight"]:
+            return Reweighted(checked_weights(given["reweight"]))
         is_clipped = [*given] == ["clipped"]
         return ClippedRuns(checked_runs(given["clipped"])) if is_clipped else _shared(given)
     return GivenRuns(checked_runs(given))

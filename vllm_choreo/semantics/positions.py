@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_choreo.errors import OffsetError, SpanError, TooLongError
+from vllm_choreo.repair.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class CallPlan:
         repaired_tokens: of the parents, that are read as they are encoded in the call's context.
         is_placed: whether the model sees new tokens at their positions, not at their virtual
             indices.
+        weights: None: all parents count alike.
     """
 
     parents: tuple[ParentPlan, ...]
@@ -56,6 +58,7 @@ class CallPlan:
     exact: bool
     repaired_tokens: int = 0
     is_placed: bool = False
+    weights: Weights | None = None
 
     @property
     def own_position(self) -> int:

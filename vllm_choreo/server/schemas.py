@@ -83,7 +83,8 @@ Repair = Annotated[
             "Which tokens of the parents are encoded anew in the call's own context: `first:32`, "
             "`all`, `none`, `{share, by: attention}`, `{share, by: random, seed}`, "
             "`{layers: [first, stop]}`, `{layers: [[first, stop], …]}`, or runs (start, stop), one "
-            "list per parent."
+            "list per parent; or none, and parents count by other weights: `{reweight: "
+            "[temperature, scale]}`."
         ),
         examples=["first:32"],
     ),

@@ -70,7 +70,7 @@ class Context:
         """
         encoding, plan = link.encoding, link.encoding.plan
         assert plan is not None, "the parents of a call that is planned have their plans"
-        if encoding.patch or link.start != 0 or encoding.adapter != self.adapter:
+        if encoding.patch or plan.weights or link.start != 0 or encoding.adapter != self.adapter:
             return False
         shift = position - plan.new_offset
         if shift and plan.is_placed:

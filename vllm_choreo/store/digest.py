@@ -42,7 +42,7 @@ def encoding_digest(
         tenant.encode(),
         adapter.weights if adapter else b"",
         array("q", token_ids).tobytes(),
-        repr((plan.new_offset, spans, patched)).encode(),
+        repr((plan.new_offset, spans, patched, plan.weights)).encode(),
         *parents,
     ):
         digest.update(len(part).to_bytes(8, "little"))

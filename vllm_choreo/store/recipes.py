@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_choreo.repair.layers import LayerRanges, Range
+from vllm_choreo.repair.weights import Weights
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.encoding import Adapter, Encoding, Patch, StoredMessage
@@ -90,6 +91,7 @@ def _encoding_json(encoding: Encoding, index: Mapping[Encoding, int]) -> dict[st
         "new_offset": plan.new_offset,
         "exact": plan.exact,
         "repaired_tokens": plan.repaired_tokens,
+        "weights": plan.weights and list(plan.weights),
         "patch": patch
         and {
             "source": index[patch.source],
@@ -194,6 +196,7 @@ class Rebuilt:
             entry["exact"],
             entry["repaired_tokens"],
             is_placed=self._store.is_placed,
+            weights=entry["weights"] and Weights(*entry["weights"]),
         )
 
     def enter(self) -> None:

@@ -24,7 +24,12 @@ from vllm_choreo.cli.run.task import Task, program_of
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.repair.policy import check_budget
 
-DEFAULT_RULES = ("first:16", "first:64", '{"share": 0.2, "by": "random"}')
+DEFAULT_RULES = (
+    '{"reweight": [0.9, 1.0]}',
+    "first:16",
+    "first:64",
+    '{"share": 0.2, "by": "random"}',
+)
 DEFAULT_BUDGETS = (0.05, 0.1, 0.2, 0.4)
 DEFAULT_TARGET = "agreement=0.95"
 MIN_RUNS = 2  # one half tells what blocks buy, the other one whether that is so

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall, Watching
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.layers import LayerRanges
-from vllm_choreo.repair.rules import ByAttention, ByLayers, Rule, Seen
+from vllm_choreo.repair.rules import ByAttention, ByLayers, Reweighted, Rule, Seen
 from vllm_choreo.semantics.positions import (
     CallPlan,
     check_length,
@@ -104,6 +104,8 @@ def plan_call(
         exact=is_exact(links, offsets, new_offset, adapter, from_zero=store.is_placed),
         repaired_tokens=num_repaired,
     )
+    if isinstance(params.repair, Reweighted) and len(links) > 1:
+        plan = replace(plan, exact=False, weights=params.repair.weights)
     return plan, tuple(link.encoding for link in links)
 
 

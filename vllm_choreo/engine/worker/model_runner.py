@@ -20,14 +20,9 @@ from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.partial_runs import PartialRuns
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
-from vllm_choreo.engine.worker.span_batcher import (
-    LayerKind,
-    LayerShape,
-    SpanBatcher,
-    StepBatch,
-    to_device,
-)
+from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.telling import AsyncTold
+from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.engine.worker.windows import keep_all_tokens
 from vllm_choreo.errors import UnsupportedModelError

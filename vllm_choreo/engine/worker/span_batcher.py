@@ -17,8 +17,17 @@ from typing import NamedTuple
 import torch
 
 from vllm_choreo.engine.step import RequestSpans
+from vllm_choreo.engine.worker.reweighting import reweighting_of
+from vllm_choreo.engine.worker.tensors import int32, to_device
 from vllm_choreo.engine.worker.watching import AttentionWatch
-from vllm_choreo.ops import Rotation, SharedReads, SpanBatch, SpanPlan, plan_shared_reads
+from vllm_choreo.ops import (
+    Reweighting,
+    Rotation,
+    SharedReads,
+    SpanBatch,
+    SpanPlan,
+    plan_shared_reads,
+)
 from vllm_choreo.ops.sharing import PARTIAL_BYTES, counted_queries, partial_row_bytes
 from vllm_choreo.ops.tiles import MIN_SPLIT_TOKENS, Tiles
 
@@ -188,7 +197,7 @@ class SpanBatcher:
 
         What requests got since then holds own tokens only, which planning does not look up.
         """
-        rows = [_int32(self._block_ids.get(request_id, ())) for request_id in request_ids]
+        rows = [int32(self._block_ids.get(request_id, ())) for request_id in request_ids]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
@@ -214,6 +223,7 @@ class _GroupBatcher:
             for shape in self._shapes
         )
         self._columns: dict[str, torch.Tensor] = {}
+        self._reweighting: Reweighting | None = None
         self._own: torch.Tensor = torch.empty(0, dtype=torch.int64)
         self._bases: torch.Tensor = torch.empty(0, dtype=torch.int32)
         self._device_bases: torch.Tensor = self._bases
@@ -238,12 +248,13 @@ class _GroupBatcher:
         ]
         ends = list(accumulate(len(request.first_slot) for request in with_own))
         self._columns = {
-            name: _int32([x for request in with_own for x in getattr(request, name)])
+            name: int32([x for request in with_own for x in getattr(request, name)])
             for name in ("first_slot", "num_tokens", "stored_position", "position_delta")
         }
-        self._columns["span_start_loc"] = _int32([0, *ends])
+        self._columns["span_start_loc"] = int32([0, *ends])
         self._own = torch.tensor(ends, dtype=torch.int64) - 1
-        self._bases = _int32([request.base for request in with_own])
+        self._reweighting = reweighting_of(with_own, self.device)
+        self._bases = int32([request.base for request in with_own])
         self._device_bases = to_device(self._bases, self.device)
         deltas = self._columns["position_delta"]
         self._cos_sin = {
@@ -267,10 +278,12 @@ class _GroupBatcher:
             block_table=step.block_table,
             block_size=self.batcher.block_size,
             **{**self._columns, "num_tokens": num_tokens},
+            reweighting=self._reweighting,
         )
         if is_new:
             spans.validate()
-        reads = self._reads_of(step, spans, is_new) if self.batcher.shared_reading else None
+        is_planned = self.batcher.shared_reading or self._reweighting is not None
+        reads = self._reads_of(step, spans, is_new) if is_planned else None
         tiles = self._tiles_of(step, spans, reads, own) if self.is_tiled else {}
         return {
             index: SpanPlan(
@@ -315,14 +328,3 @@ class _GroupBatcher:
         if not is_same or query_start_loc != spans.query_start_loc.tolist():
             return False
         return not bool((own > 2 * self._tiled_own.clamp(min=MIN_SPLIT_TOKENS)).any())
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device, without waiting for what runs there."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _int32(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)

@@ -14,8 +14,9 @@ from vllm.transformers_utils.config import mrope_num_dims
 
 from vllm_choreo.engine.step import StageRun, Watch
 from vllm_choreo.engine.worker.hidden_memory import HiddenMemory
-from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch, to_device
+from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.stages import LayerStages
+from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.engine.worker.watching import AttentionWatch
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from vllm_choreo.engine.step import RequestSpans
-from vllm_choreo.engine.worker.span_batcher import LayerKind, SpanBatcher, StepBatch, to_device
+from vllm_choreo.engine.worker.span_batcher import LayerKind, SpanBatcher, StepBatch
+from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.ops.sharing import MIN_SHARED_TOKENS
 from vllm_choreo.ops.tiles import MIN_ROWS
 

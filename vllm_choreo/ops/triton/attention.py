@@ -82,7 +82,8 @@ def _partials(
     num_rows = num_partials * query.shape[1]
     sizes = (num_rows * query.shape[2], num_rows)
     room = plan.workspace
-    if room is None:
+    # Spans that count by other weights leave partial results, however many they are.
+    if room is None or (plan.spans.reweighting and room.numel() < sum(sizes)):
         room = query.new_empty(sum(sizes), dtype=torch.float32)
     elif room.numel() < sum(sizes):
         raise ValueError(
@@ -102,8 +103,8 @@ def span_attention(
 ) -> None:
     """See ``vllm_choreo.ops.span_attention``.
 
-    The block table and ``cos_sin`` lie on the query's device; without ``tiles`` the rest of the
-    plan's spans lies in host memory.
+    The block table, ``cos_sin``, temperatures and factors lie on the query's device; without
+    ``tiles`` the rest of the plan's spans lies in host memory.
     """
     _, num_heads, head_size = query.shape
     num_kv_heads = kv_cache.shape[1]
@@ -125,6 +126,7 @@ def span_attention(
             device=query.device,
             window=layer.window,
         )
+    weights = plan.spans.reweighting
     keys, values = key_view(kv_cache, layer.layout), value_view(kv_cache, layer.layout)
     partial_output, partial_lse = _partials(plan, tiles.num_partials, query)
     padded = triton.next_power_of_2(head_size)
@@ -138,7 +140,7 @@ def span_attention(
             tile_class.query, tile_class.request, tile_class.column, tile_class.items,
             tiles.segments, tiles.read_span, tiles.read_position,
             tiles.own_first_slot, tiles.own_tokens, tiles.own_position, tiles.query_end,
-            layer.scale, layer.softcap, layer.window or 0,
+            weights and weights.temperature, layer.scale, layer.softcap, layer.window or 0,
             NUM_ROWS=tile_class.num_rows,
             GROUP_HEADS=num_heads // num_kv_heads,
             HEAD_SIZE=head_size,
@@ -149,6 +151,7 @@ def span_attention(
             HAS_ALIBI=layer.alibi_slopes is not None,
             HAS_WINDOW=layer.window is not None,
             HAS_SINKS=layer.sinks is not None,
+            HAS_HEAT=weights is not None,
             BLOCK_SIZE=plan.spans.block_size,
             CHUNK=_chunk_tokens(padded, query.dtype),
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
@@ -160,6 +163,7 @@ def span_attention(
         merge_partials[(tiles.merged_query.numel(), num_heads)](
             output, *output.stride()[:2], partial_output, partial_lse,
             tiles.merged_query, tiles.partial_start_loc, tiles.partial, layer.sinks,
+            tiles.merged_request, tiles.merged_chosen, weights and weights.factor,
             HEAD_SIZE=head_size, PADDED_HEAD_SIZE=padded, HAS_SINKS=layer.sinks is not None,
-            num_warps=1,
+            HAS_HEAT=weights is not None, num_warps=1,
         )  # fmt: skip

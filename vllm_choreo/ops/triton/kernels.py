@@ -60,13 +60,15 @@ def _dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes,
             key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
             table_ptr, first_slot, begin, end, dims, scale, softcap,
-            window, IS_OWN: tl.constexpr, HEAD_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-            HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-            CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
+            window, heat, IS_OWN: tl.constexpr, HEAD_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+            HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_HEAT: tl.constexpr,
+            BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+            WIDEN: tl.constexpr):  # fmt: skip
     """Take tokens begin .. end - 1, from `first_slot` on, into the running softmax of each row.
 
     `distance` is the seen position of token 0 minus the position of the row's query; of an own
-    span a row sees the tokens up to `last_visible`, in a window those beyond `-window`.
+    span a row sees the tokens up to `last_visible`, in a window those beyond `-window`. Scores are
+    multiplied by `heat`.
     """
     is_dim = dims < HEAD_SIZE
     for start in range(begin, end, CHUNK):
@@ -84,6 +86,8 @@ def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         if HAS_ALIBI:
             scores += slopes[:, None] * (distance[:, None] + token[None, :]).to(tl.float32)
+        if HAS_HEAT:
+            scores = scores * heat
         visible = is_token[None, :]
         if IS_OWN:
             visible = visible & (token[None, :] <= last_visible[:, None])
@@ -116,17 +120,17 @@ def attend_tiles(
     table_ptr, table_row, cos_sin_ptr, slopes_ptr, sinks_ptr,
     tile_query_ptr, tile_request_ptr, tile_column_ptr, items_ptr,
     segments_ptr, read_span_ptr, read_position_ptr,
-    own_first_slot_ptr, own_tokens_ptr, own_position_ptr, query_end_ptr,
+    own_first_slot_ptr, own_tokens_ptr, own_position_ptr, query_end_ptr, temperature_ptr,
     scale, softcap, window,
     NUM_ROWS: tl.constexpr, GROUP_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     PADDED_HEAD_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_HEAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One item of one KV head. Names without a suffix are strides, in elements."""
     NUM_SLOTS: tl.constexpr = NUM_ROWS // GROUP_HEADS
-    item_ptr = items_ptr + tl.program_id(0) * 7
+    item_ptr = items_ptr + tl.program_id(0) * 8
     kv_head = tl.program_id(1)
     tile = tl.load(item_ptr)
     first_segment, end_segment = tl.load(item_ptr + 1), tl.load(item_ptr + 2)
@@ -162,6 +166,12 @@ def attend_tiles(
     key_ptr += kv_head.to(tl.int64) * key_head
     value_ptr += kv_head.to(tl.int64) * value_head
 
+    heat = 1.0
+    if HAS_HEAT:  # an item of chosen spans is of one request
+        of_tile = tl.load(tile_request_ptr + tile * NUM_SLOTS)
+        if tl.load(item_ptr + 7) != 0:
+            heat = 1.0 / tl.load(temperature_ptr + of_tile)
+
     for segment in range(first_segment, end_segment):
         segment_ptr = segments_ptr + segment * 5
         read = tl.load(segment_ptr) + column
@@ -179,8 +189,8 @@ def attend_tiles(
             accumulator, maximum, total, turned, index, distance, slopes,
             key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
             blocks_ptr, tl.load(segment_ptr + 2), 0, tl.load(segment_ptr + 3), dims, scale, softcap,
-            window, False, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW, BLOCK_SIZE, CHUNK,
-            PRECISION, WIDEN,
+            window, heat, False, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW, HAS_HEAT,
+            BLOCK_SIZE, CHUNK, PRECISION, WIDEN,
         )  # fmt: skip
 
     if own_request >= 0:
@@ -198,8 +208,8 @@ def attend_tiles(
             table_ptr + own_request.to(tl.int64) * table_row,
             tl.load(own_first_slot_ptr + own_request), begin,
             tl.minimum(begin + per_share, num_visible), dims, scale, softcap,
-            window, True, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW, BLOCK_SIZE, CHUNK,
-            PRECISION, WIDEN,
+            window, 1.0, True, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW, False, BLOCK_SIZE,
+            CHUNK, PRECISION, WIDEN,
         )  # fmt: skip
 
     if HAS_SINKS and first_partial < 0:
@@ -226,25 +236,48 @@ def attend_tiles(
 def merge_partials(
     output_ptr, output_token, output_head, partial_output_ptr, partial_lse_ptr,
     merged_query_ptr, partial_start_ptr, partial_ptr, sinks_ptr,
+    merged_request_ptr, merged_chosen_ptr, factor_ptr,
     HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_HEAT: tl.constexpr,
 ):  # fmt: skip
-    """The output of one head of one query from its partial results."""
+    """The output of one head of one query from its partial results.
+
+    The first `merged_chosen` of them count by other weights: their common log-sum-exp is multiplied
+    by the factor of the request.
+    """
     merged, head = tl.program_id(0), tl.program_id(1)
     query = tl.load(merged_query_ptr + merged).to(tl.int64)
     begin, end = tl.load(partial_start_ptr + merged), tl.load(partial_start_ptr + merged + 1)
     dims = tl.arange(0, PADDED_HEAD_SIZE)
     is_dim = dims < HEAD_SIZE
+    shift = 0.0
+    end_chosen = begin
+    if HAS_HEAT:
+        end_chosen += tl.load(merged_chosen_ptr + merged)
+        highest = float("-inf")
+        for i in range(begin, end_chosen):
+            partial = tl.load(partial_ptr + i).to(tl.int64) * tl.num_programs(1) + head
+            highest = tl.maximum(highest, tl.load(partial_lse_ptr + partial))
+        if highest > float("-inf"):
+            of_chosen = 0.0
+            for i in range(begin, end_chosen):
+                partial = tl.load(partial_ptr + i).to(tl.int64) * tl.num_programs(1) + head
+                of_chosen += tl.exp2(tl.load(partial_lse_ptr + partial) - highest)
+            factor = tl.load(factor_ptr + tl.load(merged_request_ptr + merged))
+            shift = (factor - 1.0) * (highest + tl.log2(of_chosen))
     maximum = float("-inf")
     for i in range(begin, end):
         partial = tl.load(partial_ptr + i).to(tl.int64) * tl.num_programs(1) + head
-        maximum = tl.maximum(maximum, tl.load(partial_lse_ptr + partial))
+        lse = tl.load(partial_lse_ptr + partial) + tl.where(i < end_chosen, shift, 0.0)
+        maximum = tl.maximum(maximum, lse)
     total = 0.0
     if HAS_SINKS:  # an output of zero
         total = tl.exp2(tl.load(sinks_ptr + head) * LOG2_E - maximum)
     result = tl.zeros([PADDED_HEAD_SIZE], tl.float32)
     for i in range(begin, end):
         at = tl.load(partial_ptr + i).to(tl.int64) * tl.num_programs(1) + head
-        weight = tl.exp2(tl.load(partial_lse_ptr + at) - maximum)
+        lse = tl.load(partial_lse_ptr + at) + tl.where(i < end_chosen, shift, 0.0)
+        weight = tl.exp2(lse - maximum)
         total += weight
         result += weight * tl.load(
             partial_output_ptr + at * HEAD_SIZE + dims, mask=is_dim, other=0.0

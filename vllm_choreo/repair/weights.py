@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other weights for what was encoded apart. Neither torch nor vllm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from vllm_choreo.errors import RepairError
+
+_MAX = 10.0
+
+
+class Weights(NamedTuple):
+    """How a call attends to all parents but the first (APE, arXiv 2502.05431, 3).
+
+    Attributes:
+        temperature: of the scores of their tokens.
+        scale: of the log-sum-exp of all of these, beside the temperature.
+    """
+
+    temperature: float
+    scale: float
+
+    @property
+    def factor(self) -> float:
+        """Of that log-sum-exp, before it is merged with the rest."""
+        return self.temperature * self.scale
+
+
+def checked_weights(given: Any) -> Weights:
+    """Of what a call gives.
+
+    Raises:
+        RepairError: it is no temperature and scale.
+    """
+    is_pair = isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2
+    if not is_pair or not all(type(x) in (int, float) and 0 < x <= _MAX for x in given):
+        raise RepairError(
+            "a temperature and a scale of the log-sum-exp are needed, both above 0 and up to "
+            f"{_MAX:g}: [0.9, 1.0]",
+            parameter="repair.reweight",
+            value=given,
+        )
+    return Weights(*map(float, given))
