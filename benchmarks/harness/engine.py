@@ -22,16 +22,19 @@ def set_environment(kv_cache_gib: int = 3) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def start_engine(block_size: int | None = BLOCK_SIZE, **options: Any) -> Any:
-    """The embedded model, float32, in this process.
+def start_engine(
+    block_size: int | None = BLOCK_SIZE, model: str | None = None, **options: Any
+) -> Any:
+    """A model, float32, in this process.
 
     Args:
+        model: its folder; None: the embedded one.
         block_size: of the KV cache, in tokens; None leaves the choice to vLLM (or the plugin).
         options: of `vllm.LLM`, on top of or instead of the ones below.
     """
     from vllm_choreo.smallmodel.embedded import embedded_model
 
-    model = str(embedded_model())
+    model = model or str(embedded_model())
     from vllm import LLM
 
     defaults: dict[str, Any] = {

@@ -1,33 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open-loop load of a reader's requests about documents that another adapter has encoded.
+"""A reader's requests about documents that another variant has encoded, alone and under load.
 
-    python -m benchmarks.variants WRITER READER pair/pair.json [--rates 0.5 1 2] [--passes 2]
+    python -m benchmarks.variants WRITER READER pair/pair.json [--rates 0 0.5 1 2] [--passes 2]
 
-The profile is one of `vllm-choreo profile-pair WRITER READER`.
+The profile is one of `vllm-choreo profile-pair WRITER READER`; both are adapters, or models.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.harness.engine import BLOCK_SIZE, set_environment
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.turns import in_turn
-from benchmarks.variants.load import SIDES, Pair, run
+from benchmarks.variants.load import Pair, run
 from benchmarks.variants.page import section
+from benchmarks.variants.writing import write_documents
+from vllm_choreo.repair.pair import layers_text
+from vllm_choreo.repair.pair_rule import PairRule
+from vllm_choreo.repair.session_rules import session_rule
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("writer", help="folder of the adapter that has encoded the documents")
-    parser.add_argument("reader", help="of the adapter whose requests are about them")
+    parser.add_argument(
+        "writer", help="that has encoded the documents: folder of an adapter or a model"
+    )
+    parser.add_argument("reader", help="whose requests are about them: alike")
     parser.add_argument("pair", help="the profile of the two")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0, 0.25, 0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--layers", nargs="*", default=[], help="further blocks: '[7, 24]'")
     parser.add_argument("--requests", type=int, default=24, help="per side, rate and pass")
     parser.add_argument("--document-tokens", type=int, default=1000)
     parser.add_argument("--target", type=float, default=2.0, help="seconds to the first token")
@@ -35,34 +44,53 @@ def main() -> int:
     parser.add_argument("--passes", type=int, default=2)
     args = parser.parse_args()
     set_environment(4)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    asyncio.run(_measure(args))
+    with TemporaryDirectory() as kept:
+        pair = _pair(args, Path(kept))
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        asyncio.run(_measure(args, pair))
     print(section())
     return 0
 
 
-async def _measure(args: argparse.Namespace) -> None:
-    llm = _engine(args)
-    pair = Pair(args.writer, args.reader, args.pair, args.max_quality_loss, args.target)
+def _pair(args: argparse.Namespace, folder: Path) -> Pair:
+    """The two variants; what a model writes is written."""
+    layers = {}
+    for text in args.layers:
+        ranges = (tuple(json.loads(text)),)
+        layers[f"layers {layers_text(ranges)}"] = ranges
+    given = (args.pair, args.max_quality_loss, args.target, layers)
+    if (Path(args.writer) / "adapter_config.json").exists():
+        return Pair(args.writer, args.reader, None, *given)
+    pair = Pair(None, None, str(folder / "kept"), *given)
+    rules = [session_rule(rule, "choreo") for rule in pair.rules.values() if rule is not None]
+    needed = {first for ((first, _),) in layers.values() if first}
+    needed.update(*(rule.keep_hidden for rule in rules if isinstance(rule, PairRule)))
+    write_documents(args.writer, folder / "kept", args.requests, args.document_tokens, needed)
+    return pair
+
+
+async def _measure(args: argparse.Namespace, pair: Pair) -> None:
+    llm = _engine(args, pair)
     rows: list[dict[str, Any]] = []
     try:
-        for side in SIDES:  # what is done once only shall not be timed
+        for side in pair.sides:  # what is done once only shall not be timed
             await run(llm, pair, side, 10.0, 2, args.document_tokens, 10_000)
         for number in range(args.passes):
             for rate in args.rates:
-                for side in in_turn(SIDES, number):
+                for side in in_turn(pair.sides, number):
                     given = (rate, args.requests, args.document_tokens, number)
                     about = {"pass": number, "rate": rate, "side": side, "target_s": args.target}
                     about["document_tokens"] = args.document_tokens
                     found = await run(llm, pair, side, *given)
                     rows += [{**about, **row} for row in found]
-                    print(f"pass {number}: {rate:g} per second, {side}: done", flush=True)
+                    how = f"{rate:g} per second" if rate else "one at a time"
+                    print(f"pass {number}: {how}, {side}: done", flush=True)
                 write_csv("variants", rows, **record())
     finally:
         llm.shutdown()
 
 
-def _engine(args: argparse.Namespace) -> Any:
+def _engine(args: argparse.Namespace, pair: Pair) -> Any:
     import vllm_choreo
 
     vllm_choreo.register()
@@ -73,7 +101,7 @@ def _engine(args: argparse.Namespace) -> Any:
     from vllm_choreo.smallmodel.embedded import embedded_model
 
     arguments = AsyncEngineArgs(
-        str(embedded_model()),
+        str(embedded_model()) if pair.reader else args.reader,
         dtype="float32",
         enforce_eager=True,
         max_model_len=4096,
@@ -82,7 +110,7 @@ def _engine(args: argparse.Namespace) -> Any:
         enable_prefix_caching=True,
         disable_log_stats=False,
         additional_config={"choreo": {"hidden_memory_gib": 2.0}},
-        **engine_options([Path(args.writer), Path(args.reader)]),
+        **engine_options([Path(one) for one in (pair.writer, pair.reader) if one]),
     )
     return AsyncLLM.from_engine_args(arguments)
 

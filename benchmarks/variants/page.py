@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section on variants under load."""
+"""The section on variants, alone and under load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.harness.record import machine_line, read_csv
 from benchmarks.harness.stats import median, percentile
 from benchmarks.harness.tables import table
-from benchmarks.variants.load import OWN, SIDES
+from benchmarks.variants.load import OWN
 
 Rows = Sequence[Mapping[str, str]]
 
@@ -29,7 +29,7 @@ def section() -> str:
     if not rows:
         return ""
     rates = sorted({float(row["rate"]) for row in rows})
-    sides = [side for side in SIDES if any(row["side"] == side for row in rows)]
+    sides = list(dict.fromkeys(row["side"] for row in rows))
     lines = [[side, *(_cell(rows, side, rate) for rate in rates)] for side in sides]
     own = max(rates_met(rows, OWN), default=0.0)
     said = []
@@ -40,19 +40,43 @@ def section() -> str:
     row = rows[0]
     return "\n\n".join(
         [
-            "## One adapter's messages for another, under load",
-            f"Requests of adapter B arrive at random (Poisson), each about a document of "
-            f"{row['document_tokens']} tokens that adapter A has encoded. Milliseconds to the "
-            "first token: median, and within which nine of ten came; target of the latter: "
+            "## One variant's messages for another, alone and under load",
+            f"Requests of variant B arrive one at a time, or at random (Poisson), each about a "
+            f"document of {row['document_tokens']} tokens that variant A has encoded. Milliseconds "
+            "to the first token: median, and within which nine of ten came; target of the latter: "
             f"{1e3 * float(row['target_s']):.0f} ms. *Own encoding*: B prefills the document, as "
             "stock vLLM does; *as stored*: it reads what A has encoded; *profile*: it encodes anew "
             "the layers that `vllm-choreo profile-pair` has chosen; *by load*: those that the "
-            "target and the load allow.",
-            table(["requests per second", *(f"{rate:g}" for rate in rates)], lines),
+            "target and the load allow; *layers*: these.",
+            table(["requests per second", *map(_rate, rates)], lines),
+            *(
+                [f"One at a time, own encoding / this: {'; '.join(_ratios(rows, sides))}."]
+                if rates[0] == 0
+                else []
+            ),
             "Highest rate at which the target is met: " + "; ".join(said) + ".",
             machine_line(rows),
         ]
     )
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:g}" if rate else "one at a time"
+
+
+def _ratios(rows: Rows, sides: Sequence[str]) -> list[str]:
+    """How many times as fast first tokens come, pass by pass."""
+    said = []
+    for side in sides:
+        if side == OWN:
+            continue
+        found = []
+        for number in sorted({row["pass"] for row in rows}):
+            of_pass = [row for row in rows if row["pass"] == number]
+            own, this = (median(_ttfts(of_pass, one, 0.0)) for one in (OWN, side))
+            found.append(f"{own / this:.2f}")
+        said.append(f"{side} {', '.join(found)}")
+    return said
 
 
 def _ttfts(rows: Rows, side: str, rate: float) -> list[float]:

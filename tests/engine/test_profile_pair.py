@@ -166,6 +166,30 @@ def test_a_session_reads_by_its_profile(llm: Any, adapters: list[Adapter], profi
         assert c.stats()["layers_chosen"] == {"1–3": {"profile": 1}}
 
 
+def test_given_layers_alone_are_tried(
+    adapters: list[Adapter],
+    tmp_path: Path,
+    tiny_model_path: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["profile-pair", *(str(adapter.path) for adapter in adapters)]
+    command += ["--workflow", "multi_qa", "--limit", "2", "--max-tokens", "5"]
+    command += ["--model", str(tiny_model_path("llama")), "--out", str(tmp_path)]
+    given = ["--layers", "[1, 3]", "--layers", "[[0, 1], [2, 3]]"]
+    assert cli.main([*command, *given]) in (0, 1)
+    sets = json.loads((tmp_path / "profile.json").read_text())["sets"]
+    arms = ["text", "choreographed", "1–3", "0–1, 2–3", "0–3"]
+    assert [[row["arm"] for row in one["rows"]] for one in sets] == [arms] * 2
+    for wrong in (
+        ["--layers", "[3]"],
+        ["--layers", "7-24"],
+        ["--layers", "[]"],
+        [*given, "--layer-map"],
+    ):
+        assert cli.main([*command, *wrong]) == 1
+        assert "layer" in capsys.readouterr().err
+
+
 def test_more_is_reused_when_calls_wait(llm: Any, adapters: list[Adapter], profiled: Path) -> None:
     """Sixteen calls at once: the first has no other before it, the last fifteen."""
     profile = PairProfile.from_json(json.loads((profiled / "pair.json").read_text()))

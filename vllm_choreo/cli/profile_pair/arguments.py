@@ -20,6 +20,8 @@ from vllm_choreo.cli.run.engine import (
 )
 from vllm_choreo.cli.run.options import WORKFLOWS, add_model, add_out, add_sampling
 from vllm_choreo.errors import AdapterError, ChoreoError
+from vllm_choreo.repair.pair import Ranges
+from vllm_choreo.repair.rules import ByLayers, rule_given, rule_of
 from vllm_choreo.trained_adapter import FILE_NAME, PEFT_FILES, TrainedAdapter
 
 DEFAULT_TARGET = "loss=0.1"
@@ -57,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ttft=SECONDS at most (default: %(default)s)",
     )
     add(
+        "--layers",
+        action="append",
+        metavar="RANGES",
+        help="instead of searching: try these alone, as JSON, '[7, 24]' or '[[0, 2], [7, 24]]' "
+        "(may be repeated)",
+    )
+    add(
         "--layer-map",
         action="store_true",
         help="also what each layer gains by itself, and those that gain most together",
@@ -77,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
     from vllm_choreo.cli.profile_pair.results import profile, target_of
     from vllm_choreo.smallmodel.embedded import embedded_model
 
-    target = target_of(args.target)
+    target, tried = target_of(args.target), _tried(args)
     if args.writer == args.reader:
         raise ChoreoError("writer and reader are the same", parameter="reader", value=args.reader)
     is_models = all(map(_is_model, (args.writer, args.reader)))
@@ -100,8 +109,29 @@ def main(args: argparse.Namespace) -> int:
         adapters = [folder for folder in (writer, reader) if folder is not None]
         llm = start_engine(model, max_model_len, True, adapters, **memory_for([{"layers": [0, 1]}]))
         warm_up(LocalEngine(llm), ("baseline", "choreo"))
-        options = {"target": target, "maps_layers": args.layer_map, "out": args.out}
+        options = {"target": target, "tried": tried, "maps_layers": args.layer_map}
+        options["out"] = args.out
         return profile(llm, pair, learnt, others, **options)
+
+
+def _tried(args: argparse.Namespace) -> tuple[Ranges, ...]:
+    """The choices of layers that are given.
+
+    Raises:
+        ChoreoError: one is none, or a layer map is asked for, too.
+    """
+    given = args.layers or ()
+    if given and args.layer_map:
+        raise ChoreoError(
+            "a layer map is a part of the search: leave out --layers", parameter="layer_map"
+        )
+    found = []
+    for text in given:
+        rule = rule_of(rule_given(f'{{"layers": {text}}}'))
+        if not isinstance(rule, ByLayers):
+            raise ChoreoError("no layers are tried anyway", parameter="layers", value=text)
+        found.append(rule.ranges)
+    return tuple(found)
 
 
 def _written(

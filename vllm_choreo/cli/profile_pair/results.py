@@ -66,7 +66,8 @@ def profile(
     others: Sequence[HeldOutSet],
     *,
     target: tuple[str, float],
-    maps_layers: bool,
+    tried: Sequence[Ranges] = (),
+    maps_layers: bool = False,
     out: Path,
 ) -> int:
     """Profile a pair, print a table, write the numbers, a page and the profile.
@@ -76,6 +77,7 @@ def profile(
         learnt: problems that are profiled with.
         others: sets that have no part in that, on which the frontier is tried.
         target: see `target_of`.
+        tried: choices of layers that are tried alone; none: they are searched for.
         maps_layers: also try each layer by itself.
         out: an existing folder.
 
@@ -91,13 +93,16 @@ def profile(
     everything: Ranges = ((0, num_layers),)
     with tqdm(desc="profiling", unit="replay", leave=False) as bar:
         found = Profiling(llm, pair, learnt, bar.update)
-        search(found, num_layers)
-        best = _thinned(pareto(found.cells()))
+        if tried:
+            found.replay(tried)
+        else:
+            search(found, num_layers)
+        best = tried or [cell.layers for cell in _thinned(pareto(found.cells()))]
         counts = sorted({num_run(ranges) for ranges in coarse(num_layers)})[:-1]
         layer_map = map_layers(found, num_layers, counts) if maps_layers else None
-        asked = list(dict.fromkeys([PLAIN, *(cell.layers for cell in best), everything]))
+        asked = list(dict.fromkeys([PLAIN, *best, everything]))
         found.answer(asked)
-        tried = [_tried(llm, pair, one, asked, bar.update) for one in others]
+        checked = [_checked(llm, pair, one, asked, bar.update) for one in others]
     cells = found.cells()
     chosen = reached(cells, target, num_layers)
     result = PairProfile(
@@ -110,7 +115,7 @@ def profile(
         measured={"workflow": learnt.workflow, "set": learnt.name, "problems": len(learnt.tasks)},
     )
     result.save(out / PROFILE)
-    sets = [{"name": learnt.name, "rows": found.rows()}, *tried]
+    sets = [{"name": learnt.name, "rows": found.rows()}, *checked]
     data = {
         "format": FORMAT,
         "facts": LocalEngine(llm).facts(()) | pair.names,
@@ -135,7 +140,7 @@ def _thinned(best: Sequence[Cell]) -> list[Cell]:
     return [best[round(i * step)] for i in range(MAX_ANSWERED)]
 
 
-def _tried(
+def _checked(
     llm: Any,
     pair: Pair,
     problems: HeldOutSet,
