@@ -17,7 +17,7 @@ def rates_met(rows: Rows, side: str) -> list[float]:
     """The rates at which nine of ten first tokens came within the target."""
     found = []
     for rate in sorted({float(row["rate"]) for row in rows}):
-        times = _ttfts(rows, side, rate)
+        times = _ttfts(rows, side, rate) if rate else []
         if times and percentile(times, 0.9) <= float(rows[0]["target_s"]):
             found.append(rate)
     return found
@@ -36,7 +36,8 @@ def section() -> str:
     for side in sides:
         most = max(rates_met(rows, side), default=0.0)
         times = f", {most / own:.1f} times that of its own encoding" if own and side != OWN else ""
-        said.append(f"{side}: {most:g} requests per second{times}")
+        rate = f"{most:g} requests per second{times}" if most else "none of these"
+        said.append(f"{side}: {rate}")
     row = rows[0]
     return "\n\n".join(
         [
