@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 from pathlib import Path
@@ -23,9 +22,12 @@ from benchmarks.harness.turns import in_turn
 from benchmarks.variants.load import Pair, run
 from benchmarks.variants.page import section
 from benchmarks.variants.writing import write_documents
+from vllm_choreo.repair.layers import entries_of
 from vllm_choreo.repair.pair import layers_text
 from vllm_choreo.repair.pair_rule import PairRule
+from vllm_choreo.repair.rules import ByLayers, rule_given, rule_of
 from vllm_choreo.repair.session_rules import session_rule
+from vllm_choreo.trained_adapter import PEFT_FILES
 
 
 def main() -> int:
@@ -56,14 +58,15 @@ def _pair(args: argparse.Namespace, folder: Path) -> Pair:
     """The two variants; what a model writes is written."""
     layers = {}
     for text in args.layers:
-        ranges = (tuple(json.loads(text)),)
-        layers[f"layers {layers_text(ranges)}"] = ranges
+        rule = rule_of(rule_given(f'{{"layers": {text}}}'))
+        assert isinstance(rule, ByLayers), "what is stored is a side anyway"
+        layers[f"layers {layers_text(rule.ranges)}"] = rule.ranges
     given = (args.pair, args.max_quality_loss, args.target, layers)
-    if (Path(args.writer) / "adapter_config.json").exists():
+    if (Path(args.writer) / PEFT_FILES[0]).exists():
         return Pair(args.writer, args.reader, None, *given)
     pair = Pair(None, None, str(folder / "kept"), *given)
     rules = [session_rule(rule, "choreo") for rule in pair.rules.values() if rule is not None]
-    needed = {first for ((first, _),) in layers.values() if first}
+    needed = {entry for ranges in layers.values() for entry in entries_of(ranges)}
     needed.update(*(rule.keep_hidden for rule in rules if isinstance(rule, PairRule)))
     write_documents(args.writer, folder / "kept", args.requests, args.document_tokens, needed)
     return pair

@@ -222,7 +222,7 @@ def _wrong() -> Iterator[dict[str, Any]]:
     yield changed(new_offset=-1)
     yield changed(new_offset=True)
     yield changed(exact=1)
-    for weights in ([0.9], [0.9, 0], [0.9, 1], [0.9, -1.0], "0.9", 0.9):
+    for weights in ([0.9], [0.9, 0], [0.9, 1], [1e-300, 1.0], [0.9, -1.0], "0.9", 0.9):
         yield changed(weights=weights)
     yield changed(patch={"source": 0, "start": 0, "runs": []})
     yield changed(is_copy=True)

@@ -151,6 +151,7 @@ def test_runs_are_sorted_and_joined() -> None:
         *(7, 0.3, [[(3, 3)]], [[(4, 2)]], [[(-1, 2)]], [[(0, 4), (3, 6)]], [[(0.0, 2)]]),
         *([[0, 3]], [["03"]], "none:3"),
         *({"reweight": [0.9]}, {"reweight": [0, 1]}, {"reweight": [0.9, True]}),
+        *({"reweight": [1e-300, 1]}, {"reweight": [1, 11]}, {"reweight": [float("nan"), 1]}),
     ],
 )
 def test_what_is_no_rule_is_refused(rule: Any) -> None:

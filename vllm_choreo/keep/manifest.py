@@ -159,11 +159,12 @@ def _check_encoding(
 
 
 def _check_weights(weights: Any) -> None:
+    """The bounds are those of a call: others would end in a worker."""
     if weights is None:
         return
     temperature, scale = weights
-    if not all(type(x) is float and 0 < x < float("inf") for x in (temperature, scale)):
-        raise ValueError("weights are a temperature and a scale above 0")
+    if not all(type(x) is float and 0.1 <= x <= 10.0 for x in (temperature, scale)):
+        raise ValueError("weights are a temperature and a scale, both from 0.1 to 10")
 
 
 def _check_layers(patch: Mapping[str, Any], kept: Sequence[int]) -> None:

@@ -162,8 +162,8 @@ def span_attention(
     of a span, in its first block, are loaded with weight 0 and must hold finite numbers.
 
     Raises:
-        ValueError: dtype, head size, block size, layout, soft cap or slopes that the kernel has
-            no way for.
+        ValueError: dtype, head size, block size, layout, soft cap, slopes or other weights that
+            the kernel has no way for.
     """
     _refuse_unsupported(query, kv_cache, plan.spans, layer)
     batch, cos_sin = plan.spans, plan.cos_sin

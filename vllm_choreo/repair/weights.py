@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from vllm_choreo.errors import RepairError
 
-_MAX = 10.0
+# Beyond these, scores leave what float32 holds; what rules look for lies near 1.
+_MIN, _MAX = 0.1, 10.0
 
 
 class Weights(NamedTuple):
@@ -32,13 +33,13 @@ def checked_weights(given: Any) -> Weights:
     """Of what a call gives.
 
     Raises:
-        RepairError: it is no temperature and scale.
+        RepairError: it is no temperature and scale, or one that is out of bounds.
     """
     is_pair = isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2
-    if not is_pair or not all(type(x) in (int, float) and 0 < x <= _MAX for x in given):
+    if not is_pair or not all(type(x) in (int, float) and _MIN <= x <= _MAX for x in given):
         raise RepairError(
-            "a temperature and a scale of the log-sum-exp are needed, both above 0 and up to "
-            f"{_MAX:g}: [0.9, 1.0]",
+            "a temperature and a scale of the log-sum-exp are needed, both from "
+            f"{_MIN:g} to {_MAX:g}: [0.9, 1.0]",
             parameter="repair.reweight",
             value=given,
         )
