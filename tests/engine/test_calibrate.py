@@ -19,7 +19,8 @@ from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.calibrate import arguments
 from vllm_choreo.cli.calibrate.measure import Replays
 from vllm_choreo.cli.calibrate.repaired import policy_choice
-from vllm_choreo.cli.evaluate.arms import Arm, arms_of, judge
+from vllm_choreo.cli.evaluate.arms import Arm, arms_of
+from vllm_choreo.cli.evaluate.bench import judge
 from vllm_choreo.cli.run import command as run_command
 from vllm_choreo.cli.run.task import Task
 from vllm_choreo.errors import RepairError
@@ -54,7 +55,9 @@ def _task(llm: Any) -> Task:
     sampling = SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True)
     inputs = {"question": "Who?", "candidates": 3, "voters": 2, "sampling_params": sampling}
     task = Task("one", "made", inputs, ())
-    return replace(task, recorded=Arm(TEXT, "baseline").run(llm, "tree_of_thoughts", task))
+    text = Arm(TEXT, "baseline")
+    with text.open(llm) as c:
+        return replace(task, recorded=text.run(c, "tree_of_thoughts", task))
 
 
 def _policy(model: str, masks: Any) -> Policy:
@@ -74,8 +77,8 @@ _NOTHING = {
 def test_replays_say_what_the_judge_measures(llm: Any) -> None:
     """The same distance as of an evaluation's arms, and none if everything is repaired."""
     task = _task(llm)
-    judged = judge(
-        llm, "tree_of_thoughts", task, arms_of([], [], None, ["first:16"])[:3], measures_kl=True
+    (judged,) = judge(
+        llm, "tree_of_thoughts", [task], arms_of([], [], None, ["first:16"])[:3], measures_kl=True
     )
     replays = Replays(llm, task)
     plain, first, everything = (replays.heard(rule) for rule in (None, "first:16", "all"))

@@ -24,7 +24,8 @@ from tests.train.packings import oracle_logprobs
 from vllm_choreo import Choreography
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.evaluate import command
-from vllm_choreo.cli.evaluate.arms import Arm, arms_of, judge
+from vllm_choreo.cli.evaluate.arms import Arm, arms_of
+from vllm_choreo.cli.evaluate.bench import judge
 from vllm_choreo.cli.run import command as run_command
 from vllm_choreo.cli.run.task import Task, transcript_json
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
@@ -100,10 +101,10 @@ def test_the_distance_is_that_of_the_dense_oracle(
     """Of all arms: each call encoded by its own model, against the base model on one text."""
     task, base = _task(workflow), tiny_oracle("llama")
     arms = arms_of([adapter.placed(placement) for placement in PLACEMENTS], [], None)
-    judged = judge(llm, workflow, task, arms, measures_kl=True)
-    transcript = Transcript.from_json(
-        json.loads(json.dumps(arms[0].run(llm, workflow, task).to_json()))
-    )
+    (judged,) = judge(llm, workflow, [task], arms, measures_kl=True)
+    with arms[0].open(llm) as c:
+        ran = arms[0].run(c, workflow, task)
+    transcript = Transcript.from_json(json.loads(json.dumps(ran.to_json())))
     calls = calls_of(transcript)
     texts = list(pack_as_text(pack(calls)).calls)
     text = _said(oracle_logprobs(texts, [base] * len(texts)), texts)
@@ -130,10 +131,11 @@ def test_a_recorded_run_is_what_is_measured(llm: Any) -> None:
     task, arms = _task(), arms_of([], [], None)[:2]
     sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True)
     drawn = replace(task, inputs={**task.inputs, "sampling_params": sampling})
-    recorded = arms[0].run(llm, "multi_qa", drawn)
+    with arms[0].open(llm) as c:
+        recorded = arms[0].run(c, "multi_qa", drawn)
     kept = json.loads(json.dumps(recorded.to_json()))
     task = replace(task, recorded=Transcript.from_json(kept))
-    judged = judge(llm, "multi_qa", task, arms, measures_kl=True)
+    (judged,) = judge(llm, "multi_qa", [task], arms, measures_kl=True)
     assert judged[CHOREOGRAPHED].num_tokens == 9
     assert judged[TEXT].answers != recorded.answers
 
@@ -145,7 +147,8 @@ def test_a_direct_call_is_the_question_alone(
     task = _task()
     plain, distilled = arms_of([], [adapter.placed("reader")], None)[2:]
     for arm, oracle in ((plain, tiny_oracle("llama")), (distilled, adapter.oracle)):
-        (step,) = arm.run(llm, "multi_qa", task).steps
+        with arm.open(llm) as c:
+            (step,) = arm.run(c, "multi_qa", task).steps
         assert all(question in step.message.text for question in _QUESTIONS)
         tokens, num = list(step.message.token_ids), len(step.message.generated_token_ids)
         likeliest = oracle.encode(tokens).logprobs().argmax(-1)[-num - 1 : -1]
@@ -163,7 +166,9 @@ def test_distilled_calls_are_those_of_the_direct_arm(
     runs = []
     for question in ("Who?", "Where?"):
         asked = replace(task, inputs={**task.inputs, "question": question})
-        runs.append(Arm(TEXT, "baseline").run(llm, "parallel_debate", asked))
+        text = Arm(TEXT, "baseline")
+        with text.open(llm) as c:
+            runs.append(text.run(c, "parallel_debate", asked))
         recorder.save(recorder.place([question]), runs[-1], [question])
     out = tmp_path / "direct"
     command = ["distil", str(tmp_path / "recorded"), "--model", model, "--out", str(out)]
@@ -197,7 +202,9 @@ def _record(folder: Path, llm: Any, questions: Sequence[str], workflow: str = "d
         inputs = {"question": questions[i], "sampling_params": _SAMPLING}
         asked = (replace(problem, question=questions[i]),)
         task = Task(f"{folder.name}/{i}", folder.name, inputs, asked)
-        transcript = Arm(TEXT, "baseline").run(llm, workflow, task)
+        text = Arm(TEXT, "baseline")
+        with text.open(llm) as c:
+            transcript = text.run(c, workflow, task)
         data = json.dumps(transcript_json(task, transcript))
         (folder / "test" / f"{i:05}.json").write_text(data)
     return folder

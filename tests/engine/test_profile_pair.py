@@ -19,7 +19,8 @@ from tests.engine.adapters import Adapter
 from tests.engine.programs import GREEDY
 from vllm_choreo import Choreography
 from vllm_choreo.cli import main as cli
-from vllm_choreo.cli.evaluate.arms import Arm, judge
+from vllm_choreo.cli.evaluate.arms import Arm
+from vllm_choreo.cli.evaluate.bench import judge
 from vllm_choreo.cli.evaluate.sets import HeldOutSet
 from vllm_choreo.cli.profile_pair import arguments
 from vllm_choreo.cli.profile_pair.cell_arms import AdapterPair
@@ -82,7 +83,7 @@ def test_cells_are_arms_of_an_evaluation(llm: Any, adapters: list[Adapter]) -> N
     for task, number in zip(problems.tasks, range(2), strict=True):
         rules = {str(layers): {"layers": [list(one) for one in layers]} for layers in choices}
         arms = [Arm(name, "choreo", reader, "reader", repair=rules[name]) for name in rules]
-        judged = judge(llm, "multi_qa", task, [pair.text, *arms], measures_kl=True)
+        (judged,) = judge(llm, "multi_qa", [task], [pair.text, *arms], measures_kl=True)
         for layers in choices:
             found, expected = profiling.found[layers][number], judged[str(layers)]
             assert found.kl == pytest.approx(expected.kl, rel=1e-4, abs=1e-6)
@@ -95,7 +96,9 @@ def test_what_one_adapter_wrote_is_what_the_other_reads(llm: Any, adapters: list
     """All messages of the pair's writer are encoded by it, those of its reader are not."""
     (task,) = _problems(1).tasks
     pair = AdapterPair(*(adapter.path for adapter in adapters), MODEL)
-    ran = pair.arm(PLAIN).run(llm, "multi_qa", task)
+    plain = pair.arm(PLAIN)
+    with plain.open(llm) as c:
+        ran = plain.run(c, "multi_qa", task)
     first = ran.steps[0].message
     with Choreography(llm) as c:
         own = [c.prefill(first.token_ids, adapter=str(one.path)) for one in adapters]

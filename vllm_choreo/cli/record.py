@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from vllm_choreo.cli.run.options import (
     add_model,
     add_out,
     add_sampling,
+    add_together,
     add_workflows,
     natural,
 )
@@ -24,9 +26,11 @@ from vllm_choreo.cli.run.tasks import tasks_of
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.trained_adapter import BaseModel
 from vllm_choreo.workflows.record.recording import PARTS, SHARES, Recorder
+from vllm_choreo.workflows.together import run_together
 
 MODES = ("baseline", "exact")
 DEFAULT_LIKELIEST = 64
+DEFAULT_TOGETHER = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=tuple(part.upper() for part in PARTS),
         help=f"of the runs, for {', '.join(PARTS)} (default: {' '.join(map(str, SHARES))})",
     )
+    add_together(common, DEFAULT_TOGETHER, "a step decodes for all of them")
     add_out(common, "recorded", "folder for the runs; an interrupted recording goes on")
     add_workflows(parser, common)
 
@@ -93,14 +98,17 @@ def _record(
     )
     engine, program = LocalEngine(llm), program_of(args.workflow)
     errors: list[str] = []
-    for path, task in tqdm(left, desc=f"recording {args.workflow}", unit="run"):
-        try:
+    with tqdm(total=len(left), desc=f"recording {args.workflow}", unit="run") as bar:
+        for start in range(0, len(left), args.together):
+            some = left[start : start + args.together]
             with engine.open(args.mode) as c:
-                transcript = program(c, **task.inputs)
-        except ChoreoError as error:
-            errors.append(f"{task.id}: {error}")
-            continue
-        recorder.save(path, transcript, _problems(task), {"task": about_task(task)})
+                runs = run_together(c, [partial(program, **task.inputs) for _, task in some])
+            for (path, task), ran in zip(some, runs, strict=True):
+                if isinstance(ran, ChoreoError):
+                    errors.append(f"{task.id}: {ran}")
+                else:
+                    recorder.save(path, ran, _problems(task), {"task": about_task(task)})
+            bar.update(len(some))
     return errors
 
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which a workflow is run to be judged, and what one of them makes of a problem."""
+"""The ways in which a workflow is run to be judged."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ import numpy as np
 from vllm_choreo.cli.run.options import repair_of
 from vllm_choreo.cli.run.task import Task, program_of
 from vllm_choreo.errors import AdapterError
-from vllm_choreo.judge.divergence import Measured, divergence
-from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT, Judged
+from vllm_choreo.judge.divergence import Measured
+from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.trained_adapter import FILE_NAME, TrainedAdapter, wears_adapter
 from vllm_choreo.workflows.direct import direct, question_of
 from vllm_choreo.workflows.record.replay import Replay
@@ -57,15 +56,14 @@ class Arm:
         options = {name: getattr(self, name) for name in ("adapter", "placement", "repair")}
         return Choreography(llm, self.mode, **options)
 
-    def run(self, llm: Any, workflow: str, task: Task) -> Transcript:
-        """The workflow, or the one call in its place, on a problem."""
-        with self.open(llm, task) as c:
-            if self.is_direct:
-                question = question_of(workflow, task.inputs)
-                opening, params = task.inputs.get("opening", ""), task.inputs["sampling_params"]
-                return direct(c, question, opening=opening, sampling_params=params)
-            inputs = {**task.inputs, "restate": True} if self.restates else task.inputs
-            return program_of(workflow)(c, **inputs)
+    def run(self, c: Any, workflow: str, task: Task) -> Transcript:
+        """The workflow, or the one call in its place, in a session of `open`."""
+        if self.is_direct:
+            question = question_of(workflow, task.inputs)
+            opening, params = task.inputs.get("opening", ""), task.inputs["sampling_params"]
+            return direct(c, question, opening=opening, sampling_params=params)
+        inputs = {**task.inputs, "restate": True} if self.restates else task.inputs
+        return program_of(workflow)(c, **inputs)
 
     @property
     def says_the_same(self) -> bool:
@@ -73,14 +71,13 @@ class Arm:
         return not self.is_direct and not self.restates
 
     def replayed(
-        self, llm: Any, workflow: str, task: Task, said: Transcript
+        self, c: Any, workflow: str, task: Task, said: Transcript
     ) -> tuple[Transcript, list[np.ndarray]]:
         """The arm generating what a run has said, and its distributions there: see `Measured`."""
-        with self.open(llm, task) as c:
-            measured = Measured(c)
-            with Replay(measured, said) as replay:
-                ran = program_of(workflow)(replay, **task.inputs)
-            return ran, measured.distributions
+        measured = Measured(c)
+        with Replay(measured, said) as replay:
+            ran = program_of(workflow)(replay, **task.inputs)
+        return ran, measured.distributions
 
 
 def arms_of(
@@ -146,91 +143,3 @@ def _adapted(path: Path, placement: str | None, *, is_direct: bool) -> Arm:
         )
     name = f"{DIRECT} + {path.name}" if is_direct else f"+ {path.name}"
     return Arm(name, "choreo", path, worn, trained, is_direct)
-
-
-def judge(
-    llm: Any, workflow: str, task: Task, arms: Sequence[Arm], *, measures_kl: bool
-) -> dict[str, Judged]:
-    """What each arm makes of a problem; the text comes first.
-
-    Raises:
-        ChoreoError: one of the arms fails.
-    """
-    text, *others = arms
-    bench = Bench(llm, workflow, task, text, task.recorded, measures_kl=measures_kl)
-    return {TEXT: bench.text} | {arm.name: bench.judged(arm) for arm in others}
-
-
-class Bench:
-    """A problem that arms are judged on, one after the other, against one of them: the text.
-
-    Args:
-        llm: forces tokens, in this process.
-        workflow: the name of its function.
-        task: the problem.
-        text: run at once.
-        said: the run whose tokens are forced where distributions are compared; None: the text's.
-        measures_kl: compare distributions at all.
-
-    Attributes:
-        text: what it made of the problem.
-        said: see above.
-
-    Raises:
-        ChoreoError: the text cannot be run.
-    """
-
-    def __init__(
-        self,
-        llm: Any,
-        workflow: str,
-        task: Task,
-        text: Arm,
-        said: Transcript | None = None,
-        *,
-        measures_kl: bool = True,
-    ) -> None:
-        self._llm, self._workflow, self._task = llm, workflow, task
-        ran = text.run(llm, workflow, task)
-        self.said = said or ran
-        self.text = _judged(task, ran)
-        self._base: list[np.ndarray] | None = None
-        if measures_kl:
-            _, self._base = text.replayed(llm, workflow, task, self.said)
-            self.text = replace(self.text, kl=0.0, num_tokens=sum(map(len, self._base)))
-
-    def judged(self, arm: Arm) -> Judged:
-        """What an arm makes of the problem, and how far what it says is from the text.
-
-        Raises:
-            ChoreoError: it fails.
-        """
-        found = _judged(self._task, arm.run(self._llm, self._workflow, self._task))
-        return self._with_kl(found, arm) if self._base and arm.says_the_same else found
-
-    def replayed(self, arm: Arm) -> Judged:
-        """The same of an arm that is not asked for answers of its own: those forced are the text's.
-
-        Raises:
-            ChoreoError: it fails, or distributions are not compared.
-        """
-        assert self._base is not None
-        ran, found = arm.replayed(self._llm, self._workflow, self._task, self.said)
-        kl, num_tokens = divergence(self._base, found)
-        return replace(_judged(self._task, ran), is_right=None, kl=kl, num_tokens=num_tokens)
-
-    def _with_kl(self, judged: Judged, arm: Arm) -> Judged:
-        assert self._base is not None
-        _, found = arm.replayed(self._llm, self._workflow, self._task, self.said)
-        kl, num_tokens = divergence(self._base, found)
-        return replace(judged, kl=kl, num_tokens=num_tokens)
-
-
-def _judged(task: Task, ran: Transcript) -> Judged:
-    ttfts = [step.message.metrics.ttft for step in ran.decodes()]
-    return Judged(
-        ran.answers,
-        task.is_right(ran.answers),
-        num_encoded=sum(step.message.num_prefilled for step in ran.steps),
-        ttft=fmean(ttfts) if ttfts else None,
-    )

@@ -17,6 +17,7 @@ from vllm_choreo.cli.run.options import (
     add_out,
     add_repair,
     add_sampling,
+    add_together,
 )
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.trained_adapter import PLACEMENTS
@@ -75,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="judge answers alone, and not the distance to the text, which takes as long again",
     )
+    add_together(
+        parser, 1, "much faster on CPU; times to the first token are then of so many at a time"
+    )
     add_model(parser)
     add_sampling(parser, None, "0, or 0.7 where calls ask the same")
     add_out(parser, "evaluation", "folder for the numbers and index.html")
@@ -107,4 +111,4 @@ def main(args: argparse.Namespace) -> int:
     max_model_len = args.max_model_len or DEFAULT_MAX_MODEL_LEN
     memory = memory_for(arm.repair for arm in arms)
     llm = start_engine(args.model, max_model_len, True, folders, **memory)
-    return judge_all(llm, judged, args.out, measures_kl=not args.no_kl)
+    return judge_all(llm, judged, args.out, measures_kl=not args.no_kl, num_together=args.together)

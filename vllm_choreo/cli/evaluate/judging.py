@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.cli.evaluate.arms import DIRECT, Arm, judge
+from vllm_choreo.cli.evaluate.arms import DIRECT, Arm
+from vllm_choreo.cli.evaluate.bench import judge
 from vllm_choreo.cli.evaluate.results import JudgedSet, save, table
 from vllm_choreo.cli.evaluate.sets import HeldOutSet
 from vllm_choreo.cli.run.engine import LocalEngine, warm_up
@@ -37,13 +38,17 @@ def judged_sets(
     return judged
 
 
-def judge_all(llm: Any, judged: Sequence[JudgedSet], out: Path, *, measures_kl: bool) -> int:
+def judge_all(
+    llm: Any, judged: Sequence[JudgedSet], out: Path, *, measures_kl: bool, num_together: int = 1
+) -> int:
     """Judge all sets on an engine, print a table and write what was found.
 
     Args:
         llm: started with forced tokens, and room for the arms' adapters.
         judged: empty still.
         out: an existing folder.
+        measures_kl: compare distributions with the text's.
+        num_together: problems that are run side by side.
 
     Returns:
         The exit status: 0, or 1 if a problem failed.
@@ -58,7 +63,7 @@ def judge_all(llm: Any, judged: Sequence[JudgedSet], out: Path, *, measures_kl: 
     warm_up(engine, ("baseline", "choreo"))
     try:
         for one in judged:
-            _judge_set(llm, one, measures_kl, errors)
+            _judge_set(llm, one, measures_kl, num_together, errors)
     finally:
         # After Ctrl-C too: what is complete is shown.
         complete = [one for one in judged if one.problems]
@@ -70,15 +75,20 @@ def judge_all(llm: Any, judged: Sequence[JudgedSet], out: Path, *, measures_kl: 
     return 1 if errors else 0
 
 
-def _judge_set(llm: Any, one: JudgedSet, measures_kl: bool, errors: list[str]) -> None:
+def _judge_set(
+    llm: Any, one: JudgedSet, measures_kl: bool, num_together: int, errors: list[str]
+) -> None:
     """Fill a set; append to the errors for problems that failed."""
     from tqdm import tqdm
 
-    name, workflow, tasks = one.set.name, one.set.workflow, one.set.tasks
-    for task in tqdm(tasks, desc=f"judging {name}", unit="problem", leave=False):
-        try:
-            found = judge(llm, workflow, task, one.arms, measures_kl=measures_kl)
-        except ChoreoError as error:
-            errors.append(f"{task.id}: {error}")
-            continue
-        one.problems.append((task, found))
+    name, workflow, tasks, arms = one.set.name, one.set.workflow, one.set.tasks, one.arms
+    total = len(tasks) * len(arms)
+    with tqdm(total=total, desc=f"judging {name}", unit="run", leave=False) as bar:
+        for start in range(0, len(tasks), num_together):
+            some = tasks[start : start + num_together]
+            found = judge(llm, workflow, some, arms, measures_kl=measures_kl, on_run=bar.update)
+            for task, judged in zip(some, found, strict=True):
+                if isinstance(judged, ChoreoError):
+                    errors.append(f"{task.id}: {judged}")
+                else:
+                    one.problems.append((task, judged))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -81,11 +82,11 @@ class Writing(_Passing):
 
 
 class Fetching(_Passing):
-    """Takes what is given from a folder that a writer has saved, in its order."""
+    """Takes what is given from a folder that a writer has saved, in its order; again and again."""
 
     def __init__(self, c: Any, folder: Path) -> None:
         super().__init__(c)
-        self._loaded = iter(c.load(folder, on_mismatch="variant", progress=False))
+        self._loaded = cycle(c.load(folder, on_mismatch="variant", progress=False))
 
     def _given(self, call: dict[str, Any]) -> Message:
         message = next(self._loaded)

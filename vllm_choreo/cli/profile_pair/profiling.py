@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from vllm_choreo.cli.evaluate.arms import Bench
+from vllm_choreo.cli.evaluate.bench import Bench
 from vllm_choreo.cli.evaluate.sets import HeldOutSet
 from vllm_choreo.cli.profile_pair.cell_arms import Pair, cell_name
 from vllm_choreo.cli.profile_pair.grid import coarse, finer, scattered, singles, steps
@@ -50,8 +50,9 @@ class Profiling:
     def __post_init__(self) -> None:
         self._benches = []
         for task in self.problems.tasks:
-            bench = Bench(self.llm, self.problems.workflow, task, self.pair.text)
-            self._benches.append(bench)
+            text = self.pair.text
+            with text.open(self.llm, task) as c:
+                self._benches.append(Bench(c, self.problems.workflow, task, text))
             self.on_run()
         self.text = [bench.text for bench in self._benches]
         self.num_read = fmean(_num_read(bench.said) for bench in self._benches)
@@ -69,10 +70,11 @@ class Profiling:
             if layers not in self.answered:
                 self.answered[layers] = self.found[layers] = self._made(Bench.judged, layers)
 
-    def _made(self, how: Callable[[Bench, Any], Judged], layers: Ranges) -> list[Judged]:
-        found = []
+    def _made(self, how: Callable[[Bench, Any, Any], Judged], layers: Ranges) -> list[Judged]:
+        found, arm = [], self.pair.arm(layers)
         for bench in self._benches:
-            found.append(how(bench, self.pair.arm(layers)))
+            with arm.open(self.llm, bench.task) as c:
+                found.append(how(bench, c, arm))
             self.on_run()
         return found
 

@@ -171,6 +171,17 @@ def add_repair(parser: argparse.ArgumentParser, of: str, **options: Any) -> None
     )
 
 
+def add_together(parser: argparse.ArgumentParser, default: int, what: str) -> None:
+    """How many problems are run side by side; `what` says what that does."""
+    parser.add_argument(
+        "--together",
+        type=positive,
+        metavar="N",
+        default=default,
+        help=f"problems that are run side by side: {what} (default: %(default)s)",
+    )
+
+
 def repair_of(text: str) -> Any:
     """The rule that an argument gives, as `Choreography` takes it.
 

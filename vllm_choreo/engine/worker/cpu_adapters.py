@@ -1,25 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on CPU: tokens without an adapter get none.
+"""LoRA on CPU: two products per adapter of a step, on the tokens that wear it.
 
-vLLM marks them with the index -1. Its kernels for GPUs leave those rows out; those for CPUs take -1
-for the last adapter's place (vLLM's pull request 48421). A choreographed engine mixes adapters in
-one step even if its caller does not: it gives the last token of an answer its keys and values in a
-later step. A row of zeros has nothing to add, whatever the adapter.
+vLLM's torch operators for CPUs copy the weights of its adapter for every token, which took as long
+as the model's own layers; and tokens without one, marked with the index -1, get the last adapter's
+(vLLM's pull request 48421). A choreographed engine mixes adapters in one step even if its caller
+does not: it gives the last token of an answer its keys and values in a later step.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch.nn.functional import pad
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+# Those of a step that wear one adapter; a slice where they lie together.
+Rows: TypeAlias = slice | torch.Tensor
+
+# Products of fewer rows sum in another order. What a message is encoded to is not to depend, not by
+# a bit, on how many of its tokens a twin had already.
+_MIN_ROWS = 16
 
 
 class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
     """vLLM's products with adapters, for rows that may have none."""
 
-    def add_lora_linear(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        super().add_lora_linear(y, _blanked(x, self.token_lora_indices), *args, **kwargs)
+    _worn: list[tuple[int, Rows]]
+
+    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        super().update_metadata(*args, **kwargs)
+        self.group_rows()
+
+    def group_rows(self) -> None:
+        """Find the rows of each adapter of the step."""
+        is_told = self.indices_len[0] is not None  # of a step; none was, before the first
+        self._worn = rows_by_adapter(self.token_lora_indices) if is_told else []
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **kwargs: Any,
+    ) -> None:
+        """Add to `y`, side by side, the products with each pair of matrices.
+
+        Args:
+            y: [num_rows, sum of output_slices]; changed in place.
+            x: [num_rows, in_features].
+            lora_a_stacked, lora_b_stacked: [num_adapters, 1, rank, in_features] and
+                [num_adapters, 1, slice, rank], a pair for each slice.
+            scale: of the products.
+            output_slices: how many columns of `y` each pair has.
+        """
+        y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+        for adapter, rows in self._worn:
+            # As vLLM has it: to the rank in float32, from there in the type of the output.
+            given, start = x[rows].float(), 0
+            num_rows = len(given)
+            given = pad(given, (0, 0, 0, max(_MIN_ROWS - num_rows, 0)))
+            for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+                shrunk = (given @ a[adapter, 0].float().T * scale).to(y.dtype)
+                product = shrunk @ b[adapter, 0].to(y.dtype).T
+                y[rows, start : start + size] += product[:num_rows]
+                start += size
 
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any
@@ -30,8 +78,24 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
         super().add_lora_logits(y, _blanked(x, self.sampler_indices), *args, **kwargs)
 
 
+def rows_by_adapter(indices: torch.Tensor) -> list[tuple[int, Rows]]:
+    """Which rows wear which adapter; those without one are in none.
+
+    Args:
+        indices: int64 [num_rows]: the place of the adapter, or -1.
+    """
+    found: list[tuple[int, Rows]] = []
+    for adapter in indices.unique().tolist():
+        if adapter >= 0:
+            rows = (indices == adapter).nonzero().flatten()
+            first, last = int(rows[0]), int(rows[-1])
+            is_run = last - first + 1 == len(rows)
+            found.append((adapter, slice(first, last + 1) if is_run else rows))
+    return found
+
+
 def _blanked(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """`x` with zeros in the rows that have no adapter, as `[rows, features]`."""
+    """`x` with zeros in the rows that have no adapter, as `[rows, features]`: nothing is added."""
     return x.reshape(-1, x.shape[-1]).masked_fill((indices < 0)[:, None], 0)
 
 
@@ -44,3 +108,4 @@ def correct_adapters(lora_manager: Any) -> None:
     for wrapper in lora_manager._adapter_manager.punica_wrapper_mapping.values():
         if type(wrapper) is PunicaWrapperCPU:  # and not that of a GPU
             wrapper.__class__ = ChoreoPunicaWrapperCPU
+            wrapper.group_rows()

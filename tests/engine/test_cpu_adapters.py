@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters on CPU: every row gets the products of its own, whichever rows stand beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.lora.layers import LoRAMapping
+
+from vllm_choreo.engine.worker.cpu_adapters import ChoreoPunicaWrapperCPU, rows_by_adapter
+
+SLICES = (24, 8, 8)
+RANK, FEATURES, NUM_ADAPTERS = 4, 32, 3
+
+
+def wrapper_of(ids: list[int], is_prefill: bool) -> ChoreoPunicaWrapperCPU:
+    """Told of a step whose rows wear these adapters; 0: none."""
+    wrapper = ChoreoPunicaWrapperCPU(64, 16, "cpu")
+    mapping = LoRAMapping(tuple(ids), tuple(ids), is_prefill=is_prefill)
+    wrapper.update_metadata(mapping, [11, 12, 13], NUM_ADAPTERS, 100)
+    return wrapper
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_prefill", [True, False])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pytest.param([0] * 5, id="none"),
+        pytest.param([12] * 7, id="one"),
+        pytest.param([0, 0, 13, 13, 13, 11, 0], id="runs"),
+        pytest.param([11, 0, 12, 11, 0, 13, 12, 11], id="mixed"),
+    ],
+)
+def test_each_row_gets_the_products_of_its_adapter(ids, is_prefill, dtype) -> None:
+    torch.manual_seed(len(ids))
+    a = [torch.randn(NUM_ADAPTERS, 1, RANK, FEATURES, dtype=dtype) for _ in SLICES]
+    b = [torch.randn(NUM_ADAPTERS, 1, size, RANK, dtype=dtype) for size in SLICES]
+    x, before = torch.randn(len(ids), FEATURES, dtype=dtype), torch.randn(len(ids), 40, dtype=dtype)
+    y = before.clone()
+    wrapper_of(ids, is_prefill).add_lora_linear(y, x, tuple(a), tuple(b), 0.5, SLICES)
+
+    for row, adapter in enumerate(ids):
+        if not adapter:
+            assert torch.equal(y[row], before[row])  # to the last bit
+            continue
+        parts = [
+            x[row].double() @ one[adapter - 11, 0].double().T @ other[adapter - 11, 0].double().T
+            for one, other in zip(a, b, strict=True)
+        ]
+        expected = before[row].double() + 0.5 * torch.cat(parts)
+        tolerance = 1e-4 if dtype == torch.float32 else 0.3
+        assert (y[row].double() - expected).abs().max() < tolerance
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """Not by a bit: what is encoded beside it, or was already, changes nothing."""
+    torch.manual_seed(5)
+    x = torch.randn(40, 576)
+    a, b = torch.randn(NUM_ADAPTERS, 1, 16, 576), torch.randn(NUM_ADAPTERS, 1, 200, 16)
+
+    def added(start: int, stop: int) -> torch.Tensor:
+        y = torch.zeros(stop - start, 200)
+        wrapper = wrapper_of([12] * (stop - start), True)
+        wrapper.add_lora_linear(y, x[start:stop], (a,), (b,), 1.0, (200,))
+        return y
+
+    whole = added(0, 40)
+    for start, stop in ((0, 1), (39, 40), (3, 20), (7, 9), (0, 17), (25, 40)):
+        assert torch.equal(added(start, stop), whole[start:stop]), (start, stop)
+
+
+def test_rows_that_lie_together_are_a_slice() -> None:
+    (first, one), (second, two) = rows_by_adapter(torch.tensor([-1, 2, 2, 0, -1, 0]))
+    assert (first, second) == (0, 2)
+    assert one.tolist() == [3, 5]
+    assert two == slice(1, 3)
+
+
+def test_before_the_first_step_nobody_wears_any() -> None:
+    wrapper = ChoreoPunicaWrapperCPU(64, 16, "cpu")
+    wrapper.group_rows()
+    y = torch.zeros(2, 8)
+    wrapper.add_lora_linear(y, torch.ones(2, 4), (), (), 1.0, ())
+    assert not y.any()

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs side by side on one facade: what they ask for at a time goes in one list of calls.
+
+A step that decodes for one program reads the weights as often as one that decodes for eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from vllm_choreo.api.protocol import Facade
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.call import is_list_of_calls
+from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What one program waits for.
+
+    Attributes:
+        seat: of the program.
+        kind: the method of the facade.
+        items: its calls, one dict each; or the messages to free.
+        answer: the messages, one for each call.
+    """
+
+    seat: int
+    kind: str
+    items: Sequence[Any]
+    answer: Future[list[Any]] = field(default_factory=Future)
+
+
+class _Seat:
+    """The `Facade` of one program: its calls wait until all programs wait."""
+
+    def __init__(self, mode: str, number: int, inbox: SimpleQueue[_Asked | None]) -> None:
+        self.mode = mode
+        self._number, self._inbox = number, inbox
+
+    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
+        """See `Choreography.prefill`."""
+        return self._made("prefill", "tokens", tokens, options)
+
+    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
+        """See `Choreography.decode`."""
+        return self._made("decode", "header", header, options)
+
+    def free(self, *messages: Any) -> None:
+        """See `Choreography.free`."""
+        self._ask("free", messages)
+
+    def _made(self, kind: str, name: str, given: Any, options: Any) -> Any:
+        is_list = is_list_of_calls(given)
+        items = given if is_list else [{name: given}]
+        messages = self._ask(kind, [{**options, **item} for item in items])
+        return messages if is_list else messages[0]
+
+    def _ask(self, kind: str, items: Sequence[Any]) -> list[Any]:
+        asked = _Asked(self._number, kind, items)
+        self._inbox.put(asked)
+        return asked.answer.result()
+
+
+def run_together(
+    c: Facade, programs: Sequence[Callable[[Facade], Made]]
+) -> list[Made | ChoreoError]:
+    """Run programs in one session, each in a thread that waits while the engine works.
+
+    Args:
+        c: a facade. Only the caller's thread calls it.
+        programs: each makes calls of the facade that it is given.
+
+    Returns:
+        What each returned, or the error that it ended with; the others go on.
+
+    Raises:
+        BaseException: what else a program or the facade raised, Ctrl-C included; all have ended.
+    """
+    if not programs:
+        return []
+    inbox: SimpleQueue[_Asked | None] = SimpleQueue()
+
+    def ran(number: int, program: Callable[[Facade], Made]) -> Made | ChoreoError:
+        try:
+            return program(_Seat(c.mode, number, inbox))
+        except ChoreoError as error:
+            return error
+        finally:
+            inbox.put(None)
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        running = [pool.submit(ran, number, program) for number, program in enumerate(programs)]
+        _serve(c, inbox, len(programs))
+        return [one.result() for one in running]
+
+
+def _serve(c: Facade, inbox: SimpleQueue[_Asked | None], num_running: int) -> None:
+    """Answer until all programs have ended, also where the facade fails."""
+    waiting: list[_Asked] = []
+    try:
+        while num_running:
+            asked = inbox.get()
+            if asked is None:
+                num_running -= 1
+            else:
+                waiting.append(asked)
+            if len(waiting) == num_running:
+                _answer(c, sorted(waiting, key=lambda one: one.seat))
+                waiting = []
+    finally:
+        for asked in waiting:
+            if not asked.answer.done():
+                asked.answer.set_exception(CancelledError())
+        while num_running:
+            asked = inbox.get()
+            if asked is None:
+                num_running -= 1
+            else:
+                asked.answer.set_exception(CancelledError())
+
+
+def _answer(c: Facade, waiting: Sequence[_Asked]) -> None:
+    for kind in dict.fromkeys(asked.kind for asked in waiting):
+        of_kind = [asked for asked in waiting if asked.kind == kind]
+        try:
+            results = _called(c, kind, of_kind)
+        except ChoreoError as error:
+            if not error.results and len(of_kind) > 1:
+                # Refused before any ran: one is at fault, and the others are not to end with it.
+                for asked in of_kind:
+                    _answer(c, [asked])
+                continue
+            results = error.results or [error]
+        _tell(of_kind, results)
+
+
+def _tell(waiting: Sequence[_Asked], results: Sequence[Any]) -> None:
+    """Each its own part of the results; the first error in it, if there is one."""
+    start = 0
+    for asked in waiting:
+        part = list(results[start : start + len(asked.items)])
+        start += len(asked.items)
+        errors = [result for result in part if isinstance(result, ChoreoError)]
+        if errors:
+            asked.answer.set_exception(errors[0])
+        else:
+            asked.answer.set_result(part)
+
+
+def _called(c: Facade, kind: str, waiting: Sequence[_Asked]) -> Sequence[Any]:
+    items = [item for asked in waiting for item in asked.items]
+    if kind == "free":
+        c.free(*items)
+        return items
+    made: Sequence[Any] = c.prefill(items) if kind == "prefill" else c.decode(items)
+    return made
+
+
+if TYPE_CHECKING:
+    _is_one: type[Facade] = _Seat
