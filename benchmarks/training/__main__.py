@@ -3,9 +3,9 @@
 
     python -m benchmarks.training WORK [--tasks key_values reports] [--placements writer]
 
-On 2 cores a task took 9 to 16 minutes to record and 9 to 20 for an adapter, two at a time. Whatever
-is in the folder WORK already is not made again, so that it can be done in parts. Tasks that are
-judged anew take the place of their rows in the results.
+A task is judged with its own adapters, and with those of other tasks that messages are encoded
+with. Whatever is in the folder WORK already is not made again, so that it can be done in parts.
+Tasks that are judged anew take the place of their rows in the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from benchmarks.training import stages
 from benchmarks.training.page import NAME, section
 from vllm_choreo.trained_adapter import PLACEMENTS
 
-_MIXTURE_PLACEMENT = "writer"
+# Of the mixture, and of adapters that are tried on other tasks than their own.
+_TRANSFERRED = "writer"
 
 
 def main() -> int:
@@ -30,7 +31,11 @@ def main() -> int:
     parser.add_argument("--judged", nargs="+", choices=names, metavar="NAME", help="default: tasks")
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
     parser.add_argument("--problems", type=int, default=660, help="of a task; a third is kept back")
-    parser.add_argument("--mixture", action="store_true", help="one more adapter, for all tasks")
+    several = {"nargs": "+", "choices": names, "default": [], "metavar": "NAME"}
+    parser.add_argument("--mixture", **several, help="tasks of one more adapter, for all of them")
+    parser.add_argument(
+        "--controls", **several, help="tasks that one direct call is trained to answer as the text"
+    )
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     judged = args.judged or args.tasks
@@ -44,15 +49,23 @@ def main() -> int:
         for placement in args.placements
     ]
     if args.mixture:
-        mixture = stages.mixture(args.work, args.tasks)
-        adapters.append(stages.train(args.work, mixture, _MIXTURE_PLACEMENT))
+        mixture = stages.mixture(args.work, args.mixture)
+        adapters.append(stages.train(args.work, mixture, _TRANSFERRED))
+    controls = {task: stages.control(args.work, recorded[task]) for task in args.controls}
     minutes = {path.name: round(stages.seconds(path) / 60, 1) for path in adapters}
     for task in judged:
-        rows = stages.evaluate(args.work, recorded[task], adapters)
+        worn = [path for path in adapters if _is_tried(path.name, task)]
+        direct = [controls[task]] if task in controls else []
+        rows = stages.evaluate(args.work, recorded[task], worn, direct)
         told = [{**row, "minutes": minutes.get(row["arm"], ""), **record()} for row in rows]
         write_csv(NAME, stages.merged(read_csv(NAME), told))
     print(section())
     return 0
+
+
+def _is_tried(adapter: str, task: str) -> bool:
+    own, _, placement = adapter.rpartition("-")
+    return own == task or placement == _TRANSFERRED
 
 
 if __name__ == "__main__":

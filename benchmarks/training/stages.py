@@ -75,10 +75,22 @@ def train(work: Path, recorded: Path, placement: str) -> Path:
     return out
 
 
-def evaluate(work: Path, recorded: Path, adapters: Sequence[Path]) -> list[dict[str, Any]]:
+def control(work: Path, recorded: Path) -> Path:
+    """An adapter that gives the text's answers in one direct call, without the workflow."""
+    runs = work / f"{recorded.name}-as-direct"
+    _once(runs, "distil", str(recorded))
+    out = work / adapter_name(recorded.name, "direct")
+    _once(out, "train", str(runs), "--placement", "reader", "--loss", "ce", *TRAINING)
+    return out
+
+
+def evaluate(
+    work: Path, recorded: Path, adapters: Sequence[Path], controls: Sequence[Path] = ()
+) -> list[dict[str, Any]]:
     """One row per arm on the problems that a recording has kept back."""
-    out = work / f"on-{recorded.name}-{len(adapters)}"
+    out = work / f"on-{recorded.name}-{len(adapters) + len(controls)}"
     worn = [word for adapter in adapters for word in ("--adapter", str(adapter))]
+    worn += [word for adapter in controls for word in ("--direct", str(adapter))]
     _once(out, "evaluate", str(recorded), *worn, "--together", str(_TOGETHER))
     with (out / "evaluation.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
