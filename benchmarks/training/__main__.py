@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness.record import read_csv, record, write_csv
 from benchmarks.training import stages
@@ -31,7 +32,7 @@ def main() -> int:
     parser.add_argument("--judged", nargs="+", choices=names, metavar="NAME", help="default: tasks")
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
     parser.add_argument("--problems", type=int, default=660, help="of a task; a third is kept back")
-    several = {"nargs": "+", "choices": names, "default": [], "metavar": "NAME"}
+    several: dict[str, Any] = {"nargs": "+", "choices": names, "default": [], "metavar": "NAME"}
     parser.add_argument("--mixture", **several, help="tasks of one more adapter, for all of them")
     parser.add_argument(
         "--controls", **several, help="tasks that one direct call is trained to answer as the text"
