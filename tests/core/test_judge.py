@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from vllm_choreo.judge.divergence import divergence, kl_per_token
+from vllm_choreo.judge.divergence import divergence, kl_per_token, same_calls
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT, Judged, rows_of
 from vllm_choreo.judge.stats import mcnemar, wilson_interval
 
@@ -78,6 +78,32 @@ def test_the_cost_of_an_arm() -> None:
     (row,) = rows_of({TEXT: [one, two, three]})
     assert (row["encoded"], row["ttft"]) == (30, 1.0)
     assert rows_of({TEXT: [two]})[0]["ttft"] is None
+
+
+def test_what_answers_hold_and_which_calls_are_the_same() -> None:
+    """Coverage in the mean of the problems that are judged; calls summed by role."""
+    text = [
+        Judged(("x",), True, coverage=cover, same_calls={"vote": (2, 2), "answer": (1, 1)})
+        for cover in (1.0, 0.5, None)
+    ]
+    arm = [
+        Judged(("x",), True, coverage=cover, same_calls={"vote": (same, 2)})
+        for cover, same in ((0.5, 0), (0.25, 1), (None, 2))
+    ]
+    text_row, row = rows_of({TEXT: text, CHOREOGRAPHED: arm})
+    assert (text_row["coverage"], text_row["uncovered"]) == (0.75, 0)
+    assert row["coverage"] == 0.375 and row["uncovered"] == pytest.approx(0.375)
+    assert row["uncovered_low"] <= row["uncovered"] <= row["uncovered_high"]
+    assert text_row["same_calls"] == text_row["compared_calls"] == {"vote": 6, "answer": 3}
+    assert row["same_calls"] == {"vote": 3} and row["compared_calls"] == {"vote": 6}
+
+
+def test_calls_are_the_same_if_every_token_is() -> None:
+    base = np.log([[0.6, 0.3, 0.1], [0.1, 0.2, 0.7]])
+    nearly = np.log([[0.4, 0.35, 0.25], [0.3, 0.3, 0.4]])
+    other = np.log([[0.6, 0.3, 0.1], [0.5, 0.2, 0.3]])
+    found = same_calls(["vote", "vote", None], [base, base, base], [nearly, other, base])
+    assert found == {"vote": (1, 2), "": (1, 1)}
 
 
 def test_what_is_not_known_is_not_made_up() -> None:

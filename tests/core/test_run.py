@@ -181,6 +181,8 @@ def test_most_answers_must_be_right_on_every_problem() -> None:
     anna = Problem("a", "Who?", ("Anna", "Ann"), "trivia")
     both = Task("n", "n", {}, (anna, Problem("b", "Where?", ("Rome",), "trivia")))
     assert both.is_right(["Anna lives in Rome."]) is True
+    assert both.coverage(["Anna lives in Paris."]) == 0.5
+    assert one.coverage(["4", "5"]) == 0
     assert both.is_right(["Anna"]) is False
     assert both.expected() == ["Anna / Ann", "Rome"]
 

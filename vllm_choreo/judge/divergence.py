@@ -99,5 +99,25 @@ def divergence(base: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple
     return float(sum(values.sum() for values in kl)), sum(map(len, kl))
 
 
+def same_calls(
+    roles: Sequence[str | None], base: Sequence[np.ndarray], other: Sequence[np.ndarray]
+) -> dict[str, tuple[int, int]]:
+    """In how many calls, and of how many, both find the same token likeliest at every place.
+
+    Args:
+        roles: of what each call generated.
+        base, other: log-probabilities of each call, [num_tokens, vocab_size].
+
+    Returns:
+        By role; what has none is of the role "".
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for role, one, two in zip(roles, base, other, strict=True):
+        same, compared = found.get(role or "", (0, 0))
+        is_same = bool((one.argmax(axis=1) == two.argmax(axis=1)).all())
+        found[role or ""] = (same + is_same, compared + 1)
+    return found
+
+
 if TYPE_CHECKING:
     _is_one: type[Facade] = Measured

@@ -6,8 +6,9 @@ Arms are compared with the text, problem by problem: each is asked the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -27,6 +28,10 @@ class Judged:
         kl: KL(text || arm), nats, summed over the tokens that the text generated; None: not
             measured.
         num_tokens: how many these are.
+        coverage: what its answers hold of all that was asked for, from 0 to 1; None: nobody knows.
+        same_calls: by the role of what the text generated: in how many of these calls, and of how
+            many, each token that the text finds likeliest is the likeliest for it too, where both
+            say what the text has said.
         num_encoded: tokens that its calls encoded before they generated any.
         ttft: seconds to the first token, the mean of its calls that generate; None: none does.
     """
@@ -37,6 +42,8 @@ class Judged:
     num_tokens: int = 0
     num_encoded: int = 0
     ttft: float | None = None
+    coverage: float | None = None
+    same_calls: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def rows_of(arms: Mapping[str, Sequence[Judged]]) -> list[dict[str, Any]]:
@@ -49,8 +56,10 @@ def rows_of(arms: Mapping[str, Sequence[Judged]]) -> list[dict[str, Any]]:
         For each arm: `problems`, `judged` (of which the right answer is known), `right`;
         `accuracy` with Wilson's interval; `difference` from the text's with the bootstrap's of
         pairs; `worse` and `better` than the text, and the p-value of McNemar's exact test; `same`,
-        the share of problems with the text's very answers; `kl`, nats per token, with the
-        bootstrap's interval of problems; `encoded`, tokens, and `ttft`, seconds, both the means of
+        the share of problems with the text's very answers; `coverage`, the mean of problems, and
+        `uncovered`, how much less that is than the text's, with the bootstrap's intervals;
+        `same_calls` and `compared_calls`, by role; `kl`, nats per token, with the bootstrap's
+        interval of problems; `encoded`, tokens, and `ttft`, seconds, both the means of
         problems; `gap_closed` and `kl_gap_closed`: of what choreography loses against the text, the
         share that the arm regains, in accuracy and in KL. Intervals
         are of 95 %, in `…_low` and `…_high`; None stands for what there is not.
@@ -58,6 +67,7 @@ def rows_of(arms: Mapping[str, Sequence[Judged]]) -> list[dict[str, Any]]:
     rows = []
     for name, found in arms.items():
         row = {"arm": name, "problems": len(found), **_accuracy(found, arms[TEXT]), **_kl(found)}
+        row |= {**_coverage(found, arms[TEXT]), **_same_calls(found)}
         rows.append({**row, **_cost(found), **_gaps(name, arms)})
     return rows
 
@@ -88,6 +98,30 @@ def _accuracy(found: Sequence[Judged], text: Sequence[Judged]) -> dict[str, Any]
 
 def _same(found: Sequence[Judged], text: Sequence[Judged]) -> float:
     return fmean(mine.answers == its.answers for mine, its in zip(found, text, strict=True))
+
+
+def _coverage(found: Sequence[Judged], text: Sequence[Judged]) -> dict[str, Any]:
+    pairs = [
+        (mine.coverage, its.coverage)
+        for mine, its in zip(found, text, strict=True)
+        if mine.coverage is not None and its.coverage is not None
+    ]
+    if not pairs:
+        return {**_named("coverage"), **_named("uncovered")}
+    mine, less = [one for one, _ in pairs], [its - one for one, its in pairs]
+    return {
+        **_named("coverage", fmean(mine), bootstrap_interval(mine, fmean)),
+        **_named("uncovered", fmean(less), bootstrap_interval(less, fmean)),
+    }
+
+
+def _same_calls(found: Sequence[Judged]) -> dict[str, Any]:
+    same: Counter[str] = Counter()
+    compared: Counter[str] = Counter()
+    for one in found:
+        same.update({role: counts[0] for role, counts in one.same_calls.items()})
+        compared.update({role: counts[1] for role, counts in one.same_calls.items()})
+    return {"same_calls": dict(same), "compared_calls": dict(compared)}
 
 
 def _kl(found: Sequence[Judged]) -> dict[str, Any]:

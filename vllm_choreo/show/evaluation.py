@@ -48,12 +48,14 @@ def evaluation_html(evaluation: Mapping[str, Any]) -> str:
 _HEAD = (
     *("arm", "adapter worn by", "right", "accuracy, %", "difference from text, points"),
     *("worse / better", "p", "same answers, %", "KL to text, nats per token"),
-    *("gap closed, %", "KL gap closed, %", "tokens encoded", "TTFT"),
+    *("gap closed, %", "KL gap closed, %", "coverage, %", "same calls", "tokens encoded", "TTFT"),
 )
 _NOTE = (
     "In brackets intervals of 95 %. Worse, better: problems that the text alone, or the arm alone, "
     "gets right; p: McNemar's exact test. Gap closed: of what choreography loses against the text, "
-    "the share that the arm regains. Tokens encoded: by all calls of a problem, before they "
+    "the share that the arm regains. Coverage: of all that was asked for, what the answers hold. "
+    "Same calls, by role: both say what the text has said, and at every token find the same one "
+    "likeliest. Tokens encoded: by all calls of a problem, before they "
     "generated any; TTFT: from a call's submission to its first token; both are means."
 )
 
@@ -86,9 +88,17 @@ def _cells(row: Row) -> list[str]:
         _with_interval(row, "kl", nats),
         hundredths(row["gap_closed"]),
         _with_interval(row, "kl_gap_closed", hundredths),
+        _with_interval(row, "coverage", hundredths),
+        _same_calls(row),
         f"{row['encoded']:,.0f}",
         milliseconds(row["ttft"]),
     ]
+
+
+def _same_calls(row: Row) -> str:
+    compared = row["compared_calls"]
+    shown = (f"{role} {row['same_calls'][role]} of {num}".strip() for role, num in compared.items())
+    return ", ".join(shown) or "–"
 
 
 def _with_interval(row: Row, name: str, show: Any) -> str:

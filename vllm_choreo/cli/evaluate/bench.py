@@ -14,7 +14,7 @@ import numpy as np
 from vllm_choreo.cli.evaluate.arms import Arm
 from vllm_choreo.cli.run.task import Task
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.judge.divergence import divergence
+from vllm_choreo.judge.divergence import divergence, same_calls
 from vllm_choreo.judge.scores import TEXT, Judged
 from vllm_choreo.workflows.record.transcript import Transcript
 from vllm_choreo.workflows.together import run_together
@@ -102,7 +102,7 @@ class Bench:
         self._base: list[np.ndarray] | None = None
         if measures_kl:
             _, self._base = text.replayed(c, workflow, task, self.said)
-            self.text = replace(self.text, kl=0.0, num_tokens=sum(map(len, self._base)))
+            self.text = self._compared(self.text, self._base)
 
     def judged(self, c: Any, arm: Arm) -> Judged:
         """What an arm makes of the problem, and how far what it says is from the text.
@@ -119,8 +119,7 @@ class Bench:
         if not (self._base and arm.says_the_same):
             return found
         _, said = arm.replayed(c, self._workflow, self.task, self.said)
-        kl, num_tokens = divergence(self._base, said)
-        return replace(found, kl=kl, num_tokens=num_tokens)
+        return self._compared(found, said)
 
     def replayed(self, c: Any, arm: Arm) -> Judged:
         """The same of an arm that is not asked for answers of its own: those forced are the text's.
@@ -130,8 +129,15 @@ class Bench:
         """
         assert self._base is not None
         ran, found = arm.replayed(c, self._workflow, self.task, self.said)
-        kl, num_tokens = divergence(self._base, found)
-        return replace(_judged(self.task, ran), is_right=None, kl=kl, num_tokens=num_tokens)
+        judged = replace(_judged(self.task, ran), is_right=None, coverage=None)
+        return self._compared(judged, found)
+
+    def _compared(self, judged: Judged, said: list[np.ndarray]) -> Judged:
+        assert self._base is not None
+        kl, num_tokens = divergence(self._base, said)
+        roles = [step.message.role for step in self.said.decodes()]
+        same = same_calls(roles, self._base, said)
+        return replace(judged, kl=kl, num_tokens=num_tokens, same_calls=same)
 
 
 def _judged(task: Task, ran: Transcript) -> Judged:
@@ -139,6 +145,7 @@ def _judged(task: Task, ran: Transcript) -> Judged:
     return Judged(
         ran.answers,
         task.is_right(ran.answers),
+        coverage=task.coverage(ran.answers),
         num_encoded=sum(step.message.num_prefilled for step in ran.steps),
         ttft=fmean(ttfts) if ttfts else None,
     )

@@ -114,9 +114,16 @@ def _adapters_json(judged: Sequence[JudgedSet]) -> list[dict[str, Any]]:
     ]
 
 
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What is by role, as text."""
+    return {
+        key: json.dumps(value) if isinstance(value, dict) else value for key, value in row.items()
+    }
+
+
 def _csv(evaluation: Mapping[str, Any]) -> str:
     rows = [
-        {"set": one["name"], "workflow": one["workflow"], **row}
+        {"set": one["name"], "workflow": one["workflow"], **_flat(row)}
         for one in evaluation["sets"]
         for row in one["rows"]
     ]

@@ -7,11 +7,12 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.workflows.problems import Problem
-from vllm_choreo.workflows.problems.grading import is_correct
+from vllm_choreo.workflows.problems.grading import coverage, is_correct
 from vllm_choreo.workflows.record.transcript import Transcript
 
 _MAX_SHOWN = 4  # of the ways to write an answer
@@ -43,11 +44,27 @@ class Task:
         """Whether most of the answers are right, on each problem; None if nobody knows."""
         if not self.problems:
             return None
-        return all(
-            2 * sum(is_correct(problem.kind, text, problem.answers) for text in answers)
-            > len(answers)
+        return all(_most_right(problem, answers) for problem in self.problems)
+
+    def coverage(self, answers: Sequence[str]) -> float | None:
+        """How much of what is asked for the answers hold, from 0 to 1; None if nobody knows.
+
+        Of several problems the share that most answers have right; of concepts the share that
+        occurs, in the mean of the answers.
+        """
+        if not self.problems or not answers:
+            return None
+        return fmean(
+            fmean(coverage(text, problem.answers) for text in answers)
+            if problem.kind == "concepts"
+            else _most_right(problem, answers)
             for problem in self.problems
         )
+
+
+def _most_right(problem: Problem, answers: Sequence[str]) -> bool:
+    right = sum(is_correct(problem.kind, text, problem.answers) for text in answers)
+    return 2 * right > len(answers)
 
 
 def _expected(problem: Problem) -> str:
