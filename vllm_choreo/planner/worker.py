@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
-from vllm_choreo.errors import ChoreoError
+from vllm_choreo.api.parallel import results_of
 from vllm_choreo.semantics.message import Message
 
 # Moving an answer has a fixed cost, encoding it grows with its tokens. Where they meet is assumed,
@@ -226,29 +226,14 @@ class FacadeWorker:
         for kind in ("prefill", "decode"):
             asked = [one for one in wave if one.kind == kind and not one.future.done()]
             if asked:
-                for one, result in zip(asked, self._results(kind, asked), strict=True):
+                calls, make = [one.call for one in asked], getattr(self._facade, kind)
+                for one, result in zip(asked, results_of(make, calls, Exception), strict=True):
                     if one.future.done():  # whoever asked has given up
                         continue
                     if isinstance(result, BaseException):
                         one.future.set_exception(result)
                     else:
                         one.future.set_result(result)
-
-    def _results(self, kind: str, asked: Sequence[_Asked]) -> Sequence[Any]:
-        """What each call came to: its message, or its error."""
-        try:
-            results: Sequence[Any] = getattr(self._facade, kind)([one.call for one in asked])
-            return results
-        except ChoreoError as error:
-            if error.results:
-                return error.results
-            if len(asked) == 1:
-                return [error]
-        except Exception as error:
-            if len(asked) == 1:
-                return [error]
-        # One of them is refused, so none was run: each by itself, for the sake of the others.
-        return [self._results(kind, [one])[0] for one in asked]
 
 
 def answer_of(message: Any, sampling: Mapping[str, Any]) -> Answer:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from vllm_choreo.api.parallel import results_of
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import is_list_of_calls
@@ -129,16 +130,12 @@ def _serve(c: Facade, inbox: SimpleQueue[_Asked | None], num_running: int) -> No
 def _answer(c: Facade, waiting: Sequence[_Asked]) -> None:
     for kind in dict.fromkeys(asked.kind for asked in waiting):
         of_kind = [asked for asked in waiting if asked.kind == kind]
-        try:
-            results = _called(c, kind, of_kind)
-        except ChoreoError as error:
-            if not error.results and len(of_kind) > 1:
-                # Refused before any ran: one is at fault, and the others are not to end with it.
-                for asked in of_kind:
-                    _answer(c, [asked])
-                continue
-            results = error.results or [error]
-        _tell(of_kind, results)
+        items = [item for asked in of_kind for item in asked.items]
+        if kind == "free":
+            c.free(*items)
+            _tell(of_kind, items)
+        else:
+            _tell(of_kind, results_of(getattr(c, kind), items))
 
 
 def _tell(waiting: Sequence[_Asked], results: Sequence[Any]) -> None:
@@ -152,15 +149,6 @@ def _tell(waiting: Sequence[_Asked], results: Sequence[Any]) -> None:
             asked.answer.set_exception(errors[0])
         else:
             asked.answer.set_result(part)
-
-
-def _called(c: Facade, kind: str, waiting: Sequence[_Asked]) -> Sequence[Any]:
-    items = [item for asked in waiting for item in asked.items]
-    if kind == "free":
-        c.free(*items)
-        return items
-    made: Sequence[Any] = c.prefill(items) if kind == "prefill" else c.decode(items)
-    return made
 
 
 if TYPE_CHECKING:

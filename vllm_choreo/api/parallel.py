@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A parallel list of calls whose callers have nothing to do with one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_choreo.errors import ChoreoError
+
+
+def results_of(
+    make: Callable[[list[Any]], Sequence[Any]],
+    calls: Sequence[Any],
+    errors: type[Exception] = ChoreoError,
+) -> Sequence[Any]:
+    """The message of each call, or the error with which it failed.
+
+    Args:
+        make: `decode` or `prefill` of a facade.
+        calls: at least one dict.
+        errors: those that are one call's, and not the caller's.
+    """
+    try:
+        return make(list(calls))
+    except errors as error:
+        if found := getattr(error, "results", None):
+            return list(found)
+        if len(calls) == 1:
+            return [error]
+    # One of them is refused, so none was run: each by itself, for the sake of the others.
+    return [results_of(make, [call], errors)[0] for call in calls]
