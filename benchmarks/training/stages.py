@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# What is recorded for a task; greedily, as it is judged.
+# What is recorded for a task; greedily, as it is judged, unless it says otherwise.
 TASKS: dict[str, tuple[str, ...]] = {
     "key_values": ("document_qa", "--set", "key_values"),
     "sentence_facts": ("document_qa", "--set", "sentence_facts"),
@@ -24,6 +24,12 @@ TASKS: dict[str, tuple[str, ...]] = {
     "fact_pairs": ("document_qa", "--set", "fact_pairs"),
     "list_pairs": ("document_qa", "--set", "list_pairs"),
     "multi_qa": ("multi_qa", "--set", "stated_numbers"),
+    "stories": ("branch_solve_merge", "--max-tokens", "64"),
+    # Candidates differ by chance alone; a vote is a blank and a number.
+    "votes": (
+        *("tree_of_thoughts", "--candidates", "4", "--voters", "2", "--max-tokens", "40"),
+        *("--short-tokens", "2", "--temperature", "0.7"),
+    ),
 }
 # As docs/training.md has it for the small test model.
 TRAINING = (
@@ -43,12 +49,9 @@ def adapter_name(task: str, placement: str) -> str:
 def record(work: Path, task: str, num_problems: int) -> Path:
     """The recording of a task."""
     out = work / task
-    _once(
-        out,
-        "record",
-        *TASKS[task],
-        *("--limit", str(num_problems), "--temperature", "0", "--shares", *_SHARES),
-    )
+    workflow, *own = TASKS[task]
+    limit = ("--limit", str(num_problems))
+    _once(out, "record", workflow, *limit, "--temperature", "0", "--shares", *_SHARES, *own)
     return out
 
 

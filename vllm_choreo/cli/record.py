@@ -122,6 +122,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """What all runs have in common. More of them may be added later, so not how many there are."""
     names = ["workflow", "seed", "temperature", "max_tokens", "logprobs"]
     names += [name for name in ("set", *OPTIONS.get(args.workflow, {})) if hasattr(args, name)]
+    names += ["short_tokens"] if args.short_tokens else []
     settings = {name: getattr(args, name) for name in names}
     data = getattr(args, "data", None)
     return {**settings, "data": None if data is None else data.name}

@@ -47,7 +47,7 @@ def sets_of(args: argparse.Namespace) -> list[HeldOutSet]:
             "what shall be judged? Give folders of `vllm-choreo record`, or --workflow (and --data)"
         )
     if args.recorded:
-        for name in ("set", "data", "seed", "max_tokens"):
+        for name in ("set", "data", "seed", "max_tokens", "short_tokens"):
             if getattr(args, name) is not None:
                 raise ChoreoError(
                     f"a recording has its own problems: leave out --{name.replace('_', '-')}"

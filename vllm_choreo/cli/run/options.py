@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.cli.run.engine import DEFAULT_MAX_MODEL_LEN
-from vllm_choreo.cli.run.sets import DEFAULT_MAX_TOKENS, SETS
+from vllm_choreo.cli.run.sets import DEFAULT_MAX_TOKENS, DEFAULT_SHORT_TOKENS, SETS
 from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.repair.session_rules import names_file, session_rule
 from vllm_choreo.semantics.call import MODES
@@ -203,6 +203,13 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float | None, def
         type=positive,
         metavar="N",
         help=f"of one answer (default: {DEFAULT_MAX_TOKENS}, or as the problems need)",
+    )
+    add(
+        "--short-tokens",
+        type=positive,
+        metavar="N",
+        help="of a vote, a verdict or a decision (default: as an answer, at most "
+        f"{DEFAULT_SHORT_TOKENS})",
     )
     add(
         "--temperature",

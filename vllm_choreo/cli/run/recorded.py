@@ -45,7 +45,7 @@ def recorded_tasks(args: argparse.Namespace) -> list[Task]:
             there are arguments that a replay takes from its transcript.
     """
     own = OPTIONS.get(args.workflow, {})
-    for name in ("data", "limit", "seed", "max_tokens", "temperature", *own):
+    for name in ("data", "limit", "seed", "max_tokens", "short_tokens", "temperature", *own):
         if getattr(args, name, None) is not None:
             raise ChoreoError(
                 f"the inputs of a replay are those of its transcript: leave out "

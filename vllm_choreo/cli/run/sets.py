@@ -23,6 +23,7 @@ from vllm_choreo.workflows.problems import (
 )
 
 DEFAULT_MAX_TOKENS = 128
+DEFAULT_SHORT_TOKENS = 16  # of calls that need to say one word only, as votes and decisions
 
 
 class ProblemSet(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 from vllm_choreo.cli.run.engine import LocalEngine, Server
 from vllm_choreo.cli.run.options import OPTIONS
 from vllm_choreo.cli.run.recorded import recorded_tasks
-from vllm_choreo.cli.run.sets import DEFAULT_MAX_TOKENS, SETS, ProblemSet
+from vllm_choreo.cli.run.sets import DEFAULT_MAX_TOKENS, DEFAULT_SHORT_TOKENS, SETS, ProblemSet
 from vllm_choreo.cli.run.task import Task, unreadable
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.workflows.problems import DataError, Problem, load_jsonl
@@ -18,8 +18,6 @@ from vllm_choreo.workflows.problems import DataError, Problem, load_jsonl
 DEFAULT_LIMIT = 3
 # Where calls ask the same, they must not all say the same; elsewhere the likeliest answer is best.
 DEFAULT_TEMPERATURE = {"tree_of_thoughts": 0.7, "parallel_debate": 0.7}
-# Of calls that need to say one word only, as votes and decisions.
-SHORT_TOKENS = 16
 
 _SHORT = {
     "tree_of_thoughts": "vote_params",
@@ -140,7 +138,8 @@ def _sampling(args: argparse.Namespace, number: int) -> dict[str, Any]:
         settings["logprobs"] = args.logprobs
     sampling = {"sampling_params": params(max_tokens=max_tokens, **settings)}
     if args.workflow in _SHORT:
-        short = params(max_tokens=min(max_tokens, SHORT_TOKENS), **settings)
+        num_short = args.short_tokens or min(max_tokens, DEFAULT_SHORT_TOKENS)
+        short = params(max_tokens=num_short, **settings)
         sampling[_SHORT[args.workflow]] = short
     return sampling
 
