@@ -17,7 +17,7 @@ from benchmarks.planner.rivals.ways import (
     operator_by_operator,
     query_by_query,
 )
-from benchmarks.planner.rivals.workloads import NAMES, workloads
+from benchmarks.planner.rivals.workloads import NAMES, trading_days, workload
 from tests.planner.facades import AsyncDigestFacade
 from vllm_choreo.planner import FacadeWorker, naive
 
@@ -32,7 +32,7 @@ RUNNERS: dict[str, Runner] = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rivals_say_what_the_naive_run_says(name: str) -> None:
-    compiled = workloads(2, 4, 20)[name]
+    compiled = workload(name, 2, 4, 20).batch
     expected = naive(compiled, AsyncDigestFacade("baseline"))
     outputs = compiled.graph.outputs
     num_calls = set()
@@ -44,6 +44,14 @@ def test_rivals_say_what_the_naive_run_says(name: str) -> None:
         assert single == list(expected), way
         num_calls.add(len(text.answers))
     assert len(num_calls) == 1, "each runs the same calls"
+
+
+def test_half_of_what_analysts_read_is_the_same_the_day_before() -> None:
+    one = trading_days(3, 4, 20, traders=2, rounds=2)
+    assert one.before is not None
+    same = [name for name, texts in one.batch.inputs.items() if texts == one.before.inputs[name]]
+    names = {one.batch.graph.nodes[number].name for number in same}
+    assert names == {"ticker", "social", "fundamentals"}
 
 
 def test_shared_prefixes() -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makespan of the paper's workflows: plans against other ways to run the same calls.
 
-    python -m benchmarks.planner.rivals --workflow trading --queries 4 --turns 3
+    python -m benchmarks.planner.rivals --workflow trading --queries 4 --turns 3 [--ablations]
+    python -m benchmarks.planner.rivals --sweep
 
 All ways run on one engine, in turn, with an empty cache before each; answers have a fixed length,
-and those of exact ways are compared token by token.
+and those of exact ways are compared token by token. Before trading, the day before is run, untimed.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness.engine import BLOCK_SIZE, set_environment
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.turns import in_turn
-from benchmarks.planner.rivals.page import BARS, reached, section
-from benchmarks.planner.rivals.ways import ABLATIONS, WAYS
-from benchmarks.planner.rivals.workloads import NAMES, workloads
+from benchmarks.planner.rivals.page import BARS, NAME, SWEEP, reached, section
+from benchmarks.planner.rivals.ways import ABLATIONS, SWEPT, WAYS
+from benchmarks.planner.rivals.workloads import NAMES, Workload, trading_days, workload
 
 
 def main() -> int:
@@ -29,6 +31,8 @@ def main() -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # calls overlap in an engine of its own
     rows = asyncio.run(compare(args))
     print(section())
+    if args.sweep:
+        return 0
     return int(any(found < BARS[bar] for bar, found in reached(rows).items()))
 
 
@@ -39,7 +43,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--answer-tokens", type=int, default=24)
     parser.add_argument("--words", type=int, default=150, help="of a context or document")
-    parser.add_argument("--ablations", action="store_true", help="plans that lack something, too")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--ablations", action="store_true", help="plans that lack something, too")
+    what.add_argument("--sweep", action="store_true", help="trading in several sizes, few ways")
     return parser.parse_args()
 
 
@@ -62,30 +68,42 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     llm = AsyncLLM.from_engine_args(arguments)
     rows: list[dict[str, Any]] = []
     try:
-        for name in args.workflow or NAMES:
-            compiled = workloads(args.queries, args.answer_tokens, args.words)[name]
-            rows += await _workflow(llm, name, compiled, args)
-            write_csv("planner_rivals", rows, **record())
+        for name, one in asked_for(args).items():
+            ways = [way for way in WAYS if args.ablations or way not in ABLATIONS]
+            rows += await _workload(llm, name, one, SWEPT if args.sweep else ways, args.turns)
+            write_csv(SWEEP if args.sweep else NAME, rows, **record())
     finally:
         llm.shutdown()
     return rows
 
 
-async def _workflow(
-    llm: Any, name: str, compiled: Any, args: argparse.Namespace
+def asked_for(args: argparse.Namespace) -> dict[str, Workload]:
+    """By name; of a sweep, those that differ from trading in one thing."""
+    sizes = (args.queries, args.answer_tokens, args.words)
+    if not args.sweep:
+        return {name: workload(name, *sizes) for name in args.workflow or NAMES}
+    found = {"as it is": trading_days(*sizes)}
+    for queries in (args.queries // 2, 2 * args.queries):
+        found[f"{queries} queries"] = trading_days(queries, *sizes[1:])
+    found |= {f"{count} traders": trading_days(*sizes, traders=count) for count in (1, 6)}
+    return found | {f"{count} rounds": trading_days(*sizes, rounds=count) for count in (2, 3)}
+
+
+async def _workload(
+    llm: Any, name: str, one: Workload, ways: Sequence[str], num_turns: int
 ) -> list[dict[str, Any]]:
-    ways = [way for way in WAYS if args.ablations or way not in ABLATIONS]
     rows, expected = [], None
-    for turn in range(args.turns):
+    for turn in range(num_turns):
         for way in in_turn(ways, turn):
             await llm.reset_prefix_cache()
-            ran = await WAYS[way](llm, compiled)
+            ran = await WAYS[way](llm, one)
             if "choreographed" not in way and way not in ABLATIONS:
                 expected = expected or ran.results
                 if ran.results != expected:
                     raise SystemExit(f"{name}: {way} says something else than the others")
             numbers = {"seconds": round(ran.seconds, 3), "calls": ran.num_calls}
-            row = {"workflow": name, "way": way, "turn": turn, **numbers, "encoded": ran.encoded}
+            numbers |= {"prompt": ran.prompt, "encoded": ran.encoded}
+            row = {"workflow": name, "way": way, "turn": turn, **numbers}
             print(row, flush=True)
             rows.append(row)
     return rows

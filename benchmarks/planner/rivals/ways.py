@@ -24,22 +24,31 @@ from typing import Any
 
 from benchmarks.planner.rivals.state_graph import langgraph
 from benchmarks.planner.rivals.text import WIDTH, Text
-from vllm_choreo.planner import CompiledGraph, FacadeWorker, Planner
+from benchmarks.planner.rivals.workloads import Workload
+from vllm_choreo.planner import AnswerCache, FacadeWorker, Planner
 from vllm_choreo.planner.nodes import Node
-from vllm_choreo.planner.run_stats import RunStats
 
 
 @dataclass
 class Ran:
-    """A way that was run: its results, seconds, and tokens."""
+    """A way that was run.
+
+    Attributes:
+        results: of the queries.
+        seconds: of the batch alone.
+        num_calls: that workers answered.
+        prompt: tokens of all prompts.
+        encoded: those of them, and of messages for them, that were encoded.
+    """
 
     results: list[Any]
     seconds: float
     num_calls: int
+    prompt: int
     encoded: int
 
 
-Way = Callable[[Any, CompiledGraph], Awaitable[Ran]]
+Way = Callable[[Any, Workload], Awaitable[Ran]]
 
 
 # -- rivals --------------------------------------------------------------------------------------
@@ -48,19 +57,26 @@ Way = Callable[[Any, CompiledGraph], Awaitable[Ran]]
 Runner = Callable[[Text], Awaitable[list[dict[int, Any]]]]
 
 
-async def as_text(llm: Any, compiled: CompiledGraph, runner: Runner) -> Ran:
-    """A rival: `runner` makes the values of all operators, query by query."""
+async def as_text(llm: Any, workload: Workload, runner: Runner) -> Ran:
+    """A rival: `runner` makes the values of all operators, query by query.
+
+    What was run the day before is in vLLM's prefix cache, as far as there is room.
+    """
     from vllm_choreo import AsyncChoreography
 
-    begun = time.perf_counter()
     async with AsyncChoreography(llm, mode="baseline") as c:
-        text = Text(FacadeWorker(c, width=WIDTH), compiled)
+        worker = FacadeWorker(c, width=WIDTH)
+        if workload.before is not None:
+            await runner(Text(worker, workload.before))
+        begun = time.perf_counter()
+        text = Text(worker, workload.batch)
         values = await runner(text)
-    seconds = time.perf_counter() - begun
-    outputs = compiled.graph.outputs
+        seconds = time.perf_counter() - begun
+    outputs = workload.batch.graph.outputs
     results = [_result({name: of[node] for name, node in outputs.items()}) for of in values]
-    encoded = sum(answer.num_prompt - answer.reused for answer in text.answers)
-    return Ran(results, seconds, len(text.answers), encoded)
+    prompt = sum(answer.num_prompt for answer in text.answers)
+    encoded = prompt - sum(answer.reused for answer in text.answers)
+    return Ran(results, seconds, len(text.answers), prompt, encoded)
 
 
 async def query_by_query(text: Text) -> list[dict[int, Any]]:
@@ -143,21 +159,32 @@ def num_shared(one: str, other: str) -> int:
 # -- plans ---------------------------------------------------------------------------------------
 
 
-async def planned(llm: Any, compiled: CompiledGraph, mode: str, **options: Any) -> Ran:
-    """The planner, with messages or as text."""
+async def planned(
+    llm: Any, workload: Workload, mode: str, *, caches: bool = True, **options: Any
+) -> Ran:
+    """The planner, with messages or as text.
+
+    Args:
+        caches: answers of the day before are fetched where nothing has changed.
+    """
     from vllm_choreo import AsyncChoreography
 
-    begun, stats = time.perf_counter(), RunStats()
     async with AsyncChoreography(llm, mode=mode) as c:
+        if caches and workload.before is not None:
+            options["cache"] = AnswerCache()
         planner = Planner(FacadeWorker(c, width=WIDTH), **options)
-        for node in compiled.graph.nodes:  # as a profile would have it: lengths are fixed here
+        for (
+            node
+        ) in workload.batch.graph.nodes:  # as a profile would have it: lengths are fixed here
             if node.kind == "llm":
                 planner.profile.add(node.name, float(node.attrs["sampling"]["max_tokens"]))
-        result = await planner.ainvoke(compiled)
-        stats.num_calls += result.stats.num_calls
-        stats.num_encoded += result.stats.num_encoded
+        if workload.before is not None:
+            await planner.ainvoke(workload.before)
+        begun = time.perf_counter()
+        result = await planner.ainvoke(workload.batch)
         seconds = time.perf_counter() - begun
-    return Ran(list(result), seconds, stats.num_calls, stats.num_encoded)
+    stats = result.stats
+    return Ran(list(result), seconds, stats.num_calls, stats.num_prompt, stats.num_encoded)
 
 
 def _result(values: dict[str, Any]) -> Any:
@@ -181,8 +208,10 @@ PLANS: dict[str, Way] = {
 # What the choreographed plan takes without one of its parts.
 ABLATIONS: dict[str, Way] = {
     "without warming": partial(_CHOREO, warm=False),
+    "without the answer cache": partial(_CHOREO, caches=False),
     "without merging": partial(_CHOREO, merge=False),
     "without a schedule": partial(_CHOREO, schedule=False),
     "without message reuse": partial(_CHOREO, reuse=False),
 }
 WAYS = {**RIVALS, **PLANS, **ABLATIONS}
+SWEPT = ("LangGraph", "plan, exact, messages", "plan, choreographed")
