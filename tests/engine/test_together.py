@@ -80,6 +80,18 @@ def test_who_fails_fails_alone(llm: Any) -> None:
     assert isinstance(too_long, ChoreoError)
 
 
+def test_what_cannot_be_freed_is_told_to_whom_it_concerns(llm: Any) -> None:
+    def frees_twice(c: Any) -> None:
+        document = c.prefill("Gone.")
+        c.free(document)
+        c.decode("Then:", parents=[document], sampling_params=_SAMPLING)
+
+    with Choreography(llm) as c:
+        alone = _program(c, 1)
+        failed, fine = run_together(c, [frees_twice, partial(_program, number=1)])
+    assert isinstance(failed, ChoreoError) and fine == alone
+
+
 def test_another_error_ends_all(llm: Any) -> None:
     """And no thread is left waiting."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -131,11 +132,13 @@ def _answer(c: Facade, waiting: Sequence[_Asked]) -> None:
     for kind in dict.fromkeys(asked.kind for asked in waiting):
         of_kind = [asked for asked in waiting if asked.kind == kind]
         items = [item for asked in of_kind for item in asked.items]
-        if kind == "free":
-            c.free(*items)
-            _tell(of_kind, items)
-        else:
-            _tell(of_kind, results_of(getattr(c, kind), items))
+        make = partial(_freed, c) if kind == "free" else getattr(c, kind)
+        _tell(of_kind, results_of(make, items))
+
+
+def _freed(c: Facade, messages: Sequence[Any]) -> Sequence[Any]:
+    c.free(*messages)
+    return messages
 
 
 def _tell(waiting: Sequence[_Asked], results: Sequence[Any]) -> None:
