@@ -57,7 +57,7 @@ async def _measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     try:
         async with AsyncChoreography(engines[0]) as one, AsyncChoreography(engines[1]) as two:
             home, reader = FacadeWorker(one), FacadeWorker(two)
-            words = _Words(await engines[0].get_tokenizer())
+            words = _Words(engines[0].get_tokenizer())
             await _turn(home, reader, words.text(64), 0)  # first calls of a process are slow
             for tokens in args.tokens:
                 for turn in range(args.turns):

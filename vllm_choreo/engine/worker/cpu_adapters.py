@@ -18,8 +18,8 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 # Those of a step that wear one adapter; a slice where they lie together.
 Rows: TypeAlias = slice | torch.Tensor
 
-# Products of fewer rows sum in another order. What a message is encoded to is not to depend, not by
-# a bit, on how many of its tokens a twin had already.
+# Products of fewer rows sum in another order (measured with MKL). What a message is encoded to is
+# not to depend on how many of its tokens a twin had already.
 _MIN_ROWS = 16
 
 
