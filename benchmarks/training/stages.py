@@ -91,7 +91,7 @@ def evaluate(
     work: Path, recorded: Path, adapters: Sequence[Path], controls: Sequence[Path] = ()
 ) -> list[dict[str, Any]]:
     """One row per arm on the problems that a recording has kept back."""
-    out = work / f"on-{recorded.name}-{len(adapters) + len(controls)}"
+    out = work / f"on-{recorded.name}-{len(adapters)}{'-direct' if controls else ''}"
     worn = [word for adapter in adapters for word in ("--adapter", str(adapter))]
     worn += [word for adapter in controls for word in ("--direct", str(adapter))]
     _once(out, "evaluate", str(recorded), *worn, "--together", str(_TOGETHER))

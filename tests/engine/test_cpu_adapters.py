@@ -32,7 +32,9 @@ def wrapper_of(ids: list[int], is_prefill: bool) -> ChoreoPunicaWrapperCPU:
         pytest.param([11, 0, 12, 11, 0, 13, 12, 11], id="mixed"),
     ],
 )
-def test_each_row_gets_the_products_of_its_adapter(ids, is_prefill, dtype) -> None:
+def test_each_row_gets_the_products_of_its_adapter(
+    ids: list[int], is_prefill: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(len(ids))
     a = [torch.randn(NUM_ADAPTERS, 1, RANK, FEATURES, dtype=dtype) for _ in SLICES]
     b = [torch.randn(NUM_ADAPTERS, 1, size, RANK, dtype=dtype) for size in SLICES]

@@ -81,15 +81,26 @@ def test_who_fails_fails_alone(llm: Any) -> None:
 
 
 def test_what_cannot_be_freed_is_told_to_whom_it_concerns(llm: Any) -> None:
+    """Also where another one frees at the same time."""
+
     def frees_twice(c: Any) -> None:
         document = c.prefill("Gone.")
         c.free(document)
-        c.decode("Then:", parents=[document], sampling_params=_SAMPLING)
+        c.free(document)
+
+    def frees_once(c: Any) -> str:
+        document = c.prefill("Here.")
+        c.prefill("There.")
+        c.free(document)
+        return "freed"
 
     with Choreography(llm) as c:
         alone = _program(c, 1)
-        failed, fine = run_together(c, [frees_twice, partial(_program, number=1)])
-    assert isinstance(failed, ChoreoError) and fine == alone
+        failed, freed, fine = run_together(
+            c, [frees_twice, frees_once, partial(_program, number=1)]
+        )
+    assert isinstance(failed, ChoreoError) and "was freed" in str(failed)
+    assert freed == "freed" and fine == alone
 
 
 def test_another_error_ends_all(llm: Any) -> None:

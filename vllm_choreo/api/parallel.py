@@ -14,12 +14,15 @@ def results_of(
     calls: Sequence[Any],
     errors: type[Exception] = ChoreoError,
 ) -> Sequence[Any]:
-    """The message of each call, or the error with which it failed.
+    """What each call came to: its message, or the error with which it failed.
 
     Args:
-        make: `decode` or `prefill` of a facade.
-        calls: at least one dict.
-        errors: those that are one call's, and not the caller's.
+        make: `decode`, `prefill` or the like of a facade: takes a list, returns one.
+        calls: its items, in order.
+        errors: what one call may end with; all others are raised.
+
+    Returns:
+        One entry per call, in order.
     """
     try:
         return make(list(calls))

@@ -74,10 +74,11 @@ async def _measured(args: argparse.Namespace) -> list[dict[str, Any]]:
 async def _turn(home: Any, reader: Any, text: str, turn: int) -> dict[str, float]:
     """Seconds of each way. Raises SystemExit: they differ in what is said."""
     written = await home.prefill(text, (), False)
+    taken: list[Any] = []
 
     async def moved() -> Any:
-        message = await reader.take(await home.give(written))
-        return await reader.decode(_HEADER, [message], False, _SAMPLING)
+        taken.append(await reader.take(await home.give(written)))
+        return await reader.decode(_HEADER, taken, False, _SAMPLING)
 
     async def encoded() -> Any:
         return await reader.decode(text + _HEADER, (), False, _SAMPLING)
@@ -90,6 +91,8 @@ async def _turn(home: Any, reader: Any, text: str, turn: int) -> dict[str, float
         found[way] = time.perf_counter() - begun
         said.add(answer.text)
         await reader.free(answer.messages())
+    await reader.free(taken)
+    await home.free([written])
     if len(said) > 1:
         raise SystemExit(f"moved and encoded again, the next token differs: {said}")
     return found

@@ -37,8 +37,7 @@ def section() -> str:
         return ""
     lines = []
     for tokens in dict.fromkeys(int(row["tokens"]) for row in rows):
-        found = {way: seconds(rows, tokens, way) for way in (MOVED, ENCODED)}
-        times = [[1000 * one for one in found[way]] for way in (MOVED, ENCODED)]
+        times = [[1000 * s for s in seconds(rows, tokens, way)] for way in (MOVED, ENCODED)]
         cells = [with_spread(one) for one in times]
         lines.append([tokens, *cells, f"{median(times[1]) / median(times[0]):.2f}×"])
     least = break_even(rows)

@@ -46,7 +46,10 @@ def _arguments() -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--ablations", action="store_true", help="plans that lack something, too")
     what.add_argument("--sweep", action="store_true", help="trading in several sizes, few ways")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.sweep and args.workflow:
+        parser.error("the sweep is of trading: leave out --workflow")
+    return args
 
 
 async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -83,7 +86,7 @@ def asked_for(args: argparse.Namespace) -> dict[str, Workload]:
     if not args.sweep:
         return {name: workload(name, *sizes) for name in args.workflow or NAMES}
     found = {"as it is": trading_days(*sizes)}
-    for queries in (args.queries // 2, 2 * args.queries):
+    for queries in (max(args.queries // 2, 1), 2 * args.queries):
         found[f"{queries} queries"] = trading_days(queries, *sizes[1:])
     found |= {f"{count} traders": trading_days(*sizes, traders=count) for count in (1, 6)}
     return found | {f"{count} rounds": trading_days(*sizes, rounds=count) for count in (2, 3)}

@@ -173,9 +173,8 @@ async def planned(
         if caches and workload.before is not None:
             options["cache"] = AnswerCache()
         planner = Planner(FacadeWorker(c, width=WIDTH), **options)
-        for (
-            node
-        ) in workload.batch.graph.nodes:  # as a profile would have it: lengths are fixed here
+        # As a profile would have it: lengths are fixed here.
+        for node in workload.batch.graph.nodes:
             if node.kind == "llm":
                 planner.profile.add(node.name, float(node.attrs["sampling"]["max_tokens"]))
         if workload.before is not None:

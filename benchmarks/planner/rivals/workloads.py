@@ -27,9 +27,8 @@ _ROLES = [
         *("a farmer", "an insurer"),
     )
 ]
-PATTERNS = ("map_reduce", "debate", "reflection", "iterative", "parallel")
-NAMES = (*PATTERNS, "trading")
-# What two of the four analysts of a stock read is the same on the second day.
+NAMES = ("map_reduce", "debate", "reflection", "iterative", "parallel", "trading")
+# What these analysts of a stock read; the other two read the same on both days.
 _NEW_EVERY_DAY = ("market", "news")
 
 

@@ -26,7 +26,7 @@ _MIN_ROWS = 16
 class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
     """vLLM's products with adapters, for rows that may have none."""
 
-    _worn: list[tuple[int, Rows]]
+    _worn: list[tuple[int, Rows]]  # of the step: the place of each adapter, and who wears it
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         super().update_metadata(*args, **kwargs)
