@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=660, help="of a task; a third is kept back")
     several: dict[str, Any] = {"nargs": "+", "choices": names, "default": [], "metavar": "NAME"}
     parser.add_argument("--mixture", **several, help="tasks of one more adapter, for all of them")
+    parser.add_argument("--longer", **several, help="tasks of a writer of two epochs, too")
     parser.add_argument(
         "--controls", **several, help="tasks that one direct call is trained to answer as the text"
     )
@@ -52,12 +53,20 @@ def main() -> int:
     if args.mixture:
         mixture = stages.mixture(args.work, args.mixture)
         adapters.append(stages.train(args.work, mixture, _TRANSFERRED))
+    longer = {
+        task: stages.train(args.work, recorded[task], _TRANSFERRED, 2) for task in args.longer
+    }
     controls = {task: stages.control(args.work, recorded[task]) for task in args.controls}
-    minutes = {path.name: round(stages.seconds(path) / 60, 1) for path in adapters}
+    minutes = {
+        path.name: round(stages.seconds(path) / 60, 1) for path in [*adapters, *longer.values()]
+    }
     for task in judged:
         worn = [path for path in adapters if _is_tried(path.name, task)]
         direct = [controls[task]] if task in controls else []
         rows = stages.evaluate(args.work, recorded[task], worn, direct)
+        if twice := longer.get(task):
+            found = stages.evaluate(args.work, recorded[task], [twice])
+            rows += [row for row in found if row["arm"] == twice.name]
         told = [{**row, "minutes": minutes.get(row["arm"], ""), **record()} for row in rows]
         write_csv(NAME, stages.merged(read_csv(NAME), told))
     print(section())

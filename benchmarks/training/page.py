@@ -50,7 +50,7 @@ def is_won_back(row: Row) -> bool:
 def _table(rows: list[Row], name: str) -> str:
     lines: list[list[Any]] = []
     for row in rows:
-        own = row["arm"].rpartition("-")[0] == name
+        own = row["arm"].startswith(f"{name}-")
         arm = f"**{row['arm']}**" if own else row["arm"]
         ends = (row[f"accuracy{end}"] for end in ("", "_low", "_high"))
         right, low, high = (f"{100 * float(end):.0f}" for end in ends)
@@ -78,10 +78,11 @@ def _verdict(rows: list[dict[str, str]], sets: list[str]) -> str:
     """On which tasks their own adapters win everything back."""
     said = []
     for placement in ("writer", "reader", "both"):
-        own = [row for row in rows if row["arm"] == f"{row['set']}-{placement}"]
-        won = [row["set"] for row in own if is_won_back(row)]
+        own = [row for row in rows if row["arm"].startswith(f"{row['set']}-{placement}")]
+        tried = dict.fromkeys(row["set"] for row in own)
+        won = dict.fromkeys(row["set"] for row in own if is_won_back(row))
         if own:
-            said.append(f"{placement}: {len(won)} of {len(own)} ({', '.join(won) or 'none'})")
+            said.append(f"{placement}: {len(won)} of {len(tried)} ({', '.join(won) or 'none'})")
     return (
         "Tasks on which an adapter of their own answers no worse than the text (p ≥ 0.05, or not "
         "fewer) and leaves a quarter of the distance at most: " + "; ".join(said) + "."

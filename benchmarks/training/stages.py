@@ -32,18 +32,15 @@ TASKS: dict[str, tuple[str, ...]] = {
     ),
 }
 # As docs/training.md has it for the small test model.
-TRAINING = (
-    *("--rank", "16", "--learning-rate", "1e-3", "--epochs", "1", "--dropout", "0"),
-    *("--evaluations", "2"),
-)
+TRAINING = (*("--rank", "16", "--learning-rate", "1e-3", "--dropout", "0", "--evaluations", "2"),)
 _SHARES = ("0.64", "0.04", "0.32")  # train, development, test
 _TOGETHER = 8  # problems judged side by side
 _DONE = "seconds.json"
 
 
-def adapter_name(task: str, placement: str) -> str:
+def adapter_name(task: str, placement: str, epochs: int = 1) -> str:
     """Of the folder of an adapter, and of its arm in an evaluation."""
-    return f"{task}-{placement}"
+    return f"{task}-{placement}" + (f"-{epochs}-epochs" if epochs > 1 else "")
 
 
 def record(work: Path, task: str, num_problems: int) -> Path:
@@ -71,10 +68,11 @@ def mixture(work: Path, tasks: Sequence[str]) -> Path:
     return out
 
 
-def train(work: Path, recorded: Path, placement: str) -> Path:
+def train(work: Path, recorded: Path, placement: str, epochs: int = 1) -> Path:
     """An adapter."""
-    out = work / adapter_name(recorded.name, placement)
-    _once(out, "train", str(recorded), "--placement", placement, *TRAINING)
+    out = work / adapter_name(recorded.name, placement, epochs)
+    length = ("--epochs", str(epochs))
+    _once(out, "train", str(recorded), "--placement", placement, *length, *TRAINING)
     return out
 
 
@@ -83,7 +81,9 @@ def control(work: Path, recorded: Path) -> Path:
     runs = work / f"{recorded.name}-as-direct"
     _once(runs, "distil", str(recorded))
     out = work / adapter_name(recorded.name, "direct")
-    _once(out, "train", str(runs), "--placement", "reader", "--loss", "ce", *TRAINING)
+    _once(
+        out, "train", str(runs), "--placement", "reader", "--loss", "ce", "--epochs", "1", *TRAINING
+    )
     return out
 
 
@@ -91,7 +91,8 @@ def evaluate(
     work: Path, recorded: Path, adapters: Sequence[Path], controls: Sequence[Path] = ()
 ) -> list[dict[str, Any]]:
     """One row per arm on the problems that a recording has kept back."""
-    out = work / f"on-{recorded.name}-{len(adapters)}{'-direct' if controls else ''}"
+    first = f"-{adapters[0].name}" if len(adapters) == 1 else ""
+    out = work / f"on-{recorded.name}-{len(adapters)}{first}{'-direct' if controls else ''}"
     worn = [word for adapter in adapters for word in ("--adapter", str(adapter))]
     worn += [word for adapter in controls for word in ("--direct", str(adapter))]
     _once(out, "evaluate", str(recorded), *worn, "--together", str(_TOGETHER))

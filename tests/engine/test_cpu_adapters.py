@@ -7,7 +7,11 @@ import pytest
 import torch
 from vllm.lora.layers import LoRAMapping
 
-from vllm_choreo.engine.worker.cpu_adapters import ChoreoPunicaWrapperCPU, rows_by_adapter
+from vllm_choreo.engine.worker.cpu_adapters import (
+    ChoreoPunicaWrapperCPU,
+    ranks,
+    rows_by_adapter,
+)
 
 SLICES = (24, 8, 8)
 RANK, FEATURES, NUM_ADAPTERS = 4, 32, 3
@@ -16,6 +20,7 @@ RANK, FEATURES, NUM_ADAPTERS = 4, 32, 3
 def wrapper_of(ids: list[int], is_prefill: bool) -> ChoreoPunicaWrapperCPU:
     """Told of a step whose rows wear these adapters; 0: none."""
     wrapper = ChoreoPunicaWrapperCPU(64, 16, "cpu")
+    wrapper.start()
     mapping = LoRAMapping(tuple(ids), tuple(ids), is_prefill=is_prefill)
     wrapper.update_metadata(mapping, [11, 12, 13], NUM_ADAPTERS, 100)
     return wrapper
@@ -83,7 +88,32 @@ def test_rows_that_lie_together_are_a_slice() -> None:
 
 def test_before_the_first_step_nobody_wears_any() -> None:
     wrapper = ChoreoPunicaWrapperCPU(64, 16, "cpu")
-    wrapper.group_rows()
+    wrapper.start()
     y = torch.zeros(2, 8)
     wrapper.add_lora_linear(y, torch.ones(2, 4), (), (), 1.0, ())
     assert not y.any()
+
+
+def test_what_training_has_not_touched_is_left_alone() -> None:
+    b = torch.zeros(NUM_ADAPTERS, 1, 6, RANK)
+    b[1, 0, 2, 1] = 3
+    b[2] = 1
+    assert ranks(b) == [0, 2, RANK]
+
+
+def test_an_adapter_that_takes_the_place_of_another_is_seen() -> None:
+    """Also of one that had not touched a layer, and when weights are loaded while serving."""
+    torch.manual_seed(3)
+    x, y = torch.randn(20, FEATURES), torch.zeros(20, 8)
+    a, b = torch.randn(NUM_ADAPTERS, 1, RANK, FEATURES), torch.zeros(NUM_ADAPTERS, 1, 8, RANK)
+    wrapper = wrapper_of([12] * 20, True)
+    wrapper.add_lora_linear(y, x, (a,), (b,), 1.0, (8,))
+    assert not y.any()
+    with torch.inference_mode():
+        b[1, 0, :, :2].copy_(torch.randn(8, 2))
+        wrapper.add_lora_linear(y, x, (a,), (b,), 1.0, (8,))
+    torch.testing.assert_close(y, x @ a[1, 0].T @ b[1, 0].T, rtol=1e-4, atol=1e-4)
+    b[1] = 0
+    before = y.clone()
+    wrapper.add_lora_linear(y, x, (a,), (b,), 1.0, (8,))
+    assert torch.equal(y, before)

@@ -77,7 +77,7 @@ def test_cells_are_arms_of_an_evaluation(llm: Any, adapters: list[Adapter]) -> N
     """Of the model's own messages: the same distance as of a reader adapter with such a rule."""
     problems, reader = _problems(), adapters[0].path
     pair = AdapterPair(None, reader, MODEL)
-    profiling = Profiling(llm, pair, problems, lambda: None)
+    profiling = Profiling(llm, pair, problems, int)
     choices = [PLAIN, ((1, 3),), ((0, 1), (2, 3)), ((0, NUM_LAYERS),)]
     profiling.replay(choices)
     for task, number in zip(problems.tasks, range(2), strict=True):
@@ -114,9 +114,7 @@ def test_what_one_adapter_wrote_is_what_the_other_reads(llm: Any, adapters: list
 
 
 def test_the_search_goes_from_coarse_to_fine(llm: Any, adapters: list[Adapter]) -> None:
-    profiling = Profiling(
-        llm, AdapterPair(None, adapters[1].path, MODEL), _problems(1), lambda: None
-    )
+    profiling = Profiling(llm, AdapterPair(None, adapters[1].path, MODEL), _problems(1), int)
     search(profiling, NUM_LAYERS)
     cells = {cell.layers: cell for cell in profiling.cells()}
     assert {((0, 1),), ((1, 3),), ((0, 3),)} <= cells.keys()
@@ -124,6 +122,24 @@ def test_the_search_goes_from_coarse_to_fine(llm: Any, adapters: list[Adapter]) 
     assert all(cell.accuracy is None for cell in cells.values()), "none was asked for answers"
     profiling.answer([PLAIN, ((0, 3),)])
     assert [row["arm"] for row in profiling.rows()] == ["text", "choreographed", "0–3"]
+
+
+def test_problems_side_by_side_are_those_one_after_the_other(
+    llm: Any, adapters: list[Adapter]
+) -> None:
+    """Also where they do not fill the last row of them."""
+    pair, layers = AdapterPair(adapters[0].path, adapters[1].path, MODEL), ((1, 3),)
+    counted: list[int] = []
+    apart, beside = (
+        Profiling(llm, pair, _problems(3), counted.append, num_together=num) for num in (1, 2)
+    )
+    for one in (apart, beside):
+        one.answer([PLAIN, layers])
+    assert counted == 6 * [1] + 2 * [2, 1] + 6 * [1] + 2 * [2, 1]  # begun and replayed; answered
+    for choice in (PLAIN, layers):
+        for one, other in zip(apart.answered[choice], beside.answered[choice], strict=True):
+            assert one.answers == other.answers
+            assert one.kl == pytest.approx(other.kl, rel=1e-3, abs=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +240,7 @@ def test_more_is_reused_when_calls_wait(llm: Any, adapters: list[Adapter], profi
         (["none", "A"], "what shall be judged"),
         (["none", "A", "--workflow", "multi_qa", "--limit", "1"], "2 or more"),
         (["none", "A", "--workflow", "multi_qa", "--target", "speed=1"], "a target is loss="),
+        (["none", "A", "--workflow", "multi_qa", "--together", "2"], "only with --layers"),
         (["none", "R", "--workflow", "multi_qa"], "--placement both"),
     ],
 )

@@ -18,7 +18,7 @@ from vllm_choreo.cli.run.engine import (
     stop_engine,
     warm_up,
 )
-from vllm_choreo.cli.run.options import WORKFLOWS, add_model, add_out, add_sampling
+from vllm_choreo.cli.run.options import WORKFLOWS, add_model, add_out, add_sampling, add_together
 from vllm_choreo.errors import AdapterError, ChoreoError
 from vllm_choreo.repair.pair import Ranges
 from vllm_choreo.repair.rules import ByLayers, rule_given, rule_of
@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also what each layer gains by itself, and those that gain most together",
     )
+    add_together(parser, 1, "with --layers, of adapters; it is faster, and leaves no profile")
     add_model(parser)
     add_sampling(parser, None, "0, or 0.7 where calls ask the same")
     add_out(parser, "pair", "folder for pair.json, the numbers and index.html")
@@ -83,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
     """
     from vllm_choreo.cli.profile_pair.cell_arms import AdapterPair, Pair
     from vllm_choreo.cli.profile_pair.models import ModelPair
-    from vllm_choreo.cli.profile_pair.results import profile, target_of
+    from vllm_choreo.cli.profile_pair.results import leave, measure, target_of
     from vllm_choreo.smallmodel.embedded import embedded_model
 
     target, tried = target_of(args.target), _tried(args)
@@ -95,6 +96,13 @@ def main(args: argparse.Namespace) -> int:
     writer, reader = (
         None if is_models else _adapter(given) for given in (args.writer, args.reader)
     )
+    if args.together > 1 and (is_models or not tried):
+        raise ChoreoError(
+            "side by side, problems tell what layers are worth and not what they take: only with "
+            "--layers, and with adapters",
+            parameter="together",
+            value=args.together,
+        )
     learnt, others = _halves(sets_of(args))
     make_folder(args.out)
     max_model_len = args.max_model_len or DEFAULT_MAX_MODEL_LEN
@@ -109,9 +117,9 @@ def main(args: argparse.Namespace) -> int:
         adapters = [folder for folder in (writer, reader) if folder is not None]
         llm = start_engine(model, max_model_len, True, adapters, **memory_for([{"layers": [0, 1]}]))
         warm_up(LocalEngine(llm), ("baseline", "choreo"))
-        options = {"target": target, "tried": tried, "maps_layers": args.layer_map}
-        options["out"] = args.out
-        return profile(llm, pair, learnt, others, **options)
+        options = {"tried": tried, "maps_layers": args.layer_map, "num_together": args.together}
+        found = measure(llm, pair, learnt, others, **options)
+        return leave(llm, pair, found, target, args.out, is_timed=args.together == 1)
 
 
 def _tried(args: argparse.Namespace) -> tuple[Ranges, ...]:

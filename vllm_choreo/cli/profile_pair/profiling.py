@@ -3,18 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
+from vllm_choreo.api.protocol import Facade
+from vllm_choreo.cli.evaluate.arms import Arm
 from vllm_choreo.cli.evaluate.bench import Bench
 from vllm_choreo.cli.evaluate.sets import HeldOutSet
 from vllm_choreo.cli.profile_pair.cell_arms import Pair, cell_name
 from vllm_choreo.cli.profile_pair.grid import coarse, finer, scattered, singles, steps
+from vllm_choreo.cli.run.task import Task
+from vllm_choreo.errors import ChoreoError
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT, Judged, rows_of
 from vllm_choreo.repair.pair import Cell, Ranges, num_run, pareto
 from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.workflows.together import run_together
+
+Made = TypeVar("Made")
 
 # Around so many of the best cells the next round looks closer.
 NUM_REFINED = 4
@@ -29,7 +37,8 @@ class Profiling:
         llm: forces tokens, in this process, with room for the adapters and for hidden states.
         pair: the two.
         problems: one at least.
-        on_run: called after each replay and each run of a problem.
+        on_run: called after replays and runs, with the number of their problems.
+        num_together: problems that are run side by side; of models one, for each has a store.
 
     Attributes:
         text: the reader's own encoding, problem by problem.
@@ -41,19 +50,19 @@ class Profiling:
     llm: Any
     pair: Pair
     problems: HeldOutSet
-    on_run: Callable[[], None]
+    on_run: Callable[[int], object]
+    num_together: int = 1
     text: list[Judged] = field(default_factory=list)
     found: dict[Ranges, list[Judged]] = field(default_factory=dict)
     answered: dict[Ranges, list[Judged]] = field(default_factory=dict)
     num_read: float = 0.0
 
     def __post_init__(self) -> None:
-        self._benches = []
-        for task in self.problems.tasks:
-            text = self.pair.text
-            with text.open(self.llm, task) as c:
-                self._benches.append(Bench(c, self.problems.workflow, task, text))
-            self.on_run()
+        text, tasks = self.pair.text, self.problems.tasks
+        begin = partial(Bench, workflow=self.problems.workflow, text=text)
+        self._benches: list[Bench] = []
+        for some in self._batches(tasks):
+            self._benches += self._run(text, some[0], [partial(begin, task=task) for task in some])
         self.text = [bench.text for bench in self._benches]
         self.num_read = fmean(_num_read(bench.said) for bench in self._benches)
         self.replay([PLAIN])
@@ -70,13 +79,29 @@ class Profiling:
             if layers not in self.answered:
                 self.answered[layers] = self.found[layers] = self._made(Bench.judged, layers)
 
-    def _made(self, how: Callable[[Bench, Any, Any], Judged], layers: Ranges) -> list[Judged]:
-        found, arm = [], self.pair.arm(layers)
-        for bench in self._benches:
-            with arm.open(self.llm, bench.task) as c:
-                found.append(how(bench, c, arm))
-            self.on_run()
+    def _made(self, how: Callable[..., Judged], layers: Ranges) -> list[Judged]:
+        found: list[Judged] = []
+        arm = self.pair.arm(layers)
+        for some in self._batches(self._benches):
+            found += self._run(arm, some[0].task, [partial(how, bench, arm=arm) for bench in some])
         return found
+
+    def _batches(self, given: Sequence[Made]) -> Iterator[Sequence[Made]]:
+        for start in range(0, len(given), self.num_together):
+            yield given[start : start + self.num_together]
+
+    def _run(
+        self, arm: Arm, first: Task, programs: Sequence[Callable[[Facade], Made]]
+    ) -> list[Made]:
+        with arm.open(self.llm, first) as c:
+            results = run_together(c, programs)
+        self.on_run(len(results))
+        made: list[Made] = []
+        for result in results:
+            if isinstance(result, ChoreoError):
+                raise result
+            made.append(result)
+        return made
 
     def cells(self) -> list[Cell]:
         """Those that were tried, the plain reading first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,6 +24,7 @@ from vllm_choreo.cli.run.engine import LocalEngine
 from vllm_choreo.cli.run.report import aligned
 from vllm_choreo.cli.targets import target_given
 from vllm_choreo.files import write_text
+from vllm_choreo.judge.scores import Judged
 from vllm_choreo.repair.pair import Cell, PairProfile, Ranges, num_run, pareto
 from vllm_choreo.show.markup import milliseconds, percent
 from vllm_choreo.show.pair import pair_html
@@ -32,6 +33,11 @@ FORMAT = 1  # of profile.json
 PROFILE, NUMBERS, PAGE = "pair.json", "profile.json", "index.html"
 # Of the frontier, so many cells are asked for answers and tried on other problems.
 MAX_ANSWERED = 6
+
+_UNTIMED = (
+    f"No {PROFILE} is left behind, for its times would be those of problems side by side: profile "
+    "without --together."
+)
 
 _TARGETS: dict[str, Callable[[Cell, float], bool]] = {
     "loss": lambda cell, most: cell.quality_loss <= most,
@@ -59,30 +65,42 @@ def reached(cells: Sequence[Cell], target: tuple[str, float], num_layers: int) -
     return (fit[-1] if name == "ttft" else fit[0]) if fit else None
 
 
-def profile(
+@dataclass(frozen=True)
+class Tried:
+    """What was tried.
+
+    Attributes:
+        found: on the problems that are profiled with.
+        checked: of other sets, the name and the rows of each.
+        layer_map: see `map_layers`; None: not asked for.
+        num_layers: of the model.
+    """
+
+    found: Profiling
+    checked: list[dict[str, Any]]
+    layer_map: dict[str, Any] | None
+    num_layers: int
+
+
+def measure(
     llm: Any,
     pair: Pair,
     learnt: HeldOutSet,
     others: Sequence[HeldOutSet],
     *,
-    target: tuple[str, float],
     tried: Sequence[Ranges] = (),
     maps_layers: bool = False,
-    out: Path,
-) -> int:
-    """Profile a pair, print a table, write the numbers, a page and the profile.
+    num_together: int = 1,
+) -> Tried:
+    """Try layers, the best of them on other problems, too.
 
     Args:
         llm: forces tokens, in this process, with room for the adapters and for hidden states.
         learnt: problems that are profiled with.
         others: sets that have no part in that, on which the frontier is tried.
-        target: see `target_of`.
         tried: choices of layers that are tried alone; none: they are searched for.
         maps_layers: also try each layer by itself.
-        out: an existing folder.
-
-    Returns:
-        The exit status: 0, or 1 if no choice of layers reaches the target.
+        num_together: problems that are run side by side; of models one.
 
     Raises:
         ChoreoError: a problem fails.
@@ -92,39 +110,58 @@ def profile(
     num_layers = llm.model_config.hf_text_config.num_hidden_layers
     everything: Ranges = ((0, num_layers),)
     with tqdm(desc="profiling", unit="replay", leave=False) as bar:
-        found = Profiling(llm, pair, learnt, bar.update)
-        if tried:
-            found.replay(tried)
-        else:
+        found = Profiling(llm, pair, learnt, bar.update, num_together)
+        if not tried:
             search(found, num_layers)
         best = tried or [cell.layers for cell in _thinned(pareto(found.cells()))]
         counts = sorted({num_run(ranges) for ranges in coarse(num_layers)})[:-1]
         layer_map = map_layers(found, num_layers, counts) if maps_layers else None
         asked = list(dict.fromkeys([PLAIN, *best, everything]))
         found.answer(asked)
-        checked = [_checked(llm, pair, one, asked, bar.update) for one in others]
+        checked = []
+        for one in others:
+            other = Profiling(llm, pair, one, bar.update, num_together)
+            other.answer(asked)
+            checked.append({"name": one.name, "rows": other.rows()})
+    return Tried(found, checked, layer_map, num_layers)
+
+
+def leave(
+    llm: Any, pair: Pair, tried: Tried, target: tuple[str, float], out: Path, is_timed: bool
+) -> int:
+    """Print a table, write the numbers and a page, and the profile, which a session reads by.
+
+    Args:
+        target: see `target_of`.
+        out: an existing folder.
+        is_timed: times are those of requests by themselves; otherwise there is no profile.
+
+    Returns:
+        The exit status: 0, or 1 if no choice of layers reaches the target.
+    """
+    found, learnt = tried.found, tried.found.problems
     cells = found.cells()
-    chosen = reached(cells, target, num_layers)
+    chosen = reached(cells, target, tried.num_layers)
     result = PairProfile(
         **pair.identity,
-        num_layers=num_layers,
+        num_layers=tried.num_layers,
         num_read=found.num_read,
         cells=tuple(cells),
         target=f"{target[0]}={target[1]:g}",
         chosen=None if chosen is None else chosen.layers,
         measured={"workflow": learnt.workflow, "set": learnt.name, "problems": len(learnt.tasks)},
     )
-    result.save(out / PROFILE)
-    sets = [{"name": learnt.name, "rows": found.rows()}, *checked]
+    if is_timed:
+        result.save(out / PROFILE)
+    sets = [{"name": learnt.name, "rows": found.rows()}, *tried.checked]
     data = {
         "format": FORMAT,
         "facts": LocalEngine(llm).facts(()) | pair.names,
         "profile": result.to_json(),
-        "layer_map": layer_map and _map_json(layer_map, cells),
+        "layer_map": tried.layer_map and _map_json(tried.layer_map, cells),
         "sets": sets,
     }
-    ttfts = [one.ttft for one in found.text if one.ttft is not None]
-    advice = _advice(chosen, result.target, out, fmean(ttfts))
+    advice = _advice(chosen, result.target, out, found.text) if is_timed else _UNTIMED
     write_text(out / NUMBERS, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
     write_text(out / PAGE, pair_html(data, advice))
     print(_table(sets))
@@ -140,18 +177,6 @@ def _thinned(best: Sequence[Cell]) -> list[Cell]:
     return [best[round(i * step)] for i in range(MAX_ANSWERED)]
 
 
-def _checked(
-    llm: Any,
-    pair: Pair,
-    problems: HeldOutSet,
-    asked: Sequence[Ranges],
-    on_run: Callable[[], None],
-) -> dict[str, Any]:
-    found = Profiling(llm, pair, problems, on_run)
-    found.answer(asked)
-    return {"name": problems.name, "rows": found.rows()}
-
-
 def _map_json(layer_map: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
     """Single layers, and the best of them beside the best whole block of as many."""
     whole = contiguous(cells)
@@ -163,13 +188,14 @@ def _map_json(layer_map: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, 
     return {"gains": layer_map["gains"], "compared": compared}
 
 
-def _advice(chosen: Cell | None, target: str, out: Path, text_ttft: float) -> str:
-    """What to do, in a sentence; `text_ttft`: seconds, of the reader's own encoding."""
+def _advice(chosen: Cell | None, target: str, out: Path, text: Sequence[Judged]) -> str:
+    """What to do, in a sentence; `text`: the reader's own encoding."""
     if chosen is None:
         return f"No choice of layers reaches {target}: encode everything anew (mode exact)."
     if not chosen.layers:
         return f"{target} is reached by reading messages as they are stored."
-    times = f", {text_ttft / chosen.ttft:.1f} times as fast to the first token"
+    own = fmean(one.ttft for one in text if one.ttft is not None)
+    times = f", {own / chosen.ttft:.1f} times as fast to the first token"
     ranges = [list(one) for one in chosen.layers]
     return (
         f'{target} is reached by repair="{out / PROFILE}", which is '

@@ -9,6 +9,7 @@ does not: it gives the last token of an answer its keys and values in a later st
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -23,17 +24,31 @@ Rows: TypeAlias = slice | torch.Tensor
 _MIN_ROWS = 16
 
 
+@dataclass(frozen=True)
+class RanksOf:
+    """Found for a matrix at a version of it."""
+
+    matrix: torch.Tensor  # held, that its id is nobody else's
+    version: int
+    ranks: list[int]
+
+
 class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
     """vLLM's products with adapters, for rows that may have none."""
 
     _worn: list[tuple[int, Rows]]  # of the step: the place of each adapter, and who wears it
+    _ranks: dict[int, RanksOf]  # of every second matrix, by its id
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         super().update_metadata(*args, **kwargs)
-        self.group_rows()
+        self._group_rows()
 
-    def group_rows(self) -> None:
-        """Find the rows of each adapter of the step."""
+    def start(self) -> None:
+        """Begin to work, as a new one or as what was vLLM's."""
+        self._ranks = {}
+        self._group_rows()
+
+    def _group_rows(self) -> None:
         is_told = self.indices_len[0] is not None  # of a step; none was, before the first
         self._worn = rows_by_adapter(self.token_lora_indices) if is_told else []
 
@@ -58,16 +73,26 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
             output_slices: how many columns of `y` each pair has.
         """
         y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
-        for adapter, rows in self._worn:
-            # As vLLM has it: to the rank in float32, from there in the type of the output.
-            given, start = x[rows].float(), 0
-            num_rows = len(given)
-            given = pad(given, (0, 0, 0, max(_MIN_ROWS - num_rows, 0)))
-            for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-                shrunk = (given @ a[adapter, 0].float().T * scale).to(y.dtype)
-                product = shrunk @ b[adapter, 0].to(y.dtype).T
-                y[rows, start : start + size] += product[:num_rows]
-                start += size
+        start = 0
+        for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            for adapter, rows in self._worn:
+                if rank := self._rank(b, adapter):
+                    # As vLLM has it: to the rank in float32, from there in the type of the output.
+                    shrunk = _with_enough_rows(x[rows]) @ a[adapter, 0, :rank].float().T * scale
+                    product = shrunk.to(y.dtype) @ b[adapter, 0, :, :rank].to(y.dtype).T
+                    target = y[rows, start : start + size]
+                    y[rows, start : start + size] = target + product[: len(target)]
+            start += size
+
+    def _rank(self, b: torch.Tensor, adapter: int) -> int:
+        """Of an adapter in a slice; 0: its training has not touched it.
+
+        vLLM wraps every layer that could have an adapter, and fills up with zeros.
+        """
+        known = self._ranks.get(id(b))
+        if known is None or known.version != b._version:
+            known = self._ranks[id(b)] = RanksOf(b, b._version, ranks(b))
+        return known.ranks[adapter]
 
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any
@@ -94,6 +119,21 @@ def rows_by_adapter(indices: torch.Tensor) -> list[tuple[int, Rows]]:
     return found
 
 
+def ranks(b: torch.Tensor) -> list[int]:
+    """Of each adapter: behind so many columns there are only zeros.
+
+    Args:
+        b: [num_adapters, 1, slice, max_rank].
+    """
+    is_used = (b != 0).any(dim=2).squeeze(1)  # [num_adapters, max_rank]
+    return [int(used.nonzero().max()) + 1 if used.any() else 0 for used in is_used]
+
+
+def _with_enough_rows(x: torch.Tensor) -> torch.Tensor:
+    """In float32, of enough rows that a product does not depend on how many they are."""
+    return pad(x.float(), (0, 0, 0, max(_MIN_ROWS - len(x), 0)))
+
+
 def _blanked(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """`x` with zeros in the rows that have no adapter, as `[rows, features]`: nothing is added."""
     return x.reshape(-1, x.shape[-1]).masked_fill((indices < 0)[:, None], 0)
@@ -108,4 +148,4 @@ def correct_adapters(lora_manager: Any) -> None:
     for wrapper in lora_manager._adapter_manager.punica_wrapper_mapping.values():
         if type(wrapper) is PunicaWrapperCPU:  # and not that of a GPU
             wrapper.__class__ = ChoreoPunicaWrapperCPU
-            wrapper.group_rows()
+            wrapper.start()
