@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import ast
+from collections.abc import Callable, Mapping
 
 from benchmarks.harness.record import machine_line, read_csv
 from benchmarks.harness.tables import table
@@ -26,7 +26,8 @@ def section() -> str:
         "that no training has seen, of its own task (**bold**) and of others; greedy. *Writer*: "
         "messages are encoded with it, and the plain model answers; *reader*: the other way round; "
         "*both*. *p*: McNemar's exact test against the text's answers. *KL*: to what the text "
-        "says, over the whole vocabulary, nats per token. No token is encoded anew.",
+        "says, over the whole vocabulary, nats per token. *Same calls*: where both say "
+        "what the text has said, the same tokens are the likeliest. No token is encoded anew.",
     ]
     for name in sets:
         parts.append(f"### {name}, {rows_of(rows, name)[0]['problems']} problems")
@@ -39,51 +40,87 @@ def rows_of(rows: list[dict[str, str]], name: str) -> list[Row]:
     return [row for row in rows if row["set"] == name]
 
 
-def is_won_back(row: Row) -> bool:
-    """Whether an arm's answers are not significantly fewer than the text's, and three quarters of
-    the distance to it are gone.
+def is_won_back(row: Row, text: Row) -> bool:
+    """Whether an arm's answers are not significantly fewer than the text's, or cover as much as its
+    interval has, and three quarters of the distance to it are gone.
     """
-    fewer = float(row["difference"]) < 0 and float(row["p_value"]) < 0.05
+    if row["difference"]:
+        fewer = float(row["difference"]) < 0 and float(row["p_value"]) < 0.05
+    else:
+        fewer = bool(row["coverage"]) and float(row["coverage"]) < float(text["coverage_low"])
     return not fewer and float(row["kl_gap_closed"] or 0) >= 0.75
 
 
+# What a table has of an arm where any has it: heading, cell.
+_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("right, %", lambda row: _with_interval(row, "accuracy")),
+    ("minus text, points", lambda row: _unless_text(row, _points(row["difference"]))),
+    ("p", lambda row: _unless_text(row, _number(row["p_value"], ".3f"))),
+    ("covered, %", lambda row: _with_interval(row, "coverage")),
+    ("same calls", lambda row: _unless_text(row, _same_calls(row))),
+    ("KL", lambda row: _number(row["kl"], ".4f")),
+    ("of it gone", lambda row: "" if row["arm"] == CHOREOGRAPHED else _gone(row)),
+    ("trained, min", lambda row: row["minutes"]),
+)
+
+
 def _table(rows: list[Row], name: str) -> str:
-    lines: list[list[Any]] = []
-    for row in rows:
-        own = row["arm"].startswith(f"{name}-")
-        arm = f"**{row['arm']}**" if own else row["arm"]
-        ends = (row[f"accuracy{end}"] for end in ("", "_low", "_high"))
-        right, low, high = (f"{100 * float(end):.0f}" for end in ends)
-        is_text = row["arm"] == TEXT
-        lines.append(
-            [
-                arm,
-                f"{right} [{low}, {high}]",
-                "" if is_text else f"{100 * float(row['difference']):+.1f}",
-                "" if is_text else f"{float(row['p_value']):.3f}",
-                f"{float(row['kl']):.4f}" if row["kl"] else "",
-                "" if row["arm"] in (TEXT, CHOREOGRAPHED) else _percent(row["kl_gap_closed"]),
-                row["minutes"],
-            ]
-        )
-    head = ["arm", "right, %", "minus text, points", "p", "KL", "of it gone", "trained, min"]
-    return table(head, lines)
+    arms = [f"**{r['arm']}**" if r["arm"].startswith(f"{name}-") else r["arm"] for r in rows]
+    head, columns = ["arm"], [arms]
+    is_single = all(row["coverage"] == row["accuracy"] for row in rows)  # all or nothing
+    for title, cell in _COLUMNS:
+        cells = [cell(row) for row in rows]
+        if any(cells) and not (title == "covered, %" and is_single):
+            head.append(title)
+            columns.append(cells)
+    return table(head, [list(line) for line in zip(*columns, strict=True)])
 
 
-def _percent(share: str) -> str:
-    return f"{float(share):.0%}" if share else ""
+def _with_interval(row: Row, name: str) -> str:
+    if not row[name]:
+        return ""
+    right, low, high = (f"{100 * float(row[name + end]):.0f}" for end in ("", "_low", "_high"))
+    return f"{right} [{low}, {high}]"
+
+
+def _unless_text(row: Row, cell: str) -> str:
+    return "" if row["arm"] == TEXT else cell
+
+
+def _number(value: str, form: str) -> str:
+    return format(float(value), form) if value else ""
+
+
+def _points(share: str) -> str:
+    return f"{100 * float(share):+.1f}" if share else ""
+
+
+def _gone(row: Row) -> str:
+    return _unless_text(row, f"{float(row['kl_gap_closed']):.0%}" if row["kl_gap_closed"] else "")
+
+
+def _same_calls(row: Row) -> str:
+    """By role, of calls that the text makes of what it has said; one role alone is the answer."""
+    same, compared = (
+        ast.literal_eval(row[name] or "{}") for name in ("same_calls", "compared_calls")
+    )
+    if len(compared) < 2:
+        return ""
+    return ", ".join(f"{role} {same[role] / count:.0%}" for role, count in compared.items())
 
 
 def _verdict(rows: list[dict[str, str]], sets: list[str]) -> str:
     """On which tasks their own adapters win everything back."""
+    texts = {row["set"]: row for row in rows if row["arm"] == TEXT}
     said = []
     for placement in ("writer", "reader", "both"):
         own = [row for row in rows if row["arm"].startswith(f"{row['set']}-{placement}")]
         tried = dict.fromkeys(row["set"] for row in own)
-        won = dict.fromkeys(row["set"] for row in own if is_won_back(row))
+        won = dict.fromkeys(row["set"] for row in own if is_won_back(row, texts[row["set"]]))
         if own:
             said.append(f"{placement}: {len(won)} of {len(tried)} ({', '.join(won) or 'none'})")
     return (
         "Tasks on which an adapter of their own answers no worse than the text (p ≥ 0.05, or not "
-        "fewer) and leaves a quarter of the distance at most: " + "; ".join(said) + "."
+        "fewer; or covers what the text's interval has) and leaves a quarter of the distance at "
+        "most: " + "; ".join(said) + "."
     )
