@@ -30,6 +30,7 @@ from benchmarks.quality import page as quality
 from benchmarks.scaling import page as scaling
 from benchmarks.soak import page as soak
 from benchmarks.sweep import page as sweep
+from benchmarks.training import leakage
 from benchmarks.training import page as training
 from benchmarks.ttft import page as ttft
 from benchmarks.variants import page as variants
@@ -88,6 +89,7 @@ SECTIONS = (
     quality.section,
     frontier.section,
     training.section,
+    leakage.section,
     pml.section,
     keep.section,
     on_ramps.section,

@@ -25,6 +25,11 @@ TASKS: dict[str, tuple[str, ...]] = {
     "list_pairs": ("document_qa", "--set", "list_pairs"),
     "multi_qa": ("multi_qa", "--set", "stated_numbers"),
     "stories": ("branch_solve_merge", "--max-tokens", "64"),
+    # What Bob is told is not what Alice is to learn from him.
+    "games": (
+        *("prisoners_dilemma", "--strategies", "none", "always defect", "--max-tokens", "24"),
+        *("--short-tokens", "8", "--temperature", "1"),
+    ),
     # Candidates differ by chance alone; a vote is a blank and a number.
     "votes": (
         *("tree_of_thoughts", "--candidates", "4", "--voters", "2", "--max-tokens", "40"),
