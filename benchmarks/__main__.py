@@ -22,6 +22,7 @@ from benchmarks.memory import page as memory
 from benchmarks.mixed import page as mixed
 from benchmarks.on_ramps import page as on_ramps
 from benchmarks.ordinary import page as ordinary
+from benchmarks.planner import workers
 from benchmarks.planner.moves import page as moves
 from benchmarks.planner.rivals import page as rivals
 from benchmarks.pml import page as pml
@@ -55,6 +56,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "keep": ("benchmarks.keep --turns 3",),
     "frontier": ("benchmarks.frontier --problems 2 --tasks look-up votes",),
     "rivals": ("benchmarks.planner.rivals --workflow debate --queries 2 --turns 1",),
+    "workers": ("benchmarks.planner.workers --queries 2 --turns 1 --answer-tokens 8",),
     "moves": ("benchmarks.planner.moves --tokens 16 64 256 --turns 3",),
     "on_ramps": ("benchmarks.on_ramps --tokens 1000 --turns 2",),
     "ttft": ("benchmarks.ttft --reps 1",),
@@ -69,7 +71,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 # Only if they are named: their bars are for full lengths, they show in more breadth what others
 # show, or they take long.
 _BROADER = ("processes", "sweep", "scaling", "ttft", "policies", "mixed", "server", "quality")
-_ASKED_FOR = (*_BROADER, "memory", "session", "soak", "frontier", "rivals", "moves")
+_ASKED_FOR = (*_BROADER, "memory", "session", "soak", "frontier", "rivals", "workers", "moves")
 _DEFAULT = [name for name in COMMANDS if name not in _ASKED_FOR]
 
 SECTIONS = (
@@ -94,6 +96,7 @@ SECTIONS = (
     keep.section,
     on_ramps.section,
     rivals.section,
+    workers.section,
     moves.section,
     variants.section,
     attention.section,

@@ -170,18 +170,25 @@ async def planned(
     from vllm_choreo import AsyncChoreography
 
     async with AsyncChoreography(llm, mode=mode) as c:
-        if caches and workload.before is not None:
-            options["cache"] = AnswerCache()
-        planner = Planner(FacadeWorker(c, width=WIDTH), **options)
-        # As a profile would have it: lengths are fixed here.
-        for node in workload.batch.graph.nodes:
-            if node.kind == "llm":
-                planner.profile.add(node.name, float(node.attrs["sampling"]["max_tokens"]))
-        if workload.before is not None:
-            await planner.ainvoke(workload.before)
-        begun = time.perf_counter()
-        result = await planner.ainvoke(workload.batch)
-        seconds = time.perf_counter() - begun
+        return await planned_on(FacadeWorker(c, width=WIDTH), workload, caches=caches, **options)
+
+
+async def planned_on(
+    workers: Any, workload: Workload, *, caches: bool = True, **options: Any
+) -> Ran:
+    """The same on workers that are there: one, or several."""
+    if caches and workload.before is not None:
+        options["cache"] = AnswerCache()
+    planner = Planner(workers, **options)
+    # As a profile would have it: lengths are fixed here.
+    for node in workload.batch.graph.nodes:
+        if node.kind == "llm":
+            planner.profile.add(node.name, float(node.attrs["sampling"]["max_tokens"]))
+    if workload.before is not None:
+        await planner.ainvoke(workload.before)
+    begun = time.perf_counter()
+    result = await planner.ainvoke(workload.batch)
+    seconds = time.perf_counter() - begun
     stats = result.stats
     return Ran(list(result), seconds, stats.num_calls, stats.num_prompt, stats.num_encoded)
 

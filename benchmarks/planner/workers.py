@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makespan of a plan on one worker and on two, each a Ray actor with an engine.
+
+    python -m benchmarks.planner.workers [--workflow trading ...] [--queries 4] [--turns 2]
+
+The workers share the machine: with one, its engine has all cores; with two, each has half of them.
+Engines are started anew for every turn, untimed. All say the same, or the run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from typing import Any
+
+from benchmarks.harness.engine import BLOCK_SIZE
+from benchmarks.harness.record import machine_line, read_csv, record, write_csv
+from benchmarks.harness.stats import median
+from benchmarks.harness.tables import table, with_spread
+from benchmarks.harness.turns import in_turn
+from benchmarks.planner.rivals.text import WIDTH
+from benchmarks.planner.rivals.ways import Ran, planned_on
+from benchmarks.planner.rivals.workloads import NAMES, Workload, workload
+
+NAME = "planner_workers"
+COUNTS = (1, 2)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workflow", choices=NAMES, action="append")
+    parser.add_argument("--queries", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--answer-tokens", type=int, default=24)
+    parser.add_argument("--words", type=int, default=150, help="of a context or document")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name in args.workflow or ["trading"]:
+        one = workload(name, args.queries, args.answer_tokens, args.words)
+        expected = None
+        for turn in range(args.turns):
+            for count in in_turn(COUNTS, turn):
+                ran = _run(one, count)
+                expected = expected or ran.results
+                if ran.results != expected:
+                    raise SystemExit(f"{name}: {count} workers say something else")
+                times = {"seconds": round(ran.seconds, 3), "calls": ran.num_calls}
+                tokens = {"prompt": ran.prompt, "encoded": ran.encoded}
+                rows.append({"workflow": name, "workers": count, "turn": turn, **times, **tokens})
+                print(rows[-1], flush=True)
+        write_csv(NAME, rows, **record())
+    print(section())
+    return 0
+
+
+def section() -> str:
+    """Empty if there are no results."""
+    rows = read_csv(NAME)
+    if not rows:
+        return ""
+    lines = []
+    for name in dict.fromkeys(row["workflow"] for row in rows):
+        of_each = [
+            [row for row in rows if (row["workflow"], row["workers"]) == (name, str(count))]
+            for count in COUNTS
+        ]
+        seconds = [[float(row["seconds"]) for row in found] for found in of_each]
+        encoded = [f"{median(float(row['encoded']) for row in found):,.0f}" for found in of_each]
+        ratio = f"{median(seconds[0]) / median(seconds[1]):.2f}×"
+        lines.append([name, *(with_spread(one, ".1f") for one in seconds), ratio, *encoded])
+    return "\n\n".join(
+        [
+            "## Plans on several workers",
+            "Seconds for a batch, choreographed, on one Ray worker that has all cores and on two "
+            "that have half of them each; tokens that were encoded. All say the same (checked).",
+            table(["workflow", "1 worker", "2 workers", "1 / 2", "encoded by 1", "by 2"], lines),
+            machine_line(rows),
+        ]
+    )
+
+
+def _run(one: Workload, count: int) -> Ran:
+    from vllm_choreo.planner.ray_workers import ray_workers
+
+    threads = max(1, (os.cpu_count() or 1) // count)
+    env = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine ends with its actor
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    os.environ.update({"RAY_worker_niceness": "0"})  # as the engines of other benchmarks
+    with ray_workers(count, _facade, width=WIDTH, num_cpus=threads, env=env) as workers:
+        return asyncio.run(_planned(workers, one))
+
+
+async def _planned(workers: Any, one: Workload) -> Ran:
+    first = {"temperature": 0.0, "max_tokens": 2}
+    for worker in workers:  # first calls of a process are slow
+        answer = await worker.decode("Hello", (), False, first)
+        await worker.free(answer.messages())
+    return await planned_on(workers, one, semantics="choreo")
+
+
+def _facade() -> Any:
+    """In an actor's process."""
+    from vllm import LLM
+
+    from vllm_choreo import Choreography
+    from vllm_choreo.smallmodel.embedded import embedded_model
+
+    llm = LLM(
+        str(embedded_model()),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=4096,
+        max_num_seqs=16,
+        block_size=BLOCK_SIZE,
+    )
+    return Choreography(llm)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
