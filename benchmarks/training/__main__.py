@@ -4,7 +4,7 @@
     python -m benchmarks.training WORK [--tasks key_values reports] [--placements writer]
 
 A task is judged with its own adapters, and with those of other tasks that messages are encoded
-with. Whatever is in the folder WORK already is not made again, so that it can be done in parts.
+with; one whose messages are generated with its own alone, which all calls wear. Whatever is in the folder WORK already is not made again, so that it can be done in parts.
 Tasks that are judged anew take the place of their rows in the results.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,30 @@ _TRANSFERRED = "writer"
 
 
 def main() -> int:
+    args = _arguments()
+    args.work.mkdir(parents=True, exist_ok=True)
+    judged = [*(args.judged or args.tasks), *args.generated]
+    recorded = {
+        task: stages.record(args.work, task, args.problems)
+        for task in dict.fromkeys([*args.tasks, *judged])
+    }
+    adapters = _adapters(args, recorded)
+    twice = {task: stages.train(args.work, recorded[task], _TRANSFERRED, 2) for task in args.longer}
+    own = {task: [stages.train(args.work, recorded[task], "both")] for task in args.generated}
+    controls = {task: [stages.control(args.work, recorded[task])] for task in args.controls}
+    for task in judged:
+        worn = own.get(task) or [path for path in adapters if _is_tried(path.name, task)]
+        rows = stages.evaluate(args.work, recorded[task], worn, controls.get(task, []))
+        if task in twice:
+            found = stages.evaluate(args.work, recorded[task], [twice[task]])
+            rows += [row for row in found if row["arm"] == twice[task].name]
+        told = [{**row, "minutes": _minutes(args.work / row["arm"]), **record()} for row in rows]
+        write_csv(NAME, stages.merged(read_csv(NAME), told))
+    print(section())
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path, help="folder for recordings, adapters, evaluations")
     names = [*stages.TASKS]
@@ -36,15 +61,18 @@ def main() -> int:
     parser.add_argument("--mixture", **several, help="tasks of one more adapter, for all of them")
     parser.add_argument("--longer", **several, help="tasks of a writer of two epochs, too")
     parser.add_argument(
+        "--generated",
+        **several,
+        help="tasks whose messages are generated: with adapters that all calls wear",
+    )
+    parser.add_argument(
         "--controls", **several, help="tasks that one direct call is trained to answer as the text"
     )
-    args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    judged = args.judged or args.tasks
-    recorded = {
-        task: stages.record(args.work, task, args.problems)
-        for task in dict.fromkeys([*args.tasks, *judged])
-    }
+    return parser.parse_args()
+
+
+def _adapters(args: argparse.Namespace, recorded: Mapping[str, Path]) -> list[Path]:
+    """Of tasks in all placements, and of the mixture."""
     adapters = [
         stages.train(args.work, recorded[task], placement)
         for task in args.tasks
@@ -53,24 +81,12 @@ def main() -> int:
     if args.mixture:
         mixture = stages.mixture(args.work, args.mixture)
         adapters.append(stages.train(args.work, mixture, _TRANSFERRED))
-    longer = {
-        task: stages.train(args.work, recorded[task], _TRANSFERRED, 2) for task in args.longer
-    }
-    controls = {task: stages.control(args.work, recorded[task]) for task in args.controls}
-    minutes = {
-        path.name: round(stages.seconds(path) / 60, 1) for path in [*adapters, *longer.values()]
-    }
-    for task in judged:
-        worn = [path for path in adapters if _is_tried(path.name, task)]
-        direct = [controls[task]] if task in controls else []
-        rows = stages.evaluate(args.work, recorded[task], worn, direct)
-        if twice := longer.get(task):
-            found = stages.evaluate(args.work, recorded[task], [twice])
-            rows += [row for row in found if row["arm"] == twice.name]
-        told = [{**row, "minutes": minutes.get(row["arm"], ""), **record()} for row in rows]
-        write_csv(NAME, stages.merged(read_csv(NAME), told))
-    print(section())
-    return 0
+    return adapters
+
+
+def _minutes(folder: Path) -> float | str:
+    """That an arm was trained; empty if it was not."""
+    return round(stages.seconds(folder) / 60, 1) if folder.is_dir() else ""
 
 
 def _is_tried(adapter: str, task: str) -> bool:

@@ -282,6 +282,21 @@ def test_runs_that_cannot_be_learnt_from(
         train(model_path, edited, SETTINGS, tmp_path / "out")
 
 
+def _without_prefills(data: dict[str, Any]) -> dict[str, Any]:
+    """Every message is generated, as in a workflow whose agents read one another alone."""
+    last = data["steps"][-1]
+    alone = {**last, "parents": []}
+    return {**data, "steps": [alone], "likeliest": None}
+
+
+def test_a_writer_where_every_call_generates(
+    model_path: str, recorded: Path, tmp_path: Path
+) -> None:
+    edited = _edited(recorded, tmp_path / "edited", _without_prefills)
+    with pytest.raises(ChoreoError, match="no call of these runs wears a writer adapter"):
+        train(model_path, edited, replace(SETTINGS, placement="writer"), tmp_path / "out")
+
+
 @pytest.mark.parametrize("part", ["train", "development"])
 def test_a_part_without_runs(model_path: str, recorded: Path, tmp_path: Path, part: str) -> None:
     shutil.copytree(recorded, tmp_path / "edited")

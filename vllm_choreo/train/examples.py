@@ -14,6 +14,7 @@ from vllm_choreo.train.forward import PackedModel
 from vllm_choreo.train.loss import Teacher, text_logprobs
 from vllm_choreo.train.packing import PackedCall, Packing, pack
 from vllm_choreo.train.recorded import calls_of, check_recorded_as_text
+from vllm_choreo.trained_adapter import wears_adapter
 from vllm_choreo.workflows.record.likeliest import Likeliest
 from vllm_choreo.workflows.record.recording import RecordedRun, Recording
 
@@ -74,6 +75,18 @@ def check_examples(model: PackedModel, examples: Iterable[Example]) -> None:
     for example in examples:
         with _named(example.name):
             model.check(pack(example.calls))
+
+
+def check_worn(examples: Iterable[Example], placement: str) -> None:
+    """Raises ChoreoError: no call would wear an adapter of this placement, so none can learn."""
+    calls = (call for example in examples for call in example.calls)
+    if not any(wears_adapter(placement, call.is_decode) for call in calls):
+        raise ChoreoError(
+            f"no call of these runs wears a {placement} adapter, for all of them generate: train "
+            "with placement reader or both",
+            parameter="placement",
+            value=placement,
+        )
 
 
 @contextmanager

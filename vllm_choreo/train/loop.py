@@ -21,6 +21,7 @@ from vllm_choreo.train.checkpoint import (
 from vllm_choreo.train.examples import (
     Example,
     check_examples,
+    check_worn,
     counts,
     examples_of,
     order,
@@ -93,6 +94,7 @@ def train(
     if (done := _finished(out, identity)) is not None:
         return done
     examples = examples_of(recording)
+    check_worn(examples["train"], settings.placement)
     state = load_checkpoint(out, identity)
     packed = adapted_model(model, settings)
     check_examples(packed, [*examples["train"], *examples["development"]])
