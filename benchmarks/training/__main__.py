@@ -4,8 +4,9 @@
     python -m benchmarks.training WORK [--tasks key_values reports] [--placements writer]
 
 A task is judged with its own adapters, and with those of other tasks that messages are encoded
-with; one whose messages are generated with its own alone, which all calls wear. Whatever is in the folder WORK already is not made again, so that it can be done in parts.
-Tasks that are judged anew take the place of their rows in the results.
+with; one whose messages are generated with its own alone, which all calls wear. Whatever is in the
+folder WORK already is not made again, so that it can be done in parts. Tasks that are judged anew
+take the place of their rows in the results.
 """
 
 from __future__ import annotations
