@@ -37,14 +37,15 @@ def main() -> int:
     adapters = _adapters(args, recorded)
     twice = {task: stages.train(args.work, recorded[task], _TRANSFERRED, 2) for task in args.longer}
     own = {task: [stages.train(args.work, recorded[task], "both")] for task in args.generated}
-    controls = {task: [stages.control(args.work, recorded[task])] for task in args.controls}
+    controls = {task: stages.control(args.work, recorded[task]) for task in args.controls}
     for task in judged:
         worn = own.get(task) or [path for path in adapters if _is_tried(path.name, task)]
-        rows = stages.evaluate(args.work, recorded[task], worn, controls.get(task, []))
+        rows = stages.evaluate(args.work, recorded[task], worn)
         if task in twice:
-            found = stages.evaluate(args.work, recorded[task], [twice[task]])
-            rows += [row for row in found if row["arm"] == twice[task].name]
-        told = [{**row, "minutes": _minutes(args.work / row["arm"]), **record()} for row in rows]
+            rows += stages.evaluate(args.work, recorded[task], [twice[task]])
+        if task in controls:
+            rows += stages.evaluate(args.work, recorded[task], [], [controls[task]])
+        told = [{**row, "minutes": _minutes(args.work, row["arm"]), **record()} for row in rows]
         write_csv(NAME, stages.merged(read_csv(NAME), told))
     print(section())
     return 0
@@ -85,8 +86,9 @@ def _adapters(args: argparse.Namespace, recorded: Mapping[str, Path]) -> list[Pa
     return adapters
 
 
-def _minutes(folder: Path) -> float | str:
-    """That an arm was trained; empty if it was not."""
+def _minutes(work: Path, arm: str) -> float | str:
+    """That an arm's adapter was trained; empty if it has none."""
+    folder = work / arm.rpartition(" ")[2]
     return round(stages.seconds(folder) / 60, 1) if folder.is_dir() else ""
 
 

@@ -113,9 +113,12 @@ def seconds(folder: Path) -> float:
 
 
 def merged(rows: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Rows of which the new ones take the place of those of the same set."""
+    """Rows of which the new ones take the place of those of the same set; each arm once."""
     sets = {row["set"] for row in new}
-    return [*(row for row in rows if row["set"] not in sets), *new]
+    arms: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for row in new:
+        arms.setdefault((row["set"], row["arm"]), row)
+    return [*(row for row in rows if row["set"] not in sets), *arms.values()]
 
 
 def _once(out: Path, command: str, *arguments: str) -> None:
