@@ -9,7 +9,7 @@ from vllm.lora.layers import LoRAMapping
 
 from vllm_choreo.engine.worker.cpu_adapters import (
     ChoreoPunicaWrapperCPU,
-    ranks,
+    factors_of,
     rows_by_adapter,
 )
 
@@ -95,10 +95,14 @@ def test_before_the_first_step_nobody_wears_any() -> None:
 
 
 def test_what_training_has_not_touched_is_left_alone() -> None:
-    b = torch.zeros(NUM_ADAPTERS, 1, 6, RANK)
-    b[1, 0, 2, 1] = 3
-    b[2] = 1
-    assert ranks(b) == [0, 2, RANK]
+    a = torch.randn(RANK, FEATURES)
+    untouched, two_ranks = torch.zeros(6, RANK), torch.zeros(5, RANK)
+    two_ranks[2, 1] = 3
+    factors = factors_of([(a, untouched), (a, two_ranks)], torch.float32)
+    assert factors is not None and factors.shrink.shape == (FEATURES, 2)
+    ((columns, ranks, expand),) = factors.expand
+    assert (columns, ranks, expand.shape) == (slice(6, 11), slice(0, 2), (2, 5))
+    assert factors_of([(a, untouched)], torch.float32) is None
 
 
 def test_an_adapter_that_takes_the_place_of_another_is_seen() -> None:

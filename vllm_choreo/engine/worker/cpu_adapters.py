@@ -9,7 +9,8 @@ does not: it gives the last token of an answer its keys and values in a later st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -25,19 +26,33 @@ _MIN_ROWS = 16
 
 
 @dataclass(frozen=True)
-class RanksOf:
-    """Found for a matrix at a version of it."""
+class Factors:
+    """Those of one adapter in a layer, of the slices that its training has touched.
+
+    Attributes:
+        shrink: float32 [in_features, sum of ranks].
+        expand: of each slice its columns of the output, its columns of what is shrunk, and
+            [rank, slice] in the type of the output.
+    """
+
+    shrink: torch.Tensor
+    expand: list[tuple[slice, slice, torch.Tensor]]
+
+
+@dataclass
+class LayerFactors:
+    """What is known of a layer's adapters at a version of their weights."""
 
     matrix: torch.Tensor  # held, that its id is nobody else's
-    version: int
-    ranks: list[int]
+    versions: list[int] | None
+    by_adapter: dict[int, Factors | None] = field(default_factory=dict)
 
 
 class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
     """vLLM's products with adapters, for rows that may have none."""
 
     _worn: list[tuple[int, Rows]]  # of the step: the place of each adapter, and who wears it
-    _ranks: dict[int, RanksOf]  # of every second matrix, by its id
+    _layers: dict[int, LayerFactors]  # by the id of its first second matrix
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         super().update_metadata(*args, **kwargs)
@@ -45,7 +60,7 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
 
     def start(self) -> None:
         """Begin to work, as a new one or as what was vLLM's."""
-        self._ranks = {}
+        self._layers = {}
         self._group_rows()
 
     def _group_rows(self) -> None:
@@ -73,26 +88,34 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
             output_slices: how many columns of `y` each pair has.
         """
         y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
-        start = 0
-        for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            for adapter, rows in self._worn:
-                if rank := self._rank(b, adapter):
-                    # As vLLM has it: to the rank in float32, from there in the type of the output.
-                    shrunk = _with_enough_rows(x[rows]) @ a[adapter, 0, :rank].float().T * scale
-                    product = shrunk.to(y.dtype) @ b[adapter, 0, :, :rank].to(y.dtype).T
-                    target = y[rows, start : start + size]
-                    y[rows, start : start + size] = target + product[: len(target)]
-            start += size
+        for adapter, rows in self._worn:
+            factors = self._factors(adapter, lora_a_stacked, lora_b_stacked, y.dtype)
+            if factors is None:
+                continue
+            is_run = isinstance(rows, slice) and rows.stop - rows.start >= _MIN_ROWS
+            given, target = (x[rows], y[rows]) if is_run else (_padded(x[rows]), _padded(y[rows]))
+            # As vLLM has it: to the rank in float32, from there in the type of the output.
+            shrunk = (given.float() @ factors.shrink * scale).to(y.dtype)
+            for columns, ranks, expand in factors.expand:
+                target[:, columns].addmm_(shrunk[:, ranks], expand)
+            if not is_run:
+                y[rows] = target[: len(x[rows])]
 
-    def _rank(self, b: torch.Tensor, adapter: int) -> int:
-        """Of an adapter in a slice; 0: its training has not touched it.
-
-        vLLM wraps every layer that could have an adapter, and fills up with zeros.
-        """
-        known = self._ranks.get(id(b))
-        if known is None or known.version != b._version:
-            known = self._ranks[id(b)] = RanksOf(b, b._version, ranks(b))
-        return known.ranks[adapter]
+    def _factors(
+        self,
+        adapter: int,
+        a: tuple[torch.Tensor, ...],
+        b: tuple[torch.Tensor, ...],
+        dtype: torch.dtype,
+    ) -> Factors | None:
+        """Of an adapter in a layer; None: its training has not touched it."""
+        layer, versions = self._layers.get(id(b[0])), _versions([*a, *b])
+        if layer is None or versions is None or layer.versions != versions:
+            layer = self._layers[id(b[0])] = LayerFactors(b[0], versions)
+        if adapter not in layer.by_adapter:
+            pairs = [(one[adapter, 0], other[adapter, 0]) for one, other in zip(a, b, strict=True)]
+            layer.by_adapter[adapter] = factors_of(pairs, dtype)
+        return layer.by_adapter[adapter]
 
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any
@@ -119,19 +142,40 @@ def rows_by_adapter(indices: torch.Tensor) -> list[tuple[int, Rows]]:
     return found
 
 
-def ranks(b: torch.Tensor) -> list[int]:
-    """Of each adapter: behind so many columns there are only zeros.
+def factors_of(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
+) -> Factors | None:
+    """What there is to multiply with: vLLM wraps every layer, and fills up with zeros.
 
     Args:
-        b: [num_adapters, 1, slice, max_rank].
+        pairs: of each slice, [max_rank, in_features] and [slice, max_rank].
+        dtype: of the output.
     """
-    is_used = (b != 0).any(dim=2).squeeze(1)  # [num_adapters, max_rank]
-    return [int(used.nonzero().max()) + 1 if used.any() else 0 for used in is_used]
+    shrink: list[torch.Tensor] = []
+    expand: list[tuple[slice, slice, torch.Tensor]] = []
+    column = start = 0
+    for a, b in pairs:
+        used = (b != 0).any(dim=0).nonzero().flatten()
+        if len(used):
+            rank = int(used[-1]) + 1
+            shrink.append(a[:rank].float())
+            columns, ranks = slice(column, column + len(b)), slice(start, start + rank)
+            expand.append((columns, ranks, b[:, :rank].to(dtype).T))
+            start += rank
+        column += len(b)
+    return Factors(torch.cat(shrink).T.contiguous(), expand) if shrink else None
 
 
-def _with_enough_rows(x: torch.Tensor) -> torch.Tensor:
-    """In float32, of enough rows that a product does not depend on how many they are."""
-    return pad(x.float(), (0, 0, 0, max(_MIN_ROWS - len(x), 0)))
+def _versions(weights: Sequence[torch.Tensor]) -> list[int] | None:
+    """Counts of what was written into them; None: nobody counts."""
+    if any(one.is_inference() for one in weights):
+        return None
+    return [one._version for one in weights]
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """A copy of enough rows that a product does not depend on how many they are."""
+    return pad(x, (0, 0, 0, max(_MIN_ROWS - len(x), 0)))
 
 
 def _blanked(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
