@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import ast
+import json
 from collections.abc import Callable, Mapping
 
 from benchmarks.harness.record import machine_line, read_csv
@@ -101,9 +101,7 @@ def _gone(row: Row) -> str:
 
 def _same_calls(row: Row) -> str:
     """By role, of calls that the text makes of what it has said; one role alone is the answer."""
-    same, compared = (
-        ast.literal_eval(row[name] or "{}") for name in ("same_calls", "compared_calls")
-    )
+    same, compared = (json.loads(row[name] or "{}") for name in ("same_calls", "compared_calls"))
     if len(compared) < 2:
         return ""
     return ", ".join(f"{role} {same[role] / count:.0%}" for role, count in compared.items())
