@@ -31,8 +31,7 @@ def main() -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     judged = [*(args.judged or args.tasks), *args.generated]
     recorded = {
-        task: stages.record(args.work, task, args.problems)
-        for task in dict.fromkeys([*args.tasks, *judged])
+        task: stages.record(args.work, task) for task in dict.fromkeys([*args.tasks, *judged])
     }
     adapters = _adapters(args, recorded)
     twice = {task: stages.train(args.work, recorded[task], _TRANSFERRED, 2) for task in args.longer}
@@ -58,7 +57,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=names, default=names[:3], metavar="NAME")
     parser.add_argument("--judged", nargs="+", choices=names, metavar="NAME", help="default: tasks")
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
-    parser.add_argument("--problems", type=int, default=660, help="of a task; a third is kept back")
     several: dict[str, Any] = {"nargs": "+", "choices": names, "default": [], "metavar": "NAME"}
     parser.add_argument("--mixture", **several, help="tasks of one more adapter, for all of them")
     parser.add_argument("--longer", **several, help="tasks of a writer of two epochs, too")

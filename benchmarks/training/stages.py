@@ -14,31 +14,57 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# What is recorded for a task; greedily, as it is judged, unless it says otherwise.
-TASKS: dict[str, tuple[str, ...]] = {
-    "key_values": ("document_qa", "--set", "key_values"),
-    "sentence_facts": ("document_qa", "--set", "sentence_facts"),
-    "reports": ("document_qa", "--set", "reports"),
-    "fact_pairs": ("document_qa", "--set", "fact_pairs"),
-    "list_pairs": ("document_qa", "--set", "list_pairs"),
-    "multi_qa": ("multi_qa", "--set", "stated_numbers"),
-    "stories": ("branch_solve_merge", "--max-tokens", "64"),
+
+class Task(NamedTuple):
+    """What is recorded.
+
+    Attributes:
+        asked: arguments of `vllm-choreo record`; greedily, as it is judged, unless they differ.
+        num_problems: of all parts.
+        shares: of training, development and test.
+    """
+
+    asked: tuple[str, ...]
+    num_problems: int = 660
+    shares: tuple[float, float, float] = (0.64, 0.04, 0.32)
+
+
+def _look_ups(name: str) -> Task:
+    return Task(("document_qa", "--set", name))
+
+
+# Where much is generated a run teaches more, and takes longer: of these there are fewer.
+TASKS = {
+    "key_values": _look_ups("key_values"),
+    "sentence_facts": _look_ups("sentence_facts"),
+    "reports": _look_ups("reports"),
+    "fact_pairs": _look_ups("fact_pairs"),
+    "list_pairs": _look_ups("list_pairs"),
+    "multi_qa": Task(("multi_qa", "--set", "stated_numbers")),
+    "stories": Task(("branch_solve_merge", "--max-tokens", "40"), 320, (0.3, 0.03, 0.67)),
     # What Bob is told is not what Alice is to learn from him.
-    "games": (
-        *("prisoners_dilemma", "--strategies", "none", "always defect", "--max-tokens", "24"),
-        *("--short-tokens", "8", "--temperature", "1"),
+    "games": Task(
+        (
+            *("prisoners_dilemma", "--strategies", "none", "always defect", "--max-tokens", "24"),
+            *("--short-tokens", "8", "--temperature", "1"),
+        ),
+        150,
+        (0.9, 0.1, 0.0),
     ),
     # Candidates differ by chance alone; a vote is a blank and a number.
-    "votes": (
-        *("tree_of_thoughts", "--candidates", "4", "--voters", "2", "--max-tokens", "40"),
-        *("--short-tokens", "2", "--temperature", "0.7"),
+    "votes": Task(
+        (
+            *("tree_of_thoughts", "--candidates", "3", "--voters", "2", "--max-tokens", "24"),
+            *("--short-tokens", "2", "--temperature", "0.7"),
+        ),
+        200,
+        (0.3, 0.04, 0.66),
     ),
 }
 # As docs/training.md has it for the small test model.
 TRAINING = (*("--rank", "16", "--learning-rate", "1e-3", "--dropout", "0", "--evaluations", "2"),)
-_SHARES = ("0.64", "0.04", "0.32")  # train, development, test
 _TOGETHER = 8  # problems judged side by side
 _DONE = "seconds.json"
 
@@ -48,12 +74,12 @@ def adapter_name(task: str, placement: str, epochs: int = 1) -> str:
     return f"{task}-{placement}" + (f"-{epochs}-epochs" if epochs > 1 else "")
 
 
-def record(work: Path, task: str, num_problems: int) -> Path:
+def record(work: Path, name: str) -> Path:
     """The recording of a task."""
-    out = work / task
-    workflow, *own = TASKS[task]
-    limit = ("--limit", str(num_problems))
-    _once(out, "record", workflow, *limit, "--temperature", "0", "--shares", *_SHARES, *own)
+    out, task = work / name, TASKS[name]
+    workflow, *own = task.asked
+    limit, shares = ("--limit", str(task.num_problems)), ("--shares", *map(str, task.shares))
+    _once(out, "record", workflow, *limit, "--temperature", "0", *shares, *own)
     return out
 
 
