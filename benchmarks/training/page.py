@@ -42,13 +42,14 @@ def rows_of(rows: list[dict[str, str]], name: str) -> list[Row]:
 
 def is_won_back(row: Row, text: Row) -> bool:
     """Whether an arm's answers are not significantly fewer than the text's, or cover as much as its
-    interval has, and three quarters of the distance to it are gone.
+    interval has, and three quarters of the distance to it are gone where it was measured.
     """
     if row["difference"]:
         fewer = float(row["difference"]) < 0 and float(row["p_value"]) < 0.05
     else:
         fewer = bool(row["coverage"]) and float(row["coverage"]) < float(text["coverage_low"])
-    return not fewer and float(row["kl_gap_closed"] or 0) >= 0.75
+    is_near = not row["kl_gap_closed"] or float(row["kl_gap_closed"]) >= 0.75
+    return is_near and not fewer
 
 
 # What a table has of an arm where any has it: heading, cell.

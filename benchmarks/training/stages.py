@@ -24,11 +24,13 @@ class Task(NamedTuple):
         asked: arguments of `vllm-choreo record`; greedily, as it is judged, unless they differ.
         num_problems: of all parts.
         shares: of training, development and test.
+        measures_kl: when judged, which takes as long again as the answers.
     """
 
     asked: tuple[str, ...]
     num_problems: int = 660
     shares: tuple[float, float, float] = (0.64, 0.04, 0.32)
+    measures_kl: bool = True
 
 
 def _look_ups(name: str) -> Task:
@@ -43,7 +45,7 @@ TASKS = {
     "fact_pairs": _look_ups("fact_pairs"),
     "list_pairs": _look_ups("list_pairs"),
     "multi_qa": Task(("multi_qa", "--set", "stated_numbers")),
-    "stories": Task(("branch_solve_merge", "--max-tokens", "40"), 320, (0.3, 0.03, 0.67)),
+    "stories": Task(("branch_solve_merge", "--max-tokens", "40"), 320, (0.3, 0.03, 0.67), False),
     # What Bob is told is not what Alice is to learn from him.
     "games": Task(
         (
@@ -64,7 +66,7 @@ TASKS = {
     ),
 }
 # As docs/training.md has it for the small test model.
-TRAINING = (*("--rank", "16", "--learning-rate", "1e-3", "--dropout", "0", "--evaluations", "2"),)
+TRAINING = tuple("--rank 16 --learning-rate 1e-3 --dropout 0 --evaluations 2".split())
 _TOGETHER = 8  # problems judged side by side
 _DONE = "seconds.json"
 
@@ -126,7 +128,12 @@ def evaluate(
     out = work / f"on-{recorded.name}-{len(adapters)}{first}{'-direct' if controls else ''}"
     worn = [word for adapter in adapters for word in ("--adapter", str(adapter))]
     worn += [word for adapter in controls for word in ("--direct", str(adapter))]
-    _once(out, "evaluate", str(recorded), *worn, "--together", str(_TOGETHER))
+    how = (
+        "--together",
+        str(_TOGETHER),
+        *(() if TASKS[recorded.name].measures_kl else ("--no-kl",)),
+    )
+    _once(out, "evaluate", str(recorded), *worn, *how)
     with (out / "evaluation.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [{**row, "arm": row["arm"].removeprefix("+ ")} for row in rows]
