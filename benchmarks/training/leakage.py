@@ -23,13 +23,14 @@ import numpy as np
 
 from benchmarks.harness.record import machine_line, read_csv, record, write_csv
 from benchmarks.harness.tables import table
+from vllm_choreo.api.passing import Item, Passing
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.cli.evaluate.arms import Arm, arms_of
 from vllm_choreo.cli.run.engine import start_engine
 from vllm_choreo.cli.run.task import Task
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.judge.stats import bootstrap_interval
-from vllm_choreo.semantics.call import is_list_of_calls
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.workflows.chat import system
 from vllm_choreo.workflows.prisoners_dilemma import NAMES, STRATEGIES, SYSTEM
 from vllm_choreo.workflows.record.transcript import Transcript
@@ -111,22 +112,18 @@ def _in_parts(llm: Any, arm: Arm, games: Sequence[Task], run: Callable[..., Any]
     return made
 
 
-class _Telling:
+class _Telling(Passing):
     """A `Facade` on `c` where a system prompt says something else than its program knows."""
 
     def __init__(self, c: Facade, prompt: str, instead: str) -> None:
-        self.mode = c.mode
-        self.decode, self.free = c.decode, c.free
-        self._c, self._prompt, self._instead = c, prompt, instead
+        super().__init__(c)
+        self._prompt, self._instead = prompt, instead
 
-    def prefill(self, tokens: Any, **options: Any) -> Any:
-        """See `Choreography.prefill`."""
-        if is_list_of_calls(tokens):
-            tokens = [{**one, "tokens": self._told(one["tokens"])} for one in tokens]
-        return self._c.prefill(self._told(tokens), **options)
-
-    def _told(self, tokens: Any) -> Any:
-        return self._instead if tokens == self._prompt else tokens
+    def _prefill(self, calls: list[Item]) -> Sequence[Message]:
+        told = {self._prompt: self._instead}
+        return super()._prefill(
+            [{**call, "tokens": told.get(call["tokens"], call["tokens"])} for call in calls]
+        )
 
 
 def _shifts(

@@ -4,23 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any
 
 import numpy as np
 
+from vllm_choreo.api.passing import Item, Passing
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.engine import kept
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.call import is_list_of_calls
-from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
+from vllm_choreo.semantics.message import Message
 
 
-class Measured:
+class Measured(Passing):
     """A `Facade` that hands calls to `c` and keeps the distributions of what they generate.
 
     Args:
         c: a facade on an engine in this process, that forces tokens; each call that generates says
-            which (`Replay`).
+            which (`Replay`). Any other raises ChoreoError.
 
     Attributes:
         distributions: of each call that generated, in order: natural log-probabilities, float32
@@ -28,29 +28,18 @@ class Measured:
     """
 
     def __init__(self, c: Facade) -> None:
-        self.mode = c.mode
+        super().__init__(c)
         self.distributions: list[np.ndarray] = []
-        self._c = c
 
-    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
-        """See `Choreography.prefill`."""
-        return self._c.prefill(tokens, **options)
-
-    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
-        """See `Choreography.decode`; each call has sampling parameters of its own.
-
-        Raises:
-            ChoreoError: the engine is in another process, or its tokens are not forced.
-        """
-        is_list = is_list_of_calls(header)
-        items = header if is_list else [{"header": header, **options}]
-        names = [f"{id(self)}/{len(self.distributions) + i}" for i in range(len(items))]
-        calls = [
-            {**item, "sampling_params": _keeping(item["sampling_params"], name)}
-            for item, name in zip(items, names, strict=True)
-        ]
+    def _decode(self, calls: list[Item]) -> Sequence[Message]:
+        names = [f"{id(self)}/{len(self.distributions) + i}" for i in range(len(calls))]
         try:
-            messages = self._c.decode(calls, **(options if is_list else {}))
+            messages = super()._decode(
+                [
+                    {**call, "sampling_params": _keeping(call["sampling_params"], name)}
+                    for call, name in zip(calls, names, strict=True)
+                ]
+            )
         finally:
             found = [kept.taken(name) for name in names]
         for message, said in zip(messages, found, strict=True):
@@ -62,11 +51,7 @@ class Measured:
                     parameter="llm",
                 )
         self.distributions += found
-        return messages if is_list else messages[0]
-
-    def free(self, *messages: Any) -> None:
-        """See `Choreography.free`."""
-        self._c.free(*messages)
+        return messages
 
 
 def _keeping(params: Any, name: str) -> Any:
@@ -117,7 +102,3 @@ def same_calls(
         is_same = bool((one.argmax(axis=1) == two.argmax(axis=1)).all())
         found[role or ""] = (same + is_same, compared + 1)
     return found
-
-
-if TYPE_CHECKING:
-    _is_one: type[Facade] = Measured

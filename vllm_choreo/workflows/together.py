@@ -11,13 +11,13 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
 from vllm_choreo.api.parallel import results_of
+from vllm_choreo.api.passing import Item, Passing
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.call import is_list_of_calls
-from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
+from vllm_choreo.semantics.message import Message
 
 Made = TypeVar("Made")
 
@@ -39,30 +39,22 @@ class _Asked:
     answer: Future[list[Any]] = field(default_factory=Future)
 
 
-class _Seat:
+class _Seat(Passing):
     """The `Facade` of one program: its calls wait until all programs wait."""
 
-    def __init__(self, mode: str, number: int, inbox: SimpleQueue[_Asked | None]) -> None:
-        self.mode = mode
+    def __init__(self, c: Facade, number: int, inbox: SimpleQueue[_Asked | None]) -> None:
+        super().__init__(c)
         self._number, self._inbox = number, inbox
-
-    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
-        """See `Choreography.prefill`."""
-        return self._made("prefill", "tokens", tokens, options)
-
-    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
-        """See `Choreography.decode`."""
-        return self._made("decode", "header", header, options)
 
     def free(self, *messages: Any) -> None:
         """See `Choreography.free`."""
         self._ask("free", messages)
 
-    def _made(self, kind: str, name: str, given: Any, options: Any) -> Any:
-        is_list = is_list_of_calls(given)
-        items = given if is_list else [{name: given}]
-        messages = self._ask(kind, [{**options, **item} for item in items])
-        return messages if is_list else messages[0]
+    def _prefill(self, calls: list[Item]) -> list[Message]:
+        return self._ask("prefill", calls)
+
+    def _decode(self, calls: list[Item]) -> list[Message]:
+        return self._ask("decode", calls)
 
     def _ask(self, kind: str, items: Sequence[Any]) -> list[Any]:
         asked = _Asked(self._number, kind, items)
@@ -91,7 +83,7 @@ def run_together(
 
     def ran(number: int, program: Callable[[Facade], Made]) -> Made | ChoreoError:
         try:
-            return program(_Seat(c.mode, number, inbox))
+            return program(_Seat(c, number, inbox))
         except ChoreoError as error:
             return error
         finally:
@@ -152,7 +144,3 @@ def _tell(waiting: Sequence[_Asked], results: Sequence[Any]) -> None:
             asked.answer.set_exception(errors[0])
         else:
             asked.answer.set_result(part)
-
-
-if TYPE_CHECKING:
-    _is_one: type[Facade] = _Seat

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any
 
+from vllm_choreo.api.passing import Item, Passing
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.repair.calibration import Key, ReadParent
 from vllm_choreo.repair.policy import block_runs
 from vllm_choreo.repair.rules import ClippedRuns
-from vllm_choreo.semantics.call import is_list_of_calls
-from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message
 
 # From the role of a call and what it reads to what is repaired; None: what the session does.
@@ -29,7 +28,7 @@ class Call:
     message: Message
 
 
-class Repaired:
+class Repaired(Passing):
     """A `Facade` that hands calls to `c` with `repair=` as chosen; parents are whole messages.
 
     Args:
@@ -42,42 +41,34 @@ class Repaired:
     """
 
     def __init__(self, c: Facade, choose: Choose | None, block: int, num_blocks: int) -> None:
-        self.mode = c.mode
+        super().__init__(c)
         self.calls: list[Call] = []
-        self._c = c
         self._choose = choose
         self._block, self._num_blocks = block, num_blocks
 
-    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
-        """See `Choreography.prefill`."""
-        return self._made("tokens", self._c.prefill, tokens, options)
+    def _prefill(self, calls: list[Item]) -> Sequence[Message]:
+        return self._repaired(super()._prefill, calls)
 
-    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
-        """See `Choreography.decode`."""
-        return self._made("header", self._c.decode, header, options)
+    def _decode(self, calls: list[Item]) -> Sequence[Message]:
+        return self._repaired(super()._decode, calls)
 
-    def free(self, *messages: Any) -> None:
-        """See `Choreography.free`."""
-        self._c.free(*messages)
-
-    def _made(self, name: str, method: Any, content: Any, options: Any) -> Any:
-        is_list = is_list_of_calls(content)
-        given = (
-            [{**options, **item} for item in content] if is_list else [{name: content, **options}]
-        )
-        read = [_read(item.get("parents") or ()) for item in given]
+    def _repaired(
+        self, make: Callable[[list[Item]], Sequence[Message]], calls: list[Item]
+    ) -> Sequence[Message]:
+        read = [_read(call.get("parents") or ()) for call in calls]
         chosen = [
-            self._choose(item.get("role") or "", parents) if self._choose and parents else None
-            for item, parents in zip(given, read, strict=True)
+            self._choose(call.get("role") or "", parents) if self._choose and parents else None
+            for call, parents in zip(calls, read, strict=True)
         ]
-        calls = [
-            item if keys is None else {**item, "repair": self._rule(parents, keys)}
-            for item, parents, keys in zip(given, read, chosen, strict=True)
-        ]
-        messages = method(calls)
-        for item, parents, keys, message in zip(given, read, chosen, messages, strict=True):
-            self.calls.append(Call(item.get("role") or "", parents, keys, message))
-        return messages if is_list else messages[0]
+        messages = make(
+            [
+                call if keys is None else {**call, "repair": self._rule(parents, keys)}
+                for call, parents, keys in zip(calls, read, chosen, strict=True)
+            ]
+        )
+        for call, parents, keys, message in zip(calls, read, chosen, messages, strict=True):
+            self.calls.append(Call(call.get("role") or "", parents, keys, message))
+        return messages
 
     def _rule(self, parents: Sequence[ReadParent], keys: frozenset[Key]) -> Any:
         runs = (
@@ -112,7 +103,3 @@ def policy_choice(masks: Mapping[str, Mapping[str, Sequence[int]]]) -> Choose:
         )
 
     return choose
-
-
-if TYPE_CHECKING:
-    _is_one: type[Facade] = Repaired

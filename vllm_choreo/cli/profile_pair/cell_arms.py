@@ -3,55 +3,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import Any, Protocol
 
-from vllm_choreo.api.protocol import Facade
+from vllm_choreo.api.passing import Item, PassingSession
+from vllm_choreo.api.protocol import SessionFacade
 from vllm_choreo.cli.evaluate.arms import Arm
 from vllm_choreo.cli.run.task import Task
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.repair.pair import Ranges, layers_text
-from vllm_choreo.semantics.call import is_list_of_calls
-from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.trained_adapter import BaseModel, adapter_weights
 
 
-class Divided:
-    """A `Facade` on `c` where what reads nothing is the writer's, and all else the reader's.
+class Divided(PassingSession):
+    """A session where what reads nothing is the writer's, and all else the reader's.
 
     Args:
-        c: a session without an adapter of its own.
+        c: a session without an adapter of its own; ends with this one.
         writer, reader: adapters, as a call takes them.
     """
 
-    def __init__(self, c: Any, writer: Any, reader: Any) -> None:
-        self.mode = c.mode
-        self._c = c
+    def __init__(self, c: SessionFacade, writer: Any, reader: Any) -> None:
+        super().__init__(c)
         self._writer, self._reader = writer, reader
 
-    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
-        """See `Choreography.prefill`."""
-        items = tokens if is_list_of_calls(tokens) else [{"tokens": tokens}]
-        calls: list[dict[str, Any]] = [{**options, **item} for item in items]
-        for call in calls:
-            call["adapter"] = self._reader if call.get("parents") else self._writer
-        messages = self._c.prefill(calls)
-        return messages if is_list_of_calls(tokens) else messages[0]
+    def _prefill(self, calls: list[Item]) -> Sequence[Message]:
+        return super()._prefill(
+            [
+                {**call, "adapter": self._reader if call.get("parents") else self._writer}
+                for call in calls
+            ]
+        )
 
-    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
-        """See `Choreography.decode`."""
-        return self._c.decode(header, **{**options, "adapter": self._reader})
-
-    def free(self, *messages: Any) -> None:
-        """See `Choreography.free`."""
-        self._c.free(*messages)
-
-    def __enter__(self) -> Divided:
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._c.close()
+    def _decode(self, calls: list[Item]) -> Sequence[Message]:
+        return super()._decode([{**call, "adapter": self._reader} for call in calls])
 
 
 @dataclass(frozen=True)
@@ -134,7 +122,3 @@ class Pair(Protocol):
 def cell_name(layers: Ranges) -> str:
     """Of a cell as an arm: without layers it is what all others are to improve on."""
     return layers_text(layers) if layers else CHOREOGRAPHED
-
-
-if TYPE_CHECKING:
-    _is_one: type[Facade] = Divided

@@ -11,59 +11,33 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any
 
-from vllm_choreo.api.protocol import Facade
+from vllm_choreo.api.passing import Item, PassingSession
 from vllm_choreo.cli.evaluate.arms import Arm
 from vllm_choreo.cli.evaluate.sets import HeldOutSet
 from vllm_choreo.cli.profile_pair.cell_arms import cell_name
 from vllm_choreo.cli.run.task import Task, program_of
 from vllm_choreo.judge.scores import TEXT
 from vllm_choreo.repair.pair import Ranges
-from vllm_choreo.semantics.call import is_list_of_calls
-from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.trained_adapter import BaseModel
 
 
-class _Passing:
-    """A `Facade` on `c` that has messages which read nothing made by `_given`."""
+class _Given(PassingSession):
+    """A session that has messages which read nothing made by `_given`."""
 
-    def __init__(self, c: Any) -> None:
-        self.mode = c.mode
-        self._c = c
+    def _prefill(self, calls: list[Item]) -> list[Message]:
+        return [
+            super(_Given, self)._prefill([call])[0] if call.get("parents") else self._given(call)
+            for call in calls
+        ]
 
-    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
-        """See `Choreography.prefill`."""
-        items = tokens if is_list_of_calls(tokens) else [{"tokens": tokens}]
-        messages = [self._one({**options, **item}) for item in items]
-        return messages if is_list_of_calls(tokens) else messages[0]
-
-    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
-        """See `Choreography.decode`."""
-        return self._c.decode(header, **options)
-
-    def free(self, *messages: Any) -> None:
-        """See `Choreography.free`."""
-        self._c.free(*messages)
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._c.close()
-
-    def _one(self, call: dict[str, Any]) -> Message:
-        if call.get("parents"):
-            made: Message = self._c.prefill([call])[0]
-            return made
-        return self._given(call)
-
-    def _given(self, call: dict[str, Any]) -> Message:
+    def _given(self, call: Item) -> Message:
         raise NotImplementedError
 
 
-class Writing(_Passing):
+class Writing(_Given):
     """Keeps hidden states of what is given, and remembers it.
 
     Attributes:
@@ -75,20 +49,20 @@ class Writing(_Passing):
         self.given: list[Message] = []
         self._layers = list(layers)
 
-    def _given(self, call: dict[str, Any]) -> Message:
+    def _given(self, call: Item) -> Message:
         message: Message = self._c.prefill([{**call, "keep_hidden": self._layers}])[0]
         self.given.append(message)
         return message
 
 
-class Fetching(_Passing):
+class Fetching(_Given):
     """Takes what is given from a folder that a writer has saved, in its order; again and again."""
 
     def __init__(self, c: Any, folder: Path) -> None:
         super().__init__(c)
         self._loaded = cycle(c.load(folder, on_mismatch="variant", progress=False))
 
-    def _given(self, call: dict[str, Any]) -> Message:
+    def _given(self, call: Item) -> Message:
         message = next(self._loaded)
         given = call["tokens"]
         assert given == message.text or tuple(given) == message.token_ids, "programs are the same"
@@ -177,7 +151,3 @@ class ModelPair:
         """As a profile has it: calls of the reader wear no adapter."""
         weights = BaseModel.of(self.writer).weights
         return {"model": BaseModel.of(self.reader), "writer": weights, "reader": None}
-
-
-if TYPE_CHECKING:
-    _are_one: tuple[type[Facade], ...] = (Writing, Fetching)

@@ -15,17 +15,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any
 
+from vllm_choreo.api.passing import Item, Passing
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.call import is_list_of_calls
-from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.workflows.record.transcript import Transcript
 
 
-class Replay:
+class Replay(Passing):
     """A `Facade` that hands every call to `c`, with forced tokens.
 
     Args:
@@ -34,49 +33,31 @@ class Replay:
             variant of a workflow that differs in that alone can be replayed.
 
     As a context manager it checks at the end that all recorded calls were made. It does not close
-    `c`.
+    `c`. A call that was not recorded, and an engine that does not know forced tokens, raise
+    ChoreoError.
     """
 
     def __init__(self, c: Facade, transcript: Transcript) -> None:
-        self.mode = c.mode
-        self._c = c
+        super().__init__(c)
         self._recorded = [step.message for step in transcript.steps]
         self._count = 0
 
-    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
-        """See `Choreography.prefill`.
+    def _prefill(self, calls: list[Item]) -> Sequence[Message]:
+        self._next("prefill", calls)
+        return super()._prefill(calls)
 
-        Raises:
-            ChoreoError: the program makes another call than was recorded.
-        """
-        items = tokens if is_list_of_calls(tokens) else [{"tokens": tokens}]
-        self._next("prefill", items)
-        return self._c.prefill(tokens, **options)
-
-    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
-        """See `Choreography.decode`; of the sampling parameters, only what is reported counts.
-
-        Raises:
-            ChoreoError: the program makes another call than was recorded, or the engine does not
-                know forced tokens.
-        """
-        many, asked = is_list_of_calls(header), options.get("sampling_params")
-        for_all: Any = {k: v for k, v in options.items() if many and k != "sampling_params"}
-        items = header if many else [{"header": header, **options}]
-        recorded = self._next("decode", items)
-        calls = []
-        for item, message in zip(items, recorded, strict=True):
-            params = _forcing(message, item.get("sampling_params") or asked)
-            calls.append({**item, "sampling_params": params})
-        messages = [
-            _forced(message, expected)
-            for message, expected in zip(self._c.decode(calls, **for_all), recorded, strict=True)
+    def _decode(self, calls: list[Item]) -> list[Message]:
+        """Of the sampling parameters, only what is reported counts."""
+        recorded = self._next("decode", calls)
+        made = super()._decode(
+            [
+                {**call, "sampling_params": _forcing(message, call.get("sampling_params"))}
+                for call, message in zip(calls, recorded, strict=True)
+            ]
+        )
+        return [
+            _forced(message, expected) for message, expected in zip(made, recorded, strict=True)
         ]
-        return messages if many else messages[0]
-
-    def free(self, *messages: Any) -> None:
-        """See `Choreography.free`."""
-        self._c.free(*messages)
 
     def finish(self) -> None:
         """Raises ChoreoError: calls were recorded that the program did not make."""
@@ -153,7 +134,3 @@ def _differs(reason: str, value: Any = None) -> ChoreoError:
         parameter="transcript",
         value=value,
     )
-
-
-if TYPE_CHECKING:
-    _is_one: type[Facade] = Replay
