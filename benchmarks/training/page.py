@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from benchmarks.harness.record import machine_line, read_csv
 from benchmarks.harness.tables import table
+from benchmarks.training.picture import draw
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
 
 NAME = "training"
@@ -29,6 +30,10 @@ def section() -> str:
         "says, over the whole vocabulary, nats per token. *Same calls*: where both say "
         "what the text has said, the same tokens are the likeliest. No token is encoded anew.",
     ]
+    answered = [name for name in sets if all(row["accuracy"] for row in rows_of(rows, name))]
+    if answered:
+        draw([row for row in rows if row["set"] in answered], answered, NAME)
+        parts.append(f"![Answers, and the distance that is gone](results/{NAME}.png)")
     for name in sets:
         parts.append(f"### {name}, {rows_of(rows, name)[0]['problems']} problems")
         parts.append(_table(rows_of(rows, name), name))
