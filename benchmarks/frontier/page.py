@@ -92,8 +92,8 @@ def section() -> str:
         "model, choosing included, by the tokens that are read where they were not encoded. "
         "*Same*: answers all of whose likeliest tokens are the text's. *Less than first*: "
         "difference of the KL from that of `first:k` at the same charge, of the same problems; "
-        "**bold**: its interval leaves out 0. *APE*: the rule `reweight`. *keys*: blocks whose keys "
-        "in layer 1 change most, a rule that the engine has no longer.",
+        "**bold**: its interval leaves out 0. *APE*: the rule `reweight`. *keys*: blocks whose "
+        "keys in layer 1 change most, a rule that the engine has no longer.",
         f"![Charged tokens against KL](results/{PICTURE}.png)",
     ]
     for task, points in tasks.items():
