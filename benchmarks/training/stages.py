@@ -43,7 +43,9 @@ TASKS = {
     "sentence_facts": _look_ups("sentence_facts"),
     "reports": _look_ups("reports"),
     "fact_pairs": _look_ups("fact_pairs"),
-    "list_pairs": _look_ups("list_pairs"),
+    "list_pairs": Task(
+        ("document_qa", "--set", "list_pairs", "--max-tokens", "60"), 320, (0.3, 0.03, 0.67)
+    ),
     "multi_qa": Task(("multi_qa", "--set", "stated_numbers")),
     "stories": Task(("branch_solve_merge", "--max-tokens", "40"), 320, (0.3, 0.03, 0.67), False),
     # What Bob is told is not what Alice is to learn from him.
