@@ -54,7 +54,7 @@ TASKS = {
             *("prisoners_dilemma", "--strategies", "none", "always defect", "--max-tokens", "24"),
             *("--short-tokens", "8", "--temperature", "1"),
         ),
-        150,
+        70,
         (0.9, 0.1, 0.0),
     ),
     # Candidates differ by chance alone; a vote is a blank and a number.
