@@ -4,9 +4,8 @@
     python -m benchmarks.training WORK [--tasks key_values reports] [--placements writer]
 
 A task is judged with its own adapters, and with those of other tasks that messages are encoded
-with; one whose messages are generated with its own alone, which all calls wear. Whatever is in the
-folder WORK already is not made again, so that it can be done in parts. Tasks that are judged anew
-take the place of their rows in the results.
+with. Whatever is in the folder WORK already is not made again, so that it can be done in parts.
+Tasks that are judged anew take the place of their rows in the results.
 """
 
 from __future__ import annotations
@@ -29,15 +28,18 @@ _TRANSFERRED = "writer"
 def main() -> int:
     args = _arguments()
     args.work.mkdir(parents=True, exist_ok=True)
-    judged = [*(args.judged or args.tasks), *args.generated]
+    alone = dict(name.split(":") for name in args.alone)
+    judged = [*(args.judged or args.tasks), *alone]
     recorded = {
         task: stages.record(args.work, task) for task in dict.fromkeys([*args.tasks, *judged])
     }
     adapters = _adapters(args, recorded)
     twice = {task: stages.train(args.work, recorded[task], _TRANSFERRED, 2) for task in args.longer}
-    own = {task: [stages.train(args.work, recorded[task], "both")] for task in args.generated}
+    own = {task: [stages.train(args.work, recorded[task], alone[task])] for task in alone}
     controls = {task: stages.control(args.work, recorded[task]) for task in args.controls}
     for task in judged:
+        if not stages.TASKS[task].shares[-1]:
+            continue  # nothing is kept back
         worn = own.get(task) or [path for path in adapters if _is_tried(path.name, task)]
         rows = stages.evaluate(args.work, recorded[task], worn)
         if task in twice:
@@ -61,9 +63,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--mixture", **several, help="tasks of one more adapter, for all of them")
     parser.add_argument("--longer", **several, help="tasks of a writer of two epochs, too")
     parser.add_argument(
-        "--generated",
-        **several,
-        help="tasks whose messages are generated: with adapters that all calls wear",
+        "--alone",
+        nargs="+",
+        choices=[f"{name}:{placement}" for name in names for placement in PLACEMENTS],
+        default=[],
+        metavar="NAME:PLACEMENT",
+        help="tasks with one adapter, and no transfer",
     )
     parser.add_argument(
         "--controls", **several, help="tasks that one direct call is trained to answer as the text"
