@@ -22,7 +22,7 @@ from benchmarks.memory import page as memory
 from benchmarks.mixed import page as mixed
 from benchmarks.on_ramps import page as on_ramps
 from benchmarks.ordinary import page as ordinary
-from benchmarks.planner import workers
+from benchmarks.planner import workers_page as workers
 from benchmarks.planner.moves import page as moves
 from benchmarks.planner.rivals import page as rivals
 from benchmarks.pml import page as pml
@@ -31,7 +31,7 @@ from benchmarks.quality import page as quality
 from benchmarks.scaling import page as scaling
 from benchmarks.soak import page as soak
 from benchmarks.sweep import page as sweep
-from benchmarks.training import leakage
+from benchmarks.training import leakage_page as leakage
 from benchmarks.training import page as training
 from benchmarks.ttft import page as ttft
 from benchmarks.variants import page as variants

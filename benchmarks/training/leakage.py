@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.record import machine_line, read_csv, record, write_csv
-from benchmarks.harness.tables import table
+from benchmarks.harness.record import record, write_csv
+from benchmarks.training.leakage_page import NAME, section
 from vllm_choreo.api.passing import Item, Passing
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.cli.evaluate.arms import Arm, arms_of
@@ -36,7 +36,6 @@ from vllm_choreo.workflows.prisoners_dilemma import NAMES, STRATEGIES, SYSTEM
 from vllm_choreo.workflows.record.transcript import Transcript
 from vllm_choreo.workflows.together import run_together
 
-NAME = "training_leakage"
 _WORKFLOW = "prisoners_dilemma"
 _TOLD = ("none", "always cooperate", "always defect")  # as played, and forced again
 _READER, _SPEAKER = NAMES
@@ -66,28 +65,6 @@ def main() -> int:
     write_csv(NAME, rows, **record())
     print(section())
     return 0
-
-
-def section() -> str:
-    """Empty if there are no results."""
-    rows = read_csv(NAME)
-    if not rows:
-        return ""
-    lines = [
-        [row["arm"], *(f"{float(row[f'shift{end}']):.4f}" for end in ("", "_low", "_high"))]
-        for row in rows
-    ]
-    return "\n\n".join(
-        [
-            "### What comes through of a secret",
-            f"Prisoner's dilemma, {rows[0]['games']} games as text, of which all that was said is "
-            "forced again: once Bob alone is told to cooperate whatever happens, once to defect. "
-            "By how much the log-probability of what Alice says then shifts, who reads nothing but "
-            "the same words: nats per token, mean and interval over games.",
-            table(["arm", "shift", "from", "to"], lines),
-            machine_line(rows),
-        ]
-    )
 
 
 def _game(number: int, max_tokens: int) -> Task:
