@@ -20,17 +20,13 @@ from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.turns import in_turn
 from benchmarks.planner.rivals.text import WIDTH
 from benchmarks.planner.rivals.ways import Ran, planned_on
-from benchmarks.planner.rivals.workloads import NAMES, Workload, workload
+from benchmarks.planner.rivals.workloads import Workload, add_sizes, workload
 from benchmarks.planner.workers_page import COUNTS, NAME, section
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", choices=NAMES, action="append")
-    parser.add_argument("--queries", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--answer-tokens", type=int, default=24)
-    parser.add_argument("--words", type=int, default=150, help="of a context or document")
+    add_sizes(parser)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in args.workflow or ["trading"]:

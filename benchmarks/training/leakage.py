@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of a secret comes through to one who does not read it: in the prisoner's dilemma.
 
-    python -m benchmarks.training.leakage [--games 40] [--adapter WORK/games-writer ...]
+    python -m benchmarks.training.leakage [--games 40] [--adapter WORK/games-both ...]
 
 Games are played as text. Then all that was said is forced twice more, once while Bob alone is told
 to cooperate whatever happens, once to defect. Alice reads what Bob says, which is the same both
@@ -28,13 +28,12 @@ from vllm_choreo.api.protocol import Facade
 from vllm_choreo.cli.evaluate.arms import Arm, arms_of
 from vllm_choreo.cli.run.engine import start_engine
 from vllm_choreo.cli.run.task import Task
-from vllm_choreo.errors import ChoreoError
 from vllm_choreo.judge.stats import bootstrap_interval
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.workflows.chat import system
 from vllm_choreo.workflows.prisoners_dilemma import NAMES, STRATEGIES, SYSTEM
 from vllm_choreo.workflows.record.transcript import Transcript
-from vllm_choreo.workflows.together import run_together
+from vllm_choreo.workflows.together import all_made, run_together
 
 _WORKFLOW = "prisoners_dilemma"
 _TOLD = ("none", "always cooperate", "always defect")  # as played, and forced again
@@ -82,10 +81,7 @@ def _in_parts(llm: Any, arm: Arm, games: Sequence[Task], run: Callable[..., Any]
     for start in range(0, len(games), _TOGETHER):
         with arm.open(llm) as c:
             programs = [partial(run, game=game) for game in games[start : start + _TOGETHER]]
-            made += run_together(c, programs)
-    for one in made:
-        if isinstance(one, ChoreoError):
-            raise one
+            made += all_made(run_together(c, programs))
     return made
 
 

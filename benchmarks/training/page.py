@@ -26,7 +26,8 @@ def section() -> str:
     parts = [
         "## What training wins back",
         "Adapters of rank 16, each trained on one task's recorded runs alone, judged on problems "
-        "that no training has seen, of its own task (**bold**) and of others; greedy. *Writer*: "
+        "that no training has seen, of its own task (**bold**) and of others; greedy, but for "
+        "votes (temperature 0.7). *Writer*: "
         "messages are encoded with it, and the plain model answers; *reader*: the other way round; "
         "*both*. *p*: McNemar's exact test against the text's answers. *KL*: to what the text "
         "says, over the whole vocabulary, nats per token. *Same calls*: where both say "
@@ -118,7 +119,7 @@ def _same_calls(row: Row) -> str:
 def _verdict(rows: list[dict[str, str]]) -> str:
     """On which tasks their own adapters win everything back, of those that the text can do."""
     texts = {row["set"]: row for row in rows if row["arm"] == TEXT}
-    rows = [row for row in rows if float(texts[row["set"]]["coverage"]) >= _MIN_COVERED]
+    rows = [row for row in rows if float(texts[row["set"]]["coverage"] or 0) >= _MIN_COVERED]
     said = []
     for placement in ("writer", "reader", "both"):
         own = [row for row in rows if row["arm"].startswith(f"{row['set']}-{placement}")]

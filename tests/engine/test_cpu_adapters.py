@@ -121,3 +121,15 @@ def test_an_adapter_that_takes_the_place_of_another_is_seen() -> None:
     before = y.clone()
     wrapper.add_lora_linear(y, x, (a,), (b,), 1.0, (8,))
     assert torch.equal(y, before)
+
+
+def test_weights_whose_changes_nobody_counts_are_looked_at_each_time() -> None:
+    with torch.inference_mode():
+        x, y = torch.randn(20, FEATURES), torch.zeros(20, 8)
+        a, b = torch.randn(NUM_ADAPTERS, 1, RANK, FEATURES), torch.zeros(NUM_ADAPTERS, 1, 8, RANK)
+        wrapper = wrapper_of([12] * 20, True)
+        wrapper.add_lora_linear(y, x, (a,), (b,), 1.0, (8,))
+        assert not y.any()
+        b[1] = torch.randn(8, RANK)
+        wrapper.add_lora_linear(y, x, (a,), (b,), 1.0, (8,))
+    torch.testing.assert_close(y, x @ a[1, 0].T @ b[1, 0].T, rtol=1e-4, atol=1e-4)

@@ -95,6 +95,16 @@ def run_together(
         return [one.result() for one in running]
 
 
+def all_made(results: Sequence[Made | ChoreoError]) -> list[Made]:
+    """What `run_together` returned, where each is needed. Raises ChoreoError: the first of them."""
+    made: list[Made] = []
+    for result in results:
+        if isinstance(result, ChoreoError):
+            raise result
+        made.append(result)
+    return made
+
+
 def _serve(c: Facade, inbox: SimpleQueue[_Asked | None], num_running: int) -> None:
     """Answer until all programs have ended, also where the facade fails."""
     waiting: list[_Asked] = []

@@ -22,7 +22,7 @@ from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.turns import in_turn
 from benchmarks.planner.rivals.page import BARS, NAME, SWEEP, reached, section
 from benchmarks.planner.rivals.ways import ABLATIONS, SWEPT, WAYS
-from benchmarks.planner.rivals.workloads import NAMES, Workload, trading_days, workload
+from benchmarks.planner.rivals.workloads import NAMES, Workload, add_sizes, trading_days, workload
 
 
 def main() -> int:
@@ -38,11 +38,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workflow", choices=NAMES, action="append")
-    parser.add_argument("--queries", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--answer-tokens", type=int, default=24)
-    parser.add_argument("--words", type=int, default=150, help="of a context or document")
+    add_sizes(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--ablations", action="store_true", help="plans that lack something, too")
     what.add_argument("--sweep", action="store_true", help="trading in several sizes, few ways")

@@ -6,6 +6,7 @@ In trading, as in the paper, the day before has been traded, and half of what is
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 from benchmarks.planner.data import role, text
@@ -43,6 +44,15 @@ class Workload:
 
     batch: CompiledGraph
     before: CompiledGraph | None = None
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Which workflows are run, how large, and how often."""
+    parser.add_argument("--workflow", choices=NAMES, action="append")
+    parser.add_argument("--queries", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--answer-tokens", type=int, default=24)
+    parser.add_argument("--words", type=int, default=150, help="of a context or document")
 
 
 def workload(name: str, num_queries: int, num_out: int, words: int) -> Workload:

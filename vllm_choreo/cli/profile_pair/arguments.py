@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
     """
     from vllm_choreo.cli.profile_pair.cell_arms import AdapterPair, Pair
     from vllm_choreo.cli.profile_pair.models import ModelPair
-    from vllm_choreo.cli.profile_pair.results import leave, measure, target_of
+    from vllm_choreo.cli.profile_pair.results import measure, target_of, write_results
     from vllm_choreo.smallmodel.embedded import embedded_model
 
     target, tried = target_of(args.target), _tried(args)
@@ -119,7 +119,8 @@ def main(args: argparse.Namespace) -> int:
         warm_up(LocalEngine(llm), ("baseline", "choreo"))
         options = {"tried": tried, "maps_layers": args.layer_map, "num_together": args.together}
         found = measure(llm, pair, learnt, others, **options)
-        return leave(llm, pair, found, target, args.out, is_timed=args.together == 1)
+        is_timed = args.together == 1
+        return write_results(llm, pair, found, target, args.out, is_timed)
 
 
 def _tried(args: argparse.Namespace) -> tuple[Ranges, ...]:

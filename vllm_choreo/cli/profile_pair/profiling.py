@@ -16,11 +16,10 @@ from vllm_choreo.cli.evaluate.sets import HeldOutSet
 from vllm_choreo.cli.profile_pair.cell_arms import Pair, cell_name
 from vllm_choreo.cli.profile_pair.grid import coarse, finer, scattered, singles, steps
 from vllm_choreo.cli.run.task import Task
-from vllm_choreo.errors import ChoreoError
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT, Judged, rows_of
 from vllm_choreo.repair.pair import Cell, Ranges, num_run, pareto
 from vllm_choreo.workflows.record.transcript import Transcript
-from vllm_choreo.workflows.together import run_together
+from vllm_choreo.workflows.together import all_made, run_together
 
 Made = TypeVar("Made")
 
@@ -96,12 +95,7 @@ class Profiling:
         with arm.open(self.llm, first) as c:
             results = run_together(c, programs)
         self.on_run(len(results))
-        made: list[Made] = []
-        for result in results:
-            if isinstance(result, ChoreoError):
-                raise result
-            made.append(result)
-        return made
+        return all_made(results)
 
     def cells(self) -> list[Cell]:
         """Those that were tried, the plain reading first."""

@@ -126,12 +126,15 @@ def measure(
     return Tried(found, checked, layer_map, num_layers)
 
 
-def leave(
+def write_results(
     llm: Any, pair: Pair, tried: Tried, target: tuple[str, float], out: Path, is_timed: bool
 ) -> int:
     """Print a table, write the numbers and a page, and the profile, which a session reads by.
 
     Args:
+        llm: of the reader.
+        pair: the two.
+        tried: see `measure`.
         target: see `target_of`.
         out: an existing folder.
         is_timed: times are those of requests by themselves; otherwise there is no profile.

@@ -43,7 +43,7 @@ class Factors:
 class LayerFactors:
     """What is known of a layer's adapters at a version of their weights."""
 
-    matrix: torch.Tensor  # held, that its id is nobody else's
+    held: torch.Tensor  # by whose id it is found: as long as it lives, nobody else has that id
     versions: list[int] | None
     by_adapter: dict[int, Factors | None] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
     """vLLM's products with adapters, for rows that may have none."""
 
     _worn: list[tuple[int, Rows]]  # of the step: the place of each adapter, and who wears it
-    _layers: dict[int, LayerFactors]  # by the id of its first second matrix
+    _layers: dict[int, LayerFactors]  # of each layer, by the id of its first `lora_b_stacked`
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         super().update_metadata(*args, **kwargs)
@@ -109,6 +109,7 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
         dtype: torch.dtype,
     ) -> Factors | None:
         """Of an adapter in a layer; None: its training has not touched it."""
+        # vLLM writes an adapter into the place of another one, and does not say so here.
         layer, versions = self._layers.get(id(b[0])), _versions([*a, *b])
         if layer is None or versions is None or layer.versions != versions:
             layer = self._layers[id(b[0])] = LayerFactors(b[0], versions)
@@ -167,7 +168,7 @@ def factors_of(
 
 
 def _versions(weights: Sequence[torch.Tensor]) -> list[int] | None:
-    """Counts of what was written into them; None: nobody counts."""
+    """Counts of what was written into them; None: nobody counts, so what is known is not kept."""
     if any(one.is_inference() for one in weights):
         return None
     return [one._version for one in weights]
