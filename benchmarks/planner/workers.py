@@ -84,7 +84,7 @@ def _facade() -> Any:
         dtype="float32",
         enforce_eager=True,
         max_model_len=4096,
-        max_num_seqs=16,
+        max_num_seqs=WIDTH,
         block_size=BLOCK_SIZE,
     )
     return Choreography(llm)

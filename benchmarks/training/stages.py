@@ -57,6 +57,12 @@ TASKS = {
         70,
         (0.9, 0.1, 0.0),
     ),
+    "debates": Task(
+        (
+            *("parallel_debate", "--set", "stated_numbers", "--agents", "3", "--rounds", "2"),
+            *("--max-tokens", "12"),
+        )
+    ),
     # Candidates differ by chance alone; a vote is a blank and a number.
     "votes": Task(
         (

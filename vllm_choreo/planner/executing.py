@@ -18,7 +18,15 @@ from vllm_choreo.planner.nodes import Node
 from vllm_choreo.planner.physical import PhysicalPlan
 from vllm_choreo.planner.profile import Profile, measured
 from vllm_choreo.planner.progress import Progress
-from vllm_choreo.planner.reading import Key, Reading, SharedMessages, reading, repeated
+from vllm_choreo.planner.reading import (
+    Key,
+    Part,
+    Reading,
+    SharedMessages,
+    Told,
+    reading,
+    repeated,
+)
 from vllm_choreo.planner.retrying import MESSAGES_GONE, Retry
 from vllm_choreo.planner.run_stats import Lane, RunStats
 from vllm_choreo.planner.values import Functions, asked_of, failed
@@ -83,7 +91,8 @@ class Execution:
         """Run until every output has a value or an error."""
         self._start = time.perf_counter()
         self._watch_outputs()
-        alone = frozenset() if self._exact else self._between()
+        texts = [] if self._exact else map(self.plan.behind_chain, self.plan.prompts)
+        alone = repeated(texts)
         for reader in self._readers:
             reader.alone = alone
         try:
@@ -209,9 +218,9 @@ class Execution:
 
     async def _bring(self, call: int, worker: int) -> None:
         """Have the worker hold the answers that the call reads as messages, where that pays."""
-        node, coming = self.plan.logical.tasks[call].node, []
+        coming = []
         for symbol in self.plan.prompts[call]:
-            if isinstance(symbol, str) or not self._is_message(node, symbol):
+            if isinstance(symbol, str) or not self.plan.reads_message(call, symbol):
                 continue
             source = self.progress.origin.get(symbol)
             if source is not None and (held := self._answers.get(source)) is not None:
@@ -222,15 +231,20 @@ class Execution:
 
     def _reading(self, call: int, worker: int) -> Reading:
         """How a call reads its prompt, given where answers are."""
-        node = self.plan.logical.tasks[call].node
-        pieces: list[str | Answer] = []
+        pieces: list[Part] = []
         for symbol in self.plan.prompts[call]:
             if isinstance(symbol, str):
                 pieces.append(symbol)
-                continue
-            answer = self._at(symbol, worker) if self._is_message(node, symbol) else None
-            pieces.append(answer or self.progress.values[symbol])
+            elif self.plan.reads_message(call, symbol):
+                pieces.append(self._at(symbol, worker) or Told(self._text(symbol)))
+            else:
+                pieces.append(self._text(symbol))
         return reading(pieces, self.plan.cuts.at.get(call, ()))
+
+    def _text(self, symbol: int) -> str:
+        """Of a task that is done, or whose value a cache had."""
+        known = self.plan.logical.known
+        return str(known[symbol] if symbol in known else self.progress.values[symbol])
 
     def _at(self, symbol: int, worker: int) -> Answer | None:
         """The answer of which a value comes, if the worker can read it as a message."""
@@ -240,24 +254,6 @@ class Execution:
         home, answer = self._answers[source]
         found = answer if home == worker else self._moves.at(source, worker)
         return found if found is not None and found.span is not None else None
-
-    def _between(self) -> frozenset[str]:
-        """Texts between messages that several calls have."""
-        return repeated(
-            [
-                symbol
-                if isinstance(symbol, str)
-                else None
-                if self._is_message(self.plan.logical.tasks[call].node, symbol)
-                else f"<{symbol}>"  # its text is not known yet: the same for those that read it
-                for symbol in symbols
-            ]
-            for call, symbols in self.plan.prompts.items()
-        )
-
-    def _is_message(self, node: int, symbol: int) -> bool:
-        choice = self.plan.choices.get((node, self.plan.logical.tasks[symbol].node))
-        return choice is not None and choice.how == "message"
 
     # -- values ----------------------------------------------------------------------------------
 

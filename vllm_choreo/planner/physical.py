@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from vllm_choreo.planner.cost import Calls, CostModel, Timetable, timetable
 from vllm_choreo.planner.logical import (
@@ -15,10 +16,17 @@ from vllm_choreo.planner.logical import (
     no_collection,
     structure_keys,
 )
+from vllm_choreo.planner.nodes import SOURCES
 from vllm_choreo.planner.placement import place
 from vllm_choreo.planner.profile import Profile
-from vllm_choreo.planner.prompts import Cuts, call_symbols, cuts, operator_symbols
-from vllm_choreo.planner.radix import Symbol, TemplatedRadixTree
+from vllm_choreo.planner.prompts import (
+    Cuts,
+    call_symbols,
+    cuts,
+    operator_symbols,
+    read_apart,
+)
+from vllm_choreo.planner.radix import Symbol, TemplatedRadixTree, estimated_tokens
 from vllm_choreo.planner.reuse import Choice, choose
 from vllm_choreo.planner.schedule import schedule
 from vllm_choreo.planner.values import CHATML, Template
@@ -80,21 +88,44 @@ class PhysicalPlan:
     sequences: list[list[list[int]]]
     seconds: float = 0.0
 
+    def reads_message(self, call: int, symbol: int) -> bool:
+        """Whether a call reads the value of another task as a message."""
+        tasks = self.logical.tasks
+        return _is_message(self.choices, tasks[call].node, tasks[symbol].node)
+
+    def behind_chain(self, call: int) -> list[str | None]:
+        """The symbols of a prompt that are in no chain; None: read as a message."""
+        found: list[str | None] = []
+        for symbol in self.prompts[call]:
+            if isinstance(symbol, str):
+                found.append(symbol)
+            elif self.reads_message(call, symbol):
+                found.append(None)
+            else:
+                found.append(f"<{symbol}>")  # not known yet: the same for those that read it
+        first = found.index(None) if None in found else len(found)
+        cuts = [cut for cut in self.cuts.at.get(call, ()) if cut < first]
+        return found[cuts[-1] + 1 :] if cuts else found
+
 
 @no_collection()
 def physical_plan(logical: LogicalPlan, options: PlanOptions) -> PhysicalPlan:
     """Plan what is left to be done of a logical plan."""
     begun = time.perf_counter()
     graph = logical.graph
-    sizes = options.profile.expected(graph)
-    prompts = call_symbols(logical, options.template)
+    sizes = _sizes(logical, options.profile)
     operators = operator_symbols(graph, options.template)
-    live = {logical.tasks[call].node for call in prompts}
+    live = {logical.tasks[call].node for call in logical.calls()}
     operators = {number: symbols for number, symbols in operators.items() if number in live}
     choices: dict[tuple[int, int], Choice] = {}
-    found = Cuts()
     if options.reuse:
         choices = choose(graph, operators, options.semantics, sizes.__getitem__, options.repaired)
+    apart: Collection[int] = ()
+    if any(choice.how == "message" for choice in choices.values()):
+        apart = read_apart(logical, options.template, partial(_is_message, choices))
+    prompts = call_symbols(logical, options.template, apart)
+    found = Cuts()
+    if options.reuse:
         found = cuts(
             prompts,
             operators,
@@ -110,6 +141,25 @@ def physical_plan(logical: LogicalPlan, options: PlanOptions) -> PhysicalPlan:
             plan.worker[call], plan.rank[call] = worker, rank
     plan.seconds = time.perf_counter() - begun
     return plan
+
+
+def _sizes(logical: LogicalPlan, profile: Profile) -> list[float]:
+    """Tokens of each operator's value: of what is given, as it is; else as the profile has it."""
+    sizes = profile.expected(logical.graph)
+    given: dict[int, list[float]] = {}
+    for task, value in logical.known.items():
+        number = logical.tasks[task].node
+        if isinstance(value, str) and logical.graph.nodes[number].kind in SOURCES:
+            given.setdefault(number, []).append(estimated_tokens(value))
+    for number, found in given.items():
+        sizes[number] = sum(found) / len(found)
+    return sizes
+
+
+def _is_message(choices: Mapping[tuple[int, int], Choice], reader: int, writer: int) -> bool:
+    """Whether an operator reads another one's value as a message."""
+    choice = choices.get((reader, writer))
+    return choice is not None and choice.how == "message"
 
 
 def _calls(

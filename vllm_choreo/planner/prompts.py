@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_choreo.planner.logical import LogicalPlan
@@ -15,16 +16,20 @@ from vllm_choreo.planner.values import Template, prompt_pieces
 MIN_SHARED_TOKENS = 24.0
 
 
-def call_symbols(plan: LogicalPlan, template: Template) -> dict[int, list[Symbol]]:
-    """Of each call of a plan: text where it is known by now, else the number of the task."""
+def call_symbols(
+    plan: LogicalPlan, template: Template, apart: Collection[int] = ()
+) -> dict[int, list[Symbol]]:
+    """Of each call of a plan: text where it is known by now, else the number of the task.
+
+    Args:
+        apart: tasks that stay numbers though their text is known.
+    """
     texts: dict[int, list[Symbol]] = {}
 
     def spread(task: int) -> list[Symbol]:
-        if task in plan.known:
-            return [plan.known[task]]
         node = plan.node(task)
         if node.kind != "fmt":
-            return [task]
+            return [task if task in apart else plan.known.get(task, task)]
         if task not in texts:
             inputs = plan.tasks[task].inputs
             texts[task] = _spread(node.attrs["pieces"], inputs, spread)
@@ -36,6 +41,23 @@ def call_symbols(plan: LogicalPlan, template: Template) -> dict[int, list[Symbol
         symbols = _spread(pieces, plan.tasks[call].inputs, spread)
         found[call] = joined(symbols, template)
     return found
+
+
+def read_apart(
+    plan: LogicalPlan, template: Template, reads_message: Callable[[int, int], bool]
+) -> frozenset[int]:
+    """Tasks whose values are known by now, and that several calls read as a message.
+
+    Args:
+        reads_message: whether an operator reads another one so.
+    """
+    counts: Counter[int] = Counter()
+    for call, symbols in call_symbols(plan, template, plan.known).items():
+        reader = plan.tasks[call].node
+        for symbol in set(symbols):
+            if isinstance(symbol, int) and symbol in plan.known:
+                counts[symbol] += reads_message(reader, plan.tasks[symbol].node)
+    return frozenset(task for task, count in counts.items() if count > 1)
 
 
 def operator_symbols(graph: Operators, template: Template) -> dict[int, list[Symbol]]:

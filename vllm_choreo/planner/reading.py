@@ -5,8 +5,10 @@ r"""From the symbols of a prompt to one call: parents that are read as messages,
     exact     \___ shared beginnings: a chain of messages ___/      header
     choreo    \___ chain ___________/ message    alone  message     header
 
-A chain is exact: each link is encoded with all before it. Text between messages is encoded alone if
-other calls have the same, else with all that stands before it.
+A chain is exact: each link is encoded with all before it. Text beside messages is encoded alone if
+other calls have the same, else with all that stands before it. What is to be read as a message and
+is here as text (an input, an answer of a cache or of another worker) is encoded alone, too, once
+for all who read it.
 """
 
 from __future__ import annotations
@@ -23,17 +25,27 @@ Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
+class Told:
+    """Text that is to be read as a message: of an input, or of an answer that lies elsewhere."""
+
+    text: str
+
+
+Part = str | Answer | Told
+
+
+@dataclass(frozen=True)
 class Reading:
     """A prompt, as one call reads it.
 
     Attributes:
         chain: texts of shared beginnings, each encoded with those before.
-        parts: what follows: texts, and answers that are read as messages.
+        parts: what follows: texts, and what is read as messages.
         header: text at the end, never empty.
     """
 
     chain: Key
-    parts: tuple[str | Answer, ...]
+    parts: tuple[Part, ...]
     header: str
 
     @property
@@ -47,15 +59,15 @@ class Reading:
         return "".join((*self.chain, *parts, self.header))
 
 
-def reading(pieces: Sequence[str | Answer], cuts: Sequence[int]) -> Reading:
+def reading(pieces: Sequence[Part], cuts: Sequence[int]) -> Reading:
     """Divide a prompt.
 
     Args:
-        pieces: the symbols of the prompt: text, or an answer that is to be read as a message. The
-            last one is text.
+        pieces: the symbols of the prompt: text, or what is to be read as a message. The last one
+            is text.
         cuts: after which of them the beginnings are shared.
     """
-    first = next((i for i, p in enumerate(pieces) if isinstance(p, Answer)), len(pieces))
+    first = next((i for i, p in enumerate(pieces) if not isinstance(p, str)), len(pieces))
     chain: list[str] = []
     start = 0
     for cut in cuts:
@@ -64,11 +76,11 @@ def reading(pieces: Sequence[str | Answer], cuts: Sequence[int]) -> Reading:
             if link:
                 chain.append(link)
             start = cut + 1
-    rest: list[str | Answer] = []
+    rest: list[Part] = []
     for piece in pieces[start:]:
         if isinstance(piece, str) and rest and isinstance(rest[-1], str):
             rest[-1] += piece
-        elif piece != "":
+        elif piece not in ("", Told("")):
             rest.append(piece)
     header = rest.pop()
     assert isinstance(header, str), "a prompt ends with the opening of the answer"
@@ -76,10 +88,10 @@ def reading(pieces: Sequence[str | Answer], cuts: Sequence[int]) -> Reading:
 
 
 def repeated(prompts: Iterable[Sequence[str | None]]) -> frozenset[str]:
-    """Texts that stand between messages in more than one prompt.
+    """Texts that stand before messages in more than one prompt.
 
     Args:
-        prompts: their symbols; None: what is read as a message.
+        prompts: their symbols behind the chain; None: what is read as a message.
     """
     counts: Counter[str] = Counter()
     for symbols in prompts:
@@ -88,7 +100,7 @@ def repeated(prompts: Iterable[Sequence[str | None]]) -> frozenset[str]:
             if symbol is None:
                 texts.append(between)
             between = "" if symbol is None else between + symbol
-        counts.update(set(texts[1:]) - {""})
+        counts.update(set(texts) - {""})
     return frozenset(text for text, count in counts.items() if count > 1)
 
 
@@ -99,7 +111,7 @@ class SharedMessages:
         worker: who encodes them.
 
     Attributes:
-        alone: texts between messages that several calls have, which are encoded alone.
+        alone: texts before messages that several calls have, which are encoded alone.
         num_shared, num_tokens: messages that were encoded for several calls, and the tokens of
             these and of those that were encoded beside a call.
     """
@@ -143,8 +155,9 @@ class SharedMessages:
             if isinstance(part, Answer):
                 assert part.span is not None
                 parents.append((part.message, *part.span))
-            elif part in self.alone:
-                parents.append(await self._shared(("alone", part), part, ()))
+            elif isinstance(part, Told) or part in self.alone:
+                text = part.text if isinstance(part, Told) else part
+                parents.append(await self._shared(("alone", text), text, ()))
             else:
                 beside.append(await self._prefill(part, tuple(parents), False))
                 parents.append(beside[-1])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each part of a prompt that another operator writes is read: chosen edge by edge, by cost.
+"""How each part of a prompt that is filled in is read: chosen edge by edge, by cost.
 
     prefix    the prompt up to here is a message that several calls read; exact
-    message   the answer is read where its writer's call left it; not exact
+    message   an answer is read where its writer's call left it, and text that prompts have behind
+              different beginnings is encoded once, by itself; not exact
     again     it is encoded again, with the text around it; exact
 
 What has no fixed order is given the order in which prompts share most before anything is chosen
@@ -11,6 +12,7 @@ What has no fixed order is given the order in which prompts share most before an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,8 +57,10 @@ def choose(
         repaired: tokens that are repaired at the beginning of each message.
     """
     tree = TemplatedRadixTree(num_out)
+    num_readers: Counter[Symbol] = Counter()
     for number, symbols in prompts.items():
         tree.add(number, symbols)
+        num_readers.update(set(symbols))
     choices: dict[tuple[int, int], Choice] = {}
     for number in prompts:
         for node in tree.end[number].path():
@@ -66,9 +70,11 @@ def choose(
             costs = {"again": size, "prefix": size / node.num_leaves}
             if node.num_leaves == 1:
                 del costs["prefix"]
-            # What a program computes is no message: nobody has encoded it.
+            readers = num_readers[node.symbol]
             if semantics == "choreo" and writes_message(graph, node.symbol):
                 costs["message"] = MESSAGE_OVERHEAD + min(repaired, size)
+            elif semantics == "choreo" and readers > node.num_leaves:
+                costs["message"] = MESSAGE_OVERHEAD + size / readers + min(repaired, size)
             how = min(costs, key=lambda way: costs[way])
             choices[number, node.symbol] = Choice(how, costs, node.num_leaves)
     return choices

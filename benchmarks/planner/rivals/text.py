@@ -12,7 +12,7 @@ from vllm_choreo.planner.nodes import Node
 from vllm_choreo.planner.values import CHATML, evaluate, prompt_text
 from vllm_choreo.planner.worker import Answer
 
-WIDTH = 16  # calls at a time
+WIDTH = 32  # calls at a time
 
 
 @dataclass

@@ -79,7 +79,7 @@ def workload(name: str, num_queries: int, num_out: int, words: int) -> Workload:
 
 
 def trading_days(
-    num_queries: int, num_out: int, words: int, *, traders: int = 3, rounds: int = 1
+    num_queries: int, num_out: int, words: int, *, traders: int = 8, rounds: int = 1
 ) -> Workload:
     """A stock a query, on the second of two days.
 

@@ -37,7 +37,10 @@ class ProblemSet(NamedTuple):
 SETS: dict[str, dict[str, ProblemSet]] = {
     "direct": {"trivia": ProblemSet(trivia)},
     "tree_of_thoughts": {"word_problems": ProblemSet(word_problems)},
-    "parallel_debate": {"arithmetic": ProblemSet(arithmetic)},
+    "parallel_debate": {
+        "arithmetic": ProblemSet(arithmetic),
+        "stated_numbers": ProblemSet(stated_numbers, 32),
+    },
     "iterative_debate": {"algebra": ProblemSet(algebra)},
     "multi_qa": {
         "trivia": ProblemSet(trivia),

@@ -54,7 +54,10 @@ def key_values(num: int, seed: int = 0, num_documents: int = 4) -> list[Problem]
 
 
 def stated_numbers(num: int, seed: int = 0) -> list[Problem]:
-    """Questions that hold their own answer, for who is to answer several. Kind "trivia"."""
+    """Questions that hold their own answer. Kind "trivia".
+
+    For who is to answer several of them, or is to hear what others answered.
+    """
 
     def draw(rng: random.Random, problem_id: str) -> Problem:
         (name,), (value,) = _numbered(rng, 1)
