@@ -7,6 +7,7 @@ import csv
 import datetime
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,10 +56,10 @@ def _isa() -> str:
 
 
 def command_line() -> str:
-    """How this program was started, for the record."""
+    """How this program was started, for the record: as a shell takes it."""
     spec = sys.modules["__main__"].__spec__
     program = "?" if spec is None else spec.name.removesuffix(".__main__")
-    return " ".join(["python -m", program, *sys.argv[1:]])
+    return " ".join(["python -m", program, *map(shlex.quote, sys.argv[1:])])
 
 
 def record() -> dict[str, Any]:

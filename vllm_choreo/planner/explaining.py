@@ -103,7 +103,7 @@ def _edges(plan: PhysicalPlan) -> str:
     graph = plan.logical.graph
     rows = []
     for (number, source), choice in plan.choices.items():
-        if graph.nodes[source].kind in ("placeholder", "data"):
+        if graph.nodes[source].kind in ("placeholder", "data") and choice.how != "message":
             continue
         costs = ", ".join(f"{way} {cost:.0f}" for way, cost in sorted(choice.costs.items()))
         shared = f"{choice.readers} operators" if choice.readers > 1 else "-"

@@ -104,8 +104,8 @@ class PhysicalPlan:
             else:
                 found.append(f"<{symbol}>")  # not known yet: the same for those that read it
         first = found.index(None) if None in found else len(found)
-        cuts = [cut for cut in self.cuts.at.get(call, ()) if cut < first]
-        return found[cuts[-1] + 1 :] if cuts else found
+        links = [cut for cut in self.cuts.at.get(call, ()) if cut < first]
+        return found[links[-1] + 1 :] if links else found
 
 
 @no_collection()

@@ -70,6 +70,7 @@ def choose(
             costs = {"again": size, "prefix": size / node.num_leaves}
             if node.num_leaves == 1:
                 del costs["prefix"]
+            # What no model wrote must be encoded for it: that pays where a prefix cannot serve all.
             readers = num_readers[node.symbol]
             if semantics == "choreo" and writes_message(graph, node.symbol):
                 costs["message"] = MESSAGE_OVERHEAD + min(repaired, size)

@@ -2,7 +2,7 @@
 """Makespan of the paper's workflows: plans against other ways to run the same calls.
 
     python -m benchmarks.planner.rivals --workflow trading --queries 4 --turns 3
-        [--ablations] [--way LangGraph --way 'plan, choreographed']
+        [--ablations | --way LangGraph --way 'plan, choreographed' ...]
     python -m benchmarks.planner.rivals --sweep
 
 All ways run on one engine, in turn, with an empty cache before each; answers have a fixed length,
