@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from tests.planner.facades import DigestFacade
-from vllm_choreo.planner import AnswerCache, Msg, build, invoke, naive, ops
+from tests.planner.facades import AsyncDigestFacade, DigestFacade
+from vllm_choreo.planner import AnswerCache, Msg, ainvoke, build, invoke, naive, ops
+from vllm_choreo.planner.prompts import operator_symbols
+from vllm_choreo.planner.reuse import choose
+from vllm_choreo.planner.values import CHATML
 
 
 @pytest.mark.parametrize("semantics", ["exact", "choreo"])
@@ -66,3 +70,60 @@ def test_a_fetched_answer_of_one_reader_is_text() -> None:
     final = ops.llm([Msg("user", ops.fmt("Improve: {}", note))], name="final")
     invoke(build([final]).compile(q=["one"]), facade, **options)
     assert [said.kind for said in facade.calls] == ["decode"] and notes[0] in facade.calls[0].header
+
+
+def test_behind_a_message_there_is_no_shared_beginning() -> None:
+    long, short = (ops.llm([Msg("user", text)], name=text) for text in ("long", "short"))
+    turns = [Msg("system", "You judge. " * 20), Msg("user", ops.fmt("{} {}", long, short))]
+    judges = [ops.llm([*turns, Msg("user", text)]) for text in ("Who?", "Why?", "When?", "How?")]
+    graph = build(judges)
+    names = {node.name: number for number, node in enumerate(graph.nodes)}
+    sizes = {names["long"]: 90.0, names["short"]: 6.0}
+    prompts = operator_symbols(graph, CHATML)
+    choices = choose(graph, prompts, "choreo", lambda number: sizes.get(number, 20.0))
+    for (_, read), choice in choices.items():
+        assert choice.how == ("message" if read == names["long"] else "again")
+        assert ("prefix" in choice.costs) == (read == names["long"])
+
+
+def test_what_a_call_reads_apart_is_encoded_at_once() -> None:
+    facade = _Together()
+    notes = [ops.llm([Msg("user", f"Note {i}")], name=f"note {i}") for i in range(3)]
+    parts = [part for i, note in enumerate(notes) for part in (f"\nHere is number {i}: ", note)]
+    read = ops.fmt("{}" * len(parts), *parts)
+    judges = [
+        ops.llm([Msg("system", role * 20), Msg("user", read)]) for role in ("Judge. ", "Clerk. ")
+    ]
+    asyncio.run(ainvoke(build(judges).compile(), facade, semantics="choreo"))
+    assert facade.most_prefills >= 3
+
+
+class _Together(AsyncDigestFacade):
+    """Knows how many messages it has encoded at the same time."""
+
+    most_prefills = prefills = 0
+
+    async def prefill(self, tokens: Any, **options: Any) -> Any:
+        self.prefills += 1
+        self.most_prefills = max(self.most_prefills, self.prefills)
+        await asyncio.sleep(0.01)
+        self.prefills -= 1
+        return await super().prefill(tokens, **options)
+
+
+@pytest.mark.parametrize("semantics", ["exact", "choreo"])
+def test_equal_questions_have_one_answer(semantics: str) -> None:
+    writers = [ops.llm([Msg("user", f"Letter {i}")], name=f"w{i}") for i in range(20)]
+    judge = Msg("system", "You judge. " * 20)
+    judges = [
+        ops.llm([judge, Msg("user", ops.fmt("Is it {} ?", writer))], name=f"j{i}")
+        for i, writer in enumerate(writers)
+    ]
+    letter = DigestFacade(length=lambda prompt: 1 if "Letter" in prompt else 20)
+    result = invoke(build(writers + judges).compile(), letter, semantics=semantics)
+    values = list(result[0].values())
+    answers: dict[str, set[str]] = {}
+    for written, judged in zip(values[:20], values[20:], strict=True):
+        answers.setdefault(written, set()).add(judged)
+    assert len(answers) <= 16 and all(len(found) == 1 for found in answers.values())
+    assert result.stats.num_joined == 20 - len(answers)

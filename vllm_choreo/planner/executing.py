@@ -200,11 +200,12 @@ class Execution:
         return found
 
     def _joins(self, call: int, key: str) -> bool:
-        """Whether an equal call has been made: its answer is this one's, too.
+        """Whether a call with the same text has been made: its answer is this one's, too.
 
-        What a choreographed call answers depends on more than its text, so it joins none.
+        So it is for a choreographed call, though what that answers depends on more than its text:
+        equal questions have equal answers, now as later by the cache.
         """
-        if not (self._exact and self._merge):
+        if not self._merge:
             return False
         first = self._equal.setdefault(key, call)
         if first == call or first in self.progress.errors:

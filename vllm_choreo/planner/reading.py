@@ -127,9 +127,8 @@ class SharedMessages:
         """Encode chains, and pin them; how many. Text without messages is warmed by the engine."""
         if not self.worker.reads_messages:
             return 0
-        messages = []
-        for chain in chains:
-            messages += await self._chain(chain)
+        found = await asyncio.gather(*map(self._chain, chains))
+        messages = [message for chain in found for message in chain]
         await self.worker.pin(messages)
         self._pinned.update(message.id for message in messages)
         return len(chains)
@@ -150,18 +149,29 @@ class SharedMessages:
 
     async def _parents(self, read: Reading, beside: list[Any]) -> list[Any]:
         """What a call reads; `beside` is what was encoded for it alone."""
-        parents = await self._chain(read.chain)
+        texts = dict.fromkeys(text for part in read.parts if (text := self._apart(part)))
+        # At once: one after the other, each would wait for a step of the engine.
+        parents, *messages = await asyncio.gather(
+            self._chain(read.chain), *(self._shared(("alone", text), text, ()) for text in texts)
+        )
+        apart = dict(zip(texts, messages, strict=True))
         for part in read.parts:
             if isinstance(part, Answer):
                 assert part.span is not None
                 parents.append((part.message, *part.span))
-            elif isinstance(part, Told) or part in self.alone:
-                text = part.text if isinstance(part, Told) else part
-                parents.append(await self._shared(("alone", text), text, ()))
+            elif text := self._apart(part):
+                parents.append(apart[text])
             else:
+                assert isinstance(part, str)
                 beside.append(await self._prefill(part, tuple(parents), False))
                 parents.append(beside[-1])
         return parents
+
+    def _apart(self, part: Part) -> str | None:
+        """Its text, if it is encoded alone for all who read it."""
+        if isinstance(part, Told):
+            return part.text
+        return part if isinstance(part, str) and part in self.alone else None
 
     def forget(self) -> None:
         """The worker has lost all messages."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How each part of a prompt that is filled in is read: chosen edge by edge, by cost.
 
-    prefix    the prompt up to here is a message that several calls read; exact
+    prefix    the prompt up to here is a message that several calls read; exact, so that nothing
+              before it is read as a message
     message   an answer is read where its writer's call left it, and text that prompts have behind
               different beginnings is encoded once, by itself; not exact
     again     it is encoded again, with the text around it; exact
@@ -20,8 +21,8 @@ from vllm_choreo.planner.nodes import Operators
 from vllm_choreo.planner.radix import Symbol, TemplatedRadixTree
 
 SEMANTICS = ("exact", "choreo")
-# To read a message costs a request for the text between it and the next one, and padding: measured
-# in tokens that are encoded in that time.
+# To read a message costs a request for the text between it and the next one, and padding; a shared
+# beginning is a request of its own, once for all: measured in tokens that are encoded in that time.
 MESSAGE_OVERHEAD = 8.0
 
 
@@ -63,21 +64,23 @@ def choose(
         num_readers.update(set(symbols))
     choices: dict[tuple[int, int], Choice] = {}
     for number in prompts:
+        shared = True  # a beginning: behind a message there is none
         for node in tree.end[number].path():
             if not isinstance(node.symbol, int) or (number, node.symbol) in choices:
                 continue
             size = num_out(node.symbol)
-            costs = {"again": size, "prefix": size / node.num_leaves}
-            if node.num_leaves == 1:
-                del costs["prefix"]
+            costs, served = {"again": size}, node.num_leaves if shared else 1
+            if served > 1:
+                costs["prefix"] = (size + MESSAGE_OVERHEAD) / served
             # What no model wrote must be encoded for it: that pays where a prefix cannot serve all.
             readers = num_readers[node.symbol]
             if semantics == "choreo" and writes_message(graph, node.symbol):
                 costs["message"] = MESSAGE_OVERHEAD + min(repaired, size)
-            elif semantics == "choreo" and readers > node.num_leaves:
+            elif semantics == "choreo" and readers > served:
                 costs["message"] = MESSAGE_OVERHEAD + size / readers + min(repaired, size)
             how = min(costs, key=lambda way: costs[way])
             choices[number, node.symbol] = Choice(how, costs, node.num_leaves)
+            shared = shared and how != "message"
     return choices
 
 
