@@ -78,7 +78,7 @@ def test_behind_a_message_there_is_no_shared_beginning() -> None:
     judges = [ops.llm([*turns, Msg("user", text)]) for text in ("Who?", "Why?", "When?", "How?")]
     graph = build(judges)
     names = {node.name: number for number, node in enumerate(graph.nodes)}
-    sizes = {names["long"]: 90.0, names["short"]: 6.0}
+    sizes = {names["long"]: 90.0, names["short"]: 1.5}
     prompts = operator_symbols(graph, CHATML)
     choices = choose(graph, prompts, "choreo", lambda number: sizes.get(number, 20.0))
     for (_, read), choice in choices.items():
