@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.planner.facades import AsyncDigestFacade, DigestFacade
+from vllm_choreo import ChoreoError
 from vllm_choreo.planner import AnswerCache, Msg, ainvoke, build, invoke, naive, ops
 from vllm_choreo.planner.prompts import operator_symbols
 from vllm_choreo.planner.reuse import choose
@@ -108,6 +109,30 @@ class _Together(AsyncDigestFacade):
         self.most_prefills = max(self.most_prefills, self.prefills)
         await asyncio.sleep(0.01)
         self.prefills -= 1
+        return await super().prefill(tokens, **options)
+
+
+def test_what_was_on_its_way_for_a_refused_call_is_freed() -> None:
+    facade = _Refusing()
+    notes = [ops.llm([Msg("user", f"Note {i}")], name=f"note {i}") for i in range(2)]
+    read = ops.fmt("\nBad: {}\nGood: {}", *notes)
+    judges = [
+        ops.llm([Msg("system", role * 20), Msg("user", read)]) for role in ("Judge. ", "Clerk. ")
+    ]
+    result = asyncio.run(ainvoke(build(judges).compile(), facade, semantics="choreo"))
+    assert "refused" in str(result.errors[0])
+    assert any("Good" in said.text for said in facade.calls)
+    made = {f"digest/{number}" for number in range(len(facade.calls))}
+    assert made - facade.freed <= facade.pinned
+
+
+class _Refusing(AsyncDigestFacade):
+    """Refuses one text at once, and takes long for the others."""
+
+    async def prefill(self, tokens: Any, **options: Any) -> Any:
+        if "Bad" in tokens:
+            raise ChoreoError("refused")
+        await asyncio.sleep(0.2)
         return await super().prefill(tokens, **options)
 
 

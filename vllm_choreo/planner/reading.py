@@ -179,7 +179,9 @@ class SharedMessages:
         self._pinned.clear()
 
     async def free(self, keep_pinned: bool = True) -> None:
-        """Free what was shared."""
+        """Free what was shared, and what is on its way for a call that was refused meanwhile."""
+        coming = [link for link in self._links.values() if not link.done()]
+        await asyncio.gather(*coming, return_exceptions=True)
         made = {key: link for key, link in self._links.items() if _is_made(link)}
         kept = self._pinned if keep_pinned else set()
         self._links = {key: link for key, link in made.items() if link.result().id in kept}
