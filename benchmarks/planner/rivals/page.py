@@ -63,12 +63,13 @@ def _rivals(rows: Rows) -> list[str]:
         for (rival, way, only), found in reached(rows).items()
     ]
     return [
-        "Seconds for a batch of each workflow on one engine, the ways of a command in turn, an "
-        "empty cache before each; median and spread of turns, in brackets the share of the tokens "
-        "of prompts that was not encoded. Answers have a fixed length; exact ways say the same, token "
-        "by token (checked). Rivals send text over vLLM's prefix caching, as many calls at a time as "
-        "plans do; LangGraph runs in the same process, without HTTP between. Before trading, the "
-        "day before was run, untimed: half of what analysts read is the same.",
+        "Seconds for a batch of each workflow on one engine, the ways of a command in turn, "
+        "an empty cache before each; median and spread of turns, in brackets the share of the"
+        " tokens of prompts that was not encoded. Answers have a fixed length; exact ways say"
+        " the same, token by token (checked). Rivals send text over vLLM's prefix caching, as"
+        " many calls at a time as plans do; LangGraph runs in the same process, without HTTP "
+        "between. Before trading, the day before was run, untimed: half of what analysts read"
+        " is the same.",
         table(["way", *workflows], lines),
         "; ".join(bars) + ".",
         _machines(rows),
