@@ -5,8 +5,9 @@
         [--ablations | --way LangGraph --way 'plan, choreographed' ...]
     python -m benchmarks.planner.rivals --sweep
 
-All ways run on one engine, in turn, with an empty cache before each; answers have a fixed length,
-and those of exact ways are compared token by token. Before trading, the day before is run, untimed.
+All ways run in turn, with an empty cache before each, on one engine, and LangGraph on a server
+without the plugin, which sleeps meanwhile. Answers have a fixed length, and those of exact ways are
+compared token by token. Before trading, the day before is run, untimed.
 """
 
 from __future__ import annotations
@@ -15,16 +16,27 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from benchmarks.harness.engine import BLOCK_SIZE, set_environment
 from benchmarks.harness.record import read_csv, record, write_csv
 from benchmarks.harness.turns import in_turn
 from benchmarks.planner.rivals.page import BARS, NAME, SWEEP, reached, section
+from benchmarks.planner.rivals.served import stock_server
 from benchmarks.planner.rivals.text import WIDTH
-from benchmarks.planner.rivals.ways import ABLATIONS, SWEPT, WAYS
+from benchmarks.planner.rivals.ways import ABLATIONS, SERVED, SWEPT, WAYS, Engines
 from benchmarks.planner.rivals.workloads import NAMES, Workload, add_sizes, trading_days, workload
+
+_ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 4096,
+    "max_num_seqs": WIDTH,
+    "block_size": BLOCK_SIZE,
+    "enable_prefix_caching": True,
+}
 
 
 def main() -> int:
@@ -56,33 +68,35 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     Rows of other workflows, from an earlier run, are kept.
     """
+    asked, file, ways = asked_for(args), SWEEP if args.sweep else NAME, _ways(args)
+    kept = [row for row in read_csv(file) if row["workflow"] not in asked]
+    rows: list[dict[str, Any]] = []
+    async with _engines(ways) as engines:
+        first_calls = workload("map_reduce", 1, 4, 20)
+        await WAYS["operator by operator"](engines, first_calls)
+        if engines.server is not None:
+            await WAYS[SERVED](engines, first_calls)
+        for name, one in asked.items():
+            ran = await _workload(engines, name, one, ways, args.turns)
+            rows += [{**row, **record()} for row in ran]
+            write_csv(file, [*kept, *rows])
+    return rows
+
+
+@asynccontextmanager
+async def _engines(ways: Sequence[str]) -> AsyncIterator[Engines]:
+    """What these ways are run on."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from vllm_choreo.smallmodel.embedded import embedded_model
 
-    arguments = AsyncEngineArgs(
-        str(embedded_model()),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=4096,
-        max_num_seqs=WIDTH,
-        block_size=BLOCK_SIZE,
-        enable_prefix_caching=True,
-    )
-    llm = AsyncLLM.from_engine_args(arguments)
-    asked, file = asked_for(args), SWEEP if args.sweep else NAME
-    kept = [row for row in read_csv(file) if row["workflow"] not in asked]
-    rows: list[dict[str, Any]] = []
-    try:
-        await WAYS["operator by operator"](llm, workload("map_reduce", 1, 4, 20))  # first calls
-        for name, one in asked.items():
-            ran = await _workload(llm, name, one, _ways(args), args.turns)
-            rows += [{**row, **record()} for row in ran]
-            write_csv(file, [*kept, *rows])
-    finally:
-        llm.shutdown()
-    return rows
+    model, options = embedded_model(), {**_ENGINE}
+    with ExitStack() as stack:
+        server = stack.enter_context(stock_server(model, **options)) if SERVED in ways else None
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), **options))
+        stack.callback(llm.shutdown)
+        yield Engines(llm, server)
 
 
 def asked_for(args: argparse.Namespace) -> dict[str, Workload]:
@@ -104,13 +118,12 @@ def _ways(args: argparse.Namespace) -> Sequence[str]:
 
 
 async def _workload(
-    llm: Any, name: str, one: Workload, ways: Sequence[str], num_turns: int
+    engines: Engines, name: str, one: Workload, ways: Sequence[str], num_turns: int
 ) -> list[dict[str, Any]]:
     rows, expected = [], None
     for turn in range(num_turns):
         for way in in_turn(ways, turn):
-            await llm.reset_prefix_cache()
-            ran = await WAYS[way](llm, one)
+            ran = await WAYS[way](engines, one)
             if "choreographed" not in way and way not in ABLATIONS:
                 expected = expected or ran.results
                 if ran.results != expected:

@@ -67,9 +67,9 @@ def _rivals(rows: Rows) -> list[str]:
         "an empty cache before each; median and spread of turns, in brackets the share of the"
         " tokens of prompts that was not encoded. Answers have a fixed length; exact ways say"
         " the same, token by token (checked). Rivals send text over vLLM's prefix caching, as"
-        " many calls at a time as plans do; LangGraph runs in the same process, without HTTP "
-        "between. Before trading, the day before was run, untimed: half of what analysts read"
-        " is the same.",
+        " many calls at a time as plans do, on the engine of the plans; *LangGraph* asks `vllm "
+        "serve` without the plugin, *in process* that engine. Before trading, the day before "
+        "was run, untimed: half of what analysts read is the same.",
         table(["way", *workflows], lines),
         "; ".join(bars) + ".",
         _machines(rows),

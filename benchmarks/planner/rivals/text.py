@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from vllm_choreo.planner import CompiledGraph, FacadeWorker
+from vllm_choreo.planner import CompiledGraph
 from vllm_choreo.planner.nodes import Node
 from vllm_choreo.planner.values import CHATML, evaluate, prompt_text
 from vllm_choreo.planner.worker import Answer
 
 WIDTH = 32  # calls at a time
+
+
+class Answers(Protocol):
+    """What rivals ask of a worker."""
+
+    async def decode(
+        self, header: str, parents: Sequence[Any], exact: bool, sampling: Mapping[str, Any]
+    ) -> Answer: ...
 
 
 @dataclass
@@ -23,7 +31,7 @@ class Text:
         answers: of all calls.
     """
 
-    worker: FacadeWorker
+    worker: Answers
     compiled: CompiledGraph
     answers: list[Answer] = field(default_factory=list)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to run a batch, all on one engine: rivals, plans, and plans that lack something.
+"""The ways to run a batch: rivals, plans, and plans that lack something.
 
 | rival | what runs next |
 |---|---|
@@ -7,9 +7,11 @@
 | operator by operator | an operator for all queries, before the next operator |
 | as they come | every call as soon as its inputs are there |
 | longest shared prefix | of these, the one whose prompt shares most with one sent (as SGLang) |
-| LangGraph | the package's own runner, `abatch` over the queries |
+| LangGraph | the package's own runner, `abatch` over the queries; on `vllm serve` |
+| LangGraph, in process | the same on the engine of the plans, with no HTTP between |
 
-Rivals send text over vLLM's prefix caching, as many calls at a time as plans do.
+Rivals send text over vLLM's prefix caching, as many calls at a time as plans do. All but LangGraph
+run on one engine, with the plugin.
 """
 
 from __future__ import annotations
@@ -17,16 +19,32 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left, insort
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from benchmarks.harness.serving import Server
+from benchmarks.planner.rivals.served import completions
 from benchmarks.planner.rivals.state_graph import langgraph
-from benchmarks.planner.rivals.text import WIDTH, Text
+from benchmarks.planner.rivals.text import WIDTH, Answers, Text
 from benchmarks.planner.rivals.workloads import Workload
 from vllm_choreo.planner import AnswerCache, FacadeWorker, Planner
 from vllm_choreo.planner.nodes import Node
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What ways are run on, one at a time.
+
+    Attributes:
+        llm: an `AsyncLLM` with the plugin.
+        server: `vllm serve` without it; None: no way asks for it.
+    """
+
+    llm: Any
+    server: Server | None = None
 
 
 @dataclass
@@ -48,24 +66,42 @@ class Ran:
     encoded: int
 
 
-Way = Callable[[Any, Workload], Awaitable[Ran]]
+Way = Callable[[Engines, Workload], Awaitable[Ran]]
 
 
 # -- rivals --------------------------------------------------------------------------------------
 
 
 Runner = Callable[[Text], Awaitable[list[dict[int, Any]]]]
+Opened = Callable[[Engines], AbstractAsyncContextManager[Answers]]
 
 
-async def as_text(llm: Any, workload: Workload, runner: Runner) -> Ran:
+@asynccontextmanager
+async def in_process(engines: Engines) -> AsyncIterator[Answers]:
+    """Text on the engine of the plans, with an empty prefix cache."""
+    from vllm_choreo import AsyncChoreography
+
+    await engines.llm.reset_prefix_cache()
+    async with AsyncChoreography(engines.llm, mode="baseline") as c:
+        yield FacadeWorker(c, width=WIDTH)
+
+
+@asynccontextmanager
+async def served(engines: Engines) -> AsyncIterator[Answers]:
+    """Text on a server without the plugin, alike."""
+    assert engines.server is not None, "it was started for this way"
+    async with completions(engines.server) as worker:
+        yield worker
+
+
+async def as_text(
+    engines: Engines, workload: Workload, runner: Runner, opened: Opened = in_process
+) -> Ran:
     """A rival: `runner` makes the values of all operators, query by query.
 
     What was run the day before is in vLLM's prefix cache, as far as there is room.
     """
-    from vllm_choreo import AsyncChoreography
-
-    async with AsyncChoreography(llm, mode="baseline") as c:
-        worker = FacadeWorker(c, width=WIDTH)
+    async with opened(engines) as worker:
         if workload.before is not None:
             await runner(Text(worker, workload.before))
         begun = time.perf_counter()
@@ -160,7 +196,7 @@ def num_shared(one: str, other: str) -> int:
 
 
 async def planned(
-    llm: Any, workload: Workload, mode: str, *, caches: bool = True, **options: Any
+    engines: Engines, workload: Workload, mode: str, *, caches: bool = True, **options: Any
 ) -> Ran:
     """The planner, with messages or as text.
 
@@ -169,7 +205,8 @@ async def planned(
     """
     from vllm_choreo import AsyncChoreography
 
-    async with AsyncChoreography(llm, mode=mode) as c:
+    await engines.llm.reset_prefix_cache()
+    async with AsyncChoreography(engines.llm, mode=mode) as c:
         return await planned_on(FacadeWorker(c, width=WIDTH), workload, caches=caches, **options)
 
 
@@ -199,12 +236,14 @@ def _result(values: dict[str, Any]) -> Any:
 
 _CHOREO = partial(planned, mode="choreo", semantics="choreo")
 
+SERVED = "LangGraph"  # the way that asks for a server
 RIVALS: dict[str, Way] = {
     "query by query": partial(as_text, runner=query_by_query),
     "operator by operator": partial(as_text, runner=operator_by_operator),
     "as they come": partial(as_text, runner=partial(dataflow, by_prefix=False)),
     "longest shared prefix": partial(as_text, runner=partial(dataflow, by_prefix=True)),
-    "LangGraph": partial(as_text, runner=langgraph),
+    "LangGraph, in process": partial(as_text, runner=langgraph),
+    SERVED: partial(as_text, runner=langgraph, opened=served),
 }
 PLANS: dict[str, Way] = {
     "plan, exact, text": partial(planned, mode="baseline"),
@@ -220,4 +259,4 @@ ABLATIONS: dict[str, Way] = {
     "without message reuse": partial(_CHOREO, reuse=False),
 }
 WAYS = {**RIVALS, **PLANS, **ABLATIONS}
-SWEPT = ("LangGraph", "plan, exact, messages", "plan, choreographed")
+SWEPT = (SERVED, "plan, exact, messages", "plan, choreographed")
