@@ -3,16 +3,16 @@
 
     python -m benchmarks.training WORK [--tasks key_values reports] [--placements writer]
 
-A task is judged with its own adapters, and with those of other tasks that messages are encoded
-with. Whatever is in the folder WORK already is not made again, so that it can be done in parts.
-Tasks that are judged anew take the place of their rows in the results.
+A task is judged with its own adapters, and with those of other tasks that have some placement.
+Whatever is in the folder WORK already is not made again, so that it can be done in parts. What is
+judged anew takes the place of its rows in the results.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from benchmarks.training import stages
 from benchmarks.training.page import NAME, section
 from vllm_choreo.trained_adapter import PLACEMENTS
 
-# Of the mixture, and of adapters that are tried on other tasks than their own.
-_TRANSFERRED = "writer"
+_MIXED = "writer"  # of the mixture, and of two epochs
 
 
 def main() -> int:
@@ -34,13 +33,13 @@ def main() -> int:
         task: stages.record(args.work, task) for task in dict.fromkeys([*args.tasks, *judged])
     }
     adapters = _adapters(args, recorded)
-    twice = {task: stages.train(args.work, recorded[task], _TRANSFERRED, 2) for task in args.longer}
+    twice = {task: stages.train(args.work, recorded[task], _MIXED, 2) for task in args.longer}
     own = {task: [stages.train(args.work, recorded[task], alone[task])] for task in alone}
     controls = {task: stages.control(args.work, recorded[task]) for task in args.controls}
     for task in judged:
         if not stages.TASKS[task].shares[-1]:
             continue  # nothing is kept back
-        worn = own.get(task) or [path for path in adapters if _is_tried(path.name, task)]
+        worn = own.get(task) or [p for p in adapters if _is_tried(p.name, task, args.transferred)]
         rows = stages.evaluate(args.work, recorded[task], worn)
         if task in twice:
             rows += stages.evaluate(args.work, recorded[task], [twice[task]])
@@ -59,6 +58,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=names, default=names[:3], metavar="NAME")
     parser.add_argument("--judged", nargs="+", choices=names, metavar="NAME", help="default: tasks")
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
+    parser.add_argument(
+        "--transferred",
+        nargs="*",
+        choices=PLACEMENTS,
+        default=["writer"],
+        help="placements of adapters that are tried on other tasks than their own, too",
+    )
     several: dict[str, Any] = {"nargs": "+", "choices": names, "default": [], "metavar": "NAME"}
     parser.add_argument("--mixture", **several, help="tasks of one more adapter, for all of them")
     parser.add_argument("--longer", **several, help="tasks of a writer of two epochs, too")
@@ -85,7 +91,7 @@ def _adapters(args: argparse.Namespace, recorded: Mapping[str, Path]) -> list[Pa
     ]
     if args.mixture:
         mixture = stages.mixture(args.work, args.mixture)
-        adapters.append(stages.train(args.work, mixture, _TRANSFERRED))
+        adapters.append(stages.train(args.work, mixture, _MIXED))
     return adapters
 
 
@@ -95,9 +101,9 @@ def _minutes(work: Path, arm: str) -> float | str:
     return round(stages.seconds(folder) / 60, 1) if folder.is_dir() else ""
 
 
-def _is_tried(adapter: str, task: str) -> bool:
+def _is_tried(adapter: str, task: str, transferred: Sequence[str]) -> bool:
     own, _, placement = adapter.rpartition("-")
-    return own == task or placement == _TRANSFERRED
+    return own == task or placement in transferred
 
 
 if __name__ == "__main__":

@@ -154,12 +154,13 @@ def seconds(folder: Path) -> float:
 
 
 def merged(rows: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Rows of which the new ones take the place of those of the same set; each arm once."""
-    sets = {row["set"] for row in new}
-    arms: dict[tuple[str, str], Mapping[str, Any]] = {}
-    for row in new:
-        arms.setdefault((row["set"], row["arm"]), row)
-    return [*(row for row in rows if row["set"] not in sets), *arms.values()]
+    """Rows of which the new ones take the place of those of the same set and arm, set by set.
+
+    An arm is compared with the text of its own run, so those of several runs may stand in a table.
+    """
+    arms = {(row["set"], row["arm"]): row for row in (*rows, *new)}
+    sets = dict.fromkeys(name for name, _ in arms)
+    return [row for name in sets for row in arms.values() if row["set"] == name]
 
 
 def _once(out: Path, command: str, *arguments: str) -> None:
