@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.byte_model import make_byte_model
 from vllm_choreo import Choreography
-from vllm_choreo.planner import AnswerCache, Planner, build, invoke, naive
+from vllm_choreo.planner import AnswerCache, Msg, Planner, build, invoke, naive, ops
 from vllm_choreo.planner.graph import CompiledGraph
 from vllm_choreo.planner.patterns import (
     debate,
@@ -74,6 +74,36 @@ def test_exact_plans_give_what_the_naive_run_gives(llm: Any, name: str) -> None:
             result = invoke(compiled, c)
             assert list(result) == expected, mode
             assert all(lane.answer.exact for lane in result.stats.lanes)
+
+
+def test_a_chat_that_goes_on_encodes_its_new_turn_alone(llm: Any) -> None:
+    """Where the text has the tokens that were generated: the model may write letters alone."""
+    letters = llm.get_tokenizer().convert_tokens_to_ids([*map(chr, range(33, 127))])
+    role = 3 * ROLES[0]  # what is short is not worth a message of its own
+    said, answers = [Msg("system", role)], []
+    for text in (ops.placeholder("q"), "Are you sure?", "Really?"):
+        said.append(Msg("user", text))
+        answers.append(ops.llm(said, sampling={**GREEDY, "allowed_token_ids": letters}))
+        said.append(Msg("assistant", answers[-1]))
+    compiled = build(answers).compile(q=TASK["context"])
+    with Choreography(llm, mode="baseline") as c:
+        expected = naive(compiled, c)
+    with Choreography(llm) as c:
+        result = invoke(compiled, c)
+        assert list(result) == expected
+        answered = {lane.task: lane.answer for lane in result.stats.lanes}
+        others = set(result.plan.goes_on.values())
+        assert len(result.plan.goes_on) == 4
+        for call, earlier in result.plan.goes_on.items():
+            before = answered[earlier]
+            assert answered[call].reused >= before.num_prompt + before.num_out
+            assert answered[call].exact
+        # All that is given is encoded once, and nothing that was generated.
+        last = [answer for call, answer in answered.items() if call not in others]
+        given = sum(answer.num_prompt - 2 * answer.num_out for answer in last)
+        shared = len(c.tokenize(f"<|im_start|>system\n{role}<|im_end|>\n"))
+        assert result.stats.num_encoded == given - shared
+        assert c.stats()["num_messages"] <= len(result.plan.cuts.static)
 
 
 @pytest.mark.parametrize("name", ["debate", "reflection", "trading"])

@@ -74,6 +74,9 @@ class DigestFacade:
                 raise result
         return results
 
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
     def free(self, *messages: Any) -> None:
         for message in messages:
             assert message.id not in self.freed, "freed twice"

@@ -90,6 +90,10 @@ class AsyncChoreography:
         """The id of the session; the ids of its messages begin with it."""
         return self._session.id
 
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """The token ids that a message of this text has; no special tokens are added."""
+        return self._session.tokenize(text)
+
     @property
     def placement(self) -> str | None:
         """Which calls wear the session's adapter; None: it has none."""

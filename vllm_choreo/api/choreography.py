@@ -100,6 +100,10 @@ class Choreography(SyncKeeping):
         """The id of the session; the ids of its messages begin with it."""
         return self._session.id
 
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """The token ids that a message of this text has; no special tokens are added."""
+        return self._session.tokenize(text)
+
     def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
         """Encode a message, or a list of them; sample nothing.
 

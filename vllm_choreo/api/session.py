@@ -236,14 +236,17 @@ class Session:
 
     # -- the new tokens ----------------------------------------------------------------------
 
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """The token ids of text; no special tokens are added."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
     def _tokens(self, spec: CallSpec) -> tuple[tuple[int, ...], str]:
         """The token ids of text or ids, and their text."""
         name, content = content_name(spec.kind), spec.content
         if isinstance(content, Tokenized):
             ids, text = content.token_ids, content.text
         elif isinstance(content, str):
-            ids = tuple(self._tokenizer.encode(content, add_special_tokens=False))
-            text = content
+            ids, text = self.tokenize(content), content
         else:
             assert not isinstance(content, ParentSpan), "copies have their tokens"
             ids, vocab_size = content, self._model_config.get_vocab_size()

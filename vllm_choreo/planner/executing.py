@@ -12,18 +12,20 @@ from typing import Any
 
 from vllm_choreo.planner.answer_cache import AnswerCache, answer_key, function_key
 from vllm_choreo.planner.graph_errors import GraphError
+from vllm_choreo.planner.held_answers import HeldAnswers
 from vllm_choreo.planner.journal import Journal
-from vllm_choreo.planner.moving import Moves
 from vllm_choreo.planner.nodes import Node
 from vllm_choreo.planner.physical import PhysicalPlan
 from vllm_choreo.planner.profile import Profile, measured
 from vllm_choreo.planner.progress import Progress
+from vllm_choreo.planner.radix import Symbol
 from vllm_choreo.planner.reading import (
     Key,
     Part,
     Reading,
     SharedMessages,
     Told,
+    is_retold,
     reading,
     repeated,
 )
@@ -72,18 +74,15 @@ class Execution:
         self._functions = Functions()
         self.progress = Progress(plan.logical, self._function_done, self._function)
         self._readers = readers
-        self._before = [(reader.num_shared, reader.num_tokens) for reader in readers]
+        self._before_run = [(reader.num_shared, reader.num_tokens) for reader in readers]
         self._ready: list[list[tuple[int, int]]] = [[] for _ in workers]
         self._running: dict[asyncio.Task[None], int] = {}
         self._counts = [0] * len(workers)
-        self._answers: dict[int, tuple[int, Answer]] = {}
-        self._moves = Moves(workers)
+        self._answers = HeldAnswers(plan, workers)
         self._equal: dict[str, int] = {}  # the first call of a deterministic prompt
         self._followers: dict[int, list[int]] = {}
-        self._frees: list[asyncio.Task[None]] = []
         self._waiting = [len(set(outputs.values())) for outputs in plan.logical.outputs]
         self._wanted: dict[int, list[int]] = {}
-        self._own: dict[int, list[int]] = {}  # calls that one query alone has asked for
         self._merge = merge
         self._start = 0.0
 
@@ -144,7 +143,7 @@ class Execution:
             for query in self._wanted.pop(task, ()):
                 self._waiting[query] -= 1
                 if not self._waiting[query]:
-                    self._free_query(query)
+                    self._answers.free_query(query)
                     if self._on_query:
                         self._on_query(query, self.progress)
 
@@ -158,9 +157,8 @@ class Execution:
         begin, tried = time.perf_counter(), 0
         while True:
             tried += 1
-            await self._bring(call, worker)
-            read = self._reading(call, worker)
             try:
+                read = await self._reading(call, worker)
                 answer = await self._readers[worker].answer(read, node.attrs["sampling"])
                 break
             except Exception as error:
@@ -176,20 +174,20 @@ class Execution:
                 await asyncio.sleep(wait)
         end = time.perf_counter()
         self._count(Lane(call, worker, begin - self._start, end - self._start, answer, tried))
-        self._answers[call] = (worker, answer)
+        self._answers.add(call, worker, answer)
         if key is not None and self._cache is not None:
             self._cache.put(key, answer.text)
         self._finish(call, answer.text)
 
-    def _finish(self, call: int, result: str | GraphError) -> None:
-        """Settle a call, and those that are equal to it."""
+    def _finish(self, call: int, result: str | GraphError, origin: int | None = None) -> None:
+        """Settle a call, and those that are equal to it; `origin`: the one that it is equal to."""
         for number in (call, *self._followers.pop(call, ())):
             if isinstance(result, GraphError):
                 self.progress.fail(number, result)
                 continue
             if self._journal is not None:
                 self._journal.add(number, result)
-            self.progress.complete(number, result)
+            self.progress.complete(number, result, call if origin is None else origin)
 
     def _fetches(self, call: int, key: str) -> bool:
         """Whether the cache has the answer."""
@@ -211,50 +209,58 @@ class Execution:
         if first == call or first in self.progress.errors:
             return False
         self.stats.num_joined += 1
+        self._answers.share(first)
         if first in self.progress.values:
-            self._finish(call, self.progress.values[first])
+            self._finish(call, self.progress.values[first], first)
         else:
             self._followers.setdefault(first, []).append(call)
         return True
 
-    async def _bring(self, call: int, worker: int) -> None:
+    async def _bring(self, call: int, worker: int, symbols: Sequence[Symbol]) -> None:
         """Have the worker hold the answers that the call reads as messages, where that pays."""
-        coming = []
-        for symbol in self.plan.prompts[call]:
-            if isinstance(symbol, str) or not self.plan.reads_message(call, symbol):
-                continue
-            source = self.progress.origin.get(symbol)
-            if source is not None and (held := self._answers.get(source)) is not None:
-                home, answer = held
-                if self._moves.pays(answer, home, worker):
-                    coming.append(self._moves.bring(source, answer, home, worker))
-        await asyncio.gather(*coming)
+        read = [n for n in symbols if isinstance(n, int) and self.plan.reads_message(call, n)]
+        sources = [self.progress.origin[n] for n in read if n in self.progress.origin]
+        await asyncio.gather(*(self._answers.bring(source, worker) for source in sources))
 
-    def _reading(self, call: int, worker: int) -> Reading:
+    async def _reading(self, call: int, worker: int) -> Reading:
         """How a call reads its prompt, given where answers are."""
+        before = await self._before(call, worker)
+        start = 0 if before is None else len(self.plan.prompts[self.plan.goes_on[call]]) + 1
+        symbols = self.plan.prompts[call][start:]
+        await self._bring(call, worker, symbols)
         pieces: list[Part] = []
-        for symbol in self.plan.prompts[call]:
-            if isinstance(symbol, str):
-                pieces.append(symbol)
-            elif self.plan.reads_message(call, symbol):
-                pieces.append(self._at(symbol, worker) or Told(self._text(symbol)))
+        for symbol in symbols:
+            if isinstance(symbol, int) and self.plan.reads_message(call, symbol):
+                pieces.append(self._at(symbol, worker) or Told(self._told(symbol)))
             else:
-                pieces.append(self._text(symbol))
-        return reading(pieces, self.plan.cuts.at.get(call, ()))
+                pieces.append(self._told(symbol))
+        cuts = [cut - start for cut in self.plan.cuts.at.get(call, ()) if cut >= start]
+        return reading(pieces, cuts, before)
 
-    def _text(self, symbol: int) -> str:
-        """Of a task that is done, or whose value a cache had."""
+    async def _before(self, call: int, worker: int) -> Answer | None:
+        """The answer from which a call goes on, if the worker can read it so."""
+        earlier, asked = self.plan.goes_on.get(call), self.workers[worker]
+        if earlier is None or not asked.reads_messages:
+            return None
+        # Not that of an equal call: what that one has read may be freed by now.
+        answer = self._answers.made_by(earlier, worker)
+        if answer is None:
+            return None
+        prompt = self.plan.prompts[earlier]
+        rest = "".join(map(self._told, self.plan.prompts[call][len(prompt) + 1 :]))
+        return answer if await is_retold(asked, self._told(prompt[-1]), answer, rest) else None
+
+    def _told(self, symbol: Symbol) -> str:
+        """Text as it is, or that of a task that is done, or whose value a cache had."""
+        if isinstance(symbol, str):
+            return symbol
         known = self.plan.logical.known
         return str(known[symbol] if symbol in known else self.progress.values[symbol])
 
     def _at(self, symbol: int, worker: int) -> Answer | None:
         """The answer of which a value comes, if the worker can read it as a message."""
         source = self.progress.origin.get(symbol)
-        if source is None or source not in self._answers:
-            return None
-        home, answer = self._answers[source]
-        found = answer if home == worker else self._moves.at(source, worker)
-        return found if found is not None and found.span is not None else None
+        return None if source is None else self._answers.at(source, worker)
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -293,8 +299,7 @@ class Execution:
     def _lose(self, worker: int) -> None:
         """The messages of a worker are gone: what was shared is encoded again, answers are text."""
         self._readers[worker].forget()
-        self._moves.forget(worker)
-        self._answers = {c: held for c, held in self._answers.items() if held[0] != worker}
+        self._answers.lose(worker)
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -304,39 +309,13 @@ class Execution:
             for output in set(outputs.values()):
                 self._wanted.setdefault(output, []).append(query)
         self.progress.watched = set(self._wanted)
-        for call in self.plan.prompts:
-            task = self.plan.logical.tasks[call]
-            if task.num_queries == 1:
-                self._own.setdefault(task.query, []).append(call)
-
-    def _free_query(self, query: int) -> None:
-        """A query is done: nobody else reads the answers that it alone has asked for."""
-        done = [call for call in self._own.pop(query, ()) if call in self._answers]
-        by_worker: dict[int, list[Any]] = {}
-        for call in done:
-            worker, answer = self._answers.pop(call)
-            by_worker.setdefault(worker, []).extend(answer.messages())
-        for worker, message in self._moves.pop(done):
-            by_worker.setdefault(worker, []).append(message)
-        for worker, messages in by_worker.items():
-            self._frees.append(asyncio.ensure_future(self._free(worker, messages)))
-
-    async def _free(self, worker: int, messages: list[Any]) -> None:
-        with contextlib.suppress(*MESSAGES_GONE):  # then there is nothing to be freed
-            await self.workers[worker].free(messages)
 
     async def _free_all(self) -> None:
         """Free what the run has left, but what is pinned."""
-        await self._moves.settle()
-        self.stats.num_moved = self._moves.num_moved
-        for worker, message in self._moves.pop(self._moves.calls):
-            await self._free(worker, [message])
-        for number in range(len(self.workers)):
-            left = [answer.messages() for at, answer in self._answers.values() if at == number]
-            await self._free(number, [message for messages in left for message in messages])
-            reader, before = self._readers[number], self._before[number]
+        await self._answers.free_all()
+        self.stats.num_moved = self._answers.num_moved
+        for reader, before in zip(self._readers, self._before_run, strict=True):
             self.stats.num_shared += reader.num_shared - before[0]
             self.stats.num_encoded += reader.num_tokens - before[1]
             with contextlib.suppress(*MESSAGES_GONE):
-                await self._readers[number].free()
-        await asyncio.gather(*self._frees)
+                await reader.free()

@@ -100,9 +100,15 @@ def _operators(plan: PhysicalPlan) -> str:
 
 
 def _edges(plan: PhysicalPlan) -> str:
-    graph = plan.logical.graph
+    graph, behind = plan.logical.graph, _gone_on(plan)
     rows = []
     for (number, source), choice in plan.choices.items():
+        if (number, source) in behind:
+            shared = f"prompt of {graph.nodes[behind[number, source]].name}"
+            rows.append(
+                [graph.nodes[number].name, graph.nodes[source].name, "goes on", shared, "-"]
+            )
+            continue
         if graph.nodes[source].kind in ("placeholder", "data") and choice.how != "message":
             continue
         costs = ", ".join(f"{way} {cost:.0f}" for way, cost in sorted(choice.costs.items()))
@@ -110,6 +116,17 @@ def _edges(plan: PhysicalPlan) -> str:
         rows.append([graph.nodes[number].name, graph.nodes[source].name, choice.how, shared, costs])
     head = ["reader", "reads", "how", "same beginning", "tokens encoded per call, by way"]
     return _table(head, rows[:_MAX_ROWS], len(rows)) if rows else "no operator reads another"
+
+
+def _gone_on(plan: PhysicalPlan) -> dict[tuple[int, int], int]:
+    """What operators read in the prompt and answer of another one, from which their own goes on."""
+    tasks = plan.logical.tasks
+    found = {}
+    for call, earlier in plan.goes_on.items():
+        for symbol in (*plan.prompts[earlier], earlier):
+            if isinstance(symbol, int):
+                found[tasks[call].node, tasks[symbol].node] = tasks[earlier].node
+    return found
 
 
 def _sequences(plan: PhysicalPlan) -> str:

@@ -23,6 +23,7 @@ from vllm_choreo.planner.prompts import (
     Cuts,
     call_symbols,
     cuts,
+    going_on,
     operator_symbols,
     read_apart,
 )
@@ -68,6 +69,8 @@ class PhysicalPlan:
     prompts: of each call, as symbols.
     cuts: where beginnings of prompts are shared.
     choices: how an operator reads another.
+    goes_on: of an exact plan, the call with whose prompt and answer another one's prompt begins: if
+        its message is there, that is read, with all that it has read itself.
     calls: what was scheduled, with their tree.
     table: the estimated times of the calls.
     worker: of each call.
@@ -81,6 +84,7 @@ class PhysicalPlan:
     prompts: dict[int, list[Symbol]]
     cuts: Cuts
     choices: dict[tuple[int, int], Choice]
+    goes_on: dict[int, int]
     calls: Calls
     table: Timetable
     worker: dict[int, int]
@@ -124,8 +128,9 @@ def physical_plan(logical: LogicalPlan, options: PlanOptions) -> PhysicalPlan:
     if any(choice.how == "message" for choice in choices.values()):
         apart = read_apart(logical, options.template, partial(_is_message, choices))
     prompts = call_symbols(logical, options.template, apart)
-    found = Cuts()
+    found, goes_on = Cuts(), {}
     if options.reuse:
+        goes_on = going_on(prompts) if options.semantics == "exact" else {}
         found = cuts(
             prompts,
             operators,
@@ -135,7 +140,7 @@ def physical_plan(logical: LogicalPlan, options: PlanOptions) -> PhysicalPlan:
         )
     calls = _calls(logical, prompts, sizes)
     table, sequences = _scheduled(logical, calls, operators, sizes, options)
-    plan = PhysicalPlan(logical, prompts, found, choices, calls, table, {}, {}, sequences)
+    plan = PhysicalPlan(logical, prompts, found, choices, goes_on, calls, table, {}, {}, sequences)
     for worker, order in enumerate(table.orders):
         for rank, call in enumerate(order):
             plan.worker[call], plan.rank[call] = worker, rank

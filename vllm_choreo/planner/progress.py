@@ -61,9 +61,9 @@ class Progress:
                 self._need(task)
         self._settle()
 
-    def complete(self, task: int, value: Any) -> None:
-        """A call has been answered."""
-        self.origin[task] = task
+    def complete(self, task: int, value: Any, origin: int | None = None) -> None:
+        """A call has been answered: itself, or `origin`, to which it is equal."""
+        self.origin[task] = task if origin is None else origin
         self._set(task, value)
         self._settle()
 

@@ -109,6 +109,21 @@ def joined(symbols: Sequence[Symbol], template: Template) -> list[Symbol]:
     return found
 
 
+def going_on(prompts: Mapping[int, Sequence[Symbol]]) -> dict[int, int]:
+    """Of calls whose prompt begins with another one's and its answer, that one: the last of these.
+
+    So it is where a chat goes on.
+    """
+    found = {}
+    for call, symbols in prompts.items():
+        for i in range(len(symbols) - 1, 0, -1):
+            before = symbols[i]
+            if isinstance(before, int) and prompts.get(before) == symbols[:i]:
+                found[call] = before
+                break
+    return found
+
+
 # -- where prompts are cut -------------------------------------------------------------------------
 
 

@@ -66,6 +66,10 @@ class EngineActor:
         held = [self._held.pop(message.id, None) for message in messages]
         await self._worker.free([message for message in held if message is not None])
 
+    async def tokenize(self, text: str) -> tuple[int, ...] | None:
+        """See `Worker`."""
+        return await self._worker.tokenize(text)
+
     async def give(self, message: ActorMessage) -> Any:
         """See `Worker`."""
         return await self._worker.give(self._message(message))
@@ -129,6 +133,11 @@ class RayWorker:
         """See `Worker`."""
         if messages:
             await self._ask("free", list(messages))
+
+    async def tokenize(self, text: str) -> tuple[int, ...] | None:
+        """See `Worker`."""
+        ids: tuple[int, ...] | None = await self._ask("tokenize", text)
+        return ids
 
     async def give(self, message: Any) -> Any:
         """See `Worker`; what is given lies in Ray's object store, and goes from node to node."""

@@ -5,6 +5,9 @@ r"""From the symbols of a prompt to one call: parents that are read as messages,
     exact     \___ shared beginnings: a chain of messages ___/      header
     choreo    \___ chain ___________/ message    alone  message     header
 
+    symbols   [all that an earlier call has read] <its answer> [next turn, opening]
+    exact     \___ its parents, its message _______________/  header
+
 A chain is exact: each link is encoded with all before it. Text beside messages is encoded alone if
 other calls have the same, else with all that stands before it. What is to be read as a message and
 is here as text (an input, an answer of a cache or of another worker) is encoded alone, too, once
@@ -39,6 +42,7 @@ class Reading:
     """A prompt, as one call reads it.
 
     Attributes:
+        before: the answer of an earlier call, with whose prompt and answer this one begins.
         chain: texts of shared beginnings, each encoded with those before.
         parts: what follows: texts, and what is read as messages.
         header: text at the end, never empty.
@@ -47,6 +51,7 @@ class Reading:
     chain: Key
     parts: tuple[Part, ...]
     header: str
+    before: Answer | None = None
 
     @property
     def exact(self) -> bool:
@@ -54,18 +59,19 @@ class Reading:
         return not self.parts
 
     def text(self) -> str:
-        """The prompt as text."""
+        """The prompt as text, behind what goes before."""
         parts = (part if isinstance(part, str) else part.text for part in self.parts)
         return "".join((*self.chain, *parts, self.header))
 
 
-def reading(pieces: Sequence[Part], cuts: Sequence[int]) -> Reading:
+def reading(pieces: Sequence[Part], cuts: Sequence[int], before: Answer | None = None) -> Reading:
     """Divide a prompt.
 
     Args:
         pieces: the symbols of the prompt: text, or what is to be read as a message. The last one
             is text.
         cuts: after which of them the beginnings are shared.
+        before: see `Reading`; `pieces` are those behind.
     """
     first = next((i for i, p in enumerate(pieces) if not isinstance(p, str)), len(pieces))
     chain: list[str] = []
@@ -84,7 +90,20 @@ def reading(pieces: Sequence[Part], cuts: Sequence[int]) -> Reading:
             rest.append(piece)
     header = rest.pop()
     assert isinstance(header, str), "a prompt ends with the opening of the answer"
-    return Reading(tuple(chain), tuple(rest), header)
+    return Reading(tuple(chain), tuple(rest), header, before)
+
+
+async def is_retold(worker: Worker, opening: str, answer: Answer, rest: str) -> bool:
+    """Whether the text of a prompt has, between `opening` and `rest`, the tokens of an answer.
+
+    If not, or if nobody knows, what was generated is not what the text would have read.
+    """
+    before, after, whole = [
+        await worker.tokenize(text) for text in (opening, rest, opening + answer.text + rest)
+    ]
+    if before is None or after is None:
+        return False
+    return (*before, *answer.token_ids, *after) == whole
 
 
 def repeated(prompts: Iterable[Sequence[str | None]]) -> frozenset[str]:
@@ -145,14 +164,15 @@ class SharedMessages:
         except BaseException:
             await worker.free(beside)
             raise
-        return replace(answer, beside=tuple(beside))
+        return replace(answer, parents=tuple(parents), beside=tuple(beside))
 
     async def _parents(self, read: Reading, beside: list[Any]) -> list[Any]:
         """What a call reads; `beside` is what was encoded for it alone."""
         texts = dict.fromkeys(text for part in read.parts if (text := self._apart(part)))
         # At once: one after the other, each would wait for a step of the engine.
         parents, *messages = await asyncio.gather(
-            self._chain(read.chain), *(self._shared(("alone", text), text, ()) for text in texts)
+            self._chain(read.chain, read.before),
+            *(self._shared(("alone", text), text, ()) for text in texts),
         )
         apart = dict(zip(texts, messages, strict=True))
         for part in read.parts:
@@ -188,10 +208,11 @@ class SharedMessages:
         unpinned = [link.result() for key, link in made.items() if key not in self._links]
         await self.worker.free(unpinned)
 
-    async def _chain(self, chain: Key) -> list[Any]:
-        parents: list[Any] = []
+    async def _chain(self, chain: Key, before: Answer | None = None) -> list[Any]:
+        parents = [] if before is None else _read_with(before)
+        base = None if before is None else before.message.id
         for i, text in enumerate(chain):
-            key = ("chain", chain[: i + 1])
+            key = ("chain", base, chain[: i + 1])
             parents.append(await self._shared(key, text, tuple(parents)))
         return parents
 
@@ -208,6 +229,12 @@ class SharedMessages:
         message = await self.worker.prefill(text, parents, exact)
         self.num_tokens += message.num_tokens
         return message
+
+
+def _read_with(before: Answer) -> list[Any]:
+    """All that a call has read, and its own message without the token that ended it."""
+    assert before.span is not None
+    return [*before.parents, (before.message, 0, before.span[1])]
 
 
 def _is_made(link: asyncio.Future[Any]) -> bool:

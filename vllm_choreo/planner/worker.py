@@ -38,7 +38,9 @@ class Answer:
         reused: those of them that were not encoded for this call.
         message: the handle of the worker's message; None: there is none to be read.
         span: the generated tokens in the message, without the one that ended them.
+        token_ids: of these.
         exact: see `Usage.exact`.
+        parents: what the call has read, as it named it.
         beside: messages that were encoded for this call alone.
     """
 
@@ -48,7 +50,9 @@ class Answer:
     reused: int
     message: Any = None
     span: tuple[int, int] | None = None
+    token_ids: tuple[int, ...] = ()
     exact: bool = True
+    parents: tuple[Any, ...] = ()
     beside: tuple[Any, ...] = ()
 
     def messages(self) -> list[Any]:
@@ -84,6 +88,8 @@ class Worker(Protocol):
     async def pin(self, messages: Sequence[Any]) -> None: ...
 
     async def free(self, messages: Sequence[Any]) -> None: ...
+
+    async def tokenize(self, text: str) -> tuple[int, ...] | None: ...
 
     async def give(self, message: Any) -> Any: ...
 
@@ -175,6 +181,11 @@ class FacadeWorker:
             if self._is_async:
                 await done
 
+    async def tokenize(self, text: str) -> tuple[int, ...] | None:
+        """The tokens of text; None: it is not known here."""
+        tokenize = getattr(self._facade, "tokenize", None)
+        return None if tokenize is None else tokenize(text)
+
     async def give(self, message: Any) -> dict[str, bytes]:
         """A message as files, with keys and values; see docs/keep.md."""
         with _memory() as (uri, files):
@@ -253,6 +264,7 @@ def answer_of(message: Any, sampling: Mapping[str, Any]) -> Answer:
         reused=usage.reused_tokens,
         message=message,
         span=(start, stop) if readable else None,
+        token_ids=tuple(message.token_ids[start:stop]),
         exact=usage.exact,
     )
 
