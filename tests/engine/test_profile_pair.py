@@ -184,6 +184,22 @@ def test_a_session_reads_by_its_profile(llm: Any, adapters: list[Adapter], profi
             c.decode("So", parents=docs, sampling_params=GREEDY)
         assert c.stats()["layers_chosen"] == {"1–3": {"profile": 1}}
 
+        def read(layers: Any) -> Any:
+            call: dict[str, Any] = {"adapter": reader, "sampling_params": GREEDY}
+            return c.decode("So", parents=docs, layers=layers, **call)
+
+        in_words = {"auto": (1, 3), "reuse": (), "encode": (0, NUM_LAYERS)}
+        for word, ranges in in_words.items():
+            assert read(word).logprobs == read(ranges).logprobs
+        assert c.stats()["layers_chosen"] == {"1–3": {"profile": 2}}
+        with pytest.raises(RepairError, match='"reuse", "encode" or "auto"'):
+            read("some")
+        with Choreography(llm) as plain:
+            doc = plain.prefill("Anna is here.", adapter=writer)
+            with pytest.raises(RepairError, match="open the session with"):
+                plain.decode("So", parents=[doc], adapter=reader, layers="auto")
+            assert plain.decode("So", parents=[doc], layers="encode").usage.repaired_tokens
+
 
 def test_given_layers_alone_are_tried(
     adapters: list[Adapter],

@@ -107,6 +107,10 @@ def test_what_one_client_names_the_other_one_reads(clients: Clients) -> None:
     assert by_pair.generated_token_ids == by_hand.generated_token_ids
     assert by_pair.usage.repaired_tokens == by_hand.usage.repaired_tokens > 0
     assert not by_pair.usage.exact
+    in_words = read(reader, layers="auto")
+    assert in_words.generated_token_ids == by_pair.generated_token_ids
+    assert in_words.usage.repaired_tokens == by_pair.usage.repaired_tokens
+    assert read(reader, layers="reuse").usage.repaired_tokens == 0
     assert writer.decode("So", parents=[*said], sampling_params=GREEDY).usage.repaired_tokens == 0
     reader.free("anna.2")
     with pytest.raises(FreedMessageError):
@@ -124,7 +128,7 @@ def test_openai_requests_find_them_too(clients: Clients) -> None:
             "model": MODEL_NAME,
             "prompt": "So",
             "max_tokens": 4,
-            "vllm_xargs": {"choreo_parents": ["for_openai"]},
+            "vllm_xargs": {"choreo_parents": ["for_openai"], "choreo_layers": "auto"},
         }
         answer = client.post(f"{url}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text

@@ -8,12 +8,13 @@ from typing import Any
 
 from vllm_choreo.api.adapters import adapter_weights_of, base_model
 from vllm_choreo.api.entries import Entries
+from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.layers import entries_of
 from vllm_choreo.repair.pair_rule import ChosenCell, PairChooser, PairRule
 from vllm_choreo.repair.policy import Policy
 from vllm_choreo.repair.rules import ByLayers
 from vllm_choreo.repair.session_rules import session_rule
-from vllm_choreo.semantics.call import CallSpec
+from vllm_choreo.semantics.call import BY_PAIR, CallSpec
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.params import ParentSpan
 
@@ -94,8 +95,16 @@ class SessionRepair:
         Raises:
             RepairError: the session's policy does not know the roles, or its profile the adapter.
         """
-        if spec.repair is not None or exact:
-            return spec.repair
+        by_pair = spec.repair == BY_PAIR
+        if by_pair and not isinstance(self.rule, PairRule):
+            raise RepairError(
+                "which layers a variant encodes anew, the profile of a pair says: open the session "
+                'with repair="pair.json", or name the layers',
+                parameter="layers",
+                value=BY_PAIR,
+            )
+        if exact or (spec.repair is not None and not by_pair):
+            return None if by_pair else spec.repair
         if not isinstance(self.rule, (Policy, PairRule)):
             return self.rule
         if not parents or self._is_text or self._is_writer:

@@ -32,6 +32,9 @@ _FOR_ALL = (
     *("sampling_params", "mode", "deny", "adapter", "repair", "layers", "keep_hidden", "role"),
 )
 MAX_ROLE_CHARS = 64
+# The rule of a call that leaves the choice to the profile of its session's pair.
+BY_PAIR = "auto"
+_LAYERS_IN_WORDS = {"reuse": "none", "encode": "all", "auto": BY_PAIR}
 # What a call is of: the keys of a dict, and the kind of call that each makes.
 _CONTENTS = {"header": "decode", "tokens": "prefill", "copy_of": "prefill"}
 
@@ -288,7 +291,15 @@ def _repair(options: Mapping[str, Any]) -> Any:
             parameter="layers",
             value=layers,
         )
-    return {"layers": list(listed(layers, "layers"))}
+    if not isinstance(layers, str):
+        return {"layers": list(listed(layers, "layers"))}
+    if layers not in _LAYERS_IN_WORDS:
+        raise RepairError(
+            'layers are (first, stop), or several of these, or "reuse", "encode" or "auto"',
+            parameter="layers",
+            value=layers,
+        )
+    return _LAYERS_IN_WORDS[layers]
 
 
 def content_name(kind: str) -> str:

@@ -26,7 +26,9 @@ class ReadOptions(TypedDict, total=False):
         repair: which tokens of the parents are encoded anew in the call's own context: a rule
             ("first:32"), or runs (docs/repair.md). Omitted: that of the session; "none": none.
         layers: `(first, stop)`, or several of these: repair every token of the parents in these
-            layers alone, short for `repair={"layers": …}`; `()`: no repair.
+            layers alone, short for `repair={"layers": …}`. In words: "reuse", as they are stored,
+            or `()`; "encode", all of them; "auto", those that the profile of the session's pair
+            chooses (docs/variants.md).
         keep_hidden: layers from which on later calls may repair the new message by layers; omitted:
             that from which on the session repairs, if it does so by layers.
         role: what the new message is in its workflow, such as "vote"; policies of repair go by it.
@@ -40,7 +42,7 @@ class ReadOptions(TypedDict, total=False):
     deny: Sequence[Any] | None
     adapter: Any
     repair: Any
-    layers: Sequence[Any] | None
+    layers: Sequence[Any] | str | None
     keep_hidden: Sequence[int] | None
     role: str | None
 
