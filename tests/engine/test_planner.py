@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.byte_model import make_byte_model
 from vllm_choreo import Choreography
+from vllm_choreo.errors import KeptError
 from vllm_choreo.planner import AnswerCache, Msg, Planner, build, invoke, naive, ops
 from vllm_choreo.planner.graph import CompiledGraph
 from vllm_choreo.planner.patterns import (
@@ -151,6 +152,28 @@ def test_answers_are_moved_to_where_they_are_read(llm: Any, name: str) -> None:
             for c in sessions:
                 assert c.stats()["num_messages"] <= len(result.plan.cuts.static)
     assert said[0] == said[1]
+
+
+def test_static_beginnings_outlive_their_session(llm: Any, tmp_path: Path) -> None:
+    roles = [4 * role for role in ROLES]  # what is short is not worth a message of its own
+    compiled, folder = build(debate(roles, sampling=GREEDY)).compile(**TASK), tmp_path / "kept"
+    ran = []
+    for _ in range(3):
+        with Choreography(llm) as c:
+            planner = Planner(c, kept=folder)
+            ran += [planner.invoke(compiled), planner.invoke(compiled)]
+            pinned = c.stats()["num_messages"]
+            assert pinned == len(ran[0].plan.cuts.static)
+        assert [*folder.glob("manifest.json")]
+    assert all(list(result) == list(ran[0]) for result in ran)
+    first, *others = (result.stats for result in ran)
+    assert {run.num_encoded for run in others} == {others[0].num_encoded}
+    assert first.num_encoded > others[0].num_encoded, "what was kept is not encoded"
+    (file, *_) = folder.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    with Choreography(llm) as c, pytest.raises(KeptError) as error:
+        Planner(c, kept=folder).invoke(compiled)
+    assert file.name in str(error.value.value)
 
 
 def test_the_second_day_fetches_what_has_not_changed(llm: Any) -> None:

@@ -81,6 +81,8 @@ class Planner:
         cost: the cost model.
         template: of the model's chat.
         retry: which failed calls are made again.
+        kept: a folder, or a URL of fsspec's, where static beginnings outlive the engine, keys and
+            values (docs/keep.md); over HTTP a name. They are loaded before the first batch.
         prune, merge, schedule, reuse, warm: parts of planning that may be left out: see
             `logical_plan` and `PlanOptions`; `warm` encodes and pins static beginnings first.
 
@@ -98,6 +100,7 @@ class Planner:
         cost: CostModel | None = None,
         template: Template = CHATML,
         retry: Retry | None = None,
+        kept: Any = None,
         prune: bool = True,
         merge: bool = True,
         schedule: bool = True,
@@ -123,6 +126,7 @@ class Planner:
         self.cache = cache
         self.profile = profile or Profile()
         self._retry = retry or Retry()
+        self._kept, self._is_loaded = kept, kept is None
         self._prune, self._merge, self._warm = prune, merge, warm
         self.options = PlanOptions(
             semantics=semantics,
@@ -180,9 +184,13 @@ class Planner:
 
         Raises:
             JournalError: the journal is of something else.
+            KeptError: what was kept does not fit this model, or is damaged; names the file.
         """
         if isinstance(compiled, Graph):
             compiled = compiled.compile()
+        if not self._is_loaded:
+            await asyncio.gather(*(reader.load(self._kept) for reader in self._readers))
+            self._is_loaded = True
         book = Journal(journal, compiled, self.identity) if journal is not None else None
         try:
             plan = self.plan(compiled, book)
@@ -207,6 +215,8 @@ class Planner:
                 readers=self._readers,
             )
             await run.run(sorted(plan.cuts.static) if self._warm else [])
+            if self._kept is not None:
+                await self._readers[0].save(self._kept)  # all workers have the same
         finally:
             if book is not None:
                 book.close()

@@ -78,6 +78,14 @@ class EngineActor:
         """See `Worker`."""
         return self._hold(await self._worker.take(kept))
 
+    async def save(self, messages: Sequence[ActorMessage], uri: Any) -> None:
+        """See `Worker`."""
+        await self._worker.save([self._message(message) for message in messages], uri)
+
+    async def load(self, uri: Any) -> list[tuple[tuple[str, ...], ActorMessage]]:
+        """See `Worker`."""
+        return [(texts, self._hold(message)) for texts, message in await self._worker.load(uri)]
+
     def _hold(self, message: Any) -> ActorMessage:
         self._held[message.id] = message
         return ActorMessage(message.id, message.num_tokens)
@@ -146,6 +154,15 @@ class RayWorker:
     async def take(self, kept: Any) -> Any:
         """See `Worker`."""
         return await self._ask("take", kept[0])
+
+    async def save(self, messages: Sequence[Any], uri: Any) -> None:
+        """See `Worker`; the folder is one that the actor's node has."""
+        await self._ask("save", list(messages), uri)
+
+    async def load(self, uri: Any) -> list[tuple[tuple[str, ...], Any]]:
+        """See `Worker`."""
+        found: list[tuple[tuple[str, ...], Any]] = await self._ask("load", uri)
+        return found
 
     async def _ask(self, method: str, *args: Any) -> Any:
         from ray.exceptions import RayActorError, RayTaskError

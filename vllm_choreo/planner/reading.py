@@ -141,16 +141,37 @@ class SharedMessages:
         self.num_shared = self.num_tokens = 0
         self._links: dict[Any, asyncio.Future[Any]] = {}
         self._pinned: set[Any] = set()
+        self._saved: frozenset[Any] = frozenset()
 
     async def warm(self, chains: Sequence[Key]) -> int:
         """Encode chains, and pin them; how many. Text without messages is warmed by the engine."""
         if not self.worker.reads_messages:
             return 0
         found = await asyncio.gather(*map(self._chain, chains))
-        messages = [message for chain in found for message in chain]
+        await self._pin([message for chain in found for message in chain])
+        return len(chains)
+
+    async def load(self, uri: Any) -> None:
+        """Take chains that were saved, and pin them. Raises KeptError: they do not fit here."""
+        if not self.worker.reads_messages:
+            return
+        found = await self.worker.load(uri)
+        for chain, message in found:
+            link = self._links["chain", None, chain] = asyncio.get_running_loop().create_future()
+            link.set_result(message)
+        await self._pin([message for _, message in found])
+        self._saved = frozenset(self._pinned)
+
+    async def save(self, uri: Any) -> None:
+        """Save what is pinned, if not all of it was saved or loaded."""
+        if self._pinned != self._saved:
+            made = [link.result() for link in self._links.values() if _is_made(link)]
+            await self.worker.save([m for m in made if m.id in self._pinned], uri)
+            self._saved = frozenset(self._pinned)
+
+    async def _pin(self, messages: Sequence[Any]) -> None:
         await self.worker.pin(messages)
         self._pinned.update(message.id for message in messages)
-        return len(chains)
 
     async def answer(self, read: Reading, sampling: Mapping[str, Any]) -> Answer:
         """Run a call. Raises ChoreoError: it, or what it shares, is refused."""

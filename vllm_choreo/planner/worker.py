@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from vllm_choreo.api.parallel import results_of
+from vllm_choreo.errors import UnknownKeptError
 from vllm_choreo.semantics.message import Message
 
 # Moving an answer has a fixed cost, encoding it grows with its tokens. Where they meet is assumed,
@@ -94,6 +95,10 @@ class Worker(Protocol):
     async def give(self, message: Any) -> Any: ...
 
     async def take(self, kept: Any) -> Any: ...
+
+    async def save(self, messages: Sequence[Any], uri: Any) -> None: ...
+
+    async def load(self, uri: Any) -> list[tuple[tuple[str, ...], Any]]: ...
 
 
 @dataclass
@@ -200,6 +205,30 @@ class FacadeWorker:
             done = self._facade.load(uri, progress=False)
             (message,) = await done if self._is_async else done
         return message
+
+    async def save(self, messages: Sequence[Any], uri: Any) -> None:
+        """Keep messages, with keys and values, in a folder; see docs/keep.md."""
+        done = self._facade.save(list(messages), uri, encodings=True, progress=False)
+        if self._is_async:
+            await done
+
+    async def load(self, uri: Any) -> list[tuple[tuple[str, ...], Any]]:
+        """What was saved there, each with the texts of its parents and its own; nothing, if nobody
+        has saved yet.
+
+        Raises:
+            KeptError: another model's, or damaged; names the file.
+        """
+        try:
+            done = self._facade.load(uri, progress=False)
+            messages = await done if self._is_async else done
+        except UnknownKeptError:
+            return []
+        texts = {message.id: message.text for message in messages}
+        return [
+            ((*(texts[parent.id] for parent in message.parents), message.text), message)
+            for message in messages
+        ]
 
     def _call(self, key: str, text: str, parents: Sequence[Any], exact: bool) -> dict[str, Any]:
         call: dict[str, Any] = {key: text}
