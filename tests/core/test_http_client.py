@@ -126,6 +126,12 @@ def test_an_adapter_is_sent_by_its_name() -> None:
             call("decode", "a", adapter=wrong)
 
 
+def test_layers_in_words_are_sent_as_rules() -> None:
+    in_words = {"reuse": "none", "encode": "all", "auto": "auto"}
+    for word, rule in in_words.items():
+        assert call("decode", "a", parents=["x"], layers=word)["repair"] == rule
+
+
 def test_calls_of_both_kinds_tell_by_their_keys() -> None:
     specs = linked_specs([{"tokens": "a"}, {"header": "b"}, {"copy_of": "c"}], ["x"])
     sent = [call_json(spec) for spec in specs]

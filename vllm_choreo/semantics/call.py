@@ -107,7 +107,7 @@ class CallSpec:
             "new_offset": self.new_offset,
             "kind": self.kind,
             "deny": self.deny,
-            "repair": self.repair,
+            "repair": None if self.repair == BY_PAIR else self.repair,
             "keep_hidden": self.keep_hidden or (),
         }
         return ChoreoParams(**{**own, **engine_side})

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.call import CallSpec, Tokenized
+from vllm_choreo.semantics.call import BY_PAIR, CallSpec, Tokenized
 from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.wire.sampling import sampling_fields
 
@@ -28,7 +28,7 @@ def call_json(spec: CallSpec) -> dict[str, Any]:
         "mode": spec.mode,
         "deny": list(params.deny) or None,
         "adapter": adapter_name(spec.adapter),
-        "repair": params.repair and params.repair.to_json(),
+        "repair": BY_PAIR if spec.repair == BY_PAIR else params.repair and params.repair.to_json(),
         "keep_hidden": None if spec.keep_hidden is None else list(params.keep_hidden),
         "role": spec.role,
         "sampling_params": sampling_fields(spec.sampling_params),
