@@ -91,10 +91,10 @@ async def _engines(ways: Sequence[str]) -> AsyncIterator[Engines]:
 
     from vllm_choreo.smallmodel.embedded import embedded_model
 
-    model, options = embedded_model(), {**_ENGINE}
+    model = embedded_model()
     with ExitStack() as stack:
-        server = stack.enter_context(stock_server(model, **options)) if SERVED in ways else None
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), **options))
+        server = stack.enter_context(stock_server(model, **_ENGINE)) if SERVED in ways else None
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), **_ENGINE))
         stack.callback(llm.shutdown)
         yield Engines(llm, server)
 
