@@ -188,9 +188,7 @@ class Planner:
         """
         if isinstance(compiled, Graph):
             compiled = compiled.compile()
-        if not self._is_loaded:
-            await asyncio.gather(*(reader.load(self._kept) for reader in self._readers))
-            self._is_loaded = True
+        await self._load_kept()
         book = Journal(journal, compiled, self.identity) if journal is not None else None
         try:
             plan = self.plan(compiled, book)
@@ -221,6 +219,12 @@ class Planner:
             if book is not None:
                 book.close()
         return replace(done, stats=run.stats)
+
+    async def _load_kept(self) -> None:
+        """Before the first batch: what outlived an engine."""
+        if not self._is_loaded:
+            await asyncio.gather(*(reader.load(self._kept) for reader in self._readers))
+            self._is_loaded = True
 
     def invoke(self, compiled: CompiledGraph, **options: Any) -> BatchResult:
         """`ainvoke` for programs without an event loop.
