@@ -15,6 +15,7 @@ from vllm_choreo import Choreography
 from vllm_choreo.errors import KeptError
 from vllm_choreo.planner import AnswerCache, Msg, Planner, build, invoke, naive, ops
 from vllm_choreo.planner.graph import CompiledGraph
+from vllm_choreo.planner.graph_errors import GraphError
 from vllm_choreo.planner.patterns import (
     debate,
     iterative_refinement,
@@ -174,6 +175,28 @@ def test_static_beginnings_outlive_their_session(llm: Any, tmp_path: Path) -> No
     with Choreography(llm) as c, pytest.raises(KeptError) as error:
         Planner(c, kept=folder).invoke(compiled)
     assert file.name in str(error.value.value)
+
+
+def test_what_others_have_kept_is_left_alone(llm: Any, tmp_path: Path) -> None:
+    compiled, folder = WORKFLOWS["debate"](), tmp_path / "library"
+    with Choreography(llm) as c:
+        first = c.prefill("The shed is green.")
+        c.save([c.prefill("It is old.", parents=[first])], folder)
+    kept = (folder / "manifest.json").read_bytes()
+    with Choreography(llm) as c:
+        with pytest.raises(GraphError, match="a folder of its own"):
+            Planner(c, kept=folder).invoke(compiled)
+        assert c.stats()["num_messages"] == 0
+        assert (folder / "manifest.json").read_bytes() == kept
+
+
+def test_a_storage_that_fails_loses_no_result(llm: Any, tmp_path: Path) -> None:
+    compiled, file = WORKFLOWS["debate"](), tmp_path / "file"
+    with Choreography(llm) as c:
+        expected = list(invoke(compiled, c))
+        planner = Planner(c, kept=file)
+        result = planner.invoke(compiled, on_result=lambda *_: file.write_text("no folder"))
+        assert list(result) == expected and file.is_file()
 
 
 def test_the_second_day_fetches_what_has_not_changed(llm: Any) -> None:

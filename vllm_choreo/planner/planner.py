@@ -126,7 +126,7 @@ class Planner:
         self.cache = cache
         self.profile = profile or Profile()
         self._retry = retry or Retry()
-        self._kept, self._is_loaded = kept, kept is None
+        self._kept = kept
         self._prune, self._merge, self._warm = prune, merge, warm
         self.options = PlanOptions(
             semantics=semantics,
@@ -185,10 +185,12 @@ class Planner:
         Raises:
             JournalError: the journal is of something else.
             KeptError: what was kept does not fit this model, or is damaged; names the file.
+            GraphError: what was kept is not a planner's.
         """
         if isinstance(compiled, Graph):
             compiled = compiled.compile()
-        await self._load_kept()
+        if self._kept is not None:
+            await asyncio.gather(*(reader.load(self._kept) for reader in self._readers))
         book = Journal(journal, compiled, self.identity) if journal is not None else None
         try:
             plan = self.plan(compiled, book)
@@ -219,12 +221,6 @@ class Planner:
             if book is not None:
                 book.close()
         return replace(done, stats=run.stats)
-
-    async def _load_kept(self) -> None:
-        """Before the first batch: what outlived an engine."""
-        if not self._is_loaded:
-            await asyncio.gather(*(reader.load(self._kept) for reader in self._readers))
-            self._is_loaded = True
 
     def invoke(self, compiled: CompiledGraph, **options: Any) -> BatchResult:
         """`ainvoke` for programs without an event loop.

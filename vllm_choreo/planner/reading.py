@@ -17,13 +17,16 @@ for all who read it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_choreo.errors import ChoreoError
 from vllm_choreo.planner.worker import Answer, Worker
 
+_LOGGER = logging.getLogger(__name__)
 Key = tuple[str, ...]
 
 
@@ -96,7 +99,8 @@ def reading(pieces: Sequence[Part], cuts: Sequence[int], before: Answer | None =
 async def is_retold(worker: Worker, opening: str, answer: Answer, rest: str) -> bool:
     """Whether the text of a prompt has, between `opening` and `rest`, the tokens of an answer.
 
-    If not, or if nobody knows, what was generated is not what the text would have read.
+    `opening` is that of the answer's turn: before it, texts are tokenised apart as together. If it
+    has not, or if nobody knows, what was generated is not what the text would have read.
     """
     before, after, whole = [
         await worker.tokenize(text) for text in (opening, rest, opening + answer.text + rest)
@@ -142,6 +146,7 @@ class SharedMessages:
         self._links: dict[Any, asyncio.Future[Any]] = {}
         self._pinned: set[Any] = set()
         self._saved: frozenset[Any] = frozenset()
+        self._is_loaded = False
 
     async def warm(self, chains: Sequence[Key]) -> int:
         """Encode chains, and pin them; how many. Text without messages is warmed by the engine."""
@@ -152,21 +157,33 @@ class SharedMessages:
         return len(chains)
 
     async def load(self, uri: Any) -> None:
-        """Take chains that were saved, and pin them. Raises KeptError: they do not fit here."""
-        if not self.worker.reads_messages:
+        """Take chains that were saved, once, and pin them.
+
+        Raises:
+            KeptError, GraphError: they do not fit here, or are none.
+        """
+        if self._is_loaded or not self.worker.reads_messages:
             return
         found = await self.worker.load(uri)
         for chain, message in found:
             link = self._links["chain", None, chain] = asyncio.get_running_loop().create_future()
             link.set_result(message)
         await self._pin([message for _, message in found])
-        self._saved = frozenset(self._pinned)
+        self._is_loaded, self._saved = True, frozenset(self._pinned)
 
     async def save(self, uri: Any) -> None:
-        """Save what is pinned, if not all of it was saved or loaded."""
-        if self._pinned != self._saved:
-            made = [link.result() for link in self._links.values() if _is_made(link)]
+        """Save what is pinned, if not all of it was saved or loaded.
+
+        A storage that fails is in the log: what was run meanwhile is not to be lost for it.
+        """
+        if self._pinned == self._saved:
+            return
+        made = [link.result() for link in self._links.values() if _is_made(link)]
+        try:
             await self.worker.save([m for m in made if m.id in self._pinned], uri)
+        except ChoreoError as error:
+            _LOGGER.warning("Static beginnings could not be kept: %s", error)
+        else:
             self._saved = frozenset(self._pinned)
 
     async def _pin(self, messages: Sequence[Any]) -> None:
@@ -218,6 +235,7 @@ class SharedMessages:
         """The worker has lost all messages."""
         self._links.clear()
         self._pinned.clear()
+        self._is_loaded = False
 
     async def free(self, keep_pinned: bool = True) -> None:
         """Free what was shared, and what is on its way for a call that was refused meanwhile."""

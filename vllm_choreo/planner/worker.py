@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from vllm_choreo.api.parallel import results_of
 from vllm_choreo.errors import UnknownKeptError
+from vllm_choreo.planner.graph_errors import GraphError
 from vllm_choreo.semantics.message import Message
 
 # Moving an answer has a fixed cost, encoding it grows with its tokens. Where they meet is assumed,
@@ -218,6 +219,7 @@ class FacadeWorker:
 
         Raises:
             KeptError: another model's, or damaged; names the file.
+            GraphError: answers, or messages that were encoded with others than these.
         """
         try:
             done = self._facade.load(uri, progress=False)
@@ -225,6 +227,13 @@ class FacadeWorker:
         except UnknownKeptError:
             return []
         texts = {message.id: message.text for message in messages}
+        if any(m.generated_token_ids or {p.id for p in m.parents} - texts.keys() for m in messages):
+            await self.free(messages)
+            raise GraphError(
+                "what is kept there is not a planner's: give it a folder of its own",
+                parameter="kept",
+                value=str(uri),
+            )
         return [
             ((*(texts[parent.id] for parent in message.parents), message.text), message)
             for message in messages
