@@ -30,7 +30,7 @@ SETTINGS = {
         "max_sessions": 3,
         "max_sessions_per_tenant": 2,
         "max_messages_per_session": 4,
-        "max_tokens_per_session": 100,
+        "max_tokens_per_session": 1000,
         "max_calls_per_request": 3,
         "max_request_bytes": 20_000,
         "session_ttl_seconds": 60,
@@ -91,8 +91,7 @@ def test_unused_sessions_are_closed(alpha: httpx.Client, server: Server) -> None
 
 def test_sessions_in_use_stay_open(alpha: httpx.Client) -> None:
     session = Session(alpha, ttl_seconds=0.6)
-    sampling = {"temperature": 0, "max_tokens": 90, "ignore_eos": True}
-    events = session.events(content="A", save_as="a", sampling_params=sampling)
+    events = session.events(content="A", save_as="a", sampling_params={**LONG, "max_tokens": 900})
     assert events[-1]["object"] == "choreo.message"
     assert events[-1]["metrics"]["latency"] > 0.6, "the call was too short to show anything"
     assert session.message("a").status_code == 200
@@ -115,12 +114,12 @@ def test_messages_of_a_session(session: Session) -> None:
 
 
 def test_tokens_of_a_session(session: Session) -> None:
-    session.call(**prefill(60, save_as="long"))
-    refused = error_of(session.post(prefill(41)), 429)
+    session.call(**prefill(600, save_as="long"))
+    refused = error_of(session.post(prefill(401)), 429)
     assert refused["type"] == "LimitError" and "max_tokens_per_session" in refused["message"]
     session.client.delete(f"{session.path}/messages/long")
-    session.call(**prefill(100))
-    assert session.usage()["tokens"] == session.usage()["max_tokens"] == 100
+    session.call(**prefill(1000))
+    assert session.usage()["tokens"] == session.usage()["max_tokens"] == 1000
 
 
 def test_seconds_of_a_pin(session: Session) -> None:

@@ -71,9 +71,9 @@ def before(alpha: httpx.Client) -> Page:
 @pytest.fixture
 def quiet(alpha: httpx.Client) -> Page:
     """The page while nothing happens: what earlier tests left is over, and the engine has told."""
-    deadline, page = time.monotonic() + 20, Page(alpha)
+    deadline, page = time.monotonic() + 30, Page(alpha)
     while True:
-        time.sleep(POLL_SECONDS / 2)
+        time.sleep(POLL_SECONDS + 0.5)  # gauges are as old as that
         last, page = page, Page(alpha)
         if not page.changes(last) and not page.value("num_calls_running"):
             return page
