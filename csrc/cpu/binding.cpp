@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 
+#include "adapter.h"
 #include "checks.h"
 #include "isa.h"
 #include "launcher.h"
@@ -154,6 +155,8 @@ PYBIND11_MODULE(_C, m) {
       std::rethrow_exception(thrown);
     } catch (const c10::ValueError& error) {
       PyErr_SetString(PyExc_ValueError, error.what_without_backtrace());
+    } catch (const c10::IndexError& error) {
+      PyErr_SetString(PyExc_IndexError, error.what_without_backtrace());
     }
   });
   using without_gil = py::call_guard<py::gil_scoped_release>;
@@ -167,6 +170,11 @@ PYBIND11_MODULE(_C, m) {
            py::arg("first_chosen"), py::arg("reweighting"))
       .def("partial_bytes", &partial_bytes, py::arg("num_heads"), py::arg("num_kv_heads"),
            py::arg("head_size"));
+  py::class_<choreo::Adapter>(m, "Adapter")
+      .def(py::init<const Tensor&, const std::vector<choreo::Adapter::Slice>&>(), py::arg("shrink"),
+           py::arg("slices"))
+      .def("add", &choreo::Adapter::add, without_gil(), py::arg("y"), py::arg("x"), py::arg("rows"),
+           py::arg("scale"));
   m.def("span_attention", &span_attention, without_gil());
   m.def("reposition_keys", &reposition_keys, without_gil());
   m.def("available_isas", &choreo::available_isas);

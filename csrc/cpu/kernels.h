@@ -117,6 +117,32 @@ struct RepositionArgs {
   bool is_neox;
 };
 
+// One pair of an adapter's matrices: from ranks to columns of the output.
+struct AdapterSlice {
+  const void* expand;  // [num_ranks, num_columns], in the type of the rows
+  int first_rank;
+  int num_ranks;
+  int64_t first_column;
+  int64_t num_columns;
+};
+
+// rows of y += round(rows of x * shrink * scale) * expand, slice by slice.
+struct AdapterArgs {
+  const void* x;
+  int64_t x_stride;
+  void* y;
+  int64_t y_stride;
+  const int64_t* rows;  // [num_rows], which of x and y
+  int64_t num_rows;
+  DType dtype;          // of x, y and the slices
+  const float* shrink;  // [in_features, num_ranks]
+  int64_t in_features;
+  int num_ranks;  // multiple of kColumnStep; those beyond the adapter's are zeros
+  const AdapterSlice* slices;
+  int num_slices;
+  float scale;
+};
+
 // One instruction set's kernels.
 struct Kernels {
   const char* name;
@@ -130,7 +156,12 @@ struct Kernels {
                          int64_t stride, int num_partials, int num_chosen);
   // Rotates the keys of one KV head of one block; copies its values if source and target differ.
   void (*reposition_block)(const RepositionArgs&, int move, int kv_head);
+  // Adds to the rows [begin, end) of an adapter. Scratch: kAdapterRows * num_ranks floats.
+  void (*add_adapter)(const AdapterArgs&, int64_t begin, int64_t end, float* scratch);
 };
+
+// Rows of an adapter that share one pass over its matrices.
+constexpr int kAdapterRows = 6;
 
 // Keys are scored in groups of this many slots, so sub-spans may begin anywhere.
 constexpr int kColumnStep = 16;

@@ -12,11 +12,16 @@
 #define CHOREO_ISA avx2
 #define CHOREO_VEC_BYTES 32
 #define CHOREO_MAX_ROWS 6  // 12 accumulators of 16 registers
+#include "adapter_kernel.h"
 #include "attention_kernel.h"
 #include "reposition_kernel.h"
 
 namespace choreo {
-const Kernels kAvx2Kernels = {"avx2", avx2::scratch_floats, avx2::attend_tile, avx2::merge_partials,
-                              avx2::reposition_block};
+const Kernels kAvx2Kernels = {"avx2",
+                              avx2::scratch_floats,
+                              avx2::attend_tile,
+                              avx2::merge_partials,
+                              avx2::reposition_block,
+                              avx2::add_adapter};
 }  // namespace choreo
 #endif

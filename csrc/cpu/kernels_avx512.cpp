@@ -13,11 +13,16 @@
 #define CHOREO_ISA avx512
 #define CHOREO_VEC_BYTES 64
 #define CHOREO_MAX_ROWS 12  // 24 accumulators of 32 registers
+#include "adapter_kernel.h"
 #include "attention_kernel.h"
 #include "reposition_kernel.h"
 
 namespace choreo {
-const Kernels kAvx512Kernels = {"avx512", avx512::scratch_floats, avx512::attend_tile,
-                                avx512::merge_partials, avx512::reposition_block};
+const Kernels kAvx512Kernels = {"avx512",
+                                avx512::scratch_floats,
+                                avx512::attend_tile,
+                                avx512::merge_partials,
+                                avx512::reposition_block,
+                                avx512::add_adapter};
 }  // namespace choreo
 #endif

@@ -38,6 +38,8 @@ class Workspace {
   int64_t capacity_ = 0;
 };
 
+thread_local Workspace workspace;
+
 // Everything that the threads of one call share.
 class Run {
  public:
@@ -49,7 +51,6 @@ class Run {
         open_(tiles_.query_blocks.size() * num_heads_) {
     scratch_floats_ = round_to_line(kernels.scratch_floats(tiles_.max_rows, args.cache.head_size));
     num_threads_ = std::min<int64_t>(at::get_num_threads(), tiles_.tile_of_item.size());
-    static thread_local Workspace workspace;
     scratch_ = workspace.reserve(num_threads_ * scratch_floats_ + tiles_.num_partial_floats);
     partials_ = scratch_ + num_threads_ * scratch_floats_;
     for (size_t i = 0; i < open_.size(); ++i) {
@@ -134,6 +135,13 @@ void run_reposition_keys(const RepositionArgs& args) {
     for (int64_t i = begin; i < end; ++i) {
       kernels.reposition_block(args, static_cast<int>(i / heads), static_cast<int>(i % heads));
     }
+  });
+}
+
+void run_add_adapter(const AdapterArgs& args) {
+  const Kernels& kernels = active_kernels();
+  at::parallel_for(0, args.num_rows, kAdapterRows, [&](int64_t begin, int64_t end) {
+    kernels.add_adapter(args, begin, end, workspace.reserve(kAdapterRows * args.num_ranks));
   });
 }
 

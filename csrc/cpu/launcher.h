@@ -13,4 +13,7 @@ void run_span_attention(const AttentionArgs& args, const Tiles& tiles);
 // Throws std::out_of_range if a block id lies outside the cache.
 void run_reposition_keys(const RepositionArgs& args);
 
+// Rows lie in x and y, no row is named twice, and slices within the shrunk ranks and the columns.
+void run_add_adapter(const AdapterArgs& args);
+
 }  // namespace choreo

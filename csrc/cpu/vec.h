@@ -67,6 +67,15 @@ static CHOREO_INLINE float to_float(BFloat16 x) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16);
 }
 
+static CHOREO_INLINE void assign(float& to, float x) {
+  to = x;
+}
+
+static CHOREO_INLINE void assign(BFloat16& to, float x) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
+  to.bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
 static CHOREO_INLINE Vec max(Vec a, Vec b) {
   return a > b ? a : b;
 }

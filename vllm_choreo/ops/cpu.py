@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from vllm_choreo.ops.adapters import AdapterFactors
 from vllm_choreo.ops.layout import Layout
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.sharing import SharedReads, check_reads
@@ -117,6 +118,24 @@ def reposition_keys(
     """See ``vllm_choreo.ops.reposition_keys``."""
     _check_layout(layout)
     _kernels().reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox)
+
+
+def add_adapter(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    factors: AdapterFactors,
+    scale: float,
+) -> None:
+    """See ``vllm_choreo.ops.add_adapter``."""
+    made = _adapters.get(factors)
+    if made is None:
+        slices = [(part.expand, part.first_rank, part.first_column) for part in factors.slices]
+        made = _adapters[factors] = _kernels().Adapter(factors.shrink, slices)
+    made.add(y, x, rows, scale)
+
+
+_adapters: WeakKeyDictionary[AdapterFactors, Any] = WeakKeyDictionary()
 
 
 def _check_layout(layout: Layout) -> None:

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from vllm_choreo.ops import cpu
+from vllm_choreo.ops.adapters import AdapterFactors
 from vllm_choreo.ops.layout import Layout
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 
@@ -118,6 +119,36 @@ def reposition_keys(
     _check_blocks(src_blocks, dst_blocks, kv_cache.shape[0])
     _check_cos_sin(cos_sin, src_blocks.numel(), kv_cache.shape[-1] // 2)
     module.reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox, layout)
+
+
+def add_adapter(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    factors: AdapterFactors,
+    scale: float,
+    impl: Literal["reference", "cpu"] | None = None,
+) -> None:
+    """Add an adapter's products, ``x @ shrink * scale @ expand``, to the output of a layer.
+
+    As vLLM has it: to the ranks in float32, from there in the type of the output. A row's result
+    does not depend on how many others there are, or which: what a message is encoded to must not
+    depend on how many of its tokens were there already.
+
+    Args:
+        y: ``[num_rows, num_columns]``, float32 or bfloat16 on the CPU; changed in place.
+        x: ``[num_rows, in_features]``, same dtype.
+        rows: int64 ``[n]``, those that wear the adapter, none of them twice.
+        factors: of the adapter in this layer.
+        scale: of the products.
+        impl: None takes ``default_impl()``.
+
+    Raises:
+        ValueError: arguments that do not fit together.
+        IndexError: a row that does not exist.
+        RuntimeError: the implementation is not installed.
+    """
+    _load(impl or default_impl()).add_adapter(y, x, rows, factors, scale)
 
 
 def _check_attention(

@@ -11,32 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-# Those of a step that wear one adapter; a slice where they lie together.
-Rows: TypeAlias = slice | torch.Tensor
-
-# Products of fewer rows sum in another order (measured with MKL). What a message is encoded to is
-# not to depend on how many of its tokens a twin had already.
-_MIN_ROWS = 16
-
-
-@dataclass(frozen=True)
-class Factors:
-    """Those of one adapter in a layer, of the slices that its training has touched.
-
-    Attributes:
-        shrink: float32 [in_features, sum of ranks].
-        expand: of each slice its columns of the output, its columns of what is shrunk, and
-            [rank, slice] in the type of the output.
-    """
-
-    shrink: torch.Tensor
-    expand: list[tuple[slice, slice, torch.Tensor]]
+from vllm_choreo.ops import AdapterFactors, add_adapter, factors_of
 
 
 @dataclass
@@ -45,13 +25,13 @@ class LayerFactors:
 
     held: torch.Tensor  # by whose id it is found: as long as it lives, nobody else has that id
     versions: list[int] | None
-    by_adapter: dict[int, Factors | None] = field(default_factory=dict)
+    by_adapter: dict[int, AdapterFactors | None] = field(default_factory=dict)
 
 
 class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
     """vLLM's products with adapters, for rows that may have none."""
 
-    _worn: list[tuple[int, Rows]]  # of the step: the place of each adapter, and who wears it
+    _worn: dict[int, torch.Tensor]  # of the step: see `rows_by_adapter`
     _layers: dict[int, LayerFactors]  # of each layer, by the id of its first `lora_b_stacked`
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
@@ -65,7 +45,7 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
 
     def _group_rows(self) -> None:
         is_told = self.indices_len[0] is not None  # of a step; none was, before the first
-        self._worn = rows_by_adapter(self.token_lora_indices) if is_told else []
+        self._worn = rows_by_adapter(self.token_lora_indices) if is_told else {}
 
     def add_lora_linear(
         self,
@@ -88,18 +68,10 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
             output_slices: how many columns of `y` each pair has.
         """
         y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
-        for adapter, rows in self._worn:
+        for adapter, rows in self._worn.items():
             factors = self._factors(adapter, lora_a_stacked, lora_b_stacked, y.dtype)
-            if factors is None:
-                continue
-            is_run = isinstance(rows, slice) and rows.stop - rows.start >= _MIN_ROWS
-            given, target = (x[rows], y[rows]) if is_run else (_padded(x[rows]), _padded(y[rows]))
-            # As vLLM has it: to the rank in float32, from there in the type of the output.
-            shrunk = (given.float() @ factors.shrink * scale).to(y.dtype)
-            for columns, ranks, expand in factors.expand:
-                target[:, columns].addmm_(shrunk[:, ranks], expand)
-            if not is_run:
-                y[rows] = target[: len(x[rows])]
+            if factors is not None:
+                add_adapter(y, x, rows, factors, scale)
 
     def _factors(
         self,
@@ -107,7 +79,7 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
         a: tuple[torch.Tensor, ...],
         b: tuple[torch.Tensor, ...],
         dtype: torch.dtype,
-    ) -> Factors | None:
+    ) -> AdapterFactors | None:
         """Of an adapter in a layer; None: its training has not touched it."""
         # vLLM writes an adapter into the place of another one, and does not say so here.
         layer, versions = self._layers.get(id(b[0])), _versions([*a, *b])
@@ -127,44 +99,14 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
         super().add_lora_logits(y, _blanked(x, self.sampler_indices), *args, **kwargs)
 
 
-def rows_by_adapter(indices: torch.Tensor) -> list[tuple[int, Rows]]:
-    """Which rows wear which adapter; those without one are in none.
+def rows_by_adapter(indices: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Which rows wear the adapter of which place, int64 [n]; those without one are in none.
 
     Args:
         indices: int64 [num_rows]: the place of the adapter, or -1.
     """
-    found: list[tuple[int, Rows]] = []
-    for adapter in indices.unique().tolist():
-        if adapter >= 0:
-            rows = (indices == adapter).nonzero().flatten()
-            first, last = int(rows[0]), int(rows[-1])
-            is_run = last - first + 1 == len(rows)
-            found.append((adapter, slice(first, last + 1) if is_run else rows))
-    return found
-
-
-def factors_of(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
-) -> Factors | None:
-    """What there is to multiply with: vLLM wraps every layer, and fills up with zeros.
-
-    Args:
-        pairs: of each slice, [max_rank, in_features] and [slice, max_rank].
-        dtype: of the output.
-    """
-    shrink: list[torch.Tensor] = []
-    expand: list[tuple[slice, slice, torch.Tensor]] = []
-    column = start = 0
-    for a, b in pairs:
-        used = (b != 0).any(dim=0).nonzero().flatten()
-        if len(used):
-            rank = int(used[-1]) + 1
-            shrink.append(a[:rank].float())
-            columns, ranks = slice(column, column + len(b)), slice(start, start + rank)
-            expand.append((columns, ranks, b[:, :rank].to(dtype).T))
-            start += rank
-        column += len(b)
-    return Factors(torch.cat(shrink).T.contiguous(), expand) if shrink else None
+    worn = [adapter for adapter in indices.unique().tolist() if adapter >= 0]
+    return {adapter: (indices == adapter).nonzero().flatten() for adapter in worn}
 
 
 def _versions(weights: Sequence[torch.Tensor]) -> list[int] | None:
@@ -172,11 +114,6 @@ def _versions(weights: Sequence[torch.Tensor]) -> list[int] | None:
     if any(one.is_inference() for one in weights):
         return None
     return [one._version for one in weights]
-
-
-def _padded(x: torch.Tensor) -> torch.Tensor:
-    """A copy of enough rows that a product does not depend on how many they are."""
-    return pad(x, (0, 0, 0, max(_MIN_ROWS - len(x), 0)))
 
 
 def _blanked(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
