@@ -9,7 +9,6 @@ from vllm.lora.layers import LoRAMapping
 
 from vllm_choreo.engine.worker.cpu_adapters import (
     ChoreoPunicaWrapperCPU,
-    factors_of,
     rows_by_adapter,
 )
 
