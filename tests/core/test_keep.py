@@ -29,7 +29,8 @@ from vllm_choreo.errors import KeptError, NameTakenError, UnknownKeptError
 from vllm_choreo.keep.manifest import FORMAT, manifest_bytes, read_manifest
 from vllm_choreo.keep.origin import Origin, all_heads, joined
 from vllm_choreo.keep.signature import differences
-from vllm_choreo.keep.storage import KeptFolder, ReadAhead
+from vllm_choreo.keep.storage import KeptFolder
+from vllm_choreo.keep.streams import ReadAhead
 from vllm_choreo.keep.tensors import KVShape, check_header, chunks, header_bytes, header_size
 from vllm_choreo.ops.layout import Layout, write_kv
 from vllm_choreo.store.exact import exact_chain

@@ -130,7 +130,7 @@ def _show(uri: str) -> int:
 def _state(folder: Any, entry: Mapping[str, Any]) -> str:
     """Whether keys and values of a message are there and right."""
     from vllm_choreo.errors import KeptError
-    from vllm_choreo.keep.storage import ReadAhead
+    from vllm_choreo.keep.streams import ReadAhead
 
     data = entry["data"]
     if data is None:

@@ -16,7 +16,8 @@ from vllm_choreo.keep.manifest import read_manifest
 from vllm_choreo.keep.origin import Origin, shape_of
 from vllm_choreo.keep.signature import differences, is_same_text, is_variant
 from vllm_choreo.keep.steps import Ask, Steps, operation, workers
-from vllm_choreo.keep.storage import MANIFEST, KeptFolder, ReadAhead
+from vllm_choreo.keep.storage import MANIFEST, KeptFolder
+from vllm_choreo.keep.streams import ReadAhead
 from vllm_choreo.keep.tensors import Chunk, KVShape, check_header, chunks, header_size
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.other_model import OTHER_MODEL
@@ -206,6 +207,7 @@ class _Reader:
         self._target = target
         self._ticket = ticket
         self._on_mismatch = on_mismatch
+        self._buffers = [bytearray(), bytearray()]
 
     def read(self, entries: Sequence[Mapping[str, Any]], progress: bool | None) -> Steps[None]:
         wanted = [(number, entry) for number, entry in enumerate(entries) if entry["data"]]
@@ -236,7 +238,7 @@ class _Reader:
         name = data["file"]
         with _unfit_if_missing(self._folder, name):
             file, size = self._folder.open(name)
-            with ReadAhead(file) as ahead:
+            with ReadAhead(file, self._buffers) as ahead:
                 if size != data["bytes"]:
                     raise self._damaged(name, f"it has {size} bytes, not {data['bytes']}")
                 try:

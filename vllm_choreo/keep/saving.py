@@ -11,7 +11,8 @@ from vllm_choreo.keep.byte_bar import ByteBar
 from vllm_choreo.keep.manifest import FORMAT, data_files, manifest_bytes, read_manifest
 from vllm_choreo.keep.origin import Origin, joined, shape_of
 from vllm_choreo.keep.steps import Ask, Steps, operation, workers
-from vllm_choreo.keep.storage import Digested, KeptFolder, settle
+from vllm_choreo.keep.storage import KeptFolder, settle
+from vllm_choreo.keep.streams import Digested
 from vllm_choreo.keep.tensors import KVShape, chunks, header_bytes
 from vllm_choreo.semantics.message import Kept, Message
 from vllm_choreo.wire.messages import record_json
@@ -145,8 +146,7 @@ class _Writer:
         entry = self._entries[number]
         num_tokens = len(entry["tokens"])
         name, file = self._folder.create()
-        with self._folder.naming(name), file:
-            digested = Digested(file)
+        with self._folder.naming(name), file, Digested(file) as digested:
             digested.write(header_bytes(shape, num_tokens, self._about(entry)))
             for chunk in chunks(shape, num_tokens):
                 parts, rows = [chunk.first, chunk.last], (chunk.start, chunk.stop)

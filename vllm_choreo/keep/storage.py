@@ -11,13 +11,11 @@ killed leaves the old messages or the new ones. What he leaves behind, a later s
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -204,84 +202,3 @@ def settle(file: Any) -> None:
         os.fsync(file.fileno())
     except (AttributeError, OSError):
         return  # an object store's: it is there when it is closed
-
-
-class Digested:
-    """Writes a file and digests what it writes."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._digest = hashlib.sha256()
-        self.num_bytes = 0
-
-    def write(self, data: Any) -> None:
-        self._file.write(data)
-        self._digest.update(data)
-        self.num_bytes += len(data)
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
-
-
-class ReadAhead:
-    """Reads and digests a file in pieces, the next one while the last one is used.
-
-    Args:
-        file: to be read from its beginning.
-
-    Use as a context; it closes the file.
-    """
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._digest = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="choreo-keep")
-
-    def __enter__(self) -> ReadAhead:
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._thread.shutdown(wait=True)
-        self._file.close()
-
-    def read(self, num_bytes: int) -> bytes:
-        """The next bytes; fewer where the file ends."""
-        return bytes(self._fill(bytearray(num_bytes)))
-
-    def pieces(self, sizes: Iterator[int]) -> Iterator[memoryview]:
-        """Pieces of these sizes. One stays as it is until the next but one is asked for; shorter
-        where the file ends.
-        """
-        buffers = [bytearray(), bytearray()]
-        ahead: Future[memoryview] | None = None
-        for number, size in enumerate(sizes):
-            buffer = buffers[number % 2]
-            if len(buffer) < size:
-                buffer = buffers[number % 2] = bytearray(size)
-            following = self._thread.submit(self._fill, memoryview(buffer)[:size])
-            if ahead is not None:
-                yield ahead.result()
-            ahead = following
-        if ahead is not None:
-            yield ahead.result()
-
-    def rest(self) -> None:
-        """Digest what follows."""
-        while self.read(2**20):
-            pass
-
-    @property
-    def sha256(self) -> str:
-        """Of what has been read."""
-        return self._digest.hexdigest()
-
-    def _fill(self, buffer: Any) -> memoryview:
-        view, filled = memoryview(buffer), 0
-        while filled < len(view):
-            count = self._file.readinto(view[filled:])
-            if not count:
-                break
-            filled += count
-        self._digest.update(view[:filled])
-        return view[:filled]

@@ -8,14 +8,16 @@ The bytes are those of a chunk of `keep/tensors.py`: parts one after the other, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 
-from vllm_choreo.ops.layout import Layout, read_kv, write_kv
+from vllm_choreo.ops.layout import Layout, key_view, value_view
 
 Parts = tuple[int, int]
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16
 
 
 class KeptBlocks:
@@ -41,14 +43,8 @@ class KeptBlocks:
 
     def read(self, blocks: Sequence[int], parts: Parts, start: int, stop: int) -> bytes:
         """Tokens `start … stop-1` of what lies in `blocks`, of the parts `first … last-1`."""
-        found = []
-        for layer, wants_keys, wants_values in _layers(parts):
-            cache = self._caches[layer]
-            slots = _slots(blocks, start, stop, cache)
-            keys, values = read_kv(cache, slots, self._layout)
-            found += [keys] * wants_keys + [values] * wants_values
-        rows = [_flat(tensor) for tensor in found]
-        return (rows[0] if len(rows) == 1 else torch.cat(rows)).numpy().tobytes()
+        where = self._where(blocks, start, stop)
+        return b"".join(bytes_of(_placed(self._part(part))[where]) for part in range(*parts))
 
     def write(
         self,
@@ -65,63 +61,48 @@ class KeptBlocks:
             data: bytes of all heads.
             heads: how many heads each layer has in all workers together.
         """
-        rest = tensor_of(data)
-        for layer, has_keys, has_values in _layers(parts):
-            cache = self._caches[layer]
-            slots = _slots(blocks, start, stop, cache)
-            shape = (stop - start, heads[layer], cache.shape[3] // 2)
-            halves: list[torch.Tensor | None] = []
-            for is_there in (has_keys, has_values):
-                size = is_there * shape[0] * shape[1] * shape[2] * cache.element_size()
-                given, rest = rest[:size], rest[size:]
-                halves.append(self._own(given, shape, cache) if is_there else None)
-            _write(cache, slots, halves[0], halves[1], self._layout)
+        rest, where = tensor_of(data), self._where(blocks, start, stop)
+        for part in range(*parts):
+            target = self._part(part)
+            shape = (stop - start, heads[part // 2], target.shape[3])
+            size = prod(shape) * target.element_size()
+            rows = self._own(rest[:size].view(target.dtype).view(shape), target)
+            _placed(target)[where] = _placed(rows.to(target.device))
+            rest = rest[size:]
 
-    def _own(
-        self, given: torch.Tensor, shape: tuple[int, int, int], cache: torch.Tensor
-    ) -> torch.Tensor:
-        """The heads that this worker has, on its device."""
-        first = self._rank * shape[1] // self._num_ranks
-        rows = given.view(cache.dtype).view(shape)[:, first : first + cache.shape[1]]
-        return rows.to(cache.device)
+    def _part(self, part: int) -> torch.Tensor:
+        """View `[num_blocks, num_kv_heads, block_size, head_size]` of its keys or values."""
+        view = value_view if part % 2 else key_view
+        return view(self._caches[part // 2], self._layout)
 
+    def _own(self, rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The heads that this worker has."""
+        first = self._rank * rows.shape[1] // self._num_ranks
+        return rows[:, first : first + target.shape[1]]
 
-def _layers(parts: Parts) -> Iterator[tuple[int, bool, bool]]:
-    """The layers of parts, and whether their keys and their values are among them."""
-    first, last = parts
-    for layer in range(first // 2, (last + 1) // 2):
-        yield layer, first <= 2 * layer, 2 * layer + 1 < last
-
-
-def _slots(blocks: Sequence[int], start: int, stop: int, cache: torch.Tensor) -> torch.Tensor:
-    size = cache.shape[2]
-    tokens = torch.arange(start, stop)
-    slots = torch.tensor(blocks)[tokens // size] * size + tokens % size
-    return slots.to(cache.device)
+    def _where(self, blocks: Sequence[int], start: int, stop: int) -> tuple[Any, slice, Any]:
+        """The index of tokens in any part, which gives `[num_tokens, num_kv_heads, head_size]`."""
+        cache = self._caches[0]
+        tokens, size = torch.arange(start, stop), cache.shape[2]
+        ids, offsets = torch.tensor(blocks)[tokens // size], tokens % size
+        return _placed(ids.to(cache.device)), slice(None), _placed(offsets.to(cache.device))
 
 
-def _write(
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor | None,
-    values: torch.Tensor | None,
-    layout: Layout,
-) -> None:
-    """Those of keys and values that are given; the others stay as they are."""
-    if keys is None or values is None:
-        old_keys, old_values = read_kv(cache, slots, layout)
-        keys = old_keys if keys is None else keys
-        values = old_values if values is None else values
-    write_kv(cache, slots, keys, values, layout)
+def _placed(tensor: torch.Tensor) -> Any:
+    """To be indexed and copied where it is; what lies on the host as numpy's array of its bits.
+
+    numpy copies with one thread, which is faster than the digest (`keep/streams.py`). More threads,
+    such as torch's, would take the digest's core, and wait for one another.
+    """
+    return tensor.view(_BITS[tensor.element_size()]).numpy() if tensor.is_cpu else tensor
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8).flatten().cpu()
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The numbers of a tensor, one row after the other."""
-    return _flat(tensor).numpy().tobytes()
+def bytes_of(rows: Any) -> bytes:
+    """The numbers of a tensor or array, one row after the other."""
+    if isinstance(rows, torch.Tensor):
+        rows = rows.contiguous().view(torch.uint8).cpu().numpy()
+    found: bytes = rows.tobytes()
+    return found
 
 
 def tensor_of(data: Any) -> torch.Tensor:
