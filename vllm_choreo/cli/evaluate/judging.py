@@ -12,7 +12,7 @@ from vllm_choreo.cli.evaluate.arms import DIRECT, Arm
 from vllm_choreo.cli.evaluate.bench import judge
 from vllm_choreo.cli.evaluate.results import JudgedSet, save, table
 from vllm_choreo.cli.evaluate.sets import HeldOutSet
-from vllm_choreo.cli.run.engine import LocalEngine, warm_up
+from vllm_choreo.cli.run.engine import LocalEngine, first_call
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.workflows.direct import question_of
 
@@ -59,8 +59,8 @@ def judge_all(
     engine = LocalEngine(llm)
     errors: list[str] = []
     for arm in {arm.name: arm for one in judged for arm in one.arms}.values():
-        arm.open(llm).close()  # what does not fit is refused once, not with every problem
-    warm_up(engine, ("baseline", "choreo"))
+        with arm.open(llm) as c:  # what does not fit is refused once, not with every problem
+            first_call(c, engine.sampling(max_tokens=4))
     try:
         for one in judged:
             _judge_set(llm, one, measures_kl, num_together, errors)

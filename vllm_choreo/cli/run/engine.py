@@ -202,8 +202,17 @@ def warm_up(engine: Engine, modes: Sequence[str]) -> None:
     """One short call in each mode: what is done once only shall not be timed."""
     for mode in modes:
         with engine.open(mode) as c:
-            doc = c.prefill("A document of a few words.")
-            # A policy knows the calls of its workflow alone.
-            plain = {"repair": "none"} if mode == "choreo" else {}
-            params = engine.sampling(max_tokens=4)
-            c.decode("Hello", parents=[doc], sampling_params=params, **plain)
+            first_call(c, engine.sampling(max_tokens=4))
+
+
+def first_call(c: Any, params: Any) -> None:
+    """A short call that reads a message, for the engine to load what the session needs.
+
+    Args:
+        c: the session.
+        params: sampling parameters, as its `decode` takes them.
+    """
+    doc = c.prefill("A document of a few words.")
+    # A policy knows the calls of its workflow alone.
+    plain = {"repair": "none"} if c.mode == "choreo" else {}
+    c.decode("Hello", parents=[doc], sampling_params=params, **plain)

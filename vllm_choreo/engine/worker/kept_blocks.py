@@ -17,7 +17,7 @@ import torch
 from vllm_choreo.ops.layout import Layout, key_view, value_view
 
 Parts = tuple[int, int]
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16
 
 
 class KeptBlocks:
