@@ -7,7 +7,9 @@
 
 All ways run in turn, with an empty cache before each, on one engine, and LangGraph on a server
 without the plugin, which sleeps meanwhile. Answers have a fixed length, and those of exact ways are
-compared token by token. Before trading, the day before is run, untimed.
+compared token by token. Before trading, the day before is run, untimed. With `--one-process` engines
+run the model themselves, instead of in a third process for which they wait by looking, which takes a
+core.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 from benchmarks.harness.engine import BLOCK_SIZE, set_environment
 from benchmarks.harness.record import read_csv, record, write_csv
 from benchmarks.harness.turns import in_turn
-from benchmarks.planner.rivals.page import BARS, NAME, SWEEP, reached, section
+from benchmarks.planner.rivals.page import BARS, NAME, SWEEP, batches, reached, section
 from benchmarks.planner.rivals.served import stock_server
 from benchmarks.planner.rivals.text import WIDTH
 from benchmarks.planner.rivals.ways import ABLATIONS, SERVED, SWEPT, WAYS, Engines
@@ -37,6 +39,9 @@ _ENGINE: dict[str, Any] = {
     "block_size": BLOCK_SIZE,
     "enable_prefix_caching": True,
 }
+_ONE_PROCESS = {
+    "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+}
 
 
 def main() -> int:
@@ -47,7 +52,7 @@ def main() -> int:
     print(section())
     if args.sweep:
         return 0
-    return int(any(found < BARS[bar] for bar, found in reached(rows).items()))
+    return int(any(found < BARS[bar] for bar, (found, _) in reached(rows).items()))
 
 
 def _arguments() -> argparse.Namespace:
@@ -57,6 +62,9 @@ def _arguments() -> argparse.Namespace:
     what.add_argument("--ablations", action="store_true", help="plans that lack something, too")
     what.add_argument("--way", choices=WAYS, action="append", help="these alone")
     what.add_argument("--sweep", action="store_true", help="trading in several sizes, few ways")
+    parser.add_argument(
+        "--one-process", action="store_true", help="engines run the model themselves"
+    )
     args = parser.parse_args()
     if args.sweep and args.workflow:
         parser.error("the sweep is of trading: leave out --workflow")
@@ -64,14 +72,16 @@ def _arguments() -> argparse.Namespace:
 
 
 async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each workflow, way and turn, written as they come.
+    """A row for each batch, way and turn, written as they come.
 
-    Rows of other workflows, from an earlier run, are kept.
+    Rows of other batches, from an earlier run, are kept; of a sweep, none.
     """
     asked, file, ways = asked_for(args), SWEEP if args.sweep else NAME, _ways(args)
-    kept = [row for row in read_csv(file) if row["workflow"] not in asked]
+    again = {(name, args.queries) for name in asked}
+    others = [rows for batch, rows in batches(read_csv(file)).items() if batch not in again]
+    kept = [] if args.sweep else [row for rows in others for row in rows]
     rows: list[dict[str, Any]] = []
-    async with _engines(ways) as engines:
+    async with _engines(ways, args.one_process) as engines:
         first_calls = workload("map_reduce", 1, 4, 20)
         await WAYS["operator by operator"](engines, first_calls)
         if engines.server is not None:
@@ -84,17 +94,17 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 @asynccontextmanager
-async def _engines(ways: Sequence[str]) -> AsyncIterator[Engines]:
+async def _engines(ways: Sequence[str], one_process: bool = False) -> AsyncIterator[Engines]:
     """What these ways are run on."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from vllm_choreo.smallmodel.embedded import embedded_model
 
-    model = embedded_model()
+    model, options = embedded_model(), {**_ENGINE, **(_ONE_PROCESS if one_process else {})}
     with ExitStack() as stack:
-        server = stack.enter_context(stock_server(model, **_ENGINE)) if SERVED in ways else None
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), **_ENGINE))
+        server = stack.enter_context(stock_server(model, **options)) if SERVED in ways else None
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), **options))
         stack.callback(llm.shutdown)
         yield Engines(llm, server)
 
@@ -103,7 +113,8 @@ def asked_for(args: argparse.Namespace) -> dict[str, Workload]:
     """By name; of a sweep, those that differ from trading in one thing."""
     sizes = (args.queries, args.answer_tokens, args.words)
     if not args.sweep:
-        return {name: workload(name, *sizes) for name in args.workflow or NAMES}
+        suffix = ", one process" if args.one_process else ""
+        return {name + suffix: workload(name, *sizes) for name in args.workflow or NAMES}
     found = {"as it is": trading_days(*sizes)}
     for queries in (max(args.queries // 2, 1), 2 * args.queries):
         found[f"{queries} queries"] = trading_days(queries, *sizes[1:])
@@ -128,9 +139,9 @@ async def _workload(
                 expected = expected or ran.results
                 if ran.results != expected:
                     raise SystemExit(f"{name}: {way} says something else than the others")
-            numbers = {"seconds": round(ran.seconds, 3), "calls": ran.num_calls}
-            numbers |= {"prompt": ran.prompt, "encoded": ran.encoded}
-            row = {"workflow": name, "way": way, "turn": turn, **numbers}
+            row = {"workflow": name, "queries": len(ran.results), "way": way, "turn": turn}
+            row |= {"seconds": round(ran.seconds, 3), "calls": ran.num_calls}
+            row |= {"prompt": ran.prompt, "encoded": ran.encoded}
             print(row, flush=True)
             rows.append(row)
     return rows

@@ -21,24 +21,38 @@ BARS = {
 }
 
 
-def seconds(rows: Rows, workflow: str, way: str) -> list[float]:
-    """Of all turns."""
-    return [float(r["seconds"]) for r in rows if (r["workflow"], r["way"]) == (workflow, way)]
+Batch = tuple[str, int]  # a workflow, and how many queries
 
 
-def ratio(rows: Rows, workflow: str, rival: str, way: str) -> float | None:
-    """How many times as long the rival takes, by medians."""
-    theirs, ours = seconds(rows, workflow, rival), seconds(rows, workflow, way)
+def batches(rows: Rows) -> dict[Batch, list[Mapping[str, Any]]]:
+    """The rows of each batch that was run."""
+    found: dict[Batch, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["workflow"], int(row["queries"])), []).append(row)
+    return found
+
+
+def seconds(rows: Rows, way: str) -> list[float]:
+    """Of all turns of a batch."""
+    return [float(row["seconds"]) for row in rows if row["way"] == way]
+
+
+def ratio(rows: Rows, rival: str, way: str) -> float | None:
+    """How many times as long the rival takes for a batch, by medians."""
+    theirs, ours = seconds(rows, rival), seconds(rows, way)
     return median(theirs) / median(ours) if theirs and ours else None
 
 
-def reached(rows: Rows) -> dict[tuple[str, str, str | None], float]:
-    """The best ratio of each bar, over the workflows that were run."""
-    workflows = list(dict.fromkeys(row["workflow"] for row in rows))
+def reached(rows: Rows) -> dict[tuple[str, str, str | None], tuple[float, Batch]]:
+    """The best ratio of each bar, and the batch of which it is."""
     found = {}
     for rival, way, only in BARS:
-        ratios = [ratio(rows, w, rival, way) for w in workflows if only in (None, w)]
-        if known := [value for value in ratios if value is not None]:
+        of_batches = {
+            batch: ratio(of_batch, rival, way)
+            for batch, of_batch in batches(rows).items()
+            if only in (None, batch[0])
+        }
+        if known := [(value, batch) for batch, value in of_batches.items() if value is not None]:
             found[rival, way, only] = max(known)
     return found
 
@@ -51,26 +65,23 @@ def section() -> str:
 
 
 def _rivals(rows: Rows) -> list[str]:
-    workflows = list(dict.fromkeys(row["workflow"] for row in rows))
-    ways = list(dict.fromkeys(row["way"] for row in rows))
-    lines = []
-    for way in ways:
-        cells = [_cell(rows, workflow, way) for workflow in workflows]
-        lines.append([way, *cells])
+    by_batch, ways = batches(rows), dict.fromkeys(row["way"] for row in rows)
+    lines = [[way, *(_cell(of_batch, way) for of_batch in by_batch.values())] for way in ways]
+    head = [f"{workflow}, {queries}" for workflow, queries in by_batch]
     bars = [
         f"{way} against {rival}{f' on {only}' if only else ', best workflow'}: "
-        f"**{found:.2f}×** (bar {BARS[rival, way, only]:g})"
-        for (rival, way, only), found in reached(rows).items()
+        f"**{found:.2f}×** (bar {BARS[rival, way, only]:g}; {batch[0]}, {batch[1]} queries)"
+        for (rival, way, only), (found, batch) in reached(rows).items()
     ]
     return [
-        "Seconds for a batch of each workflow on one engine, the ways of a command in turn, "
-        "an empty cache before each; median and spread of turns, in brackets the share of the"
+        "Seconds for a batch of so many queries of each workflow on one engine, the ways of a "
+        "command in turn, an empty cache before each; median and spread of turns, in brackets the share of the"
         " tokens of prompts that was not encoded. Answers have a fixed length; exact ways say"
         " the same, token by token (checked). Rivals send text over vLLM's prefix caching, as"
         " many calls at a time as plans do, on the engine of the plans; *LangGraph* asks `vllm "
         "serve` without the plugin, *in process* that engine. Before trading, the day before "
         "was run, untimed: half of what analysts read is the same.",
-        table(["way", *workflows], lines),
+        table(["way", *head], lines),
         "; ".join(bars) + ".",
         _machines(rows),
     ]
@@ -78,11 +89,10 @@ def _rivals(rows: Rows) -> list[str]:
 
 def _sweep(rows: Rows) -> list[str]:
     """How the ways grow with the batch, the branches and the rounds."""
-    names = list(dict.fromkeys(row["workflow"] for row in rows))
     ways = list(dict.fromkeys(row["way"] for row in rows))
     lines = []
-    for name in names:
-        times = [seconds(rows, name, way) for way in ways]
+    for (name, _), of_batch in batches(rows).items():
+        times = [seconds(of_batch, way) for way in ways]
         ratios = [f"{median(times[0]) / median(one):.2f}×" for one in times[1:]]
         lines.append([name, *(with_spread(one, ".1f") for one in times), *ratios])
     head = ["trading", *ways, *(f"{ways[0]} / {way}" for way in ways[1:])]
@@ -95,9 +105,9 @@ def _machines(rows: Rows) -> str:
     return " ".join(dict.fromkeys(machine_line([row]) for row in rows))
 
 
-def _cell(rows: Rows, workflow: str, way: str) -> str:
-    found = [r for r in rows if (r["workflow"], r["way"]) == (workflow, way)]
+def _cell(rows: Rows, way: str) -> str:
+    found = [row for row in rows if row["way"] == way]
     if not found:
         return ""
     saved = median(1 - float(row["encoded"]) / float(row["prompt"]) for row in found)
-    return f"{with_spread(seconds(rows, workflow, way), '.1f')} ({saved:.0%})"
+    return f"{with_spread(seconds(rows, way), '.1f')} ({saved:.0%})"
