@@ -7,9 +7,9 @@
 
 All ways run in turn, with an empty cache before each, on one engine, and LangGraph on a server
 without the plugin, which sleeps meanwhile. Answers have a fixed length, and those of exact ways are
-compared token by token. Before trading, the day before is run, untimed. With `--one-process` engines
-run the model themselves, instead of in a third process for which they wait by looking, which takes a
-core.
+compared token by token. Before trading, the day before is run, untimed. With `--one-process`
+engines run the model themselves, instead of in a third process for which they wait by looking,
+which takes a core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.harness.engine import BLOCK_SIZE, set_environment
 from benchmarks.harness.record import read_csv, record, write_csv
 from benchmarks.harness.turns import in_turn
-from benchmarks.planner.rivals.page import BARS, NAME, SWEEP, batches, reached, section
+from benchmarks.planner.rivals.page import BARS, NAME, SWEEP, Batch, batches, reached, section
 from benchmarks.planner.rivals.served import stock_server
 from benchmarks.planner.rivals.text import WIDTH
 from benchmarks.planner.rivals.ways import ABLATIONS, SERVED, SWEPT, WAYS, Engines
@@ -62,9 +62,8 @@ def _arguments() -> argparse.Namespace:
     what.add_argument("--ablations", action="store_true", help="plans that lack something, too")
     what.add_argument("--way", choices=WAYS, action="append", help="these alone")
     what.add_argument("--sweep", action="store_true", help="trading in several sizes, few ways")
-    parser.add_argument(
-        "--one-process", action="store_true", help="engines run the model themselves"
-    )
+    says = "engines run the model themselves, without a process for it"
+    parser.add_argument("--one-process", action="store_true", help=says)
     args = parser.parse_args()
     if args.sweep and args.workflow:
         parser.error("the sweep is of trading: leave out --workflow")
@@ -77,7 +76,7 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     Rows of other batches, from an earlier run, are kept; of a sweep, none.
     """
     asked, file, ways = asked_for(args), SWEEP if args.sweep else NAME, _ways(args)
-    again = {(name, args.queries) for name in asked}
+    again = {Batch(name, args.queries, args.one_process) for name in asked}
     others = [rows for batch, rows in batches(read_csv(file)).items() if batch not in again]
     kept = [] if args.sweep else [row for rows in others for row in rows]
     rows: list[dict[str, Any]] = []
@@ -88,7 +87,8 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             await WAYS[SERVED](engines, first_calls)
         for name, one in asked.items():
             ran = await _workload(engines, name, one, ways, args.turns)
-            rows += [{**row, **record()} for row in ran]
+            where = {"one_process": str(args.one_process)}
+            rows += [{**row, **where, **record()} for row in ran]
             write_csv(file, [*kept, *rows])
     return rows
 
@@ -113,8 +113,7 @@ def asked_for(args: argparse.Namespace) -> dict[str, Workload]:
     """By name; of a sweep, those that differ from trading in one thing."""
     sizes = (args.queries, args.answer_tokens, args.words)
     if not args.sweep:
-        suffix = ", one process" if args.one_process else ""
-        return {name + suffix: workload(name, *sizes) for name in args.workflow or NAMES}
+        return {name: workload(name, *sizes) for name in args.workflow or NAMES}
     found = {"as it is": trading_days(*sizes)}
     for queries in (max(args.queries // 2, 1), 2 * args.queries):
         found[f"{queries} queries"] = trading_days(queries, *sizes[1:])

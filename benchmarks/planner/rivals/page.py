@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness.record import machine_line, read_csv
 from benchmarks.harness.stats import median
@@ -21,14 +21,24 @@ BARS = {
 }
 
 
-Batch = tuple[str, int]  # a workflow, and how many queries
+class Batch(NamedTuple):
+    """What was run, and whether engines ran the model themselves."""
+
+    workflow: str
+    queries: int
+    is_one_process: bool
+
+    def __str__(self) -> str:
+        process = ", one process" if self.is_one_process else ""
+        return f"{self.workflow}, {self.queries}{process}"
 
 
 def batches(rows: Rows) -> dict[Batch, list[Mapping[str, Any]]]:
     """The rows of each batch that was run."""
     found: dict[Batch, list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["workflow"], int(row["queries"])), []).append(row)
+        batch = Batch(row["workflow"], int(row["queries"]), row["one_process"] == "True")
+        found.setdefault(batch, []).append(row)
     return found
 
 
@@ -50,7 +60,7 @@ def reached(rows: Rows) -> dict[tuple[str, str, str | None], tuple[float, Batch]
         of_batches = {
             batch: ratio(of_batch, rival, way)
             for batch, of_batch in batches(rows).items()
-            if only in (None, batch[0])
+            if only in (None, batch.workflow)
         }
         if known := [(value, batch) for batch, value in of_batches.items() if value is not None]:
             found[rival, way, only] = max(known)
@@ -67,21 +77,22 @@ def section() -> str:
 def _rivals(rows: Rows) -> list[str]:
     by_batch, ways = batches(rows), dict.fromkeys(row["way"] for row in rows)
     lines = [[way, *(_cell(of_batch, way) for of_batch in by_batch.values())] for way in ways]
-    head = [f"{workflow}, {queries}" for workflow, queries in by_batch]
     bars = [
         f"{way} against {rival}{f' on {only}' if only else ', best workflow'}: "
-        f"**{found:.2f}×** (bar {BARS[rival, way, only]:g}; {batch[0]}, {batch[1]} queries)"
+        f"**{found:.2f}×** (bar {BARS[rival, way, only]:g}; {batch})"
         for (rival, way, only), (found, batch) in reached(rows).items()
     ]
     return [
         "Seconds for a batch of so many queries of each workflow on one engine, the ways of a "
-        "command in turn, an empty cache before each; median and spread of turns, in brackets the share of the"
-        " tokens of prompts that was not encoded. Answers have a fixed length; exact ways say"
-        " the same, token by token (checked). Rivals send text over vLLM's prefix caching, as"
-        " many calls at a time as plans do, on the engine of the plans; *LangGraph* asks `vllm "
-        "serve` without the plugin, *in process* that engine. Before trading, the day before "
-        "was run, untimed: half of what analysts read is the same.",
-        table(["way", *head], lines),
+        "command in turn, an empty cache before each; median and spread of turns, in brackets "
+        "the share of the tokens of prompts that was not encoded. Answers have a fixed length; "
+        "exact ways say the same, token by token (checked). Rivals send text over vLLM's prefix "
+        "caching, as many calls at a time as plans do, on the engine of the plans; *LangGraph* "
+        "asks `vllm serve` without the plugin, *in process* that engine. Before trading, the "
+        "day before was run, untimed: half of what analysts read is the same. *One process*: "
+        "engines, the server's too, run the model themselves; elsewhere a process of its own "
+        "does, for which they wait by looking, which takes much of one of two cores.",
+        table(["way", *map(str, by_batch)], lines),
         "; ".join(bars) + ".",
         _machines(rows),
     ]
@@ -91,10 +102,10 @@ def _sweep(rows: Rows) -> list[str]:
     """How the ways grow with the batch, the branches and the rounds."""
     ways = list(dict.fromkeys(row["way"] for row in rows))
     lines = []
-    for (name, _), of_batch in batches(rows).items():
+    for batch, of_batch in batches(rows).items():
         times = [seconds(of_batch, way) for way in ways]
         ratios = [f"{median(times[0]) / median(one):.2f}×" for one in times[1:]]
-        lines.append([name, *(with_spread(one, ".1f") for one in times), *ratios])
+        lines.append([batch.workflow, *(with_spread(one, ".1f") for one in times), *ratios])
     head = ["trading", *ways, *(f"{ways[0]} / {way}" for way in ways[1:])]
     text = "Trading in other sizes: seconds, and how many times as long the rival takes."
     return [text, table(head, lines), _machines(rows)]
