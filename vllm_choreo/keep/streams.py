@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 
-class Digest:
+class BackgroundDigest:
     """SHA-256 of pieces, each digested in a thread while the caller uses it."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Digested:
 
     def __init__(self, file: Any) -> None:
         self._file = file
-        self._digest = Digest()
+        self._digest = BackgroundDigest()
         self.num_bytes = 0
 
     def __enter__(self) -> Digested:
@@ -89,7 +89,7 @@ class ReadAhead:
     def __init__(self, file: Any, buffers: list[bytearray] | None = None) -> None:
         self._file = file
         self._buffers = [bytearray(), bytearray()] if buffers is None else buffers
-        self._digest = Digest()
+        self._digest = BackgroundDigest()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="choreo-read")
 
     def __enter__(self) -> ReadAhead:
