@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations on cached keys and values. Needs torch only, never vllm."""
 
-from vllm_choreo.ops.adapters import AdapterFactors, factors_of
+from vllm_choreo.ops.adapter_factors import AdapterFactors, factors_of
 from vllm_choreo.ops.dispatch import add_adapter, default_impl, reposition_keys, span_attention
 from vllm_choreo.ops.layout import Layout, UnsupportedLayoutError, detect_layout
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan

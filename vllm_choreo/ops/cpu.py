@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from vllm_choreo.ops.adapters import AdapterFactors
+from vllm_choreo.ops.adapter_factors import AdapterFactors
 from vllm_choreo.ops.layout import Layout
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.sharing import SharedReads, check_reads

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from vllm_choreo.ops import cpu
-from vllm_choreo.ops.adapters import AdapterFactors
+from vllm_choreo.ops.adapter_factors import AdapterFactors
 from vllm_choreo.ops.layout import Layout
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 

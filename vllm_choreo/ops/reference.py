@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from vllm_choreo.ops.adapters import AdapterFactors
+from vllm_choreo.ops.adapter_factors import AdapterFactors
 from vllm_choreo.ops.layout import Layout, key_view, read_kv, value_view
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 from vllm_choreo.ops.sharing import SharedReads
