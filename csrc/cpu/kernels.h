@@ -160,7 +160,7 @@ struct Kernels {
   void (*add_adapter)(const AdapterArgs&, int64_t begin, int64_t end, float* scratch);
 };
 
-// Rows of an adapter that share one pass over its matrices.
+// Rows of an adapter that share one pass over its matrices: 12 accumulators of AVX2's 16 registers.
 constexpr int kAdapterRows = 6;
 
 // Keys are scored in groups of this many slots, so sub-spans may begin anywhere.

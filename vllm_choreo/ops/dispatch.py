@@ -132,8 +132,9 @@ def add_adapter(
     """Add an adapter's products, ``x @ shrink * scale @ expand``, to the output of a layer.
 
     As vLLM has it: to the ranks in float32, from there in the type of the output. A row's result
-    does not depend on how many others there are, or which: what a message is encoded to must not
-    depend on how many of its tokens were there already.
+    does not depend on how many others there are, or which, to the bit (``"reference"``: as long as
+    they are 16 at most): what a message is encoded to must not depend on how many of its tokens
+    were there already.
 
     Args:
         y: ``[num_rows, num_columns]``, float32 or bfloat16 on the CPU; changed in place.

@@ -9,7 +9,7 @@ All ways run in turn, with an empty cache before each, on one engine, and LangGr
 without the plugin, which sleeps meanwhile. Answers have a fixed length, and those of exact ways are
 compared token by token. Before trading, the day before is run, untimed. With `--one-process`
 engines run the model themselves, instead of in a third process for which they wait by looking,
-which takes a core.
+which takes much of a core.
 """
 
 from __future__ import annotations
