@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of the package: which room may import which, and what a file may be."""
+"""The plan of the package: which room may import which."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ ROOMS: dict[str, set[str]] = {
 }
 # The two processes of an engine meet in `engine` alone; what runs in neither stays out of both.
 NESTED = {room for room in ROOMS if "." in room}
-MAX_LINES = 350
 
 
 def _sources(folder: str) -> list[Path]:
@@ -133,14 +132,6 @@ def test_one_name_for_one_class() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in classes.items() if count > 1] == []
-    files = Counter(path.name for path in _sources("vllm_choreo") if path.name != "__init__.py")
-    assert [name for name, count in files.items() if count > 2] == []
-
-
-@pytest.mark.parametrize("folder", ["vllm_choreo", "benchmarks"])
-def test_files_stay_short(folder: str) -> None:
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in _sources(folder)}
-    assert {str(path): count for path, count in lines.items() if count > MAX_LINES} == {}
 
 
 def test_every_room_says_what_it_is_for() -> None:
