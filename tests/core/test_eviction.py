@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.test_store import Pool
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan
 from vllm_choreo.semantics.provenance import Trace
+from vllm_choreo.store.block_copies import BlockCopies, PlannedCopies
 from vllm_choreo.store.digest import encoding_digest
 from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage
 from vllm_choreo.store.eviction import choose_victim, over_share
@@ -96,48 +98,100 @@ def test_names_do_not_count() -> None:
     assert encoding_digest(**{**BASE, "plan": renamed}) == encoding_digest(**BASE)
 
 
+def _tier(num_blocks: int) -> tuple[HostTier, BlockCopies]:
+    """Host memory while a step is planned, and what is copied before that."""
+    copies = BlockCopies(Pool())
+    copies.begin()
+    return HostTier(num_blocks, copies), copies
+
+
+def _planned(tier: HostTier, copies: BlockCopies) -> PlannedCopies:
+    """What the step does that was planned; the next one is planned from now on."""
+    tier.planned()
+    planned = copies.take()
+    copies.begin()
+    return planned
+
+
+def _blocks(name: str, count: int) -> list[Any]:
+    return [SimpleNamespace(block_id=f"{name}{i}", ref_cnt=1) for i in range(count)]
+
+
 def test_host_memory_keeps_the_most_recently_used() -> None:
-    tier = HostTier(4)
+    tier, copies = _tier(4)
     a, b, c = _message("a", num_blocks=2), _message("b", num_blocks=2), _message("c")
     tier.save(a)
     tier.save(b)
-    saves, loads = tier.take_copies()
-    assert [block for block, _ in saves] == ["a0", "a1", "b0", "b1"] and loads == []
+    first = _planned(tier, copies)
+    assert [block for block, _ in first.saves] == ["a0", "a1", "b0", "b1"] and not first.loads
     tier.save(a)  # lies there already
-    assert tier.take_copies() == ([], [])
+    assert not _planned(tier, copies)
     tier.save(c)
     assert b not in tier and a in tier and c in tier and tier.num_used == 3
-    targets = [SimpleNamespace(block_id=f"new{i}") for i in range(2)]
-    assert tier.load(a, targets) == (0, 8)
-    (save,), loads = tier.take_copies()
-    assert save[0] == "c0" and loads == [(saves[0][1], "new0"), (saves[1][1], "new1")]
+    assert tier.place_of(a) == (0, 8)
+    tier.load(a, _blocks("new", 2))
+    planned = _planned(tier, copies)
+    assert [block for block, _ in planned.saves] == ["c0"]
+    assert planned.loads == ((first.saves[0][1], "new0"), (first.saves[1][1], "new1"))
     tier.save(_message("large", num_blocks=5))
     assert a in tier and c in tier
 
 
 def test_what_is_loaded_in_a_step_is_not_overwritten_by_its_saves() -> None:
-    tier = HostTier(4)
+    tier, copies = _tier(4)
     a, b = _message("a", num_blocks=2), _message("b", num_blocks=2)
     tier.save(a)
     tier.save(b)
-    tier.take_copies()
+    _planned(tier, copies)
     tier.keep(a)  # before room is made for it
     tier.save(_message("c", num_blocks=2))
     tier.save(_message("d", num_blocks=2))
     tier.save(_message("too large", num_blocks=3))
     assert a in tier and b not in tier
-    tier.load(a, [SimpleNamespace(block_id=f"new{i}") for i in range(2)])
-    saves, loads = tier.take_copies()
-    assert not {to for _, to in saves} & {source for source, _ in loads}
+    tier.load(a, _blocks("new", 2))
+    planned = _planned(tier, copies)
+    assert not {to for _, to in planned.saves} & {source for source, _ in planned.loads}
     tier.save(_message("e", num_blocks=3))  # in the next step it may go
     assert a not in tier
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["save", "discard"])), max_size=40))
 def test_host_blocks_are_never_lost_or_shared(steps: list[tuple[int, str]]) -> None:
-    tier = HostTier(7)
+    tier, copies = _tier(7)
     messages = [_message(str(i), num_blocks=i) for i in range(6)]
     for index, operation in steps:
         getattr(tier, operation)(messages[index])
         used = [b for m in messages if m in tier for b in tier._saved[m].host_blocks]
         assert sorted([*used, *tier._free]) == list(range(7))
+    # What was given up again is not copied, and nothing is copied over something else.
+    assert {to for _, to in copies.take().saves} == set(used if steps else [])
+
+
+def test_what_is_queued_between_steps_holds_what_it_reads() -> None:
+    """A message that is loaded is written at once, before the copies of the next step."""
+    copies = BlockCopies(Pool())
+    a, b = _blocks("a", 2), _blocks("b", 1)
+    copies.save(a, [0, 1])
+    copies.save(b, [2])
+    assert [block.ref_cnt for block in (*a, *b)] == [2, 2, 2]
+    copies.free_host_blocks([1, 2, 3])  # given up before they were copied
+    assert [block.ref_cnt for block in (*a, *b)] == [2, 1, 1]
+    copies.begin()  # whoever gets a block from now on writes after the copies
+    assert [block.ref_cnt for block in (*a, *b)] == [1, 1, 1]
+    assert copies.take().saves == (("a0", 0),)
+
+
+def test_what_lost_its_place_is_not_copied_there() -> None:
+    pool = Pool()
+    copies = BlockCopies(pool)
+    (source,), (kept, lost, loaded) = pool.new(1), pool.new(3)
+    copies.begin()
+    copies.move(source, kept, 0)
+    copies.move(source, lost, 5)
+    copies.load([8], [loaded])
+    assert source.ref_cnt == 3
+    pool.free_blocks([lost, loaded])
+    copies.freed([kept, lost, loaded])
+    planned = copies.take()
+    assert planned.moves == ((source.block_id, kept.block_id, 0),) and not planned.loads
+    assert source.ref_cnt == 1

@@ -76,7 +76,7 @@ def test_a_worker_keeps_the_rows_of_every_request() -> None:
     dense = {name: torch.randn(50, 4) for name in "ab"}
     origins = {"a": 32, "b": 0}
     kept = {name: KeptHidden(i, (3, 5), origins[name]) for i, name in enumerate("ab")}
-    memory.update(kept, (), ())
+    memory.update(kept, ())
     assert memory.layers_of(["other", "a"]) == [3, 5] and memory.layers_of(["other"]) == []
     done = {"a": 0, "b": 0}
     while min(done.values()) < 50:
@@ -98,5 +98,6 @@ def test_a_worker_keeps_the_rows_of_every_request() -> None:
             rows = memory.rows(i, 5, start, stop)
             torch.testing.assert_close(rows, dense[name][start:stop] + 5)
     assert memory.num_bytes == 2 * 2 * 64 * 4 * 4
-    memory.update({}, ["a", "b"], [0])
+    memory.update({}, ["a", "b"])
+    memory.forget([0])
     assert memory.num_bytes == 2 * 64 * 4 * 4 and memory.layers_of(["a"]) == []

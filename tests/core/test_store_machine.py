@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A long random life of a store: after every step, counts and blocks are those of a second book.
 
-The machine plays the scheduler: calls are opened, wait, are admitted, preempted, end; messages are
-forked, copied into other contexts or patched there (as exact mode and repairs do), shared, evicted,
-saved, restored, pinned, freed. What every call holds is written down beside the store, and
-compared.
+The machine plays the scheduler: steps are planned and run; calls are opened, wait, are admitted,
+preempted, end; messages are forked, copied into other contexts or patched there (as exact mode and
+repairs do), shared, evicted, saved, restored, loaded, pinned, freed. What every call holds is
+written down beside the store, and compared; and so is what lies in every block once the copies and
+writes of a step have been done.
 """
 
 from __future__ import annotations
@@ -27,6 +28,26 @@ from vllm_choreo.store.repaired import repaired_chain
 from vllm_choreo.store.store import MessageStore
 
 INDEX = st.integers(0, 1000)
+HOST_BLOCKS = 9
+
+
+class ReusedPool(Pool):
+    """Gives away first what was freed first, as vLLM's does."""
+
+    def new(self, count: int) -> list[Block]:
+        free = [block for block in self.blocks if not block.ref_cnt][:count]
+        self.touch(free)
+        return free + super().new(count - len(free))
+
+
+def tag(encoding: Encoding, number: int) -> Any:
+    """What lies in a block of an encoding: the same for those of equal digests."""
+    patch = encoding.patch
+    if patch is not None:
+        first, stop = number * SIZE, (number + 1) * SIZE
+        if not any(start < stop and first < end for start, end in patch.runs):
+            return tag(patch.source, number)
+    return encoding.digest, number
 
 
 @dataclass(eq=False)
@@ -39,6 +60,7 @@ class Call:
         id: of its request.
         run: of a patch: what it writes.
         blocks: of the request, once it is admitted.
+        is_new: it was admitted to the step that is being planned.
     """
 
     reads: list[Encoding]
@@ -46,6 +68,7 @@ class Call:
     id: str
     run: Run | None = None
     blocks: list[Block] | None = None
+    is_new: bool = False
 
 
 def _place(encoding: Encoding, links: list[Link], store: MessageStore) -> None:
@@ -66,9 +89,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = Pool()
+        self.pool = ReusedPool()
         self.store = MessageStore(self.pool, SIZE)
-        self.store.tier = HostTier(9)
+        self.store.tier = HostTier(HOST_BLOCKS, self.store.residency.copies)
+        self.is_planning = False
+        # What lies in blocks of the KV cache and of the host, by their numbers, and what the step
+        # being planned will write: block, and what it is.
+        self.cache: dict[int, Any] = {}
+        self.host: dict[int, Any] = {}
+        self.writes: list[tuple[int, Any]] = []
         self.calls: list[Call] = []
         self.seen: list[Encoding] = []  # all that ever were
         self.names = self.num_requests = 0
@@ -127,6 +156,8 @@ class StoreMachine(RuleBasedStateMachine):
             return
         encoding = wanted[index % len(wanted)]
         assert encoding.patch is not None
+        if not self.is_planning:
+            return
         source, runs = encoding.patch.source, encoding.patch.runs
         blocks = list(source.blocks)
         touched = {n for start, stop in runs for n in range(start // SIZE, -(-stop // SIZE))}
@@ -135,6 +166,8 @@ class StoreMachine(RuleBasedStateMachine):
             blocks[n] = block
         self.store.residency.patch(encoding, blocks, source.stored_position, self.store.step)
         self.pool.free_blocks(new)
+        for n, block in zip(touched, new, strict=True):
+            self.store.residency.copies.move(source.blocks[n], block, 0)
         for run in runs:
             self._enter(encoding, run)
 
@@ -148,6 +181,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(index=INDEX)
     def admit(self, index: int) -> None:
         """A call whose parents are all there starts, from a twin's blocks if there is one."""
+        if not self.is_planning:
+            return
         ready = [
             call
             for call in self.calls
@@ -158,12 +193,15 @@ class StoreMachine(RuleBasedStateMachine):
         if not ready:
             return
         call = ready[index % len(ready)]
-        encoding = call.encoding
+        encoding, call.is_new = call.encoding, True
         if call.run is not None:
             call.blocks = [block for parent in call.reads for block in parent.blocks]
             self.pool.touch(call.blocks)
             self.store.residency.read(call.reads)
             self.store.written(encoding, call.run)
+            first, stop = call.run
+            touched = range(first // SIZE, -(-stop // SIZE))
+            self.writes += [(encoding.blocks[n].block_id, tag(encoding, n)) for n in touched]
             return
         if not encoding.num_encoded and not encoding.is_given_up:
             self.store.share(encoding)
@@ -176,10 +214,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.residency.read(call.reads)
         if not encoding.is_resident:
             self.store.hold(encoding, own, encoding.num_tokens)
+        written = enumerate(own[num_reused:], num_reused)
+        self.writes += [(block.block_id, tag(encoding, n)) for n, block in written]
 
     @rule(index=INDEX)
     def preempt(self, index: int) -> None:
-        running = [call for call in self.calls if call.blocks is not None]
+        running = [call for call in self.calls if call.blocks is not None and not call.is_new]
         if running:
             call = running[index % len(running)]
             self.pool.free_blocks(reversed(call.blocks or []))
@@ -189,9 +229,11 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(index=INDEX)
     def end(self, index: int) -> None:
         """A call ends, or is aborted while it waits."""
-        if not self.calls:
+        ending = [call for call in self.calls if not call.is_new]
+        if not ending:
             return
-        call = self.calls.pop(index % len(self.calls))
+        call = ending[index % len(ending)]
+        self.calls.remove(call)
         self.pool.free_blocks(reversed(call.blocks or []))
         self.store.residency.leave(call.reads, reading=call.blocks is not None)
         for parent in call.reads:
@@ -201,12 +243,56 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- memory ----------------------------------------------------------------------------
 
+    @precondition(lambda self: not self.is_planning)
     @rule()
-    def step(self) -> None:
-        """The step that was planned runs."""
-        self.store.step += 1
-        assert self.store.tier is not None
-        self.store.tier.take_copies()
+    def begin_step(self) -> None:
+        self.store.begin_step()
+        self.is_planning = True
+
+    @precondition(lambda self: self.is_planning)
+    @rule()
+    def run_step(self) -> None:
+        """The step that was planned runs: its copies are done, then it writes."""
+        copies = self.store.take_copies()
+        self.is_planning = False
+        targets = [target for _, target in copies.loads] + [target for _, target, _ in copies.moves]
+        assert len(targets) == len({*targets}) and all(self.pool.blocks[t].ref_cnt for t in targets)
+        for call in self.calls:
+            call.is_new = False
+        for source, host_block in copies.saves:
+            self.host[host_block] = self.cache.get(source)
+        for host_block, target in copies.loads:
+            self.cache[target] = self.host.get(host_block)
+        moved = [(target, self.cache.get(source)) for source, target, _ in copies.moves]
+        self.cache.update([*moved, *self.writes])
+        self.writes = []
+        for encoding in self.seen:
+            if encoding.is_resident:
+                lying = [self.cache.get(block.block_id) for block in encoding.blocks]
+                assert lying == [tag(encoding, n) for n in range(len(encoding.blocks))]
+
+    @precondition(lambda self: not self.is_planning)
+    @rule(num_tokens=st.integers(1, 11), tenant=st.sampled_from("ab"), into_host=st.booleans())
+    def load(self, num_tokens: int, tenant: str, into_host: bool) -> None:
+        """A message comes with its keys and values, which are written at once, between steps."""
+        self.names += 1
+        encoding = self.store.create(tenant, f"m{self.names}", tenant=tenant).own
+        encoding.token_ids = [100 + self.names] * num_tokens
+        _place(encoding, [], self.store)
+        self.store.identify(encoding)
+        self.store.twins.add(encoding)
+        self.seen.append(encoding)
+        need = -(-num_tokens // SIZE)
+        tags = [tag(encoding, n) for n in range(need)]
+        if into_host and self.store.tier is not None:
+            if host_blocks := self.store.tier.reserve(encoding, need, num_tokens, 0):
+                self.host.update(zip(host_blocks, tags, strict=True))
+                self.store.tier.filled(encoding)
+            return
+        blocks = self.pool.new(need)
+        self.store.hold(encoding, blocks, num_tokens)
+        self.pool.free_blocks(blocks)
+        self.cache.update(zip((block.block_id for block in blocks), tags, strict=True))
 
     @rule(index=INDEX)
     def evict(self, index: int) -> None:
@@ -214,10 +300,10 @@ class StoreMachine(RuleBasedStateMachine):
         if idle:
             self.store.evict(idle[index % len(idle)])
 
-    @rule(waiting_too=st.booleans())
-    def make_room(self, waiting_too: bool) -> None:
+    @rule(waiting_too=st.booleans(), into_host=st.booleans())
+    def make_room(self, waiting_too: bool, into_host: bool) -> None:
         needed: list[set[Encoding]] = [{c.encoding, *c.reads} for c in self.calls[:1]]
-        self.store.evict_one(needed, waiting_too)
+        self.store.evict_one(needed, waiting_too, into_host=into_host)
 
     @rule(num_blocks=st.integers(1, 9))
     def keep_to_share(self, num_blocks: int) -> None:
@@ -227,6 +313,8 @@ class StoreMachine(RuleBasedStateMachine):
     def restore(self, index: int) -> None:
         tier = self.store.tier
         assert tier is not None
+        if not self.is_planning:
+            return
         saved = [e for e in self.seen if e in tier and not e.num_encoded and not e.encoders]
         if saved:
             encoding = saved[index % len(saved)]
@@ -256,7 +344,10 @@ class StoreMachine(RuleBasedStateMachine):
     def every_reference_is_somebodys(self) -> None:
         held: dict[Any, int] = {}
         of_calls = [block for call in self.calls for block in call.blocks or []]
-        for block in [*of_calls, *(b for e in self.seen for b in e.blocks)]:
+        copies = self.store.residency.copies
+        pending = [source for source, _ in copies._moves.values()]
+        pending += [] if self.is_planning else copies._saves.values()
+        for block in [*of_calls, *pending, *(b for e in self.seen for b in e.blocks)]:
             held[block] = held.get(block, 0) + 1
         assert all(block.ref_cnt == held.get(block, 0) for block in self.pool.blocks)
         assert set(self.store.residency.holding()) == {e for e in self.seen if e.blocks}
@@ -284,10 +375,14 @@ class StoreMachine(RuleBasedStateMachine):
         )
 
     def teardown(self) -> None:
+        if self.is_planning:
+            self.run_step()
         while self.calls:
             self.end(0)
         for message in self.store.messages():
             self.store.free(message)
+        self.begin_step()
+        self.run_step()
         assert all(block.ref_cnt == 0 for block in self.pool.blocks)
         assert not list(self.store.twins) and not self.store.residency.holding()
         assert self.store.tier is not None and self.store.tier.num_used == 0

@@ -122,7 +122,7 @@ class ChoreoStep:
         saves, loads: blocks to copy before that to and from host memory, as `(source, target)`.
         stages: to run after all of that, before the step, in this order.
         kept: of the requests that start, or start again: hidden states to keep.
-        forgotten: keys of hidden states that are needed no longer.
+        forgotten: keys of hidden states that are needed no longer when the stages have run.
         reloads: vLLM's requests of adapters whose weights have been replaced, to load before all.
     """
 

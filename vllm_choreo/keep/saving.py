@@ -138,7 +138,14 @@ class _Writer:
         try:
             yield from self._stream(number, held, shape, bar)
         finally:
-            yield operation("let_go", held["ticket"])
+            is_whole = yield operation("let_go", held["ticket"])
+        if not is_whole:
+            raise PoolFullError(
+                "calls needed the room of the message while it was saved: save when less is "
+                "running, or recipes alone (encodings=False)",
+                parameter="messages",
+                value=message_id,
+            )
 
     def _stream(
         self, number: int, held: Mapping[str, Any], shape: KVShape, bar: ByteBar

@@ -147,14 +147,21 @@ def num_span_blocks(start: int, stop: int, block_size: int) -> int:
     return -(-stop // block_size) - start // block_size
 
 
-def check_length(plan: CallPlan, num_new_tokens: int, max_model_len: int) -> None:
+def check_length(
+    plan: CallPlan, num_new_tokens: int, max_model_len: int, *, generates: bool = False
+) -> None:
     """Refuse what does not fit into the model's context, before anything is allocated.
 
+    Args:
+        generates: tokens follow the new ones, one at least.
+
     Raises:
-        TooLongError: the virtual sequence, or the room for one sampled token, is too long.
+        TooLongError: the virtual sequence, or the room for sampled tokens, is too long.
         OffsetError: a position lies beyond the last one that the model knows.
     """
-    room = 1  # vLLM samples a token after every prompt, also where it is dropped
+    # vLLM samples a token after every prompt, also where it is dropped: after the message as a
+    # whole, too, when its last token is encoded.
+    room = 1 + generates
     virtual = plan.base + num_new_tokens + room
     if virtual > max_model_len:
         raise TooLongError(

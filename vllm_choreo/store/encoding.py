@@ -182,7 +182,9 @@ class Encoding:
 
     @property
     def in_use(self) -> bool:
-        return self.num_readers > 0 or self.num_waiting > 0 or bool(self.encoders)
+        """A call reads it, waits for it or for a patch of it, or encodes it."""
+        counts = self.num_readers, self.num_waiting, self.num_wanting
+        return any(counts) or bool(self.encoders)
 
     @property
     def is_given_up(self) -> bool:

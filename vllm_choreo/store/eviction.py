@@ -8,14 +8,14 @@ least recently used first                 only if nothing runs            never
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from vllm_choreo.store.encoding import Encoding
 
 
 def choose_victim(
     holding: Collection[Encoding],
-    protected: Sequence[Collection[Encoding]],
+    protected: Iterable[Collection[Encoding]],
     waiting_too: bool,
     now: float,
 ) -> Encoding | None:
@@ -29,17 +29,21 @@ def choose_victim(
             without this, calls that wait could block one another for ever.
         now: pins that end later hold.
     """
-    spared = set().union(*protected)
+    # One walk over the sets: a chain of calls that encode for one another has as many as links.
+    first_set: dict[Encoding, int] = {}
+    for number, encodings in enumerate(protected):
+        for encoding in encodings:
+            first_set.setdefault(encoding, number)
     pinned = None
     for encoding in holding:
-        if encoding.in_use or encoding in spared:
+        if encoding.in_use or encoding in first_set:
             continue
         if not encoding.is_pinned(now):
             return encoding
         pinned = pinned or encoding
     # Pins are soft: they decide the order, and no encoding is out of reach for ever.
     if pinned is None and waiting_too:
-        return _least_protected([e for e in holding if not e.num_readers], protected)
+        return _least_protected([e for e in holding if not e.num_readers], first_set)
     return pinned
 
 
@@ -60,11 +64,12 @@ def over_share(holding: Iterable[Encoding], max_blocks: int, now: float) -> Iter
 
 
 def _least_protected(
-    candidates: Sequence[Encoding], protected: Sequence[Collection[Encoding]]
+    candidates: Sequence[Encoding], first_set: Mapping[Encoding, int]
 ) -> Encoding | None:
-    for num_sets in range(len(protected), 0, -1):
-        spared = set().union(*protected[:num_sets])
-        for encoding in reversed(candidates):
-            if encoding not in spared:
-                return encoding
-    return None if protected or not candidates else candidates[-1]
+    """The latest used of those in no set, else in the last set alone; never of the first."""
+    victim, rank = None, 0.0
+    for encoding in reversed(candidates):
+        found = first_set.get(encoding, float("inf"))
+        if found > rank:
+            victim, rank = encoding, found
+    return victim

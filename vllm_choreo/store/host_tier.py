@@ -7,8 +7,7 @@ comes back at another place of another block table. So whole blocks are copied o
     evict:  KV cache blocks  --save-->  host blocks          (the copy stays until it is pushed out)
     read:   host blocks      --load-->  new KV cache blocks  (instead of encoding again)
 
-The copies of a step are done before it runs: all saves, then all loads. A block that is saved and
-given to another request in one step is thus read before it is written.
+Here is known what lies where; the copying is queued in `block_copies.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_choreo.store.block_copies import BlockCopies
 from vllm_choreo.store.encoding import Encoding
 
 
@@ -35,16 +35,16 @@ class HostTier:
 
     Args:
         num_blocks: of the host's memory, each as large as one of the KV cache.
+        copies: where copying is queued.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, copies: BlockCopies) -> None:
         self.num_blocks = num_blocks
+        self._copies = copies
         self._free = list(range(num_blocks))
         self._saved: OrderedDict[Encoding, _Saved] = OrderedDict()
         self._kept: set[Encoding] = set()
         self._filling: set[Encoding] = set()  # from elsewhere, over several steps
-        self._saves: list[tuple[int, int]] = []
-        self._loads: list[tuple[int, int]] = []
 
     def __contains__(self, encoding: Encoding) -> bool:
         return encoding in self._saved
@@ -72,8 +72,7 @@ class HostTier:
             self.discard(next(other for other in self._saved if other not in staying))
         host_blocks = [self._free.pop() for _ in range(need)]
         self._saved[encoding] = _Saved(host_blocks, encoding.num_encoded, encoding.stored_position)
-        sources = [block.block_id for block in encoding.blocks]
-        self._saves += zip(sources, host_blocks, strict=True)
+        self._copies.save(encoding.blocks, host_blocks)
 
     def reserve(
         self, encoding: Encoding, num_blocks: int, num_encoded: int, stored_position: int
@@ -102,13 +101,15 @@ class HostTier:
         self._saved.move_to_end(encoding)
         self._kept.add(encoding)
 
-    def load(self, encoding: Encoding, blocks: Sequence[Any]) -> tuple[int, int]:
-        """Copy a saved encoding into `blocks`; returns its stored position and its tokens."""
-        self.keep(encoding)
+    def place_of(self, encoding: Encoding) -> tuple[int, int]:
+        """The stored position of what lies here, and its tokens."""
         saved = self._saved[encoding]
-        targets = [block.block_id for block in blocks]
-        self._loads += zip(saved.host_blocks, targets, strict=True)
         return saved.stored_position, saved.num_encoded
+
+    def load(self, encoding: Encoding, blocks: Sequence[Any]) -> None:
+        """Copy a saved encoding into `blocks`, which it holds already."""
+        self.keep(encoding)
+        self._copies.load(self._saved[encoding].host_blocks, blocks)
 
     def discard(self, encoding: Encoding) -> None:
         """Forget an encoding, if it lies there."""
@@ -116,6 +117,7 @@ class HostTier:
         self._filling.discard(encoding)
         saved = self._saved.pop(encoding, None)
         if saved is not None:
+            self._copies.free_host_blocks(saved.host_blocks)
             self._free += saved.host_blocks
 
     def clear(self) -> None:
@@ -123,9 +125,6 @@ class HostTier:
         for encoding in self._saved.keys() - self._filling:
             self.discard(encoding)
 
-    def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The copies to do before the step that is being planned: saves, and loads."""
-        saves, loads = self._saves, self._loads
-        self._saves, self._loads = [], []
+    def planned(self) -> None:
+        """The step has been planned: what was kept for it makes room again."""
         self._kept.clear()
-        return saves, loads

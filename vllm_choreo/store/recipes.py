@@ -200,7 +200,12 @@ class Rebuilt:
         )
 
     def enter(self) -> None:
-        """Calls can name the messages, and others start from them, from now on."""
+        """Calls can name the messages, and others start from them, from now on.
+
+        Raises:
+            NameTakenError: one of the names is taken; then nothing has changed.
+        """
+        self._store.admit(self.messages)
         for encoding in self.encodings:
             message = encoding.message
             if message.freed:
@@ -212,4 +217,3 @@ class Rebuilt:
                     parent.readers.add(encoding)
             if not encoding.is_orphan:
                 self._store.twins.add(encoding)
-        self._store.admit(self.messages)

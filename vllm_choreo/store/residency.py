@@ -10,19 +10,12 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_choreo.repair.runs import Run
+from vllm_choreo.store.block_copies import BlockCopies, BlockPool
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.eviction import choose_victim, over_share
-
-
-class BlockPool(Protocol):
-    """What is needed of vLLM's block pool."""
-
-    def touch(self, blocks: Sequence[Any]) -> None: ...
-
-    def free_blocks(self, ordered_blocks: Any) -> None: ...
 
 
 class Residency:
@@ -38,6 +31,7 @@ class Residency:
         num_idle_blocks: that would be given back if every idle encoding were evicted; a block that
             two of them share counts twice.
         num_blocks_of: held, by tenant, counted in the same way.
+        copies: of blocks, that the next step begins with.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -45,6 +39,7 @@ class Residency:
         self.block_size = block_size
         self.num_idle_blocks = 0
         self.num_blocks_of: Counter[str] = Counter()
+        self.copies = BlockCopies(pool)
         # Encodings that hold blocks, least recently used first.
         self._holding: OrderedDict[Encoding, None] = OrderedDict()
 
@@ -66,8 +61,7 @@ class Residency:
     def drop(self, encoding: Encoding) -> None:
         """Give all blocks back."""
         assert not encoding.num_readers, "what is read stays where it is"
-        # Reversed, as vLLM frees: the tail of a message is reused first.
-        self.pool.free_blocks(reversed(encoding.blocks))
+        self._free(encoding.blocks)
         with self._changing(encoding):
             encoding.blocks, encoding.num_encoded, encoding.stored_position = [], 0, 0
         encoding.unwritten = []
@@ -79,7 +73,7 @@ class Residency:
             return
         assert not encoding.num_readers, "what is read stays where it is"
         num_blocks = -(-num_tokens // self.block_size)
-        self.pool.free_blocks(reversed(encoding.blocks[num_blocks:]))
+        self._free(encoding.blocks[num_blocks:])
         with self._changing(encoding):
             encoding.num_encoded = num_tokens
             del encoding.blocks[num_blocks:]
@@ -165,7 +159,7 @@ class Residency:
         return list(self._holding)
 
     def victim(
-        self, protected: Sequence[Collection[Encoding]], waiting_too: bool, now: float
+        self, protected: Iterable[Collection[Encoding]], waiting_too: bool, now: float
     ) -> Encoding | None:
         """See `choose_victim`."""
         return choose_victim(self._holding, protected, waiting_too, now)
@@ -187,6 +181,11 @@ class Residency:
             assert len(encoding.blocks) == -(-encoding.num_encoded // self.block_size)
         assert counted == +self.num_blocks_of
 
+    def _free(self, blocks: Sequence[Any]) -> None:
+        # Reversed, as vLLM frees: the tail of a message is reused first.
+        self.pool.free_blocks(reversed(blocks))
+        self.copies.freed(blocks)
+
     @contextmanager
     def _changing(self, encoding: Encoding) -> Iterator[None]:
         """Keeps the sums right while an encoding's blocks or counts change."""
@@ -194,6 +193,9 @@ class Residency:
         wanted = encoding.wants_source
         yield
         if encoding.patch is not None:
-            encoding.patch.source.num_wanting += encoding.wants_source - wanted
+            source = encoding.patch.source
+            num_idle_blocks = source.num_idle_blocks
+            source.num_wanting += encoding.wants_source - wanted
+            self.num_idle_blocks += source.num_idle_blocks - num_idle_blocks
         self.num_idle_blocks += encoding.num_idle_blocks - num_idle
         self.num_blocks_of[encoding.message.tenant] += len(encoding.blocks) - num_held

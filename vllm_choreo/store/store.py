@@ -7,13 +7,14 @@ Where encodings lie and who needs them is `Residency`'s; this module says what b
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from vllm_choreo.errors import LimitError, NameTakenError, UnknownMessageError
 from vllm_choreo.repair.runs import Run
 from vllm_choreo.semantics.provenance import Trace
+from vllm_choreo.store.block_copies import PlannedCopies
 from vllm_choreo.store.digest import encoding_digest
 from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage, copies_of
 from vllm_choreo.store.hidden import HiddenBook
@@ -63,7 +64,7 @@ class MessageStore:
         self.totals: Counter[str] = Counter()
         self.step = 0
         self._sessions: dict[str, dict[str, StoredMessage]] = {}
-        self._failed: deque[StoredMessage] = deque()
+        self._failed: dict[StoredMessage, None] = {}  # in the order in which they failed
 
     # -- names -----------------------------------------------------------------------------
 
@@ -215,6 +216,17 @@ class MessageStore:
 
     # -- blocks ----------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """Begin to plan the next step."""
+        self.step += 1
+        self.residency.copies.begin()
+
+    def take_copies(self) -> PlannedCopies:
+        """The copies of blocks with which the step begins that has been planned."""
+        if self.tier:
+            self.tier.planned()
+        return self.residency.copies.take()
+
     def hold(self, encoding: Encoding, blocks: Sequence[Any], num_encoded: int) -> None:
         """See `Residency.hold`; in the step being planned."""
         self.residency.hold(encoding, blocks, num_encoded, self.step)
@@ -227,21 +239,31 @@ class MessageStore:
         """Whether all its keys were written before the step that is being planned."""
         return encoding.is_resident and encoding.held_in_step < self.step
 
-    def evict(self, encoding: Encoding) -> None:
-        """Give the blocks back; the recipe stays, and a copy in host memory if there is room."""
+    def evict(self, encoding: Encoding, *, into_host: bool = True) -> None:
+        """Give the blocks back; the recipe stays, and a copy in host memory if there is room.
+
+        Args:
+            into_host: false: no copy is made, and the blocks can be written before the next step.
+        """
         if encoding.blocks:
             self.totals["evicted_messages"] += 1
             self.totals["evicted_tokens"] += encoding.num_encoded
-            if self.tier and self.is_settled(encoding):
+            if self.tier and into_host and self.is_settled(encoding):
                 self.tier.save(encoding)
         self.residency.drop(encoding)
 
-    def evict_one(self, protected: Sequence[Collection[Encoding]], waiting_too: bool) -> bool:
-        """Evict what `choose_victim` chooses; returns whether there was one."""
+    def evict_one(
+        self,
+        protected: Iterable[Collection[Encoding]],
+        waiting_too: bool,
+        *,
+        into_host: bool = True,
+    ) -> bool:
+        """Evict what `choose_victim` chooses, see `evict`; returns whether there was one."""
         victim = self.residency.victim(protected, waiting_too, self.clock())
         if victim is None:
             return False
-        self.evict(victim)
+        self.evict(victim, into_host=into_host)
         return True
 
     def keep_to_share(self, max_blocks: int) -> None:
@@ -252,9 +274,10 @@ class MessageStore:
     def restore(self, encoding: Encoding, blocks: Sequence[Any]) -> None:
         """Bring an encoding back from host memory into `blocks`, before the step being planned."""
         assert self.tier is not None and encoding.plan is not None
-        position, num_encoded = self.tier.load(encoding, blocks)
+        position, num_encoded = self.tier.place_of(encoding)
         self.hold(encoding, blocks, num_encoded)
         self.residency.move(encoding, position)
+        self.tier.load(encoding, blocks)
         self.totals["restored_messages"] += 1
         self.totals["restored_tokens"] += num_encoded
 
@@ -318,12 +341,20 @@ class MessageStore:
         """
         message.failure = reason
         self.settle(message.own)
-        self._failed.append(message)
+        if self.find(message.session, message.id) is not message:
+            return
+        # Nothing but its name is needed: tokens and parents go, unless others were encoded with it.
+        name = StoredMessage(message.id, message.session, message.tenant, failure=reason)
+        name.own = Encoding(name, Trace(message.id))
+        self._sessions[message.session][message.id] = name
+        self._failed[name] = None
         if len(self._failed) > MAX_FAILED:
-            self._forget(self._failed.popleft())
+            oldest = next(iter(self._failed))
+            self._forget(oldest)
 
     def _forget(self, message: StoredMessage) -> None:
         """Take a message's name away, if it is still its own."""
+        self._failed.pop(message, None)
         named = self._sessions.get(message.session, {})
         if named.get(message.id) is message:
             del named[message.id]

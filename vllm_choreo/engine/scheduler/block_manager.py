@@ -20,6 +20,7 @@ class ChoreoKVCacheManager(KVCacheManager):
     book: CallBook
     mover: KeyMover | None  # None: queries are rotated, keys never move
     let_go: Callable[[], None]  # drops all messages' keys and values that nobody reads
+    runs_alone: Callable[[Request], bool]  # whether no other request runs
 
     def get_computed_blocks(
         self, request: Request, *args: Any, **kwargs: Any
@@ -46,14 +47,19 @@ class ChoreoKVCacheManager(KVCacheManager):
         starting = call if call is not None and not call.admitted else None
         if starting and starting.run is not None:
             self.inherit(request, self.book.run_blocks(starting)[0])
-        protected = call.needed() if call else []
-        # With nothing running, waiting calls would wait for one another: take from the last.
-        nothing_runs = not kwargs.get("has_scheduled_reqs", True)
+        # With nothing else running, waiting calls would wait for one another: take from the last.
+        is_waiting = "has_scheduled_reqs" in kwargs
+        is_alone = not kwargs["has_scheduled_reqs"] if is_waiting else self.runs_alone(request)
         while True:
             blocks = super().allocate_slots(
                 request, num_new_tokens, num_new_computed_tokens, **kwargs
             )
-            if blocks is not None or not self.book.store.evict_one(protected, nothing_runs):
+            if blocks is not None:
+                break
+            if starting and self.mover and (read := self.mover.withdraw_copies(starting)):
+                own = kwargs["new_computed_blocks"].blocks[0][len(read) :]
+                kwargs["new_computed_blocks"] = self.create_kv_cache_blocks(([*read, *own],))
+            elif not self.book.store.evict_one(call.needed() if call else (), is_alone):
                 break
         if blocks is None and starting and starting.run is not None:
             self.free(request)

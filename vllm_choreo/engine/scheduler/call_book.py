@@ -41,6 +41,8 @@ class CallBook:
             would be written over what follows the run.
         calls: by request id.
         waiting: those of them that are not admitted.
+        unneeded: those that encoded something again for calls that have ended, and whose result
+            nobody waits for: to be ended.
     """
 
     def __init__(self, store: MessageStore, max_model_len: int, min_run_tokens: int = 1) -> None:
@@ -50,7 +52,10 @@ class CallBook:
         self.max_model_len = max_model_len
         self.calls: dict[str, ScheduledCall] = {}
         self.waiting: dict[str, ScheduledCall] = {}
+        self.unneeded: list[ScheduledCall] = []
         self._num_opened = 0
+        # How many calls of callers have begun, and ended: progress of somebody.
+        self._num_events = 0
 
     # -- arrival ---------------------------------------------------------------------------
 
@@ -75,7 +80,8 @@ class CallBook:
         trace = trace_of(name, traces, params.exact, origin.trace if origin else None)
         trace.check(params.deny)
         most_tokens = request.num_prompt_tokens + (request.max_tokens * (params.kind == "decode"))
-        check_room(self.store.hidden, params.keep_hidden, min(most_tokens, self.max_model_len))
+        most_tokens = min(most_tokens, self.max_model_len)
+        check_room(self.store.hidden, params.keep_hidden, most_tokens)
         encoding = self.store.create(params.session, name, adapter, params.tenant).own
         encoding.parents, encoding.trace = parents, trace
         if self.store.hidden and params.keep_hidden:
@@ -127,7 +133,9 @@ class CallBook:
         """
         if call.plan is not None:
             return True
-        for parent in call.parents:
+        encoding = call.encoding
+        # What has its plan has parents that were known, whatever became of their messages.
+        for parent in call.parents if encoding.plan is None else ():
             if parent.message.failure:
                 raise ParentFailedError(
                     f"the parent was never completed: {parent.message.failure}",
@@ -137,13 +145,14 @@ class CallBook:
         # A prefill's tokens are known before its own parents are, and with them its plan.
         if not all(parent.is_known and parent.plan for parent in call.parents):
             return False
-        encoding = call.encoding
         if encoding.plan is None:
             call.watching = call.watching or watching_of(call, self.store, self.max_model_len)
             if call.watching is not None and call.watching.attention is None:
                 return True
-            encoding.plan, parents = plan_call(call, self.store, self.max_model_len)
+            plan, parents = plan_call(call, self.store, self.max_model_len)
             self._check_runs(parents)
+            # Nothing is refused from here on: with its plan the message counts as known.
+            encoding.plan = plan
             self._read_instead(call, parents)
             if encoding.is_known:
                 self.store.identify(encoding)
@@ -195,20 +204,29 @@ class CallBook:
         """Parents that must be encoded again, and that nobody encodes yet."""
         return [p for p in call.parents if p.is_known and not p.is_resident and not p.encoders]
 
+    def serve(self, call: ScheduledCall) -> None:
+        """Count that something is encoded again for a call of a caller's."""
+        if call.served_since != self._num_events:
+            call.served_since, call.num_served = self._num_events, 0
+        call.num_served += 1
+
     def runs_in_circles(self, call: ScheduledCall) -> bool:
-        """Whether more was encoded again for this call than its recipes hold, several times over.
+        """Whether more was encoded again for this call than its recipes hold, several times over,
+        while nobody else got on.
 
         That happens when what must be resident together does not fit into the pool: each
         encoding evicts what the one before it made.
         """
         if call.num_served <= _ROUNDS:
             return False
-        recipes, frontier = set(call.parents), list(call.parents)
-        while frontier:
-            fresh = [p for p in frontier.pop().recipe if p not in recipes]
-            recipes.update(fresh)
-            frontier += fresh
-        return call.num_served > _ROUNDS * len(recipes)
+        if not call.max_served:
+            recipes, frontier = set(call.parents), list(call.parents)
+            while frontier:
+                fresh = [p for p in frontier.pop().recipe if p not in recipes]
+                recipes.update(fresh)
+                frontier += fresh
+            call.max_served = _ROUNDS * len(recipes)
+        return call.num_served > call.max_served
 
     # -- blocks ----------------------------------------------------------------------------
 
@@ -278,6 +296,7 @@ class CallBook:
         if stored_positions is None:
             stored_positions = [parent.stored_position for parent in call.parents]
         call.admitted, call.stored_positions = True, stored_positions
+        self._num_events += not call.is_internal
         del self.waiting[call.id]
         self.store.residency.read(call.reads)
 
@@ -319,6 +338,8 @@ class CallBook:
         """The request ended; `failure` says why there is no message, if there is none."""
         del self.calls[call.id]
         self.waiting.pop(call.id, None)
+        self._num_events += not call.is_internal
+        self._leave_helpers(call)
         self.store.residency.leave(call.reads, reading=call.admitted)
         for parent in call.parents:
             self.store.settle(parent)
@@ -327,6 +348,35 @@ class CallBook:
         if failure and not call.is_internal and not encoding.is_resident:
             self.store.fail(call.message, failure)
         self.store.settle(encoding)
+
+    def _leave_helpers(self, call: ScheduledCall) -> None:
+        """What is encoded for a call that ends is encoded for another one that waits for it."""
+        if call.serves is not None:
+            call.serves.helpers.discard(call)
+        for helper in list(call.helpers):
+            heir = self.waiting_for(helper.encoding)
+            if heir is not None:
+                helper.serve(heir)
+            else:
+                self.unneeded.append(helper)
+
+    def waiting_for(self, encoding: Encoding) -> ScheduledCall | None:
+        """The first call that waits for an encoding, other than those that write it."""
+        found = (c for c in self.waiting.values() if encoding in c.parents)
+        return min(found, key=lambda c: c.number, default=None) if encoding.num_waiting else None
+
+    def readers_of(self, encoding: Encoding) -> list[ScheduledCall]:
+        """All calls that wait for an encoding, or for what is encoded with it; ours, too."""
+        found: dict[ScheduledCall, None] = {}
+        frontier = [encoding]
+        while frontier:
+            lost = frontier.pop()
+            for call in self.waiting.values():
+                sources = (p.patch.source for p in call.parents if p.patch)
+                if call not in found and lost in (*call.parents, *sources):
+                    found[call] = None
+                    frontier += [call.encoding] if call.is_internal else []
+        return list(found)
 
     def finish_decode(self, call: ScheduledCall, blocks: Sequence[Any]) -> None:
         """Generation ended: header and all sampled tokens are the message.

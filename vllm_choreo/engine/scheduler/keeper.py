@@ -53,6 +53,15 @@ class Keeper:
         self._held: dict[int, Encoding] = {}
         self._loads: dict[int, Rebuilt] = {}
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether blocks are read, or written, that will be let go of."""
+        return bool(self._held) or any(
+            encoding.num_readers
+            for rebuilt in self._loads.values()
+            for encoding in rebuilt.encodings
+        )
+
     # -- saving ------------------------------------------------------------------------------
 
     def tell(self, session: str, message_ids: Sequence[str]) -> dict[str, Any]:
@@ -101,11 +110,21 @@ class Keeper:
             "hidden": self._hidden_key(encoding),
         }
 
-    def let_go(self, ticket: int) -> None:
-        """End what `hold` began."""
-        encoding = self._held.pop(ticket)
+    def let_go(self, ticket: int) -> bool:
+        """End what `hold` began; returns whether the blocks stayed where they were until now."""
+        encoding = self._held.pop(ticket, None)
+        if encoding is None:
+            return False
         self._store.residency.leave([encoding], reading=True)
         self._store.settle(encoding)
+        return True
+
+    def revoke(self) -> bool:
+        """Let go of all that is read: calls need the room. Returns whether that was anything."""
+        tickets = list(self._held)
+        for ticket in tickets:
+            self.let_go(ticket)
+        return bool(tickets)
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -163,7 +182,8 @@ class Keeper:
             if host_blocks := tier.reserve(encoding, need, count, position):
                 return {"blocks": host_blocks, "in_host": True}
         while self._pool.get_num_free_blocks() < need:
-            if not self._store.evict_one([], waiting_too=False):
+            # The blocks are written at once, and copying out would come with the next step.
+            if not self._store.evict_one([], waiting_too=False, into_host=False):
                 return None
         blocks = self._pool.get_new_blocks(need)
         self._hold(encoding, blocks, stored_position)
@@ -203,11 +223,17 @@ class Keeper:
                 self._store.hidden.discard(encoding)
 
     def _reserve(self, rebuilt: Rebuilt, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Have messages keep what they kept, if this engine keeps hidden states at all."""
+        """Have messages keep what they kept, if this engine keeps hidden states at all.
+
+        What nobody can name keeps them only while it is encoded again.
+        """
         book = self._store.hidden
         for encoding, entry in zip(rebuilt.encodings, entries, strict=True):
             layers = tuple(entry["keeps"])
             if book is None or not layers:
+                continue
+            if encoding.is_given_up:
+                encoding.keeps = layers
                 continue
             try:
                 book.check(layers, encoding.num_tokens)
@@ -220,7 +246,8 @@ class Keeper:
     def _hidden_key(self, encoding: Encoding) -> int | None:
         """Under which workers keep what layers are given; None: nothing is kept."""
         book = self._store.hidden
-        return book.key(encoding) if book and encoding.keeps else None
+        is_kept = book is not None and encoding.keeps and not encoding.is_given_up
+        return book.key(encoding) if book is not None and is_kept else None
 
     def _share(self, encoding: Encoding) -> bool:
         """Take the blocks of a whole one of the same digest, if there is one."""

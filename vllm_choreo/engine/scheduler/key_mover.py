@@ -96,6 +96,24 @@ class KeyMover:
         call.stored_positions = [placement.stored_position for placement in placements]
         self._release_copies(placements)
 
+    def withdraw_copies(self, call: ScheduledCall) -> list[Any]:
+        """Read where they lie those parents that were to be copied for a call that lacks room.
+
+        Returns:
+            The parents' blocks now; none if nothing was to be copied.
+        """
+        placements = self._placed.get(call, [])
+        if not any(placement.is_copy for placement in placements):
+            return []
+        assert call.plan is not None
+        self._release_copies(placements)
+        for placement, span in zip(placements, call.plan.parents, strict=True):
+            if placement.is_copy:
+                placement.blocks = self.book.span_blocks(placement.encoding, span)
+                placement.stored_position = placement.encoding.stored_position
+                placement.delta, placement.is_copy = 0, False
+        return [block for placement in placements for block in placement.blocks]
+
     def withdraw(self, call: ScheduledCall) -> None:
         """The call could not start."""
         self._release_copies(self._placed.pop(call, []))

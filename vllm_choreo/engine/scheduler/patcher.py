@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_choreo.engine.scheduler.call_book import CallBook
 from vllm_choreo.engine.scheduler.stager import Stager
-from vllm_choreo.engine.step import BlockMove
 from vllm_choreo.repair.runs import Runs
 from vllm_choreo.store.encoding import Encoding
 
 
 class Patcher:
-    """Gives patches their blocks, and collects the copies of the step being planned.
+    """Gives patches their blocks.
 
     Attributes:
         stager: writes patches by layers.
@@ -25,8 +22,6 @@ class Patcher:
         self._book = book
         self._pool = pool
         self._block_size = book.block_size
-        self._copies: list[BlockMove] = []
-        self._copied: list[Any] = []
         self.stager = Stager(book, pool)
 
     def num_blocks(self, encoding: Encoding) -> int:
@@ -44,26 +39,17 @@ class Patcher:
         assert patch is not None
         blocks, position = list(patch.source.blocks), self._position(encoding)
         private = self._private(encoding)
-        for index, new in zip(private, self._pool.get_new_blocks(len(private)), strict=True):
-            if patch.layers or not self._is_overwritten(index, encoding.num_tokens, patch.runs):
-                self._copy(blocks[index], new, position - patch.source.stored_position)
-            blocks[index] = new
+        new = self._pool.get_new_blocks(len(private))
+        for index, block in zip(private, new, strict=True):
+            blocks[index] = block
         store.residency.patch(encoding, blocks, position, store.step)
-        self._pool.free_blocks(blocks[index] for index in private)  # the store has its own
+        self._pool.free_blocks(new)  # the store has its own
+        for index, block in zip(private, new, strict=True):
+            if patch.layers or not self._is_overwritten(index, encoding.num_tokens, patch.runs):
+                delta = position - patch.source.stored_position
+                store.residency.copies.move(patch.source.blocks[index], block, delta)
         if patch.layers:
             self.stager.add(encoding)
-
-    def take_copies(self) -> list[BlockMove]:
-        """Copies to make before the step just planned. Until then nobody else gets the sources."""
-        copies, self._copies = self._copies, []
-        self._pool.free_blocks(self._copied)
-        self._copied = []
-        return copies
-
-    def _copy(self, source: Any, target: Any, delta: int) -> None:
-        self._pool.touch([source])
-        self._copied.append(source)
-        self._copies.append(BlockMove(source.block_id, target.block_id, delta))
 
     def _private(self, encoding: Encoding) -> list[int]:
         """The numbers of the blocks that the patch does not share with its source."""

@@ -59,7 +59,8 @@ def _listed(call: ScheduledCall, store: MessageStore, max_model_len: int) -> _Li
     # What an exact call reads begins with the first token of an encoding: of a copy, if need be.
     listed = [Link(link.encoding, 0, link.num_tokens) for link in links] if params.exact else links
     plan = Context(listed, offsets, call.encoding.adapter).plan(new_offset, store)
-    check_length(plan, call.request.num_prompt_tokens, max_model_len)
+    num_new_tokens = call.request.num_prompt_tokens
+    check_length(plan, num_new_tokens, max_model_len, generates=call.is_decode)
     return _Listed(links, offsets, new_offset, plan)
 
 
@@ -155,6 +156,6 @@ def write_virtual_sequence(call: ScheduledCall, block_size: int, max_model_len: 
     request.prompt_token_ids = padded + request.prompt_token_ids
     request._all_token_ids[:0] = padded
     request.num_prompt_tokens = len(request.prompt_token_ids)
-    # One slot stays free: the last sampled token must fit when it is encoded.
+    # One slot stays free: vLLM samples a token when the last one is encoded.
     room = max_model_len - max(plan.base, plan.new_offset) - num_new_tokens - 1
     request.max_tokens = max(1, min(request.max_tokens, room))

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.errors import ChoreoError, PoolFullError
+
+logger = init_logger("vllm.choreo.scheduler")
 
 
 class Refusals:
@@ -32,6 +35,24 @@ class Refusals:
     def refuse(self, request_id: str, error: ChoreoError) -> None:
         """The request ends with this error after the step that is being planned."""
         self._errors[request_id] = error
+
+    def refuse_unexpected(self, call_id: str, error: Exception) -> None:
+        """Refuse a call by an error of ours that is none of its own; the engine goes on.
+
+        Raises:
+            AssertionError: that was the error. What is known of blocks may be wrong, and an engine
+                that goes on could answer with somebody else's.
+        """
+        if isinstance(error, AssertionError):
+            raise error
+        logger.error("a choreographed call ended by an unexpected error", exc_info=error)
+        told = ChoreoError(
+            f"an unexpected error of the engine ended the call ({type(error).__name__}); others "
+            "are not disturbed, and the engine's log has more: please report it",
+            parameter="call",
+            value=call_id,
+        )
+        self.refuse(call_id, told)
 
     def too_large(self, call: ScheduledCall) -> None:
         """Refuse a call for which there is not enough KV cache."""

@@ -26,6 +26,10 @@ class Room:
         enqueue: puts a request of ours into vLLM's queue, right before another one.
         finish: vLLM's `finish_requests`.
         is_idle: whether no request runs.
+
+    Attributes:
+        short: calls of the step being planned for which there was too little room.
+        has_begun: whether something was brought back, or begun, for the step being planned.
     """
 
     def __init__(
@@ -51,6 +55,8 @@ class Room:
         self._enqueue = enqueue
         self._finish = finish
         self._is_idle = is_idle
+        self.short: list[ScheduledCall] = []
+        self.has_begun = False
 
     def prepare_waiting(self) -> None:
         """Resolve calls whose parents are known now; have evicted parents encoded again.
@@ -58,57 +64,86 @@ class Room:
         The oldest call that is not ready always gets what it needs; younger ones only what fits
         beside, or calls would evict one another's parents in turn.
         """
-        free: int | None = None
+        self.short, self.has_begun = [], False
+        self.end_unneeded()
         self._end_lost_runs()
+        oldest, free = None, None
         waiting = self._book.in_turn()
         for call in waiting:  # grows while calls that encode again are entered
-            if not self._resolve(call) or self._book.is_ready(call):
+            if call.id not in self._book.calls or call.beneficiary.id in self._refusals:
                 continue
-            is_oldest = free is None or call.serves is not None
-            if free is None:
-                free = self._free_blocks()
-            for wanted in self._lacks(call):
-                if self._restore(wanted, call):
+            try:
+                if not self._book.resolve(call) or self._book.is_ready(call):
                     continue
-                encoding = self._lacking(wanted)
-                if encoding is not wanted and self._restore(encoding, call):
-                    continue
-                if encoding.adapter and not self._adapters.is_current(encoding.adapter):
-                    error = replaced(encoding.adapter, encoding.message.id)
-                    self._refusals.refuse(call.beneficiary.id, error)
-                    break
-                if self._is_blocked(encoding):
-                    continue
-                need = self._num_blocks(encoding)
-                if is_oldest or need <= free:
-                    free -= need
-                    waiting += self._encode_again(encoding, call)
-                    call.beneficiary.num_served += is_oldest
-            if self._patcher.stager.can_watch(call):
-                need = self._patcher.stager.num_scratch_blocks(call)
-                if is_oldest or need <= free:
-                    free -= need
-                    self._watch(call)
-            if self._book.runs_in_circles(call.beneficiary):
-                self._refusals.too_large(call.beneficiary)
+                if free is None:
+                    oldest, free = call, self._free_blocks()
+                is_first = call is oldest or call.serves is not None
+                free -= self._prepare(call, waiting, free, is_first)
+            except ChoreoError as error:
+                self._refusals.refuse(call.beneficiary.id, error)
+            except Exception as error:
+                self._refusals.refuse_unexpected(call.beneficiary.id, error)
+
+    def _prepare(
+        self, call: ScheduledCall, waiting: list[ScheduledCall], free: int, is_first: bool
+    ) -> int:
+        """Begin what a call lacks, or what of it fits into the blocks that are free.
+
+        Args:
+            waiting: grows by the calls that encode for it.
+            is_first: it need not fit beside what others have been promised.
+
+        Returns:
+            How many of the free blocks that will take.
+        """
+        taken = 0
+        for wanted in self._lacks(call):
+            if self._restore(wanted, call):
+                continue
+            encoding = self._lacking(wanted)
+            if encoding is not wanted and self._restore(encoding, call):
+                continue
+            if encoding.adapter and not self._adapters.is_current(encoding.adapter):
+                self._refuse_readers(encoding)
+                break
+            if self._is_blocked(encoding):
+                continue
+            need = self._num_blocks(encoding)
+            if is_first or taken + need <= free:
+                taken += need
+                waiting += self._encode_again(encoding, call, is_first)
+        if self._patcher.stager.can_watch(call):
+            need = self._patcher.stager.num_scratch_blocks(call)
+            if is_first or taken + need <= free:
+                taken += need
+                self._watch(call)
+        return taken
 
     def refuse_too_large(self, waiting: Iterable[Request], is_tried: Callable[..., bool]) -> None:
-        """Nothing runs and nothing could be started: the first ready call is too large."""
+        """Nothing can get on: the first call that could not be begun is too large."""
         for request in waiting:
             call = self._book.calls.get(request.request_id)
-            if call is not None and self._book.is_ready(call) and is_tried(request.status):
+            if call is None or not is_tried(request.status):
+                continue
+            if call in self.short or self._book.is_ready(call):
                 self._refusals.too_large(call.beneficiary)
                 return
 
-    def _resolve(self, call: ScheduledCall) -> bool:
-        """`CallBook.resolve`, with what it raises noted as the request's end."""
-        if call.id in self._refusals:
-            return False
-        try:
-            return self._book.resolve(call)
-        except ChoreoError as error:
-            self._refusals.refuse(call.id, error)
-            return False
+    def _refuse_readers(self, encoding: Encoding) -> None:
+        """Tell all who wait for what cannot be encoded again, and for what is encoded with it."""
+        assert encoding.adapter is not None
+        error = replaced(encoding.adapter, encoding.message.id)
+        for call in self._book.readers_of(encoding):
+            if not call.is_internal:
+                self._refusals.refuse(call.id, error)
+
+    def end_unneeded(self) -> None:
+        """End what is encoded again for calls that have ended; that leaves more of the kind."""
+        unneeded = self._book.unneeded
+        while unneeded:
+            ended = [call.id for call in unneeded if call.id in self._book.calls]
+            unneeded.clear()
+            self._finish(ended, RequestStatus.FINISHED_ABORTED)
 
     def _lacks(self, call: ScheduledCall) -> Iterator[Encoding]:
         """What a call lacks, in the order of its parents.
@@ -135,6 +170,7 @@ class Room:
                 return False
         blocks = self._pool.get_new_blocks(need)
         self._store.restore(encoding, blocks)
+        self.has_begun = True
         self._pool.free_blocks(blocks)  # the store holds its own references
         return True
 
@@ -164,12 +200,21 @@ class Room:
         idle = self._store.residency.num_idle_blocks
         return self._pool.get_num_free_blocks() + idle - promised
 
-    def _encode_again(self, encoding: Encoding, serves: ScheduledCall) -> list[ScheduledCall]:
+    def _encode_again(
+        self, encoding: Encoding, serves: ScheduledCall, is_first: bool
+    ) -> list[ScheduledCall]:
         """Queue requests that encode what is lacking, right before the call they serve."""
         if encoding.encoders:
             return []
+        if encoding.patch and not self._place(encoding, serves):
+            return []
+        self.has_begun = True
+        if is_first:
+            self._book.serve(serves.beneficiary)
+            if self._book.runs_in_circles(serves.beneficiary):
+                self._refusals.too_large(serves.beneficiary)
         if encoding.patch:
-            return self._write_runs(encoding, serves)
+            return [] if encoding.patch.layers else self._write_runs(encoding, serves)
         self._store.totals["encoded_again_messages"] += 1
         self._store.totals["encoded_again_tokens"] += encoding.num_tokens - encoding.num_encoded
         request = self._internal.make(encoding, serves.request)
@@ -177,16 +222,21 @@ class Room:
         self._enqueue(request, serves.request)
         return [call]
 
+    def _place(self, encoding: Encoding, serves: ScheduledCall) -> bool:
+        """Give a patch its blocks; what is anew by layers is written before the step."""
+        assert encoding.patch is not None
+        if not self._make_room(lambda: self._patcher.num_blocks(encoding), serves):
+            return False
+        self._patcher.place(encoding)
+        self._store.totals["repaired_tokens"] += encoding.patch.num_tokens
+        return True
+
     def _write_runs(self, encoding: Encoding, serves: ScheduledCall) -> list[ScheduledCall]:
-        """Give a patch its blocks, and queue a request for each of its runs; by layers, none."""
+        """Queue a request for each run of a patch that has its place."""
         patch, size = encoding.patch, self._store.block_size
         assert patch is not None
-        if not self._make_room(lambda: self._patcher.num_blocks(encoding), serves):
-            return []
-        self._patcher.place(encoding)
-        self._store.totals["repaired_tokens"] += patch.num_tokens
         calls: list[ScheduledCall] = []
-        for start, stop in () if patch.layers else patch.runs:
+        for start, stop in patch.runs:
             first = patch.start - patch.start % size
             request = self._internal.make(encoding, serves.request, first, stop)
             calls.append(self._book.open_run(request, encoding, (start, stop), serves))
@@ -199,14 +249,13 @@ class Room:
         if self._make_room(lambda: stager.num_scratch_blocks(call), call):
             self._store.totals["scored_tokens"] += call.request.num_prompt_tokens
             stager.watch(call)
+            self.has_begun = True
 
     def _make_room(self, need: Callable[[], int], call: ScheduledCall) -> bool:
         """Have as many blocks free as are needed now, by what a call can do without."""
-        is_idle = self._is_idle()
         while self._pool.get_num_free_blocks() < need():
-            if not self._store.evict_one(call.needed(), waiting_too=is_idle):
-                if is_idle:
-                    self._refusals.too_large(call.beneficiary)
+            if not self._store.evict_one(call.needed(), waiting_too=self._is_idle()):
+                self.short.append(call)
                 return False
         return True
 

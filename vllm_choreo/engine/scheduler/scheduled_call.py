@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from vllm.v1.request import Request
 
@@ -40,12 +40,17 @@ class ScheduledCall:
         parents: what it attends to; in exact mode, once it has its plan, copies among them.
         params: as the caller gave them; None for an encoding again.
         serves: the call for which this one encodes something again, or None.
+        helpers: the calls that encode something again for this one.
+        beneficiary: the caller's call for whose sake it runs: itself, unless it encodes again.
         run: of a patch: the tokens that this one writes; None: all that the encoding lacks.
         plan: positions; None until all parents are known, and what it attends to, if that counts.
         watching: None: it does not count.
         admitted: it runs (or is being scheduled) and reads its parents.
         num_shared: tokens of its message that another of the same digest had encoded.
-        num_served: how often something was encoded again for its sake.
+        num_served: how often something was encoded again for its sake while no call of a caller's
+            began or ended.
+        max_served: as often as that it may be; 0: not known yet.
+        served_since: how many calls had begun and ended when it was counted first.
         stored_positions: while admitted, where the first key of each parent is stored.
         number: of its arrival.
     """
@@ -61,8 +66,29 @@ class ScheduledCall:
     admitted: bool = False
     num_shared: int = 0
     num_served: int = 0
+    max_served: int = 0
+    served_since: int = 0
     stored_positions: Sequence[int] | None = None
     number: int = 0
+    helpers: set[ScheduledCall] = field(default_factory=set, repr=False)
+    beneficiary: ScheduledCall = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.beneficiary = self
+        if self.serves is not None:
+            self.serve(self.serves)
+
+    def serve(self, other: ScheduledCall) -> None:
+        """Encode for another call from now on, and so do all that encode for this one."""
+        if self.serves is not None:
+            self.serves.helpers.discard(self)
+        self.serves = other
+        other.helpers.add(self)
+        served = [self]
+        while served:
+            call = served.pop()
+            call.beneficiary = other.beneficiary
+            served += call.helpers
 
     @property
     def id(self) -> str:
@@ -92,13 +118,10 @@ class ScheduledCall:
         assert self.plan is not None
         return self.plan.own_position if self.run is None else self.encoding.stored_position
 
-    def needed(self) -> list[set[Encoding]]:
+    def needed(self) -> Iterator[set[Encoding]]:
         """What this call needs now, then what the calls that it serves need later."""
-        own = {self.encoding, *self.parents}
-        own.update(p.patch.source for p in self.parents if p.patch and not p.blocks)
-        return [own, *self.serves.needed()] if self.serves else [own]
-
-    @property
-    def beneficiary(self) -> ScheduledCall:
-        """The caller's call for whose sake this one runs: itself, unless it encodes again."""
-        return self.serves.beneficiary if self.serves else self
+        call: ScheduledCall | None = self
+        while call is not None:
+            sources = (p.patch.source for p in call.parents if p.patch and not p.blocks)
+            yield {call.encoding, *call.parents, *sources}
+            call = call.serves

@@ -11,6 +11,7 @@ from collections import deque
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -33,11 +34,14 @@ from vllm_choreo.engine.scheduler.refuse import Refusals
 from vllm_choreo.engine.scheduler.room import Room
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.seal import Sealer
-from vllm_choreo.engine.step import ChoreoStep, attention_of
+from vllm_choreo.engine.step import BlockMove, ChoreoStep, attention_of
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.store.hidden import HiddenBook
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.store import MessageStore
+
+# In an engine core's process, about ten seconds.
+_MAX_IDLE_STEPS = 10_000
 
 
 class _Choreographed(Scheduler):
@@ -46,6 +50,8 @@ class _Choreographed(Scheduler):
     # Of the class, for a scheduler that is made without its constructor: it has no calls.
     internal = InternalRequests()
     refusals = Refusals("no KV cache")
+    has_preempted = False  # in the step being planned
+    num_idle_steps = 0  # for which calls have waited for a save or a load, and nothing else
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,6 +73,7 @@ class _Choreographed(Scheduler):
         manager.book, manager.mover = self.book, self.mover
         self._make_rooms(manager)
         manager.let_go = self.operations.let_go
+        manager.runs_alone = lambda request: self.running == [request]
 
     def _make_rooms(self, manager: ChoreoKVCacheManager) -> None:
         self.adapters = adapters = Adapters()
@@ -112,7 +119,7 @@ class _Choreographed(Scheduler):
         groups = self.kv_cache_config.kv_cache_groups
         block_bytes = sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
         num_blocks = self.choreo_config.num_host_blocks(block_bytes)
-        return HostTier(num_blocks) if num_blocks else None
+        return HostTier(num_blocks, self.store.residency.copies) if num_blocks else None
 
     def _hidden_book(self) -> HiddenBook | None:
         model, max_bytes = self.vllm_config.model_config, self.choreo_config.hidden_bytes
@@ -133,6 +140,8 @@ class _Choreographed(Scheduler):
             self.arrivals.enter(request)
         except ChoreoError as error:
             self.refusals.refuse(request.request_id, error)
+        except Exception as error:
+            self.refusals.refuse_unexpected(request.request_id, error)
         super().add_request(request)
 
     def _enqueue_before(self, request: Request, other: Request) -> None:
@@ -145,32 +154,36 @@ class _Choreographed(Scheduler):
     # -- a step ----------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self.store.step += 1
+        self.store.begin_step()
+        self.has_preempted = False
         if self.choreo_config.tenant_share < 1:
             self.store.keep_to_share(self._num_blocks(self.choreo_config.tenant_share))
         self.room.prepare_waiting()
         output = super().schedule(*args, **kwargs)
         # Travels to the workers with the rest of the step.
         output.choreo = self._choreo_step(output)
-        if not output.num_scheduled_tokens:
+        if not output.num_scheduled_tokens and self.book.calls and not self._can_progress():
             self._refuse_what_never_fits()
+        else:
+            self.num_idle_steps = 0
         return output
 
     def _choreo_step(self, output: SchedulerOutput) -> ChoreoStep:
         started = [req.req_id for req in output.scheduled_new_reqs]
         started += output.scheduled_cached_reqs.resumed_req_ids
-        calls, tier = self.book.calls, self.store.tier
+        calls = self.book.calls
         spans = {r: self.book.spans(calls[r]) for r in started if r in calls}
         if self.mover is not None:
             self.mover.withdraw_all()
-        moves = self.patcher.take_copies() + (self.mover.take_moves() if self.mover else [])
-        saves, loads = tier.take_copies() if tier else ([], [])
+        copies = self.store.take_copies()
+        moves = [BlockMove(*move) for move in copies.moves]
+        moves += self.mover.take_moves() if self.mover else []
         hidden, stages = self.store.hidden, self.patcher.stager.take()
         return ChoreoStep(
             spans,
             tuple(moves),
-            tuple(saves),
-            tuple(loads),
+            copies.saves,
+            copies.loads,
             stages,
             {r: self.book.kept_hidden(calls[r]) for r in spans if calls[r].encoding.keeps},
             hidden.take_forgotten() if hidden else (),
@@ -187,17 +200,38 @@ class _Choreographed(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
+        self.has_preempted = True
         call = self.book.calls.get(request.request_id)
         if call is not None:
             self.book.preempted(call)
 
+    def _can_progress(self) -> bool:
+        """Whether a later step may find more room than the one just planned, which runs nothing.
+
+        If not, the first call that found too little will never fit.
+        """
+        return bool(
+            self.running
+            or self._pause_state != PauseState.UNPAUSED
+            or self.refusals
+            or self.has_preempted  # vLLM starts nothing in such a step
+            or self.room.has_begun
+            or self.deferred_frees
+            # What was preempted comes back when its last step has been processed.
+            or any(request.num_in_flight_tokens for request in self.waiting)
+        )
+
     def _refuse_what_never_fits(self) -> None:
-        if self.running or self.refusals or not self.book.calls:
-            return
         if unsealed := self._unsealed():
             # They hold blocks and got none: let go; the messages are encoded again when read.
             self.finish_requests([call.id for call in unsealed], RequestStatus.FINISHED_ABORTED)
             return
+        if self.keeper.is_holding:
+            # It lets go as soon as its bytes are read or written. A save whose client has gone
+            # would be waited for, for ever.
+            self.num_idle_steps += 1
+            if self.num_idle_steps < _MAX_IDLE_STEPS or self.keeper.revoke():
+                return
         # One that waits for its grammar has not been tried yet.
         self.room.refuse_too_large(
             self.waiting, lambda status: not self._is_blocked_waiting_status(status)
@@ -229,6 +263,7 @@ class _Choreographed(Scheduler):
                 output for output in per_client.outputs if not self.internal.includes(output)
             ]
         self.refusals.answer(outputs, self.finish_requests)
+        self.room.end_unneeded()
         return outputs
 
 

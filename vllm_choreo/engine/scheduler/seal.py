@@ -81,7 +81,8 @@ class Sealer:
         assert finished.plan is not None
         request = self._internal.make(encoding, finished.request)
         call = self._book.open_encode(request, encoding, None)
-        self._book.resolve(call)
+        has_plan = self._book.resolve(call)
+        assert has_plan, "what has been generated was planned"
         self._book.take_over(call, finished)
         request.num_computed_tokens = finished.plan.base + encoding.num_encoded
         num_blocks = -(-request.num_computed_tokens // self._book.block_size)

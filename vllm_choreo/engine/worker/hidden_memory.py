@@ -29,13 +29,14 @@ class HiddenMemory:
         """Taken by all blocks."""
         return sum(b.numel() * b.element_size() for of_key in self._blocks.values() for b in of_key)
 
-    def update(
-        self, kept: Mapping[str, KeptHidden], finished: Iterable[str], forgotten: Iterable[int]
-    ) -> None:
-        """Take in what the scheduler sent with a step."""
+    def update(self, kept: Mapping[str, KeptHidden], finished: Iterable[str]) -> None:
+        """Take in which requests of a step keep what, and which have ended."""
         for request_id in finished:
             self._requests.pop(request_id, None)
         self._requests.update(kept)
+
+    def forget(self, forgotten: Iterable[int]) -> None:
+        """Drop what is kept under these keys."""
         gone = set(forgotten)
         for name in [name for name in self._blocks if name[0] in gone]:
             del self._blocks[name]

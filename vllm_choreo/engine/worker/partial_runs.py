@@ -49,8 +49,11 @@ class PartialRuns:
 
     def begin(self, output: SchedulerOutput, step: ChoreoStep) -> dict[str, list[list[float]]]:
         """What comes before a step; returns what calls attended to, see `StageWriter.write`."""
-        self.memory.update(step.kept, output.finished_req_ids, step.forgotten)
-        return self._writer.write(step.stages)
+        self.memory.update(step.kept, output.finished_req_ids)
+        attention = self._writer.write(step.stages)
+        # Runs may begin with what is given up in the same planning.
+        self.memory.forget(step.forgotten)
+        return attention
 
     def keeps(self, request_ids: Iterable[str]) -> bool:
         """Whether any of them keeps hidden states; then no graph of the whole model will do."""

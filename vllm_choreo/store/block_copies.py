@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of whole blocks that the next step begins with, and what belongs to them until then.
+
+A step does them before it runs, in this order, and writes nothing itself before they are done:
+
+    saves    KV cache blocks  ->  host blocks        (what is evicted)
+    loads    host blocks      ->  KV cache blocks    (what is read again)
+    moves    KV cache blocks  ->  KV cache blocks    (what a patch leaves as it is)
+
+They are queued while a step is planned, and between steps, when a client evicts. What they name is
+theirs until the step is planned that does them:
+
+- the *source of a save* may be given to whoever the planned step serves, for that writes later. A
+  message that is loaded is written between steps, at once: so between plannings sources are held;
+- the *target of a load or move* may lose the encoding for which it was meant, to a younger call of
+  the same planning. The block then is somebody else's, and the copy must not be made;
+- the *host blocks of a save* may be given up before it is done. It must not be done then.
+
+Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class BlockPool(Protocol):
+    """What is needed of vLLM's block pool."""
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class PlannedCopies:
+    """The copies of a step that was planned, by the numbers of blocks.
+
+    Attributes:
+        saves: (KV cache block, host block) each.
+        loads: (host block, KV cache block) each.
+        moves: (source, target, positions by which keys turn) each, of the KV cache.
+    """
+
+    saves: tuple[tuple[int, int], ...]
+    loads: tuple[tuple[int, int], ...]
+    moves: tuple[tuple[int, int, int], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.saves or self.loads or self.moves)
+
+
+class BlockCopies:
+    """The owner of what queued copies name.
+
+    Args:
+        pool: vLLM's.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._is_planning = False
+        self._saves: dict[int, Any] = {}  # by host block, the source
+        self._loads: dict[int, int] = {}  # by target's number, the host block
+        self._moves: dict[int, tuple[Any, int]] = {}  # by target's number, source and delta
+
+    def __bool__(self) -> bool:
+        """Whether the step being planned has any to do."""
+        return bool(self._saves or self._loads or self._moves)
+
+    def begin(self) -> None:
+        """Begin to plan a step: sources of saves may be given away from now on."""
+        assert not self._is_planning
+        self._pool.free_blocks([*self._saves.values()])
+        self._is_planning = True
+
+    def take(self) -> PlannedCopies:
+        """End the planning; returns what the step begins with. Nothing is held any more."""
+        assert self._is_planning
+        planned = PlannedCopies(
+            tuple((source.block_id, host_block) for host_block, source in self._saves.items()),
+            tuple((host_block, target) for target, host_block in self._loads.items()),
+            tuple((src.block_id, dst, delta) for dst, (src, delta) in self._moves.items()),
+        )
+        self._pool.free_blocks([source for source, _ in self._moves.values()])
+        self._saves, self._loads, self._moves = {}, {}, {}
+        self._is_planning = False
+        return planned
+
+    def save(self, sources: Sequence[Any], host_blocks: Sequence[int]) -> None:
+        """Queue copies out of the KV cache."""
+        if not self._is_planning:
+            self._pool.touch(sources)
+        for source, host_block in zip(sources, host_blocks, strict=True):
+            assert host_block not in self._saves, "a host block has one owner"
+            self._saves[host_block] = source
+
+    def load(self, host_blocks: Sequence[int], targets: Sequence[Any]) -> None:
+        """Queue copies into the KV cache, of blocks that hold something or for which it is queued.
+
+        Targets must have been held: what frees them withdraws the copies.
+        """
+        assert self._is_planning, "nobody reads between steps"
+        for host_block, target in zip(host_blocks, targets, strict=True):
+            assert target.ref_cnt and target.block_id not in self._moves
+            self._loads[target.block_id] = host_block
+
+    def move(self, source: Any, target: Any, delta: int) -> None:
+        """Queue a copy of a block, its keys turned by `delta` positions. See `load`."""
+        assert self._is_planning, "nobody reads between steps"
+        assert target.ref_cnt and target.block_id not in {*self._loads, *self._moves}
+        self._pool.touch([source])
+        self._moves[target.block_id] = source, delta
+
+    def free_host_blocks(self, host_blocks: Iterable[int]) -> None:
+        """Withdraw what was to be saved there: the blocks are somebody else's from now on."""
+        sources = [self._saves.pop(block) for block in host_blocks if block in self._saves]
+        if not self._is_planning:
+            self._pool.free_blocks(sources)
+
+    def freed(self, blocks: Iterable[Any]) -> None:
+        """Withdraw what was to be copied into those blocks that nobody holds any more."""
+        for block in blocks:
+            if not block.ref_cnt:
+                self._loads.pop(block.block_id, None)
+                if move := self._moves.pop(block.block_id, None):
+                    self._pool.free_blocks([move[0]])
