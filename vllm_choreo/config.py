@@ -75,6 +75,9 @@ class ChoreoConfig:
             are encoded again.
         hidden_memory_gib: memory of each worker for hidden states that calls have kept
             (`keep_hidden`), for repair by layers, in GiB; 0: neither is possible.
+        max_copies_per_session, max_copied_tokens_per_session: that the engine keeps for exact and
+            repaired calls of a session; a parent of a copy counts as a token. Beyond that, those
+            that were not read for longest make room, and are encoded again when they are.
         server: limits of the HTTP server.
     """
 
@@ -84,6 +87,8 @@ class ChoreoConfig:
     pinned_share: float = 0.5
     host_memory_gib: float = 0.0
     hidden_memory_gib: float = 0.0
+    max_copies_per_session: int = 10_000
+    max_copied_tokens_per_session: int = 10_000_000
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.test_store import SIZE, Pool
-from vllm_choreo.errors import OffsetError
+from vllm_choreo.errors import LimitError, OffsetError
 from vllm_choreo.semantics.positions import (
     CallPlan,
     ParentPlan,
@@ -21,6 +23,7 @@ from vllm_choreo.semantics.positions import (
 from vllm_choreo.store.copies import Link
 from vllm_choreo.store.encoding import Adapter, Encoding, copies_of
 from vllm_choreo.store.exact import exact_chain, is_exact
+from vllm_choreo.store.session_copies import SessionCopies
 from vllm_choreo.store.stats import stats
 from vllm_choreo.store.store import MessageStore
 
@@ -171,3 +174,48 @@ def test_positions_of_text_are_those_of_omitted_offsets_and_their_shifts(
         placed[data.draw(st.integers(0, len(lengths)))] += error
         with pytest.raises(OffsetError, match="exact mode"):
             check_text_offsets(lengths, placed[:-1], placed[-1])
+
+
+def test_copies_make_room_for_one_another_within_the_limits_of_their_session() -> None:
+    store = MessageStore(Pool(), SIZE, copies=SessionCopies(6, 1000))
+    parts = [_encoded(store, name, 10, []) for name in "abcd"]
+    whole = {e: _whole(e)[0] for e in parts}
+    for order in permutations(parts, 3):
+        links = exact_chain([whole[e] for e in order], None, store)
+        assert is_exact(links, [0, 10, 20], 30), "what it needs itself stays"
+    copies = [copy for e in parts for copy in e.message.copies.values()]
+    assert 2 <= len(copies) <= 6
+    store.copies.check(copies)
+    # Those that a call reads stay, and one that needs more is refused.
+    kept = [link.encoding for link in links if link.encoding.is_copy]
+    store.residency.wait_for(kept)
+    for order in permutations(parts, 3):
+        exact_chain([whole[e] for e in order], None, store)
+    assert all(copy.digest in copy.message.copies for copy in kept)
+    rest = [copy for e in parts for copy in e.message.copies.values() if copy not in kept]
+    store.residency.wait_for(rest)
+    refused = [order for order in permutations(parts, 4) if _is_refused(order, store)]
+    assert refused
+    store.residency.leave([*kept, *rest], reading=False)
+    assert not _is_refused(refused[0], store)
+    # Another session has limits of its own, and who frees messages has all of it back.
+    for encoding in parts:
+        store.free(encoding.message)
+    store.copies.check([])
+
+
+def _is_refused(order: Sequence[Encoding], store: MessageStore) -> bool:
+    try:
+        exact_chain(_whole(*order), None, store)
+    except LimitError as error:
+        assert "max_copies_per_session" in str(error)
+        return True
+    return False
+
+
+def test_a_copy_of_many_parents_counts_them_all() -> None:
+    store = MessageStore(Pool(), SIZE, copies=SessionCopies(100, 40))
+    parts = [_encoded(store, name, 1, []) for name in "abcdefgh"]
+    with pytest.raises(LimitError, match="40 tokens and parents"):
+        for _ in range(3):
+            exact_chain(_whole(*parts, *parts), None, store)

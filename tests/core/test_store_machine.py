@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.core.test_store import SIZE, Block, Pool
+from vllm_choreo.errors import LimitError
 from vllm_choreo.repair.runs import Run, Runs, joined
 from vllm_choreo.store.copies import Context, Link
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.exact import exact_chain
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.repaired import repaired_chain
+from vllm_choreo.store.session_copies import SessionCopies
 from vllm_choreo.store.store import MessageStore
 
 INDEX = st.integers(0, 1000)
@@ -90,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = ReusedPool()
-        self.store = MessageStore(self.pool, SIZE)
+        self.store = MessageStore(self.pool, SIZE, copies=SessionCopies(4, 60))
         self.store.tier = HostTier(HOST_BLOCKS, self.store.residency.copies)
         self.is_planning = False
         # What lies in blocks of the KV cache and of the host, by their numbers, and what the step
@@ -118,12 +120,17 @@ class StoreMachine(RuleBasedStateMachine):
         known = [m.own for m in self.store.messages(tenant) if m.own.is_known and m.own.digest]
         chosen = [known[i % len(known)] for i in parents] if known else []
         links = [Link(encoding, 0, encoding.num_tokens) for encoding in chosen]
-        if mode == "exact":
-            links = exact_chain(links, None, self.store)
-        elif mode == "repaired":
-            runs = [_drawn_runs(data, link.num_tokens) for link in links]
-            offsets = list(accumulate((link.num_tokens for link in links), initial=0))
-            links, _ = repaired_chain(links, offsets[:-1], runs, None, self.store)
+        try:
+            if mode == "exact":
+                links = exact_chain(links, None, self.store)
+            elif mode == "repaired":
+                runs = [_drawn_runs(data, link.num_tokens) for link in links]
+                offsets = list(accumulate((link.num_tokens for link in links), initial=0))
+                links, _ = repaired_chain(links, offsets[:-1], runs, None, self.store)
+        except LimitError:  # calls need all copies of the session
+            copies = [c for m in self.store.messages(tenant) for c in m.copies.values()]
+            assert any(copy.in_use or copy.num_wanting for copy in copies)
+            return
         self.names += 1
         encoding = self.store.create(tenant, f"m{self.names}", tenant=tenant).own
         encoding.token_ids = [num_tokens] * num_tokens
@@ -360,6 +367,15 @@ class StoreMachine(RuleBasedStateMachine):
             reading = sum(c.reads.count(encoding) for c in self.calls if c.blocks is not None)
             assert (encoding.num_waiting, encoding.num_readers) == (waiting, reading)
             assert encoding.encoders == {c.id for c in self.calls if c.encoding is encoding}
+
+    @invariant()
+    def copies_are_counted_and_within_their_limits(self) -> None:
+        copies = [c for m in self.store.messages() for c in m.copies.values()]
+        self.store.copies.check(copies)
+        for tenant in "ab":
+            of_tenant = [copy for copy in copies if copy.message.session == tenant]
+            assert len(of_tenant) <= 4
+            assert sum(copy.num_tokens + len(copy.parents) for copy in of_tenant) <= 60
 
     @invariant()
     def what_is_given_up_and_idle_holds_nothing(self) -> None:

@@ -17,7 +17,7 @@ from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.engine.query_scaling import scales_queries
-from vllm_choreo.errors import OffsetError
+from vllm_choreo.errors import LimitError, OffsetError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.params import ChoreoParams
 
@@ -318,3 +318,29 @@ def test_in_a_pool_that_is_too_small(
     with Choreography(llm) as c:
         assert c.stats()["num_free_blocks"] == free
     assert_equals_requests(llm, texts, answers)
+
+
+def test_a_session_keeps_as_many_copies_as_it_may(
+    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]
+) -> None:
+    """However many orders its messages are read in; the answers are those of the text."""
+    settings = {"choreo": {"max_copies_per_session": 12}}
+    llm = engine_slot(tiny_model_path("llama"), additional_config=settings)
+    rng = random.Random(9)
+    with Choreography(llm) as c:
+        parts = [c.prefill(_tokens(rng, 20)) for _ in range(5)]
+        orders = [rng.sample(parts, 5) for _ in range(12)]
+        calls = [{"header": [5, 6], "parents": order, "mode": "exact"} for order in orders]
+        for call in calls + calls[:2]:
+            answer = c.decode(**call, sampling_params=_greedy())
+            text = {"prompt_token_ids": _text(call)}
+            (output,) = llm.generate(text, _greedy(), use_tqdm=False)
+            assert answer.usage.exact
+            assert answer.generated_token_ids == tuple(output.outputs[0].token_ids)
+            c.free(answer)
+            assert c.stats()["num_copies"] <= 12
+        # All at once they need more than that: some are refused, and the others as they were.
+        with pytest.raises(LimitError, match="max_copies_per_session"):
+            c.decode(calls, sampling_params=_greedy())
+        assert c.stats()["num_copies"] <= 12
+        assert c.decode(**calls[0], sampling_params=_greedy()).usage.exact

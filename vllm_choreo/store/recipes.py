@@ -211,9 +211,6 @@ class Rebuilt:
             if message.freed:
                 continue
             if encoding.is_copy and not encoding.is_orphan:
-                assert encoding.digest is not None
-                message.copies[encoding.digest] = encoding
-                for parent in encoding.parents:
-                    parent.readers.add(encoding)
+                self._store.enter_copy(encoding)
             if not encoding.is_orphan:
                 self._store.twins.add(encoding)

@@ -6,6 +6,7 @@ Where encodings lie and who needs them is `Residency`'s; this module says what b
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,6 +21,7 @@ from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage, copies_
 from vllm_choreo.store.hidden import HiddenBook
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.residency import BlockPool, Residency
+from vllm_choreo.store.session_copies import SessionCopies
 from vllm_choreo.store.twins import Twins
 
 # Messages that will never be complete are known by their names, of all sessions together.
@@ -36,6 +38,7 @@ class MessageStore:
         is_placed: whether they depend on where they stand, too, and not on distances alone; then
             all plans are, see `CallPlan`.
         clock: in seconds, for pins.
+        copies: how many copies of its messages a session may have; None: as many as it makes.
 
     Attributes:
         tier: memory outside the KV cache for what is evicted, or None.
@@ -52,6 +55,7 @@ class MessageStore:
         engine: bytes = b"",
         is_placed: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        copies: SessionCopies | None = None,
     ) -> None:
         self.residency = Residency(pool, block_size)
         self.block_size = block_size
@@ -61,6 +65,7 @@ class MessageStore:
         self.tier: HostTier | None = None
         self.hidden: HiddenBook | None = None
         self.twins = Twins()
+        self.copies = copies or SessionCopies(sys.maxsize, sys.maxsize)
         self.totals: Counter[str] = Counter()
         self.step = 0
         self._sessions: dict[str, dict[str, StoredMessage]] = {}
@@ -160,19 +165,42 @@ class MessageStore:
             copy: with its plan, without a digest.
             source: whose tokens it has.
             num_new: tokens of it that are not as in the source.
+
+        Raises:
+            LimitError: the session has as many as it may have, and calls need all of them.
         """
         message = copy.message
         self.identify(copy)
         assert copy.digest is not None
-        if copy.digest in message.copies:
-            return message.copies[copy.digest]
+        if found := message.copies.get(copy.digest):
+            self.copies.use(found)
+            return found
         copy.num_unreported = num_new
         copy.is_orphan = any(encoding.is_given_up for encoding in (source, *copy.parents))
         if not copy.is_orphan:
-            message.copies[copy.digest] = copy
-            for parent in copy.parents:
-                parent.readers.add(copy)
+            while self.copies.lacks_room(copy):
+                self._forget_copies(self.copies.victim(copy, {source, *copy.parents}))
+            self.enter_copy(copy)
         return copy
+
+    def enter_copy(self, copy: Encoding) -> None:
+        """Calls can come to read a copy, which has its digest."""
+        assert copy.digest is not None
+        copy.message.copies[copy.digest] = copy
+        for parent in copy.parents:
+            parent.readers.add(copy)
+        self.copies.add(copy)
+
+    def _forget_copies(self, copies: Collection[Encoding]) -> None:
+        """No call can come to read them any more; those that do go on."""
+        for copy in copies:
+            copy.is_orphan = True
+            if copy.digest is not None:
+                copy.message.copies.pop(copy.digest, None)
+            for parent in copy.parents:
+                parent.readers.discard(copy)
+            self.copies.discard(copy)
+            self.settle(copy)
 
     def share(self, encoding: Encoding, denied: Collection[str] = ()) -> None:
         """Start from the full blocks of an encoding of the same digest, if one holds any.
@@ -326,13 +354,7 @@ class MessageStore:
         self._forget(message)
         self.settle(message.own)
         # No call can list the message any more, and so none can need these.
-        for copy in copies_of([message]):
-            copy.is_orphan = True
-            if copy.digest is not None:
-                copy.message.copies.pop(copy.digest, None)
-            for parent in copy.parents:
-                parent.readers.discard(copy)
-            self.settle(copy)
+        self._forget_copies(copies_of([message]))
 
     def fail(self, message: StoredMessage, reason: str) -> None:
         """The message will never be complete: who names it is told why, for as long as it is known.

@@ -38,6 +38,7 @@ from vllm_choreo.engine.step import BlockMove, ChoreoStep, attention_of
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.store.hidden import HiddenBook
 from vllm_choreo.store.host_tier import HostTier
+from vllm_choreo.store.session_copies import SessionCopies
 from vllm_choreo.store.store import MessageStore
 
 # In an engine core's process, about ten seconds.
@@ -58,8 +59,15 @@ class _Choreographed(Scheduler):
         self.choreo_config = ChoreoConfig.from_vllm(self.vllm_config)
         manager = self.kv_cache_manager
         is_placed = scales_queries(self.vllm_config.model_config.hf_text_config)
+        limits = self.choreo_config
         self.store = MessageStore(
-            manager.block_pool, self.block_size, self._signature(), is_placed=is_placed
+            manager.block_pool,
+            self.block_size,
+            self._signature(),
+            is_placed=is_placed,
+            copies=SessionCopies(
+                limits.max_copies_per_session, limits.max_copied_tokens_per_session
+            ),
         )
         self.store.tier = self._host_tier()
         self.store.hidden = self._hidden_book()
