@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,8 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a test that needs the network must fail at once, everywhere
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": str(_NUM_THREADS),
+    # Where programs keep the key of what they save: not among this user's own.
+    "XDG_CONFIG_HOME": str(Path(tempfile.gettempdir()) / f"vllm-choreo-tests-{os.getuid()}"),
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)

@@ -32,7 +32,8 @@ class ServerConfig:
         max_pin_seconds: the longest time that a message may be pinned for.
         max_schemas_per_tenant: of prompts, that are not deleted.
         max_tokens_per_schema: of all its modules.
-        max_kept_gib_per_tenant: that saved keys and values may take, in GiB.
+        max_kept_gib_per_tenant: that all that is saved may take, in GiB.
+        max_kept_names_per_tenant: under which messages are saved.
         auto_min_tokens: shorter parts of chats that name no messages are joined (docs/on-ramps.md).
         auto_max_messages, auto_max_tokens: that a tenant's chats keep; half of the limits of a
             session, if that is less.
@@ -50,6 +51,7 @@ class ServerConfig:
     max_schemas_per_tenant: int = 100
     max_tokens_per_schema: int = 1_000_000
     max_kept_gib_per_tenant: float = 64.0
+    max_kept_names_per_tenant: int = 10_000
     auto_min_tokens: int = 16
     auto_max_messages: int = 2_000
     auto_max_tokens: int = 2_000_000
@@ -78,6 +80,8 @@ class ChoreoConfig:
         max_copies_per_session, max_copied_tokens_per_session: that the engine keeps for exact and
             repaired calls of a session; a parent of a copy counts as a token. Beyond that, those
             that were not read for longest make room, and are encoded again when they are.
+        keep_key: the file of the key that tells what one has saved oneself; "": one's own, see
+            `keep/keys.py`.
         server: limits of the HTTP server.
     """
 
@@ -89,6 +93,7 @@ class ChoreoConfig:
     hidden_memory_gib: float = 0.0
     max_copies_per_session: int = 10_000
     max_copied_tokens_per_session: int = 10_000_000
+    keep_key: str = ""
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:

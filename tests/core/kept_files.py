@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder that keeps one message of one token. As a program: saves and is killed at some point.
+"""A folder that keeps one message of one token. As a program: saves and is killed at some point, or
+saves again and again.
 
 python -m tests.core.kept_files POINT URI
+python -m tests.core.kept_files again URI
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 import signal
 import sys
 from typing import Any
 
+import numpy as np
+
 from vllm_choreo.errors import UnknownKeptError
-from vllm_choreo.keep import storage
+from vllm_choreo.keep import saving, storage
 from vllm_choreo.keep.manifest import FORMAT, manifest_bytes, read_manifest, tenant_digest
 from vllm_choreo.keep.storage import KeptFolder
+from vllm_choreo.keep.tensors import KVShape, header_bytes
 
 KEPT: dict[str, Any] = {"format": FORMAT, "model": {}, "tenant": tenant_digest("a"), "session": "s"}
 KEPT |= {"adapters": [], "traces": [{"id": "s/0", "parents": [], "origin": None}]}
@@ -31,7 +38,7 @@ def kept_of(token: int, file: str | None) -> dict[str, Any]:
     message |= {"parents": [], "encoding": 0}
     return {
         **KEPT,
-        "encodings": [{**entry, "patch": None, "keeps": [], "data": data}],
+        "encodings": [{**entry, "patch": None, "keeps": [], "is_untrusted": False, "data": data}],
         "messages": [message],
     }
 
@@ -47,6 +54,38 @@ def save(uri: str, token: int, content: bytes = b"new") -> None:
     with file:
         file.write(content)
     folder.publish(manifest_bytes(kept_of(token, name)), replaced)
+
+
+MODEL = {"name": "m", "weights": "w", "tokenizer": "t"}
+SHAPE = KVShape.of("float32", [[1, 4]])
+
+
+def save_whole(uri: str, token: int) -> None:
+    """As `save` writes it; all numbers of the keys and values are those of the token."""
+    folder = KeptFolder(uri)
+    folder.make()
+    name, file = folder.create()
+    content = header_bytes(SHAPE, 1, {}) + np.full(8, token, np.float32).tobytes()
+    with file:
+        file.write(content)
+    kept = kept_of(token, name)
+    kept["model"] = MODEL
+    kept["encodings"][0]["data"] |= {
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    kept["messages"][0] |= {
+        "metrics": {"waiting": None, "ttft": 0.0, "latency": 0.0},
+        "finish_reason": None,
+    }
+    folder.publish(manifest_bytes(kept), saving._files_of(folder))
+
+
+def _save_again_and_again(uri: str) -> None:
+    """Until it is killed; a line for each."""
+    for token in itertools.count(1):
+        save_whole(uri, token)
+        print(token, flush=True)
 
 
 def found(uri: str) -> tuple[int, bytes]:
@@ -71,4 +110,7 @@ def _killed(at: str, uri: str) -> None:
 
 
 if __name__ == "__main__":
-    _killed(*sys.argv[1:])
+    if sys.argv[1] == "again":
+        _save_again_and_again(sys.argv[2])
+    else:
+        _killed(*sys.argv[1:])

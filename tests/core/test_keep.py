@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +23,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.core.kept_files import found, kept_of, save
+from tests.core.kept_files import MODEL, found, kept_of, save, save_whole
 from tests.core.test_exact import _encoded as encoded
 from tests.core.test_exact import _whole as whole
 from tests.core.test_store import SIZE, Pool
+from vllm_choreo.config import ServerConfig
 from vllm_choreo.engine.worker.kept_blocks import KeptBlocks
-from vllm_choreo.errors import KeptError, NameTakenError, UnknownKeptError
-from vllm_choreo.keep.manifest import FORMAT, manifest_bytes, read_manifest
+from vllm_choreo.errors import (
+    ChoreoError,
+    KeptError,
+    LimitError,
+    NameTakenError,
+    UnknownKeptError,
+)
+from vllm_choreo.keep import keys
+from vllm_choreo.keep.loading import loading
+from vllm_choreo.keep.manifest import (
+    FORMAT,
+    checked_manifest,
+    manifest_bytes,
+    read_manifest,
+    tenant_digest,
+)
 from vllm_choreo.keep.origin import Origin, all_heads, joined
 from vllm_choreo.keep.signature import differences
+from vllm_choreo.keep.steps import Ask, drive
 from vllm_choreo.keep.storage import KeptFolder
 from vllm_choreo.keep.streams import ReadAhead
 from vllm_choreo.keep.tensors import KVShape, check_header, chunks, header_bytes, header_size
 from vllm_choreo.ops.layout import Layout, write_kv
-from vllm_choreo.store.exact import exact_chain
+from vllm_choreo.server import kept as served
+from vllm_choreo.server import tenants
+from vllm_choreo.store.exact import exact_chain, is_exact
 from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.repaired import repaired_chain
 from vllm_choreo.store.store import MessageStore
@@ -155,30 +176,210 @@ def test_a_save_replaces_what_was_there(scheme: str, tmp_path: Path) -> None:
         found(uri)
 
 
-@pytest.mark.parametrize("at", ["data", "manifest", "move", "clean"])
-def test_whoever_is_killed_leaves_the_old_or_the_new(at: str, tmp_path: Path) -> None:
-    uri = str(tmp_path / "kept")
-    save(uri, 1, b"old")
+def _save_and_be_killed(at: str, uri: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.core.kept_files", at, uri], cwd=Path(__file__).parents[2]
     )
     assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("at", ["data", "manifest", "move", "clean"])
+def test_whoever_is_killed_leaves_the_old_or_the_new(at: str, tmp_path: Path) -> None:
+    uri = str(tmp_path / "kept")
+    save(uri, 1, b"old")
+    _save_and_be_killed(at, uri)
     assert found(uri) == ((2, b"new") if at == "clean" else (1, b"old"))
     save(uri, 3, b"next")
     assert found(uri) == (3, b"next")
 
 
-def test_data_that_nobody_names_is_removed_a_day_later(tmp_path: Path) -> None:
-    lost = tmp_path / "20200101T000000-00000000-00000.safetensors"
-    lost.write_bytes(b"x")
+@pytest.mark.parametrize("at", ["data", "manifest", "move"])
+def test_the_next_save_removes_what_a_killed_one_has_left(at: str, tmp_path: Path) -> None:
+    uri = str(tmp_path / "kept")
+    save(uri, 1)
+    _save_and_be_killed(at, uri)
+    assert len(list(Path(uri).iterdir())) > 2
+    save(uri, 3)
+    assert len(list(Path(uri).iterdir())) == 2
+
+
+def test_a_save_removes_nothing_of_another_that_is_under_way(tmp_path: Path) -> None:
     mine = tmp_path / "notes.safetensors"
     mine.write_bytes(b"x")
     save(str(tmp_path), 1)
-    recent = KeptFolder(tmp_path)
-    name, file = recent.create()  # another save that is under way
-    file.close()
+    other = KeptFolder(tmp_path)
+    other.make()
+    name, file = other.create()
+    with file:
+        file.write(b"x")
     save(str(tmp_path), 2)
-    assert not lost.exists() and mine.exists() and (tmp_path / name).exists()
+    assert mine.exists() and (tmp_path / name).exists()
+    other.publish(manifest_bytes(kept_of(3, name)), set())
+    assert found(str(tmp_path)) == (3, b"x")
+    save(str(tmp_path), 4)
+    assert mine.exists() and not (tmp_path / name).exists()
+
+
+def test_elsewhere_what_a_killed_save_has_left_is_removed_a_day_later() -> None:
+    uri = f"memory://left-{secrets.token_hex(4)}"
+    folder = KeptFolder(uri)
+    folder.make()
+    for day in ("20200101", "20990101"):
+        folder._fs.pipe_file(f"{folder._path}/{day}T000000-00000000-00000.safetensors", b"x")
+    save(uri, 1)
+    names = [entry["name"].rpartition("/")[2] for entry in folder._fs.ls(folder._path)]
+    assert len(names) == 3 and not any(name.startswith("2020") for name in names)
+
+
+def test_a_save_leaves_what_is_read_until_that_is_read(tmp_path: Path) -> None:
+    uri = str(tmp_path / "kept")
+    save(uri, 1, b"old")
+    reader = KeptFolder(uri)
+    (entry,) = read_manifest(reader)["encodings"]
+    with reader.reading({entry["data"]["file"]}):
+        save(uri, 2)
+        save(uri, 3)
+        with reader.open(entry["data"]["file"])[0] as file:
+            assert file.read() == b"old"
+    assert len(list(Path(uri).iterdir())) == 3, "the second one was read by nobody"
+    save(uri, 4)
+    assert found(uri)[0] == 4 and len(list(Path(uri).iterdir())) == 2
+
+
+class _Engine:
+    """What a load asks for.
+
+    Args:
+        overtaken: is called with the token of the manifest that was read.
+
+    Attributes:
+        written: keys and values.
+    """
+
+    def __init__(self, overtaken: Callable[[int], None]) -> None:
+        self.written = b""
+        self._overtaken = overtaken
+
+    def answer(self, ask: Ask) -> Any:
+        name, *args = ask.args
+        if ask.what == "session":
+            return name(*args)
+        if name == "keep_begin":
+            self._overtaken(args[2]["encodings"][0]["tokens"][0])
+        if name == "choreo_write_kv":
+            self.written += bytes(args[0])
+        return {
+            "choreo_kv_shape": [
+                {"dtype": "float32", "layers": [[1, 4]], "hidden": ["float32", 0]},
+            ],
+            "keep_begin": 0,
+            "keep_place": {"blocks": [0], "in_host": False, "hidden": None},
+        }.get(name)
+
+
+def _load_whole(uri: str, overtaken: Callable[[int], None]) -> tuple[int, bytes]:
+    """The token of the message that is kept, and its keys and values."""
+    engine, target = (
+        _Engine(overtaken),
+        Origin("new", tenant_digest("a"), MODEL, num_ranks=1, num_heads=1),
+    )
+
+    def names_of(session: str, ids: Sequence[str]) -> dict[str, str]:
+        return {message_id: f"new/{message_id}" for message_id in ids}
+
+    steps = loading(
+        *(KeptFolder(uri), target, "a", names_of),
+        *(lambda messages: None, lambda: None, "refuse", False),
+    )
+    (message,) = drive(steps, engine.answer)
+    return message.token_ids[0], engine.written
+
+
+def test_who_loads_while_another_process_saves_gets_the_old_or_the_new(tmp_path: Path) -> None:
+    uri = str(tmp_path / "kept")
+    command = [sys.executable, "-m", "tests.core.kept_files", "again", uri]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as saver:
+
+        def overtaken(token: int) -> None:
+            """Until what was read has been replaced."""
+            assert saver.stdout is not None
+            while int(saver.stdout.readline()) < token + 2:
+                pass
+
+        try:
+            overtaken(0)
+            tokens = []
+            for _ in range(20):
+                token, written = _load_whole(uri, overtaken)
+                assert written == np.full(8, token, np.float32).tobytes()
+                tokens.append(token)
+        finally:
+            saver.kill()
+    assert tokens == sorted(set(tokens))
+    save_whole(uri, 1)
+    assert len(list((tmp_path / "kept").iterdir())) == 2, "nothing is left of it"
+
+
+@pytest.mark.parametrize("scheme", ["{}/kept", "memory://gone-{}"])
+def test_a_refused_save_leaves_nothing(scheme: str, tmp_path: Path) -> None:
+    uri = scheme.format(tmp_path if "memory" not in scheme else tmp_path.name)
+    folder = KeptFolder(uri)
+    folder.make()
+    folder.create()[1].close()
+    folder.withdraw()
+    assert uri.rpartition("/")[2] not in KeptFolder(uri.rpartition("/")[0]).names()
+    save(uri, 1)
+    folder.make()
+    folder.create()[1].close()
+    folder.withdraw()
+    assert found(uri) == (1, b"new")
+
+
+@pytest.mark.parametrize("scheme", ["{}/kept", "memory://half-{}"])
+def test_what_was_never_finished_can_be_deleted(scheme: str, tmp_path: Path) -> None:
+    uri = scheme.format(tmp_path if "memory" not in scheme else tmp_path.name)
+    folder = KeptFolder(uri)
+    folder.make()
+    folder.create()[1].close()
+    folder.delete()
+    with pytest.raises(UnknownKeptError):
+        folder.delete()
+
+
+def test_all_that_lies_in_a_folder_has_its_size(tmp_path: Path) -> None:
+    save(str(tmp_path / "one"), 1, b"x" * 10_000)
+    (tmp_path / "empty").mkdir()
+    left = KeptFolder(tmp_path / "left")
+    left.make()
+    with left.create()[1] as file:
+        file.write(b"x" * 100_000)
+    assert KeptFolder(tmp_path).sizes() == {
+        "empty": 4096,
+        "left": 25 * 4096 + 4096,
+        "one": 3 * 4096 + 4096 + 4096,  # data, manifest, folder
+    }
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
+def test_what_one_could_read_for_ever_is_no_file(what: str, tmp_path: Path) -> None:
+    save(str(tmp_path), 1)
+    for path in list(tmp_path.iterdir()):
+        path.unlink()
+        if what == "pipe":
+            os.mkfifo(path)
+        elif what == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.mkdir()
+        folder = KeptFolder(tmp_path)
+        reads: list[Callable[[], Any]] = [partial(folder.open, path.name)]
+        if path.name == "manifest.json":
+            reads.append(folder.manifest)
+        for read in reads:
+            with pytest.raises(KeptError, match="no plain file") as refusal:
+                read()
+            assert str(refusal.value.value).endswith(path.name)
 
 
 @pytest.mark.parametrize("uri", ["nowhere://x", "s3://bucket/x"])
@@ -207,6 +408,48 @@ def test_no_byte_of_a_manifest_can_change(tmp_path: Path) -> None:
             assert error.value == f"{tmp_path}/manifest.json"
 
 
+def test_who_has_the_key_is_believed_and_nobody_else(tmp_path: Path) -> None:
+    mine, path = b"k" * 32, tmp_path / "manifest.json"
+    kept = kept_of(7, None)
+
+    def is_trusted(keep_key: bytes | None) -> bool:
+        return checked_manifest(KeptFolder(tmp_path, keep_key=keep_key)).is_trusted
+
+    path.write_bytes(manifest_bytes(kept, mine))
+    assert is_trusted(mine) and not is_trusted(b"other key" * 4) and not is_trusted(None)
+    forged = {**kept, "tenant": tenant_digest("b")}
+    file = json.loads(path.read_bytes())
+    for content in (
+        manifest_bytes(forged),
+        manifest_bytes(forged, b"other key" * 4),
+        json.dumps({**json.loads(manifest_bytes(forged)), "hmac": file["hmac"]}).encode(),
+        json.dumps({**file, "hmac": file["sha256"]}).encode(),
+        json.dumps({**file, "hmac": 5}).encode(),
+    ):
+        path.write_bytes(content)
+        assert not is_trusted(mine), "anybody can make the plain digest"
+
+
+def test_a_programs_key_is_its_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    key = keys.own_key("")
+    path = tmp_path / "config" / "vllm-choreo" / "keep.key"
+    assert key is not None and len(key) == 64 and path.stat().st_mode & 0o777 == 0o600
+    keys._users_key.cache_clear()
+    assert keys.own_key("") == key, "the next process has the same"
+    keys._make(path)  # two at once
+    assert keys.key_of_file(str(path)) == key and list(path.parent.iterdir()) == [path]
+    for content in (b"", b"short", None):
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ChoreoError, match="openssl") as refusal:
+            keys.own_key(str(path))
+        assert refusal.value.value == str(path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/nowhere")
+    assert keys.own_key("") is None
+
+
 def _wrong() -> Iterator[dict[str, Any]]:
     def changed(**fields: Any) -> dict[str, Any]:
         kept = json.loads(json.dumps(kept_of(1, None)))
@@ -223,6 +466,7 @@ def _wrong() -> Iterator[dict[str, Any]]:
     yield changed(new_offset=-1)
     yield changed(new_offset=True)
     yield changed(exact=1)
+    yield changed(is_untrusted=0)
     for weights in ([0.9], [0.9, 0], [0.9, 1], [1e-300, 1.0], [0.9, -1.0], "0.9", 0.9):
         yield changed(weights=weights)
     yield changed(patch={"source": 0, "start": 0, "runs": []})
@@ -307,3 +551,87 @@ def test_recipes_come_back_with_their_digests() -> None:
     # In blocks of another size the same things lie elsewhere, and are the same.
     larger = Rebuilt(told, named, MessageStore(Pool(), 2 * SIZE), "new", "", pytest.fail)
     assert [e.digest for e in larger.encodings] == [e.digest for e in encodings]
+
+
+def test_untrusted_encodings_are_nobody_elses() -> None:
+    """Nor is what is encoded with them; recipes are as good as anybody's."""
+    store = MessageStore(Pool(), SIZE)
+    a = encoded(store, "a", 10, [])
+    b = encoded(store, "b", 6, whole(a))
+    (copy,) = [link.encoding for link in exact_chain(whole(b), None, store)]
+    _, told = recipes_of([a.message, b.message])
+    for entry in told["encodings"]:
+        entry["is_untrusted"] = entry["message"] != "b" or entry["is_copy"]
+    named = {"a": 0, "b": 1}
+    loads = []
+    for session in ("x", "y"):
+        loaded = Rebuilt(told, named, store, session, "", pytest.fail)
+        loaded.enter()
+        loads.append(loaded)
+    encodings = [a, b, copy, *loads[0].encodings, *loads[1].encodings]
+    assert len({e.digest for e in encodings}) == len(encodings) == 9, "no two are the same"
+    x, y, _ = loads[0].encodings
+    assert x not in list(store.twins) and y.is_untrusted and not y.nonce
+    assert not x.message.copies and not y.message.copies, "no call finds an untrusted copy"
+    # What they claim to have been encoded with counts for nothing.
+    assert not is_exact(whole(x, y), [0, 10], 16)
+    links = exact_chain(whole(x, y), None, store)
+    fresh = [link.encoding for link in links]
+    assert is_exact(links, [0, 10], 16) and not any(e.is_untrusted for e in fresh)
+    assert [e.digest for e in fresh] == [a.digest, b.digest], "and the same as anybody's"
+    # Who saves them passes on what is known of them.
+    assert [e["is_untrusted"] for e in recipes_of([x.message, y.message])[1]["encodings"]][:2] == [
+        *(True, True)
+    ]
+
+
+# -- what counts against a tenant ------------------------------------------------------------------
+
+
+@pytest.fixture
+def _own_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of this process stays as it is."""
+    monkeypatch.setattr(tenants, "use_secret", lambda secret: None)
+
+
+@pytest.mark.usefixtures("_own_secret")
+def test_all_that_a_tenant_has_saved_counts_and_can_be_deleted(tmp_path: Path) -> None:
+    limits = ServerConfig(max_kept_gib_per_tenant=40_000 / 2**30, max_kept_names_per_tenant=3)
+    (folders, _) = served.start(str(tmp_path), None, limits)
+    assert folders is not None and folders.keep_key is not None
+    assert folders.room("t", "new") == 40_000
+    save(f"{tmp_path}/t/recipes", 1, b"")
+    left = folders.folder("t", "left")  # by a save that was killed
+    left.make()
+    with left.create()[1] as file:
+        file.write(b"x" * 20_000)
+    sizes = folders.sizes("t")
+    assert sizes["recipes"] > 0 and sizes["left"] > 20_000
+    assert folders.room("t", "new") == 40_000 - sum(sizes.values())
+    assert folders.room("t", "left") == 40_000 - sizes["recipes"], "it replaces what is there"
+    assert folders.room("u", "new") == 40_000
+    save(f"{tmp_path}/t/third", 1, b"")
+    with pytest.raises(LimitError, match="max_kept_names_per_tenant"):
+        folders.room("t", "fourth")
+    folders.folder("t", "third").delete()
+    save(f"{tmp_path}/t/third", 1, b"x" * 20_000)
+    with pytest.raises(LimitError, match="max_kept_gib_per_tenant"):
+        folders.room("t", "recipes")
+    for name in folders.names("t"):
+        folders.folder("t", name).delete()
+    assert folders.sizes("t") == {} and folders.room("t", "new") == 40_000
+
+
+@pytest.mark.usefixtures("_own_secret")
+def test_servers_of_one_folder_believe_one_another(tmp_path: Path) -> None:
+    first, _ = served.start(str(tmp_path), None, ServerConfig())
+    second, loaded = served.start(str(tmp_path), str(tmp_path), ServerConfig())
+    assert first is not None and second is not None and loaded is not None
+    assert first.keep_key == second.keep_key == loaded.keep_key
+    assert first.folder("t", "a").keep_key == first.keep_key
+    key = tmp_path.with_name("operators.key")
+    key.write_text("k" * 32)
+    own, _ = served.start(str(tmp_path), None, ServerConfig(), str(key))
+    assert own is not None and own.keep_key == b"k" * 32
+    with pytest.raises(ChoreoError, match="openssl"):
+        served.start(str(tmp_path), None, ServerConfig(), f"{key}.none")

@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "engine.worker": {"config", "ops", "engine"},
     "wire": {"semantics"},
     "keep": {"semantics", "wire", "trained_adapter"},
-    "api": {"repair", "semantics", "engine", "trained_adapter", "auto", "keep"},
+    "api": {"config", "repair", "semantics", "engine", "trained_adapter", "auto", "keep"},
     "pml": {"semantics", "api"},
     "client": {"repair", "semantics", "wire", "api", "pml"},
     "integrations": set(),

@@ -70,6 +70,7 @@ def test_usage_counts_what_was_read_and_written() -> None:
         "repositioned_tokens": 2,
         "encoded_tokens": 6,
         "repaired_tokens": 0,
+        "untrusted": False,
     }
 
 

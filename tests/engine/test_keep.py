@@ -24,7 +24,9 @@ from vllm_choreo.engine.utility import call
 from vllm_choreo.errors import (
     ChoreoError,
     DeniedMessageError,
+    FreedMessageError,
     KeptError,
+    LimitError,
     NameTakenError,
     TooLongError,
     UnknownKeptError,
@@ -335,7 +337,182 @@ def test_what_could_not_be_encoded_again_is_not_loaded(
         c.load(tmp_path)
 
 
+# -- whose files they are --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forged(llm: Any, tmp_path: Path) -> Path:
+    """Two messages, under a manifest that has the keys and values of each for those of the other's;
+    all plain digests are right.
+    """
+    folder, rng = tmp_path / "forged", random.Random(4)
+    with Choreography(llm) as c:
+        c.prefill(random_tokens(rng, 64), save_as="one")
+        c.prefill(random_tokens(rng, 64), save_as="two")
+        c.save(None, folder, encodings=True)
+    kept = read_manifest(KeptFolder(folder))
+    one, two = kept["encodings"]
+    one["data"], two["data"] = two["data"], one["data"]
+    (folder / "manifest.json").write_bytes(manifest_bytes(kept))
+    return folder
+
+
+def _said(c: Choreography, *parents: str, **options: Any) -> Any:
+    answer = c.decode([5, 6, 7], parents=parents, sampling_params=_params(12), **options)
+    c.free(answer)
+    return answer
+
+
+def test_forged_keys_are_read_by_who_loads_them_alone(llm: Any, forged: Path) -> None:
+    with Choreography(llm) as honest:
+        texts = {m.id: m.token_ids for m in _loaded(llm, forged)}
+        for name, tokens in zip(("one", "two"), texts.values(), strict=True):
+            honest.prefill(tokens, save_as=name)
+        right = [_said(honest, name) for name in ("one", "two")]
+        assert not any(answer.usage.untrusted for answer in right)
+    with Choreography(llm) as c:
+        messages = c.load(forged)
+        assert all(m.usage.untrusted and not m.usage.exact for m in messages)
+        assert all(m["is_untrusted"] for m in c.stats()["messages"])
+        wrong = [_said(c, name) for name in ("one", "two")]
+        for answer, truth in zip(wrong, right, strict=True):
+            assert answer.generated_token_ids != truth.generated_token_ids, "they are forged"
+            assert answer.usage.untrusted and not answer.usage.exact
+            assert truth.usage.exact
+        # Whoever sends the same texts: here, in another session, and behind a message read here.
+        child = c.prefill([9] * 40, parents=["one"], save_as="child")
+        assert child.usage.untrusted and not child.usage.exact
+        for other in (c, Choreography(llm)):
+            again = other.prefill(messages[0].token_ids)
+            assert again.usage.reused_tokens == 0 and not again.usage.untrusted
+            behind = other.prefill([9] * 40, parents=[again])
+            assert behind.usage.reused_tokens == again.num_tokens, "its parent, and no more"
+            assert _said(other, again).generated_token_ids == right[0].generated_token_ids
+            other.free(again, behind)
+        other.close()
+        # The text alone is as good as anybody's.
+        exact = _said(c, "one", mode="exact")
+        assert exact.usage.exact and not exact.usage.untrusted
+        assert exact.generated_token_ids == right[0].generated_token_ids
+        clean = c.reencode("two")
+        assert not clean.usage.untrusted
+        assert _said(c, clean).generated_token_ids == right[1].generated_token_ids
+        # Evicted and encoded again it has its own keys and values; nobody can know that it has.
+        c.evict("one")
+        assert _said(c, "one").usage.untrusted
+
+
+def _loaded(llm: Any, folder: Path) -> list[Any]:
+    with Choreography(llm) as c:
+        return c.load(folder)
+
+
+def test_who_saves_untrusted_messages_passes_that_on(
+    llm: Any, forged: Path, tmp_path: Path
+) -> None:
+    rng = random.Random(5)
+    with Choreography(llm) as c:
+        c.load(forged)
+        mine = c.prefill(random_tokens(rng, 30), save_as="mine")
+        c.prefill(random_tokens(rng, 30), parents=["one"], save_as="child")
+        c.save(None, tmp_path / "passed", encodings=True)
+    found = {m.id.partition("/")[2]: m for m in _loaded(llm, tmp_path / "passed")}
+    untrusted = {name for name, m in found.items() if m.usage.untrusted}
+    assert untrusted == {"one", "two", "child"} and found["mine"].token_ids == mine.token_ids
+
+
+def test_untrusted_keys_are_left_by_who_wants_none(
+    llm: Any, forged: Path, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`on_mismatch="encode"` takes recipes alone, and so is a folder of recipes nothing to fear."""
+    with Choreography(llm) as c:
+        messages = c.load(forged, on_mismatch="encode")
+        assert c.stats()["num_resident"] == 0
+        answer = _said(c, "one")
+        assert not answer.usage.untrusted and answer.usage.exact
+        assert not any(m.usage.untrusted for m in messages)
+    other = saved.recipes.with_name("other.key")
+    other.write_text("k" * 32)
+    for folder, expected in ((saved.keys, True), (saved.recipes, False)):
+        with Choreography(llm) as c:
+            key = KeptFolder(folder, keep_key=other.read_bytes())
+            assert {m.usage.untrusted for m in c.load(key)} == {expected}
+
+
+# -- who comes between -----------------------------------------------------------------------------
+
+
+class _Closed(Choreography):
+    """A session that is closed right before a step of its load.
+
+    Attributes:
+        steps_left: before that.
+    """
+
+    steps_left = 0
+
+    def _answer(self, ask: Any) -> Any:
+        if self.steps_left == 0:
+            self.close()
+        self.steps_left -= 1
+        return super()._answer(ask)
+
+
+def test_a_session_that_is_closed_while_it_loads_leaves_nothing(llm: Any, saved: Saved) -> None:
+    names = ("num_messages", "num_blocks", "num_free_blocks", "num_host_blocks_used")
+    before, num_steps, is_refused = _totals(llm), 0, True
+    while is_refused:
+        c = _Closed(llm)
+        c.steps_left, is_refused = num_steps, False
+        try:
+            c.load(saved.keys)
+        except FreedMessageError:
+            is_refused = True
+        finally:
+            c.close()
+        after = _totals(llm)
+        assert [after[name] for name in names] == [before[name] for name in names], num_steps
+        num_steps += 1
+    assert num_steps > 10
+
+
+@pytest.mark.parametrize("scheme", ["{}/again", "memory://again-{}"])
+def test_a_load_that_a_save_overtakes_begins_again(
+    scheme: str, llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read the manifest, and the files that this names are gone."""
+    uri = scheme.format(tmp_path if "memory" not in scheme else tmp_path.name)
+    rng, reading = random.Random(6), KeptFolder.reading
+    with Choreography(llm) as writer, Choreography(llm) as c:
+        for name in ("first", "second", "third"):
+            writer.prefill(random_tokens(rng, 40), save_as=name)
+        writer.save(["first"], uri, encodings=True)
+        following = iter(["second", "third"])
+
+        def overtaken(folder: KeptFolder, names: Any) -> Any:
+            if name := next(following, None):
+                writer.save([name], uri, encodings=True)
+                writer.evict("first", "second", "third")  # nobody's blocks can be shared
+            return reading(folder, names)
+
+        monkeypatch.setattr(KeptFolder, "reading", overtaken)
+        (message,) = c.load(uri)
+        assert message.id.partition("/")[2] == "third"
+        assert _said(c, "third").generated_token_ids == _said(writer, "third").generated_token_ids
+
+
 # -- storage ---------------------------------------------------------------------------------------
+
+
+def test_recipes_have_to_find_room_too(llm: Any, tmp_path: Path) -> None:
+    with Choreography(llm) as c:
+        c.prefill(list(range(5, 205)))
+        for encodings in (False, True):
+            folder = KeptFolder(tmp_path / "much", max_bytes=1000)
+            with pytest.raises(LimitError, match="room"):
+                c.save(None, folder, encodings=encodings)
+            assert not (tmp_path / "much").exists(), "nothing is left of what was refused"
+        c.save(None, KeptFolder(tmp_path / "much", max_bytes=10_000))
 
 
 class _Failing(MemoryFileSystem):

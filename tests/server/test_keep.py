@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 from benchmarks.harness.serving import KEYS, Server, start_server
 from tests.server.serving import QUICK, Session
 from vllm_choreo import AsyncChoreoClient, ChoreoClient
+from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, KeptError, UnknownKeptError
+from vllm_choreo.keep.manifest import manifest_bytes
 from vllm_choreo.server import documents
 from vllm_choreo.server.keep_bodies import KeptAnswer, KeptDeletedAnswer, KeptListAnswer
 
@@ -104,6 +107,62 @@ def _folder(server: Server) -> Path:
     return server.log.parent / "kept"
 
 
+def test_all_that_lies_there_is_listed_and_can_be_deleted(
+    server: Server, alpha: httpx.Client, session: Session
+) -> None:
+    """Recipes alone, and what a save has left that was killed."""
+    session.call(type="prefill", content=SHED * 20)
+    alpha.post(f"{session.path}/save", json={"name": "recipes"}).raise_for_status()
+    (recipes,) = _folder(server).glob("*/recipes")
+    left = recipes.with_name("left")
+    left.mkdir()
+    (left / "20260102T030405-9f86d081-00000.safetensors").write_bytes(b"x" * 10_000)
+    sizes = {e["name"]: e["bytes"] for e in alpha.get("/v1/choreo/kept").json()["data"]}
+    assert sizes["recipes"] >= (recipes / "manifest.json").stat().st_size
+    assert sizes["left"] >= 10_000
+    assert alpha.post(f"{session.path}/load", json={"name": "left"}).status_code == 404
+    for name in ("recipes", "left"):
+        assert alpha.delete(f"/v1/choreo/kept/{name}").status_code == 200
+        assert alpha.delete(f"/v1/choreo/kept/{name}").status_code == 404
+    assert not recipes.exists() and not left.exists()
+
+
+def test_forged_files_reach_nobody_who_has_not_loaded_them(
+    server: Server, alpha: httpx.Client, session: Session
+) -> None:
+    texts = {"one": list(range(100, 190)), "two": list(range(300, 390))}
+    ask = {"content": "So", "sampling_params": {**GREEDY, "logprobs": 1}}
+    for name, text in texts.items():
+        session.call(type="prefill", content=text, save_as=name)
+    right = session.call(**ask, parents=["one"])
+    alpha.post(f"{session.path}/save", json={"name": "forged", "encodings": True})
+    alpha.delete(session.path)
+    (folder,) = _folder(server).glob("*/forged")
+    kept = json.loads((folder / "manifest.json").read_text())["kept"]
+    kept["messages"] = kept["messages"][:2]
+    kept["encodings"] = one, two = kept["encodings"][:2]
+    one["data"], two["data"] = two["data"], one["data"]
+    (folder / "manifest.json").write_bytes(manifest_bytes(kept))
+    loaded, honest = Session(alpha), Session(alpha)
+    answer = alpha.post(f"{loaded.path}/load", json={"name": "forged"})
+    assert [m["usage"]["untrusted"] for m in answer.json()["data"]] == [True, True]
+    wrong = loaded.call(**ask, parents=["one"])
+    assert wrong["usage"]["untrusted"] and not wrong["usage"]["exact"]
+    assert wrong["logprobs"] != right["logprobs"], "they are forged"
+    sent = honest.call(type="prefill", content=texts["one"], save_as="one")
+    assert not sent["usage"]["untrusted"]
+    assert sent["usage"]["reused_tokens"] == 0
+    assert honest.call(**ask, parents=["one"])["logprobs"] == right["logprobs"]
+    exact = loaded.call(**ask, parents=["one"], mode="exact")
+    assert (
+        exact["generated_token_ids"] == right["generated_token_ids"]
+        and not exact["usage"]["untrusted"]
+    )
+    for opened in (loaded, honest):
+        alpha.delete(opened.path)
+    alpha.delete("/v1/choreo/kept/forged")
+
+
 def test_the_asynchronous_client(server: Server) -> None:
     async def run() -> None:
         async with AsyncChoreoClient(server.base_url, api_key=KEYS[0]) as c:
@@ -159,9 +218,12 @@ def test_a_restarted_server_serves_the_same_handles(
             again = session.call(**body)
             assert tuple(again["generated_token_ids"]) == reader.generated_token_ids
             assert again["usage"]["reused_tokens"] == shed.num_tokens + note.num_tokens
-            full = alpha.post(f"{path}/save", json={"name": "more", "encodings": True})
-            assert full.status_code == 429
-            assert full.json()["error"]["param"] == "max_kept_gib_per_tenant"
+            for encodings in (True, False):
+                full = alpha.post(f"{path}/save", json={"name": "more", "encodings": encodings})
+                assert full.status_code == 429
+                assert full.json()["error"]["param"] == "max_kept_gib_per_tenant"
+            assert "more" not in _names(alpha), "nothing is left of what was refused"
+            assert not again["usage"]["untrusted"]
     client.close()
 
 
@@ -169,6 +231,6 @@ def test_a_server_that_keeps_nothing(server: Server) -> None:
     """The option is the operator's: without it nothing is written."""
     from vllm_choreo.server import kept
 
-    assert kept.start(None, None) == (None, None)
+    assert kept.start(None, None, ServerConfig()) == (None, None)
     with pytest.raises(ChoreoError, match=r"tenants\.key"):
-        kept.start(None, str(_folder(server).with_name("elsewhere")))
+        kept.start(None, str(_folder(server).with_name("elsewhere")), ServerConfig())

@@ -284,6 +284,9 @@ class AsyncChoreography:
 
     async def _answer(self, ask: Ask) -> Any:
         """What a save or a load asks of the engine."""
+        if ask.what == "session":
+            function, *args = ask.args
+            return function(*args)
         if ask.what == "operation":
             return await self._runner.utility(*ask.args)
         if ask.what == "workers":

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_choreo.api.session import Session
+from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.keep.keys import own_key
 from vllm_choreo.keep.loading import check_on_mismatch, loading
 from vllm_choreo.keep.manifest import tenant_digest
 from vllm_choreo.keep.origin import Origin
@@ -57,7 +59,7 @@ class Keeping:
         for message in found:
             if message.trace is not None:
                 Trace("save", (message.trace,)).check(denied)
-        return saving(found, _folder(uri), self._origin(), encodings, progress)
+        return saving(found, self._folder(uri), self._origin(), encodings, progress)
 
     def load(self, uri: Any, *, on_mismatch: str, progress: bool | None) -> Steps[list[Message]]:
         """The steps of a load; see `Choreography.load`. Raises as it does."""
@@ -65,11 +67,12 @@ class Keeping:
         check_on_mismatch(on_mismatch)
         self._session.entries.check_open()
         return loading(
-            _folder(uri),
+            self._folder(uri),
             self._origin(),
             self._session.tenant,
             self._session.names_of,
             self._session.admit,
+            self._session.entries.check_open,
             on_mismatch,
             progress,
         )
@@ -85,6 +88,9 @@ class Keeping:
             config.model_config.get_vocab_size(),
         )
 
-
-def _folder(uri: Any) -> KeptFolder:
-    return uri if isinstance(uri, KeptFolder) else KeptFolder(uri)
+    def _folder(self, uri: Any) -> KeptFolder:
+        """What a caller names; with the key of this program, unless it has one."""
+        folder = uri if isinstance(uri, KeptFolder) else KeptFolder(uri)
+        if folder.keep_key is None:
+            folder.keep_key = own_key(ChoreoConfig.from_vllm(self._vllm_config).keep_key)
+        return folder

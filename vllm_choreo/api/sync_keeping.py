@@ -65,6 +65,9 @@ class SyncKeeping:
         """What a save or a load asks of the engine."""
         from vllm_choreo.engine.utility import of_workers
 
+        if ask.what == "session":
+            function, *args = ask.args
+            return function(*args)
         if ask.what == "operation":
             return self._utility(*ask.args)
         if ask.what == "workers":

@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--tenant", default="", help="whose messages (default: nobody's)")
     show = actions.add_parser("show", help="what is kept, by which model; check every file")
     show.add_argument("uri", metavar="URI", help="folder, or a URL of fsspec's")
+    show.add_argument(
+        "--keep-key", default="", metavar="FILE", help="key of who is believed (default: yours)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -52,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         ChoreoError: a file cannot be read or written, or does not fit.
     """
     if args.action == "show":
-        return _show(args.uri)
+        return _show(args.uri, args.keep_key)
     texts = [(path, _text(path)) for path in args.files] if args.action == "save" else []
     from vllm_choreo import Choreography
     from vllm_choreo.cli.doctor import start_engine
@@ -108,12 +111,15 @@ def _load(c: Any, args: argparse.Namespace) -> None:
         print(answer.generated_text.strip())
 
 
-def _show(uri: str) -> int:
-    from vllm_choreo.keep.manifest import read_manifest
+def _show(uri: str, key_file: str) -> int:
+    from vllm_choreo.keep.keys import own_key
+    from vllm_choreo.keep.manifest import checked_manifest
     from vllm_choreo.keep.storage import KeptFolder
 
-    folder = KeptFolder(uri)
-    kept = read_manifest(folder)
+    folder = KeptFolder(uri, keep_key=own_key(key_file))
+    kept, is_trusted, _ = checked_manifest(folder)
+    if not is_trusted:
+        print("UNTRUSTED: it was saved with another key; see docs/keep.md")
     model, damaged = kept["model"], 0
     print(f"Made by {model['name']}, {model['dtype']}; weights {model['weights'] or 'unknown'}")
     for adapter in kept["adapters"]:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_choreo.errors import ChoreoError, KeptError
 from vllm_choreo.keep.byte_bar import ByteBar
-from vllm_choreo.keep.manifest import read_manifest
+from vllm_choreo.keep.manifest import Manifest, checked_manifest, data_files
 from vllm_choreo.keep.origin import Origin, shape_of
 from vllm_choreo.keep.signature import differences, is_same_text, is_variant
-from vllm_choreo.keep.steps import Ask, Steps, operation, workers
+from vllm_choreo.keep.steps import Ask, Steps, operation, session, workers
 from vllm_choreo.keep.storage import MANIFEST, KeptFolder
 from vllm_choreo.keep.streams import ReadAhead
 from vllm_choreo.keep.tensors import Chunk, KVShape, check_header, chunks, header_size
@@ -26,6 +26,9 @@ from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.wire.messages import message_of
 
 ON_MISMATCH = ("refuse", "encode", "variant")
+# So often a load begins again because a save has replaced what it reads; where there are locks, it
+# does so only if that was between two looks at the folder.
+_TRIES = 10
 
 
 class Unfit(Exception):
@@ -50,6 +53,7 @@ def loading(
     tenant: str,
     names_of: Callable[[str, Sequence[str]], dict[str, str]],
     admit: Callable[[Sequence[Message]], None],
+    check_open: Callable[[], None],
     on_mismatch: str,
     progress: bool | None,
 ) -> Steps[list[Message]]:
@@ -61,6 +65,7 @@ def loading(
         names_of: the ids that messages will have, of the session that they were in and their ids
             there.
         admit: has the session know messages, or raises.
+        check_open: raises if the session is closed.
         on_mismatch: "refuse", "encode" or "variant".
         progress: see `ByteBar`.
 
@@ -73,25 +78,82 @@ def loading(
         ChoreoError: it does not fit into the context, or into the session.
     """
     check_on_mismatch(on_mismatch)
-    kept = read_manifest(folder)
+    into = _Into(target, tenant, names_of, admit, check_open)
+    for tries_left in reversed(range(_TRIES)):
+        manifest = checked_manifest(folder)
+        try:
+            with folder.reading(data_files(manifest.kept)):
+                return (yield from _load(folder, manifest, into, on_mismatch, progress))
+        except KeptError:
+            # Files of a generation that is not there any more cannot be read, and need not be.
+            if not tries_left or folder.manifest() == manifest.content:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+class _Into(NamedTuple):
+    """Where messages go to; see `loading`."""
+
+    target: Origin
+    tenant: str
+    names_of: Callable[[str, Sequence[str]], dict[str, str]]
+    admit: Callable[[Sequence[Message]], None]
+    check_open: Callable[[], None]
+
+
+def _load(
+    folder: KeptFolder,
+    manifest: Manifest,
+    into: _Into,
+    on_mismatch: str,
+    progress: bool | None,
+) -> Steps[list[Message]]:
+    """Messages of one manifest. Raises as `loading`."""
+    kept, target = manifest.kept, into.target
     is_same = _check_origin(kept, target, folder, on_mismatch)
-    renamed = names_of(kept["session"], [message["id"] for message in kept["messages"]])
+    ids = [message["id"] for message in kept["messages"]]
+    renamed = yield session(into.names_of, kept["session"], ids)
     recipes = _renamed(kept, renamed)
     if not is_same and on_mismatch == "variant":
         recipes = _of_other_model(recipes, kept["model"])
-    elif not is_same:
-        recipes["encodings"] = [{**entry, "data": None} for entry in recipes["encodings"]]
+    entries = [
+        _believed(entry, manifest.is_trusted, is_same, on_mismatch)
+        for entry in recipes["encodings"]
+    ]
+    recipes["encodings"] = entries
+    trusted = {"is_trusted": manifest.is_trusted}
+    recipes["adapters"] = [{**adapter, **trusted} for adapter in recipes["adapters"]]
     messages = _messages(kept, recipes, renamed)
     named = {renamed[m["id"]]: m["encoding"] for m in kept["messages"]}
-    ticket = yield operation("begin", target.session, tenant, recipes, named)
+    ticket = yield operation("begin", target.session, into.tenant, recipes, named)
     try:
-        yield from _Reader(folder, target, ticket, on_mismatch).read(recipes["encodings"], progress)
-        admit(messages)
+        yield from _Reader(folder, target, ticket, on_mismatch).read(entries, progress)
+        yield session(into.admit, messages)
         yield operation("enter", ticket)
     except BaseException:
         yield operation("give_up", ticket)
         raise
+    try:
+        yield session(into.check_open)
+    except BaseException:
+        # It was closed before the engine knew these messages, which nobody else would free.
+        yield Ask("operation", ("free", target.session, list(named)))
+        raise
     return messages
+
+
+def _believed(
+    entry: Mapping[str, Any], is_trusted: bool, is_same: bool, on_mismatch: str
+) -> dict[str, Any]:
+    """An entry of an encoding: with its data, or as a recipe; and whether the data is untrusted.
+
+    A recipe is: what this engine makes of it, it has made itself.
+    """
+    is_untrusted = entry["is_untrusted"] or not is_trusted
+    is_left = not is_same if on_mismatch != "variant" else False
+    is_left = is_left or (is_untrusted and on_mismatch == "encode")
+    data = None if is_left else entry["data"]
+    return {**entry, "data": data, "is_untrusted": is_untrusted and data is not None}
 
 
 def check_on_mismatch(given: Any) -> None:
@@ -184,11 +246,15 @@ def _messages(
     for record in kept["messages"]:
         message = message_of(record, submitted=now)
         encoding = recipes["encodings"][record["encoding"]]
+        usage = message.usage
+        if encoding["is_untrusted"]:
+            usage = replace(usage, exact=False, untrusted=True)
         parents = [p._replace(id=renamed.get(p.id, p.id)) for p in message.parents]
         messages.append(
             replace(
                 message,
                 id=renamed[message.id],
+                usage=usage,
                 parents=tuple(map(ParentSpan._make, parents)),
                 trace=traces[encoding["trace"]],
             )
@@ -244,7 +310,7 @@ class _Reader:
                 try:
                     length = header_size(ahead.read(8), size)
                     check_header(ahead.read(length), shape, num_tokens)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise self._damaged(name, str(error)) from None
                 listed = list(chunks(shape, num_tokens))
                 pieces = ahead.pieces(chunk.num_bytes for chunk in listed)

@@ -2,7 +2,8 @@
 """`manifest.json`: the recipes of kept messages, whose they are, and where keys and values lie.
 
     {"sha256": of the rest, as `json.dumps(kept, sort_keys=True)` writes it,
-     "kept": {"format": 2,
+     "hmac": of that digest, with the key of whoever has saved, see `keys.py` | null,
+     "kept": {"format": 5,
               "model": see `signature.py`,
               "tenant": digest of the tenant's name, "session": id,
               "adapters": [{"name", "number", "path", "weights": hex}],
@@ -13,26 +14,32 @@
                              "repaired_tokens", "weights": [temperature, scale] | null,
                              "patch": {"source": encoding, "start", "runs": [[start, stop]],
                                        "layers": [[first, stop]] | null} | null,
-                             "keeps": [layer],
+                             "keeps": [layer], "is_untrusted",
                              "data": {"file", "bytes", "sha256", "stored_position"} | null}],
               "messages": [{as `wire.messages.record_json`, "parents": [[id, start, stop]],
                             "encoding"}]}}
 
 Numbers stand for entries of the lists, and name earlier ones alone. A file that was damaged, or
-written by somebody else, is refused here, before any of it reaches the engine.
+that no save has written, is refused here, before any of it reaches the engine.
+
+The digest tells that nothing was damaged, and anybody can make it. The keyed one tells who wrote
+this: model, tenant, recipes, and by their digests keys and values.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b, sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_choreo.errors import KeptError
 from vllm_choreo.keep.storage import MANIFEST, KeptFolder
 
-FORMAT = 4
+FORMAT = 5
+# So that the key can serve other purposes, too.
+_PURPOSE = b"vllm-choreo kept messages\0"
 _RECORD = {
     "id": str,
     "position": int,
@@ -53,13 +60,38 @@ def tenant_digest(tenant: str) -> str:
     return blake2b(tenant.encode(), digest_size=16, person=b"choreo-keep").hexdigest()
 
 
-def manifest_bytes(kept: Mapping[str, Any]) -> bytes:
-    """The file of what is kept."""
-    return json.dumps({"sha256": _digest(kept), "kept": kept}, ensure_ascii=False).encode()
+class Manifest(NamedTuple):
+    """What a folder holds.
+
+    Attributes:
+        kept: what the file says.
+        is_trusted: whether who has the key of the folder has written it.
+        content: the bytes of the file.
+    """
+
+    kept: dict[str, Any]
+    is_trusted: bool
+    content: bytes
+
+
+def manifest_bytes(kept: Mapping[str, Any], keep_key: bytes | None = None) -> bytes:
+    """The file of what is kept.
+
+    Args:
+        keep_key: of whoever saves; None: it will be untrusted.
+    """
+    digest = _digest(kept)
+    keyed = None if keep_key is None else _keyed(digest, keep_key)
+    return json.dumps({"sha256": digest, "hmac": keyed, "kept": kept}, ensure_ascii=False).encode()
 
 
 def read_manifest(folder: KeptFolder) -> dict[str, Any]:
-    """What is kept in a folder.
+    """What is kept in a folder, whoever has written it. Raises as `checked_manifest`."""
+    return checked_manifest(folder).kept
+
+
+def checked_manifest(folder: KeptFolder) -> Manifest:
+    """What is kept in a folder, and whether it is trusted.
 
     Raises:
         UnknownKeptError: nothing is.
@@ -68,9 +100,10 @@ def read_manifest(folder: KeptFolder) -> dict[str, Any]:
     content = folder.manifest()
     try:
         found = json.loads(content)
-        kept = found["kept"]
-        if not isinstance(kept, dict) or found["sha256"] != _digest(kept):
+        kept, digest = found["kept"], found["sha256"]
+        if not isinstance(kept, dict) or digest != _digest(kept):
             raise ValueError("its digest is another")
+        is_trusted = _is_written_with(folder.keep_key, digest, found["hmac"])
         if kept.get("format") != FORMAT:
             raise ValueError(f"format {kept.get('format')}, {FORMAT} is needed")
         _check(kept)
@@ -81,7 +114,7 @@ def read_manifest(folder: KeptFolder) -> dict[str, Any]:
             parameter="uri",
             value=f"{folder.label}/{MANIFEST}",
         ) from None
-    return kept
+    return Manifest(kept, is_trusted, content)
 
 
 def data_files(kept: Mapping[str, Any]) -> set[str]:
@@ -91,6 +124,16 @@ def data_files(kept: Mapping[str, Any]) -> set[str]:
 
 def _digest(kept: Any) -> str:
     return sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _keyed(digest: str, keep_key: bytes) -> str:
+    return hmac.new(keep_key, _PURPOSE + digest.encode(), sha256).hexdigest()
+
+
+def _is_written_with(keep_key: bytes | None, digest: str, keyed: Any) -> bool:
+    if keep_key is None or not isinstance(keyed, str):
+        return False
+    return hmac.compare_digest(keyed.encode(), _keyed(digest, keep_key).encode())
 
 
 # -- checks: a digest tells that nothing was changed, not that it was right -----------------------
@@ -140,8 +183,8 @@ def _check_encoding(
     patch = entry["patch"]
     if type(entry["new_offset"]) is not int or (entry["new_offset"] < 0 and patch is None):
         raise ValueError("new_offset is an int from 0 on")
-    if not isinstance(entry["exact"], bool) or not isinstance(entry["is_copy"], bool):
-        raise TypeError("exact and is_copy are true or false")
+    if not all(isinstance(entry[name], bool) for name in ("exact", "is_copy", "is_untrusted")):
+        raise TypeError("exact, is_copy and is_untrusted are true or false")
     if patch is not None:
         _earlier([patch["source"]], len(earlier))
         if earlier[patch["source"]]["tokens"] != tokens:

@@ -37,21 +37,35 @@ def saving(
         PoolFullError: a message whose keys and values were evicted does not come back.
         LimitError: more bytes.
     """
-    folder.make()
-    replaced = _files_of(folder)
     told = yield operation("tell", origin.session, [message.id for message in messages])
     try:
-        writer = _Writer(folder, origin, told)
-        if encodings:
-            yield from writer.write(messages, progress)
-        kept = _manifest(messages, origin, told, writer.data)
-        folder.publish(manifest_bytes(kept), replaced)
-    except BaseException:
-        folder.withdraw()
-        raise
+        folder.make()
+        try:
+            return (yield from _save(messages, folder, origin, told, encodings, progress))
+        except BaseException:
+            folder.withdraw()
+            raise
     finally:
         yield operation("told", told["ticket"])
+
+
+def _save(
+    messages: Sequence[Message],
+    folder: KeptFolder,
+    origin: Origin,
+    told: Mapping[str, Any],
+    encodings: bool,
+    progress: bool | None,
+) -> Steps[Kept]:
+    """The files; who asks for them removes them if this raises."""
+    replaced = _files_of(folder)
+    writer = _Writer(folder, origin, told)
+    if encodings:
+        yield from writer.write(messages, progress)
+    content = manifest_bytes(_manifest(messages, origin, told, writer.data), folder.keep_key)
     sizes = [data["bytes"] for data in writer.data.values()]
+    check_size(sum(sizes) + len(content), folder.max_bytes)
+    folder.publish(content, replaced)
     return Kept(len(messages), len(sizes), sum(m.num_tokens for m in messages), sum(sizes))
 
 
@@ -113,7 +127,7 @@ class _Writer:
         entries = {number: self._entries[number] for number in numbers}
         kept = {number: shape.keeping(entry["keeps"]) for number, entry in entries.items()}
         num_bytes = sum(kept[n].token_bytes * len(entries[n]["tokens"]) for n in numbers)
-        _check_size(num_bytes, self._folder.max_bytes)
+        check_size(num_bytes, self._folder.max_bytes)
         with ByteBar("saving", num_bytes, progress) as bar:
             for number in numbers:
                 message = wanted.get(number)
@@ -182,7 +196,8 @@ class _Writer:
         return about
 
 
-def _check_size(num_bytes: int, max_bytes: float) -> None:
+def check_size(num_bytes: int, max_bytes: float) -> None:
+    """Raises LimitError: there is no room for so many bytes."""
     if num_bytes > max_bytes:
         raise LimitError(
             f"there is room for {int(max_bytes)} bytes more: delete what you have saved, save "

@@ -21,9 +21,11 @@ class Ask:
     """What the engine is asked for.
 
     Attributes:
-        what: "operation", of the scheduler; "workers", a method of each; or "encode": have messages
-            encoded that are not.
-        args: the name of the operation or method and its arguments; or the ids of messages.
+        what: "operation", of the scheduler; "workers", a method of each; "encode": have messages
+            encoded that are not; or "session": call a function where the session's calls are
+            planned, for no thread but that one may change what the session knows.
+        args: the name of the operation or method and its arguments; the ids of messages; or the
+            function and its arguments.
     """
 
     what: str
@@ -38,6 +40,11 @@ def operation(name: str, *args: Any) -> Ask:
 def workers(method: str, *args: Any) -> Ask:
     """A method of the workers."""
     return Ask("workers", (method, *args))
+
+
+def session(function: Callable[..., Any], *args: Any) -> Ask:
+    """A function of the session."""
+    return Ask("session", (function, *args))
 
 
 Steps = Generator[Ask, Any, _T]

@@ -6,26 +6,40 @@
     ...
 
 Data is written under names that were never there, and the manifest last, in one move: whoever is
-killed leaves the old messages or the new ones. What he leaves behind, a later save removes.
+killed leaves the old messages or the new ones. A *generation* is the files of one save, which begin
+with the same name. One that no manifest names is removed by the next save, unless it is in use:
+
+    a local disk        a lock on its first file (`file_locks.py`), held by whoever writes or loads
+    other storage       what was replaced goes at once, and a load begins again with what replaced
+                        it; what a killed save has left goes a day later
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
+import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from vllm_choreo.errors import KeptError, UnknownKeptError
+from vllm_choreo.keep import file_locks
 
 MANIFEST = "manifest.json"
-_DATA = re.compile(r"(\d{8}T\d{6})-[0-9a-f]{8}-\d{5,}\.safetensors")
+# Data, or a manifest that was not put into its place: when its save began, and which it was.
+_FILE = re.compile(
+    rf"(?:{re.escape(MANIFEST)}\.)?((\d{{8}}T\d{{6}})-[0-9a-f]{{8}})(-\d{{5,}}\.safetensors)?"
+)
 _TIME = "%Y%m%dT%H%M%S"
-# So long nobody takes for a save: data that no manifest names is left alone until then.
+# So long nobody takes for a save: what a killed one has left, where there are no locks.
 _SAVE_SECONDS = 86_400.0
+# What a disk takes for a file or a folder, at least.
+_DISK_BLOCK = 4096
 
 
 class KeptFolder:
@@ -33,7 +47,9 @@ class KeptFolder:
     Args:
         uri: a path, or any URL of fsspec's.
         label: what errors call the folder; None: its URI.
-        max_bytes: that keys and values may take.
+        max_bytes: that a save may write.
+        keep_key: of whoever saves and loads: what was saved with another one is untrusted. None:
+            all is, see `keys.py`.
         options: of fsspec's file system, such as credentials.
 
     Raises:
@@ -41,12 +57,18 @@ class KeptFolder:
     """
 
     def __init__(
-        self, uri: Any, label: str | None = None, max_bytes: float = float("inf"), **options: Any
+        self,
+        uri: Any,
+        label: str | None = None,
+        max_bytes: float = float("inf"),
+        keep_key: bytes | None = None,
+        **options: Any,
     ) -> None:
         import fsspec
 
         self.label = str(uri) if label is None else label
         self.max_bytes = max_bytes
+        self.keep_key = keep_key
         try:
             self._fs, path = fsspec.core.url_to_fs(str(uri), **options)
         except (ValueError, ImportError) as error:
@@ -54,9 +76,16 @@ class KeptFolder:
                 f"this storage cannot be reached: {error}", parameter="uri", value=self.label
             ) from None
         self._path = path.rstrip("/")
-        self._save = f"{time.strftime(_TIME, time.gmtime())}-{secrets.token_hex(4)}"
+        self._is_local = "file" in self._fs.protocol
+        self._begin()
+
+    def _begin(self) -> None:
+        """Name the files of the next save."""
+        self._generation = f"{time.strftime(_TIME, time.gmtime())}-{secrets.token_hex(4)}"
         self._written: list[str] = []
         self._is_published = False
+        self._is_new = False
+        self._lock: int | None = None
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -67,8 +96,24 @@ class KeptFolder:
             KeptError: it cannot be read.
         """
         with self.naming(MANIFEST):
+            self._check_plain(MANIFEST)
             content: bytes = self._fs.cat_file(self._at(MANIFEST))
         return content
+
+    @contextmanager
+    def reading(self, names: Collection[str]) -> Iterator[None]:
+        """Keep the files that a manifest names, which has been read, from being removed by a save.
+
+        One that has removed them by now has put another manifest into its place. Where there are
+        no locks, it may do so meanwhile.
+        """
+        lock = None
+        if self._is_local and names:
+            lock = file_locks.shared(self._at(min(names)))
+        try:
+            yield
+        finally:
+            file_locks.release(lock)
 
     def text(self, name: str) -> str | None:
         """A small file; None: it is not there. Raises KeptError: it cannot be read."""
@@ -83,7 +128,19 @@ class KeptFolder:
         """A file to be read, and its length in bytes. Raises KeptError: it cannot be read."""
         with self.naming(name):
             path = self._at(name)
+            self._check_plain(name)
             return self._fs.open(path, "rb"), int(self._fs.size(path))
+
+    def sizes(self) -> dict[str, int]:
+        """The folders in this one, and the bytes that each takes, whatever lies there."""
+        found = dict.fromkeys(self.names(), 0)
+        with self.naming(""):
+            entries = self._fs.find(self._path, withdirs=True, detail=True) if found else {}
+        for path, entry in entries.items():
+            name = path.removeprefix(f"{self._path}/").partition("/")[0]
+            if name in found:
+                found[name] += _disk_bytes(entry.get("size") or 0)
+        return found
 
     def names(self) -> list[str]:
         """The folders in this one, such as the operator's has one for each tenant."""
@@ -96,17 +153,26 @@ class KeptFolder:
     # -- writing -----------------------------------------------------------------------------
 
     def make(self) -> None:
-        """Make the folder, unless it is there."""
+        """Make the folder, unless it is there; a save begins."""
+        self._begin()
         with self.naming(""):
+            self._is_new = self._is_local and not os.path.lexists(self._path)
             self._fs.makedirs(self._path, exist_ok=True)
 
     def create(self) -> tuple[str, Any]:
         """A file of a name that was never there: the name, and the file to be written."""
-        name = f"{self._save}-{len(self._written):05d}.safetensors"
+        name = f"{self._generation}-{len(self._written):05d}.safetensors"
         with self.naming(name):
-            file = self._fs.open(self._at(name), "wb")
+            file = self._open_new(name)
         self._written.append(name)
         return name, file
+
+    def _open_new(self, name: str) -> Any:
+        """A file to be written; the first one of a save is locked until it is published."""
+        file = self._fs.open(self._at(name), "wb")
+        if self._is_local and self._lock is None:
+            self._lock = file_locks.shared_with(file.fileno())
+        return file
 
     def publish(self, content: bytes, replaced: set[str]) -> None:
         """Put a manifest in the place of the old one; from now on its messages are the kept ones.
@@ -115,9 +181,9 @@ class KeptFolder:
             replaced: data that the old one named.
         """
         with self.naming(MANIFEST):
-            part = self._at(f"{MANIFEST}.{self._save}")
+            part = self._at(f"{MANIFEST}.{self._generation}")
             try:
-                with self._fs.open(part, "wb") as file:
+                with self._open_new(f"{MANIFEST}.{self._generation}") as file:
                     file.write(content)
                     settle(file)
                 # From here on the data may be named, whatever interrupts this.
@@ -127,40 +193,84 @@ class KeptFolder:
                 self._is_published = False
                 self._remove([part])
                 raise
-        self._clean(replaced - set(self._written))
+        self._unlock()
+        self._clean(content, replaced - set(self._written))
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small file whole; on a disk for the eyes of its owner alone."""
-        part = self._at(f"{name}.{self._save}")
+        part = self._at(f"{name}.{self._generation}")
         with self.naming(name):
             with self._fs.open(part, "wb") as file:
-                if "file" in self._fs.protocol:
+                if self._is_local:
                     os.chmod(part, 0o600)
                 file.write(text.encode())
                 settle(file)
             self._fs.mv(part, self._at(name))
 
     def withdraw(self) -> None:
-        """Remove what this save has written, unless it is published."""
+        """Remove what this save has written, and the folder if it has made it; unless all of it is
+        published.
+        """
         if not self._is_published:
             self._remove([self._at(name) for name in self._written])
+            if self._is_new:
+                with suppress(OSError):  # somebody else has put something there
+                    self._fs.rmdir(self._path)
+        self._unlock()
 
     def delete(self) -> None:
-        """Remove the folder; the manifest first, so that half of it is nothing."""
+        """Remove the folder, whatever is in it; the manifest first, so that half of it is nothing.
+
+        Raises:
+            UnknownKeptError: there is none.
+        """
         with self.naming(MANIFEST):
-            self._fs.rm_file(self._at(MANIFEST))
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(self._at(MANIFEST))
             self._fs.rm(self._path, recursive=True)
 
-    def _clean(self, replaced: set[str]) -> None:
-        before = time.strftime(_TIME, time.gmtime(time.time() - _SAVE_SECONDS))
+    def _unlock(self) -> None:
+        file_locks.release(self._lock)
+        self._lock = None
+
+    def _clean(self, content: bytes, replaced: set[str]) -> None:
+        """Remove what no manifest names and nobody uses.
+
+        Args:
+            content: of the manifest that was published.
+        """
         try:
             entries = self._fs.ls(self._path, detail=True, refresh=True)
         except OSError:
             return  # the next save will
-        found = [entry["name"].rpartition("/")[2] for entry in entries]
-        lost = {name for name in found if (m := _DATA.fullmatch(name)) and m[1] < before}
-        kept = set(self._written)
-        self._remove([self._at(name) for name in found if name in (replaced | lost) - kept])
+        others = defaultdict[str, list[str]](list)
+        for entry in entries:
+            name = entry["name"].rpartition("/")[2]
+            if (found := _FILE.fullmatch(name)) and found[1] != self._generation:
+                others[found[1]].append(name)
+        before = time.strftime(_TIME, time.gmtime(time.time() - _SAVE_SECONDS))
+        with ExitStack() as locked:
+            idle: list[str] = []
+            for generation, names in others.items():
+                if self._is_idle(names, locked):
+                    idle += names
+                elif not self._is_local:
+                    is_lost = generation < before
+                    idle += [name for name in names if is_lost or name in replaced]
+            # Another save, which has ended since, may have put its own manifest in the place of
+            # this one: then its files are not locked any more, and it removes what is left.
+            with suppress(KeptError):
+                if self.manifest() == content:
+                    self._remove([self._at(name) for name in idle])
+
+    def _is_idle(self, names: list[str], locked: ExitStack) -> bool:
+        """Whether nobody writes or loads a generation; then nobody does so until `locked` ends."""
+        if not self._is_local:
+            return False
+        data = [name for name in names if not name.startswith(MANIFEST)]
+        lock = file_locks.exclusive(self._at(min(data or names)))
+        locked.callback(file_locks.release, lock)
+        return lock is not None
 
     def _remove(self, paths: list[str]) -> None:
         for path in paths:
@@ -168,6 +278,11 @@ class KeptFolder:
                 self._fs.rm_file(path)
             except OSError:
                 continue  # it is not there, or the next save will
+
+    def _check_plain(self, name: str) -> None:
+        """Raises OSError: a pipe or a device, from which one could read for ever."""
+        if self._is_local and not stat.S_ISREG(os.stat(self._at(name)).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
@@ -193,6 +308,10 @@ class KeptFolder:
 
 def _is_folder(entry: Any) -> bool:
     return bool(entry["type"] == "directory")
+
+
+def _disk_bytes(size: int) -> int:
+    return max(1, -(-size // _DISK_BLOCK)) * _DISK_BLOCK
 
 
 def settle(file: Any) -> None:

@@ -27,6 +27,8 @@ class Usage:
         encoded_tokens: whose keys and values were computed for this call, generated ones included.
         repaired_tokens: of the parents, that were read as they are encoded in the call's own
             context, by `repair=`; computed for this call, or for an earlier one with the same.
+        untrusted: it depends on keys and values that were loaded, and that nobody whom this process
+            trusts has saved (docs/keep.md); then it is not exact.
     """
 
     exact: bool
@@ -34,6 +36,7 @@ class Usage:
     repositioned_tokens: int
     encoded_tokens: int
     repaired_tokens: int = 0
+    untrusted: bool = False
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Usage:

@@ -93,6 +93,9 @@ class UsageAnswer(AnswerModel):
     repaired_tokens: int = Field(
         description="Of the parents, read as they are encoded in the call's own context (`repair`)."
     )
+    untrusted: bool = Field(
+        description="It depends on keys and values that were loaded, and not saved by this server."
+    )
 
 
 class Times(AnswerModel):

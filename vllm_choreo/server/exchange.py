@@ -37,20 +37,16 @@ class PairExchange:
         rule: how sessions that have no rule of their own read the other model's messages.
         model: of this server, as its configuration names it.
         folders: of tenants; None: adapters of one server exchange nothing.
-        max_gib: that a tenant may save.
 
     Raises:
         RepairError: the profile is of other models.
     """
 
-    def __init__(
-        self, rule: PairRule, model: str, folders: KeptFolders | None, max_gib: float
-    ) -> None:
+    def __init__(self, rule: PairRule, model: str, folders: KeptFolders | None) -> None:
         rule.check_model(base_model(model))
         self.rule = replace(rule, is_strict=False)
         self._is_writer = rule.is_written_by(base_model(model))
         self._folders = folders
-        self._max_gib = max_gib
 
     async def export(self, session: OpenSession, result: Result) -> None:
         """Save what a call of the writer's has encoded under a name; an error is logged."""
@@ -63,9 +59,7 @@ class PairExchange:
         try:
             async with self._folders.lock(tenant):
                 folder = self._folders.folder(tenant, kept)
-                folder.max_bytes = await asyncio.to_thread(
-                    self._folders.room, tenant, kept, self._max_gib
-                )
+                folder.max_bytes = await asyncio.to_thread(self._folders.room, tenant, kept)
                 with session.used() as choreography:
                     await choreography.save([result], folder, encodings=True, progress=False)
         except ChoreoError as error:
@@ -93,9 +87,7 @@ class PairExchange:
                     continue  # the call says that there is none, or that it was freed
 
 
-def exchange_of(
-    path: str | None, model: str, folders: KeptFolders | None, max_gib: float
-) -> PairExchange | None:
+def exchange_of(path: str | None, model: str, folders: KeptFolders | None) -> PairExchange | None:
     """What the operator's option asks for.
 
     Raises:
@@ -105,7 +97,7 @@ def exchange_of(
         return None
     rule = session_rule({"pair": path}, "choreo")
     assert isinstance(rule, PairRule)
-    return PairExchange(rule, model, folders, max_gib)
+    return PairExchange(rule, model, folders)
 
 
 def _knows(session: OpenSession, name: str) -> bool:

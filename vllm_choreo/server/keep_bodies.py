@@ -61,7 +61,9 @@ class KeptEntry(AnswerModel):
 
     name: str
     object: Literal["choreo.kept"]
-    bytes: int = Field(description="Of keys and values.")
+    bytes: int = Field(
+        description="That it takes: recipes, keys and values, and what was never finished."
+    )
 
 
 class KeptListAnswer(AnswerModel):

@@ -57,9 +57,8 @@ async def save_messages(request: Request, session: OwnSession, body: SaveBody) -
     """Save messages under a name. What was saved under it stays until all is written."""
     folders = _folders(request)
     folder = folders.folder(session.tenant, body.name)
-    max_gib = request.app.state.choreo.config.max_kept_gib_per_tenant
     async with folders.lock(session.tenant):
-        folder.max_bytes = await asyncio.to_thread(folders.room, session.tenant, body.name, max_gib)
+        folder.max_bytes = await asyncio.to_thread(folders.room, session.tenant, body.name)
         with session.used() as choreography:
             kept = await choreography.save(
                 body.messages, folder, encodings=body.encodings, progress=False

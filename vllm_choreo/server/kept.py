@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator's folder of kept messages: where tenants save, and what a server loads at its start.
 
-    DIR/tenants.key              the secret by which tenants are told apart, the same in every run
+    DIR/tenants.key              the secret by which tenants are told apart, the same in every run;
+                                 the key of what is saved is made from it, see `keep/keys.py`
     DIR/<tenant>/<name>/         what a tenant has saved under a name: see `keep/storage.py`
 
 A tenant says a name and never a path, and its folder is named after itself alone: so no request
@@ -16,8 +17,10 @@ import secrets
 
 from vllm.logger import init_logger
 
+from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
-from vllm_choreo.keep.manifest import data_files, read_manifest
+from vllm_choreo.keep.keys import key_of_file, key_of_secret
+from vllm_choreo.keep.manifest import checked_manifest, data_files
 from vllm_choreo.keep.storage import KeptFolder
 from vllm_choreo.server import tenants
 from vllm_choreo.server.sessions import Sessions
@@ -35,11 +38,17 @@ class KeptFolders:
     Args:
         uri: the operator's folder: a path, or a URL of fsspec's.
         option: of the command line, which named it.
+        config: how much a tenant may save.
+
+    Attributes:
+        keep_key: of all that is saved here, and believed; None: it is not known yet.
     """
 
-    def __init__(self, uri: str, option: str) -> None:
+    def __init__(self, uri: str, option: str, config: ServerConfig) -> None:
+        self.keep_key: bytes | None = None
         self._uri = uri.rstrip("/")
         self._option = option
+        self._config = config
         self._root = KeptFolder(self._uri)
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -56,7 +65,7 @@ class KeptFolders:
                 parameter="uri",
                 value=name,
             )
-        return KeptFolder(f"{self._uri}/{tenant}/{name}", label=name)
+        return KeptFolder(f"{self._uri}/{tenant}/{name}", label=name, keep_key=self.keep_key)
 
     def lock(self, tenant: str) -> asyncio.Lock:
         """A tenant saves one thing at a time: two at once would both find the same room."""
@@ -67,31 +76,39 @@ class KeptFolders:
         return KeptFolder(f"{self._uri}/{tenant}", label="").names()
 
     def sizes(self, tenant: str) -> dict[str, int]:
-        """Bytes of keys and values under each name of a tenant; what is damaged counts 0."""
-        found = {}
-        for name in self.names(tenant):
-            try:
-                kept = read_manifest(self.folder(tenant, name))
-                found[name] = sum(e["data"]["bytes"] for e in kept["encodings"] if e["data"])
-            except ChoreoError:
-                found[name] = 0
-        return found
+        """The bytes that each name of a tenant takes, whatever lies there: recipes, keys and
+        values, and what was never finished.
+        """
+        return KeptFolder(f"{self._uri}/{tenant}", label="").sizes()
 
-    def room(self, tenant: str, name: str, max_gib: float) -> float:
+    def room(self, tenant: str, name: str) -> float:
         """Bytes that a tenant may save under a name.
 
         Raises:
-            LimitError: none.
+            LimitError: none, or no name more.
         """
-        others = sum(size for other, size in self.sizes(tenant).items() if other != name)
-        if others >= max_gib * _BYTES_PER_GIB:
+        max_gib, max_names = (
+            self._config.max_kept_gib_per_tenant,
+            self._config.max_kept_names_per_tenant,
+        )
+        others = self.sizes(tenant)
+        others.pop(name, None)
+        if len(others) >= max_names:
+            raise LimitError(
+                f"an API key may save under {max_names} names: delete one, save under one that "
+                "you have, or raise the server's setting choreo.server.max_kept_names_per_tenant",
+                parameter="max_kept_names_per_tenant",
+                value=len(others),
+            )
+        num_bytes = sum(others.values())
+        if num_bytes >= max_gib * _BYTES_PER_GIB:
             raise LimitError(
                 f"an API key may save {max_gib:g} GiB: delete what you have saved, or raise the "
                 "server's setting choreo.server.max_kept_gib_per_tenant",
                 parameter="max_kept_gib_per_tenant",
-                value=f"{others} bytes",
+                value=f"{num_bytes} bytes",
             )
-        return max_gib * _BYTES_PER_GIB - others
+        return max_gib * _BYTES_PER_GIB - num_bytes
 
     # -- the secret --------------------------------------------------------------------------
 
@@ -136,7 +153,7 @@ class KeptFolders:
 
     async def _load(self, sessions: Sessions, tenant: str, name: str) -> None:
         folder = self.folder(tenant, name)
-        kept = await asyncio.to_thread(read_manifest, folder)
+        kept, is_trusted, _ = await asyncio.to_thread(checked_manifest, folder)
         try:  # another name may have opened it
             session = sessions.session(tenant, kept["session"])
         except UnknownSessionError:
@@ -145,21 +162,28 @@ class KeptFolders:
             messages = await choreography.load(folder, progress=False)
         num_files = len(data_files(kept))
         logger.info(
-            "--choreo-load: %d messages of session %s, %d with keys and values",
+            "--choreo-load: %d messages of session %s, %d with %s keys and values",
             len(messages),
             session.id,
             num_files,
+            "trusted" if is_trusted else "UNTRUSTED",
         )
 
 
-def start(keep: str | None, load: str | None) -> tuple[KeptFolders | None, KeptFolders | None]:
+def start(
+    keep: str | None, load: str | None, config: ServerConfig, key_file: str = ""
+) -> tuple[KeptFolders | None, KeptFolders | None]:
     """The folders that the operator named, for saving and to be loaded; with one secret.
 
+    Args:
+        config: how much a tenant may save.
+        key_file: of the setting `keep_key`; "": the key is made from the secret.
+
     Raises:
-        ChoreoError: a folder cannot be reached, or both belong to other tenants.
+        ChoreoError: a folder cannot be reached, both belong to other tenants, or there is no key.
     """
-    saved = KeptFolders(keep, "--choreo-keep") if keep else None
-    loaded = KeptFolders(load, "--choreo-load") if load else None
+    saved = KeptFolders(keep, "--choreo-keep", config) if keep else None
+    loaded = KeptFolders(load, "--choreo-load", config) if load else None
     found = [folders.secret() for folders in (loaded, saved) if folders is not None]
     if loaded is not None and found[0] is None and load != keep:
         raise ChoreoError(
@@ -180,4 +204,8 @@ def start(keep: str | None, load: str | None) -> tuple[KeptFolders | None, KeptF
         if saved is not None and found[-1] is None:
             saved.keep_secret(secret)
         tenants.use_secret(secret)
+        keep_key = key_of_file(key_file) if key_file else key_of_secret(secret)
+        for folders in (saved, loaded):
+            if folders is not None:
+                folders.keep_key = keep_key
     return saved, loaded

@@ -60,7 +60,8 @@ class ChoreoEndpoints:
         from vllm_choreo.server.sessions import Sessions
 
         check_one_process(args)
-        config = ChoreoConfig.from_vllm(engine_client.vllm_config).server
+        settings = ChoreoConfig.from_vllm(engine_client.vllm_config)
+        config = settings.server
         llm = guarded(engine_client, state.openai_serving_responses)
         state.choreo = Sessions(llm, config, state.openai_serving_models.model_name())
         metrics.start(state.choreo, engine_client)
@@ -70,14 +71,17 @@ class ChoreoEndpoints:
             state.choreo_schemas = ServedSchemas(state.choreo, state.online_renderer)
             await state.choreo_schemas.start_operators(getattr(args, "choreo_schema", None) or ())
             state.choreo_kept, loaded = await asyncio.to_thread(
-                kept.start, getattr(args, "choreo_keep", None), getattr(args, "choreo_load", None)
+                kept.start,
+                getattr(args, "choreo_keep", None),
+                getattr(args, "choreo_load", None),
+                config,
+                settings.keep_key,
             )
             state.choreo.exchange = await asyncio.to_thread(
                 exchange.exchange_of,
                 getattr(args, "choreo_pair", None),
                 engine_client.vllm_config.model_config.model,
                 state.choreo_kept,
-                config.max_kept_gib_per_tenant,
             )
             if loaded is not None:
                 await loaded.load_all(state.choreo)

@@ -21,6 +21,7 @@ def encoding_digest(
     plan: CallPlan,
     parents: Sequence[bytes],
     patched: tuple[bytes, int, Runs, LayerRanges | None] | None = None,
+    nonce: bytes = b"",
 ) -> bytes:
     """A digest that is equal for encodings whose keys and values are the same, and for no others.
 
@@ -33,6 +34,7 @@ def encoding_digest(
         parents: their digests.
         patched: of a patch: the digest of its source, the first token seen, the runs, and the
             layers.
+        nonce: of what may be anything: nothing else has its digest, nor what is encoded with it.
     """
     digest = blake2b(digest_size=32)
     spans = [(span.start, span.stop, span.offset) for span in plan.parents]
@@ -43,6 +45,7 @@ def encoding_digest(
         adapter.weights if adapter else b"",
         array("q", token_ids).tobytes(),
         repr((plan.new_offset, spans, patched, plan.weights)).encode(),
+        nonce,
         *parents,
     ):
         digest.update(len(part).to_bytes(8, "little"))

@@ -115,7 +115,10 @@ class Encoding:
             places token 0, seen or not, so that `base` may be negative.
         patch: None: all tokens are encoded in its context.
         keeps: layers whose hidden states the workers keep, see `HiddenBook`.
+        nonce: of one whose keys and values were loaded, and that nobody has saved who is trusted;
+            empty: this engine has made them, or whoever is.
         digest: of what it depends on; None until all of that is known.
+        is_untrusted: it has a nonce, or depends on one that has; known when its digest is.
         is_orphan: a copy that no new call can read.
         num_unreported: tokens of a copy that were encoded, but that no call has reported yet.
         readers: copies that were encoded with it.
@@ -137,7 +140,9 @@ class Encoding:
     plan: CallPlan | None = None
     patch: Patch | None = None
     keeps: tuple[int, ...] = ()
+    nonce: bytes = b""
     digest: bytes | None = None
+    is_untrusted: bool = False
     is_orphan: bool = False
     num_unreported: int = 0
     readers: set[Encoding] = field(default_factory=set, repr=False)

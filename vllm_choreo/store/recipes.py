@@ -9,6 +9,7 @@ be encoded again: also of messages that are freed, as recipes that no call can n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from secrets import token_bytes
 from typing import Any
 
 from vllm_choreo.repair.layers import LayerRanges, Range
@@ -18,6 +19,8 @@ from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.encoding import Adapter, Encoding, Patch, StoredMessage
 from vllm_choreo.store.hidden import needed
 from vllm_choreo.store.store import MessageStore
+
+_NONCE_BYTES = 16
 
 
 def recipes_of(messages: Sequence[StoredMessage]) -> tuple[list[Encoding], dict[str, Any]]:
@@ -100,6 +103,7 @@ def _encoding_json(encoding: Encoding, index: Mapping[Encoding, int]) -> dict[st
             "layers": patch.layers and [list(r) for r in patch.layers.ranges],
         },
         "keeps": list(encoding.keeps),
+        "is_untrusted": encoding.is_untrusted,
     }
 
 
@@ -148,7 +152,9 @@ class Rebuilt:
         for number, entry in enumerate(told["encodings"]):
             self.encodings.append(self._encoding(entry, is_own=number in own))
         for encoding in self.encodings:  # that a copy is one is known when its message has its own
-            encoding.is_orphan = encoding.is_copy and any(e.is_given_up for e in encoding.recipe)
+            # An untrusted copy is none that a call could find: those have no nonce.
+            is_lost = bool(encoding.nonce) or any(e.is_given_up for e in encoding.recipe)
+            encoding.is_orphan = encoding.is_copy and is_lost
         self.messages = list(self._known.values())
 
     def _encoding(self, entry: Mapping[str, Any], *, is_own: bool) -> Encoding:
@@ -165,6 +171,7 @@ class Rebuilt:
             patch = Patch(source, entry["patch"]["start"], runs, layers)
         encoding = Encoding(message, trace, adapter, list(entry["tokens"]), parents, patch=patch)
         encoding.plan = self._plan(entry, parents)
+        encoding.nonce = token_bytes(_NONCE_BYTES) if entry["is_untrusted"] else b""
         if is_own or message.freed:
             message.own = encoding
         self._store.identify(encoding)
@@ -212,5 +219,5 @@ class Rebuilt:
                 continue
             if encoding.is_copy and not encoding.is_orphan:
                 self._store.enter_copy(encoding)
-            if not encoding.is_orphan:
+            if not encoding.is_orphan and not encoding.nonce:
                 self._store.twins.add(encoding)

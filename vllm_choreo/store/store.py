@@ -149,6 +149,10 @@ class MessageStore:
             encoding.plan,
             parents,
             patched,
+            encoding.nonce,
+        )
+        encoding.is_untrusted = bool(encoding.nonce) or any(
+            needed.is_untrusted for needed in encoding.recipe
         )
 
     def known(self, encoding: Encoding) -> None:

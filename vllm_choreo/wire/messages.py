@@ -97,6 +97,7 @@ def total_usage_json(messages: Sequence[Message]) -> dict[str, Any]:
         repositioned_tokens=sum(part.repositioned_tokens for part in parts),
         encoded_tokens=sum(part.encoded_tokens for part in parts),
         repaired_tokens=sum(part.repaired_tokens for part in parts),
+        untrusted=any(part.untrusted for part in parts),
     )
     return _usage_json(total, sum(len(message.generated_token_ids) for message in messages))
 

@@ -273,11 +273,13 @@ class Keeper:
             self._store.tier.discard(encoding)
 
     def _adapter(self, entry: Mapping[str, Any]) -> Adapter:
-        """An adapter by its weights: one that requests have brought, or that lies where it did."""
+        """An adapter by its weights: one that requests have brought, or that lies where it did;
+        where somebody says whom nobody trusts, nobody looks.
+        """
         if entry["number"] == OTHER_MODEL:
             return Adapter(bytes.fromhex(entry["weights"]), OtherModel(entry["name"]))
         request = LoRARequest(entry["name"], entry["number"], entry["path"])
-        if self._lora_config is not None:
+        if self._lora_config is not None and entry["is_trusted"]:
             try:
                 check_loadable(Path(entry["path"]).expanduser(), self._lora_config)
                 self._adapters.look(request)

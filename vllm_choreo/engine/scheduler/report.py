@@ -28,6 +28,7 @@ def report_of(call: ScheduledCall) -> dict[str, Any]:
         ),
         "encoded_tokens": num_copied + call.encoding.num_tokens - call.num_shared,
         "repaired_tokens": plan.repaired_tokens,
+        "untrusted": any(parent.is_untrusted for parent in call.parents),
     }
 
 

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locks on files of a local disk, which end with the process that holds them, however it ends.
+
+They are those of `flock`: of an open file, and of no name. Who has locked a file that was removed
+since has locked nothing, and is told so. Storage without such locks has none to give: then
+`exclusive` has nothing locked, and nothing is removed that a lock should have kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+
+def shared(path: str) -> int | None:
+    """Lock a file against `exclusive`, which is waited for; None: it is not there, or no locks are.
+
+    Returns:
+        What `release` takes.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    return _locked(descriptor, fcntl.LOCK_SH)
+
+
+def shared_with(descriptor: int) -> int | None:
+    """Lock a file that is open; until `release`, though the file is closed before."""
+    return _locked(os.dup(descriptor), fcntl.LOCK_SH)
+
+
+def exclusive(path: str) -> int | None:
+    """Lock a file that nobody else has locked; None: somebody has, or it is not there."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    return _locked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def release(lock: int | None) -> None:
+    """End what one of the others began."""
+    if lock is not None:
+        os.close(lock)
+
+
+def _locked(descriptor: int, how: int) -> int | None:
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
