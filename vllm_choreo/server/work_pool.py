@@ -12,6 +12,7 @@ event loop by a part, and never holds it.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 NUM_THREADS = 2
+# After so long a thread that computes gives the interpreter to one that waits for it. By default it
+# is ten times as much, and the event loop waits some times for each request that it serves.
+_SWITCH_SECONDS = 0.0005
 
 
 class WorkPool:
@@ -29,6 +33,7 @@ class WorkPool:
     """
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        sys.setswitchinterval(min(_SWITCH_SECONDS, sys.getswitchinterval()))
         self._num_free = num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="choreo-work")
         self._running: set[str] = set()
