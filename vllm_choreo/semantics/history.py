@@ -82,7 +82,8 @@ class IdSet:
     @classmethod
     def union(cls, sets: Iterable[IdSet], names: Iterable[MessageName] = ()) -> IdSet:
         """All ids of some sets, and some more."""
-        tables = [found._branches for found in sets if found._branches]
+        # Of what a call reads, the latest is last, and often has all of the others.
+        tables = [found._branches for found in reversed(tuple(sets)) if found._branches]
         tables.append(_branches_of(name.number for name in names))
         return cls(_merged(tables))
 
@@ -140,7 +141,9 @@ def _merged(tables: list[Mapping[int, _Branch]]) -> Mapping[int, _Branch]:
 def _joint(branches: list[_Branch]) -> _Branch:
     if len(branches) == 1:
         return branches[0]
-    return tuple(map(_joint_leaf, zip(*branches, strict=True)))
+    made = tuple(map(_joint_leaf, zip(*branches, strict=True)))
+    # The same set stays one object, so that later unions meet it once.
+    return branches[0] if made == branches[0] else made
 
 
 def _joint_leaf(leaves: tuple[int | None, ...]) -> int | None:
@@ -151,5 +154,4 @@ def _joint_leaf(leaves: tuple[int | None, ...]) -> int | None:
     for leaf in leaves:
         if leaf is not None and leaf is not first:
             made |= leaf
-    # The same set keeps its leaf, so that later unions meet one object.
     return first if made == first else made or None
