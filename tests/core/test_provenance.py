@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import pickle
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -326,3 +328,40 @@ def test_a_deep_history_is_cheap(llm: Any) -> None:
     assert "Trace('2999', 3 parents)" in repr(traces[-1])
     with Choreography(llm) as c:
         assert dataclasses.replace(c.prefill("a"), text="b").text == "b"
+
+
+def test_whether_a_history_holds_a_message_is_told_without_walking_it() -> None:
+    """Each message reads the 60 before it: 120,000 ways back, asked for 2,000 times."""
+    traces = [Trace(f"s/b{number}") for number in range(60)]
+    for number in range(2000):
+        traces.append(trace_of(f"s/c{number}", traces[-60:], False))
+    other = Trace("s/other")
+    start = time.perf_counter()
+    for _ in range(2000):
+        reader = trace_of("s/reader", traces[-1:], False)
+        reader.check(["s/other", "s/nobody"])
+        assert not reader.carries([other.id])
+    assert time.perf_counter() - start < 20, "walked each time, it is minutes"
+    with pytest.raises(DeniedMessageError):
+        trace_of("s/reader", traces[-1:], False).check(["s/b0"])
+
+
+def test_a_long_way_is_told_by_its_ends() -> None:
+    """No recursion: a chain is longer than Python's stack, and no error of megabytes."""
+    trace = Trace("s/secret")
+    for number in range(10_000):
+        trace = trace_of(f"s/c{number}", [trace], False)
+    with pytest.raises(
+        DeniedMessageError, match=r"secret ← … ← c9984 ← .* ← c9999; name a copy"
+    ) as e:
+        trace_of("s/reader", [trace], False).check(["s/nobody", "s/secret"])
+    assert e.value.value[:2] == ["s/secret", "…"] and len(e.value.value) == 18
+    assert len(trace.closure()) == 10_000
+    assert trace.carries(["s/secret"]) and not trace.carries(["s/reader"])
+
+
+def test_a_history_in_another_process_is_the_same() -> None:
+    first = Trace("s/first")
+    trace = pickle.loads(pickle.dumps(trace_of("s/second", [first], False, Trace("s/origin"))))
+    assert trace.closure() == {"s/first", "s/origin"}
+    assert trace.carries(["s/first"]) and trace.origin.id == "s/origin"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.planner.facades import DigestFacade
 from tests.planner.graphs import RandomGraph, is_even, shout, words
-from vllm_choreo.planner import Graph, Msg, build, naive, ops
+from vllm_choreo.planner import Graph, Msg, Template, build, naive, ops
 from vllm_choreo.planner.graph_errors import (
     BatchLengthError,
     GraphCycleError,
@@ -194,6 +194,24 @@ REFUSED: dict[str, tuple[type[GraphError], str, Callable[[], Any]]] = {
         lambda: ops.switch(A, {"x": A, "y": ops.fn(words, A, returns="list")}),
     ),
     "too many rounds": (OperatorTypeError, "1 to 1000", lambda: ops.loop(A, lambda s: s, rounds=0)),
+    "a loop over two states": (
+        OperatorTypeError,
+        r"operator loop at test_language.*one operator is needed, this is a list",
+        lambda: ops.loop([A, A], lambda one: one, rounds=2),  # type: ignore[arg-type]
+    ),
+    "no body": (OperatorTypeError, "function of the state", lambda: ops.loop(A, "s", rounds=2)),  # type: ignore[arg-type]
+    "an output that is a history": (
+        OperatorTypeError,
+        r"operator chat at test_language.*this is a list: put several into",
+        lambda: ops.output([Msg("user", A)], "chat"),  # type: ignore[arg-type]
+    ),
+    "a slice of a text": (OperatorTypeError, "this is a str", lambda: ops.slice("abc", 1)),  # type: ignore[arg-type]
+    "an item of a text": (OperatorTypeError, "this is a str", lambda: ops.item("abc", 1)),  # type: ignore[arg-type]
+    "cases without keys": (OperatorTypeError, "a dict", lambda: ops.switch(A, ["x"])),  # type: ignore[arg-type]
+    "no list": (OperatorTypeError, "a list of Msg", lambda: ops.llm(3)),  # type: ignore[arg-type]
+    "no results": (GraphError, "a list of operators", lambda: build(3)),  # type: ignore[arg-type]
+    "a template without an end": (GraphError, "a message needs an end", lambda: Template("", "")),
+    "a template with another hole": (GraphError, "no hole but", lambda: Template("{who}:")),
     "two of a name": (
         GraphError,
         "another operator has this name",

@@ -257,6 +257,10 @@ class AsyncChoreography:
         stats: dict[str, Any] = await self._runner.utility("stats", self._session.id)
         return self._session.with_choices(stats)
 
+    async def counts(self) -> dict[str, Any]:
+        """The numbers of `stats` alone: `num_resident_tokens`, `num_pinned` and others."""
+        return await self._runner.utility("counts", self._session.id) or {}
+
     async def close(self) -> None:
         """End the calls that are running and free all messages. Closing twice does nothing."""
         if self._entries.close():

@@ -27,9 +27,10 @@ from vllm_choreo.errors import (
     UnknownMessageError,
 )
 from vllm_choreo.semantics.call import Result
+from vllm_choreo.semantics.history import IdSet
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.naming import message_id as named_id
-from vllm_choreo.semantics.provenance import Trace, histories_hold
+from vllm_choreo.semantics.provenance import Trace, ids_in
 
 # Of messages that were freed and calls that failed: how many are remembered by their ids. About
 # 150 bytes each.
@@ -60,6 +61,8 @@ class Entries:
         self._gone: OrderedDict[str, str] = OrderedDict()
         # While somebody holds a freed message, its id must not come to mean another one.
         self._held: WeakValueDictionary[str, Message] = WeakValueDictionary()
+        # What the live messages are, and carry; None: it is to be found out when it is asked for.
+        self._carried: IdSet | None = None
 
     def started(self, calls: Iterable[PlannedCall]) -> None:
         """Reserve the ids of planned calls."""
@@ -109,10 +112,14 @@ class Entries:
         before = self._live.get(message_id)
         self.num_tokens += len(entry.token_ids) - (len(before.token_ids) if before else 0)
         self._live[message_id] = entry
+        if before is None and self._carried is not None:
+            self._carried = ids_in([_trace(entry)], self._carried)
 
     def _leave(self, message_id: str) -> PlannedCall | Message | None:
         entry = self._live.pop(message_id, None)
-        self.num_tokens -= len(entry.token_ids) if entry else 0
+        if entry is not None:
+            self.num_tokens -= len(entry.token_ids)
+            self._carried = None
         return entry
 
     def _remember(self, message_id: str, reason: str) -> None:
@@ -212,7 +219,9 @@ class Entries:
         unknown = {i for i in ids if i not in self._live and i not in self._gone}
         unknown = {i for i in unknown if not self._was_freed(i)}
         if unknown:
-            unknown -= histories_hold(map(_trace, self._live.values()), unknown)
+            if self._carried is None:
+                self._carried = ids_in([_trace(entry) for entry in self._live.values()])
+            unknown = {i for i in unknown if i not in self._carried}
         for message_id in ids:
             if message_id in unknown:
                 raise UnknownMessageError(

@@ -107,8 +107,11 @@ def build(results: Sequence[Op] | Mapping[str, Op]) -> Graph:
         GraphError: no result, or two of one name; two placeholders of one name.
         GraphCycleError: an operator waits for itself.
     """
-    if isinstance(results, Op) or not results:
-        raise GraphError("build takes a list of operators", parameter="results", value=str(results))
+    is_list = isinstance(results, (Sequence, Mapping)) and not isinstance(results, str)
+    if not is_list or not results:
+        raise GraphError(
+            "build takes a list of operators", parameter="results", value=repr(results)
+        )
     named = list(results) if isinstance(results, Mapping) else []
     wanted: list[Op] = list(results.values() if isinstance(results, Mapping) else results)
     order = _in_order(wanted)

@@ -102,6 +102,23 @@ def type_of(value: Any) -> str:
     return "value"
 
 
+def operator(kind: str, given: Any, parameter: str, name: Any = "") -> Op:
+    """What an operator of this kind is given, which is an operator itself.
+
+    Raises:
+        OperatorTypeError: it is a text, a list of operators, or something else.
+    """
+    if isinstance(given, Op):
+        return given
+    raise refused(
+        Op(kind, "value", (), {}, name, line_of_caller()),
+        f"one operator is needed, this is a {type(given).__name__}: put several into concat or fn, "
+        "and a text or a value into data",
+        parameter,
+        repr(given),
+    )
+
+
 def typed(op: Op) -> Op:
     """The operator. Raises OperatorTypeError: its type is none."""
     if op.type not in TYPES:

@@ -22,6 +22,7 @@ from vllm_choreo.planner.op import (
     Op,
     Text,
     line_of_caller,
+    operator,
     pieces_of,
     refused,
     text_of,
@@ -140,7 +141,7 @@ def llm(
         opening: how the answer begins; not part of the value.
     """
     made = Op("llm", "text", (), {}, name, line_of_caller())
-    if isinstance(messages, (str, Op, Msg)) or not messages:
+    if isinstance(messages, (str, Op, Msg)) or not isinstance(messages, Sequence) or not messages:
         raise refused(made, "llm takes a list of Msg", "messages", messages)
     inputs: list[Op] = []
     turns = []
@@ -182,6 +183,7 @@ def fn(
 
 def slice(source: Op, start: int | None = None, stop: int | None = None, *, name: str = "") -> Op:
     """A part of a list, or of a text in characters, as `value[start:stop]`."""
+    source = operator("slice", source, "source", name)
     made = Op(
         "slice", source.type, (source,), {"start": start, "stop": stop}, name, line_of_caller()
     )
@@ -195,6 +197,7 @@ def slice(source: Op, start: int | None = None, stop: int | None = None, *, name
 
 def item(source: Op, index: int, *, name: str = "") -> Op:
     """One text of a list, as `value[index]`."""
+    source = operator("item", source, "source", name)
     made = Op("item", "text", (source,), {"index": index}, name, line_of_caller())
     if source.type != "list" or type(index) is not int:
         raise refused(made, "a list and an int are needed", "source", source)
@@ -210,6 +213,8 @@ def switch(
         OperatorTypeError: cases of different types, or none.
     """
     made = Op("switch", "text", (), {}, name, line_of_caller())
+    if not isinstance(cases, Mapping):
+        raise refused(made, "cases are a dict, from values of the key", "cases", repr(cases))
     given = [*cases.values(), *([] if default is None else [default])]
     read = [case if isinstance(case, Op) else data(case) for case in given]
     if not read or len({case.type for case in read}) > 1 or not isinstance(key, Op):
@@ -237,9 +242,12 @@ def loop(
         rounds: 1 to 1000.
         until: a pure function of the state's value.
     """
+    state = operator("loop", state, "state", name)
     made = Op("loop", state.type, (state,), {}, name, line_of_caller())
     if type(rounds) is not int or not 1 <= rounds <= _MAX_ROUNDS:
         raise refused(made, f"a loop has 1 to {_MAX_ROUNDS} rounds", "rounds", rounds)
+    if not callable(body):
+        raise refused(made, "the body is a function of the state", "body", repr(body))
     states = [state]
     for _ in range(rounds):
         made_by_body = body(states[-1])
@@ -256,5 +264,10 @@ def loop(
 
 
 def output(source: Op, name: str) -> Op:
-    """A result of the graph, under a name of its own."""
+    """A result of the graph, under a name of its own.
+
+    Raises:
+        OperatorTypeError: the source is no operator, such as a list of messages.
+    """
+    source = operator("output", source, "source", name)
     return Op("output", source.type, (source,), {}, name, line_of_caller())

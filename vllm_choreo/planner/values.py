@@ -31,6 +31,26 @@ class Template:
     opening: str = "<|im_start|>{role}\n"
     closing: str = "<|im_end|>\n"
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            GraphError: a message would not end, or begins with another hole than `{role}`.
+        """
+        if not self.closing:
+            raise GraphError(
+                "a message needs an end, such as a line break: prompts are cut there",
+                parameter="template.closing",
+                value=self.closing,
+            )
+        try:
+            self.begin("user")
+        except (KeyError, IndexError, ValueError) as error:
+            raise GraphError(
+                f"the opening of a message has no hole but {{role}}: {error!r}",
+                parameter="template.opening",
+                value=self.opening,
+            ) from None
+
     def begin(self, role: str) -> str:
         """How a message of this role begins."""
         return self.opening.format(role=role)

@@ -79,6 +79,7 @@ class AsyncPromptCache:
             pending: dict[EncodingKey, Any] = {}
             try:
                 for key in waiting:
+                    await asyncio.sleep(0)  # others are to be served between two of many
                     pending[key] = await self._submit(key, self._book.encoding(key, pending))
             finally:
                 results = await asyncio.gather(*(one.result() for one in pending.values()))

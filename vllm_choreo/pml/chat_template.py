@@ -15,11 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from vllm_choreo.errors import PmlError
 
 _MARK = "PMLTURN{}END"
+# Conversations that are rendered to find out where one may end; each takes its length in time.
+_MAX_ENDS = 64
+_MAX_TOLD = 16  # turns, in an error
 
 
 class ChatTemplate:
@@ -48,17 +52,27 @@ class ChatTemplate:
             return []
         pieces = self._pieces(tuple(roles), False)
         made, before = [], pieces[0]
-        for number in range(1, len(roles) + 1):
+        # A template writes the same between the same two roles, as a rule, and then it would end a
+        # conversation there alike, too: so it is not run for every turn. Where it would not, what
+        # is between them is only divided otherwise.
+        ends: dict[tuple[str, str, str], str | None] = {}
+        for number, (role, following) in enumerate(pairwise(roles), 1):
             between = pieces[number]
-            if number == len(roles):
-                made.append((before, between))
-                break
             # What would end the conversation here belongs to the turn, all else to the next one.
-            end = self._end(tuple(roles[:number]))
+            if (kind := (role, following, between)) not in ends:
+                if len(ends) == _MAX_ENDS:
+                    raise PmlError(
+                        "the model's chat template writes something else between all turns: make "
+                        f"it {_MAX_ENDS} turns at most",
+                        parameter="chat_template",
+                        value=f"{len(roles)} turns",
+                    )
+                ends[kind] = self._end(tuple(roles[:number]))
+            end = ends[kind]
             after = end if end is not None and between.startswith(end) else between
             made.append((before, after))
             before = between[len(after) :]
-        return made
+        return [*made, (before, pieces[-1])]
 
     def rest(
         self, kept: Sequence[tuple[str, str, str]], roles: Sequence[str], is_open: bool, ends: bool
@@ -92,7 +106,7 @@ class ChatTemplate:
                 "the model's chat template writes the schema's turns otherwise in this prompt: "
                 "do not put turns into modules, or take all of them",
                 parameter="prompt",
-                value=", ".join(everything),
+                value=_roles_in_short(everything),
             )
         made = [pieces[first][len(expected[first]) :], *pieces[first + 1 :]]
         if is_open:
@@ -109,17 +123,19 @@ class ChatTemplate:
     def _pieces(self, roles: tuple[str, ...], ends: bool) -> list[str]:
         """What is before the first mark, between them, and after the last one."""
         text = self._rendered(roles, ends)
-        pieces = []
-        for number in range(len(roles)):
-            before, mark, text = text.partition(_MARK.format(number))
-            if not mark:
+        pieces, start = [], 0
+        for number, role in enumerate(roles):
+            mark = _MARK.format(number)
+            found = text.find(mark, start)
+            if found < 0:
                 raise PmlError(
                     "the model's chat template leaves a turn out",
                     parameter="chat_template",
-                    value=roles[number],
+                    value=role,
                 )
-            pieces.append(before)
-        return [*pieces, text]
+            pieces.append(text[start:found])
+            start = found + len(mark)
+        return [*pieces, text[start:]]
 
     def _render(self, roles: tuple[str, ...], ends: bool) -> str:
         turns = [{"role": r, "content": _MARK.format(n)} for n, r in enumerate(roles)]
@@ -132,6 +148,11 @@ class ChatTemplate:
             raise PmlError(
                 f"the model's chat template refuses these turns: {error}",
                 parameter="chat_template",
-                value=", ".join(roles),
+                value=_roles_in_short(roles),
             ) from error
         return str(rendered)
+
+
+def _roles_in_short(roles: Sequence[str]) -> str:
+    more = f", … ({len(roles)} turns)" if len(roles) > _MAX_TOLD else ""
+    return ", ".join(roles[:_MAX_TOLD]) + more

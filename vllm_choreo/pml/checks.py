@@ -30,6 +30,7 @@ MAX_DEPTH = 32
 MAX_NODES = 10_000
 MAX_CHARS = 8 * 2**20
 MAX_PARAM_TOKENS = 100_000
+MAX_TURNS = 1_000
 # Modules of one scaffold, each of which reads those before it, and of all scaffolds together.
 MAX_SCAFFOLD = 256
 MAX_IN_SCAFFOLDS = 1024
@@ -290,16 +291,19 @@ def _check_use(use: Use) -> None:
 
 def _check_size(root: Any, parameter: str) -> None:
     """Refuse what is too deep or too large, before anything walks it by recursion."""
-    level, depth, num_nodes, num_chars = [root], 0, 0, 0
+    level, depth, num_nodes, num_chars, num_turns = [root], 0, 0, 0, 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:
             raise wrong(f"elements are nested {MAX_DEPTH} deep at most", level[0], parameter)
         num_nodes += len(level)
+        num_turns += sum(isinstance(node, Turn) for node in level)
         num_chars += sum(len(n.text) for n in level if isinstance(n, Text) and type(n.text) is str)
         level = [child for node in level for child in getattr(node, "children", ())]
         if num_nodes > MAX_NODES:
             raise wrong(f"there are {MAX_NODES} elements and texts at most", root, parameter)
+    if num_turns > MAX_TURNS:
+        raise wrong(f"there are {MAX_TURNS} turns at most", root, parameter, num_turns)
     if num_chars > MAX_CHARS:
         raise wrong(f"there are {MAX_CHARS} characters at most", root, parameter)
 

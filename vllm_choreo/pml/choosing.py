@@ -24,6 +24,9 @@ from vllm_choreo.pml.layout import LaidModule, LaidUnion, Segment, Tokens
 from vllm_choreo.pml.registered import RegisteredSchema
 from vllm_choreo.pml.tree import Passed, Prompt, Text, Turn, Use, wrong
 
+# Of all schemas that a prompt and those inside it name, each time that they do.
+MAX_PIECES = 20_000
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -124,7 +127,8 @@ class _Chooser:
         self._lengths, self._reorders = lengths, reorders
         self._turns: list[tuple[str, str, str]] = []
         self._row = ChosenRow([], [], [])
-        self._text = ""  # new text that is not in an item yet
+        self._num_steps = 0
+        self._texts: list[str] = []  # new text that is not in an item yet
         self._node: Any = None
 
     def row(self, prompt: Prompt) -> ChosenRow:
@@ -148,6 +152,14 @@ class _Chooser:
     # -- modules -----------------------------------------------------------------------------
 
     def _module(self, laid: LaidModule, use: Any) -> None:
+        # A prompt may name a schema again and again, all of whose pieces it takes each time.
+        self._num_steps += 1 + len(laid.items)
+        if self._num_steps > MAX_PIECES:
+            raise wrong(
+                f"a prompt goes through {MAX_PIECES} pieces of schemas at most: name fewer",
+                use,
+                "prompt",
+            )
         self._row.chosen[-1].add(laid.path)
         uses = _uses(laid, use)
         arguments = self._arguments(laid, use)
@@ -249,15 +261,16 @@ class _Chooser:
                 self._add(PassedMessage(content.name, self._lengths[content.name]), None, content)
 
     def _write(self, text: str, node: Any) -> None:
-        self._text, self._node = self._text + text, node
+        self._texts.append(text)
+        self._node = node
 
     def _flush(self) -> None:
-        ids, self._text = self._tokens.of(self._text), ""
+        ids, self._texts = self._tokens.of("".join(self._texts)), []
         if ids:
             self._add(Fresh(ids), None, self._node)
 
     def _add(self, content: Any, position: int | None, node: Any) -> None:
-        if self._text:
+        if self._texts:
             self._flush()
         self._row.items.append(Item(content, len(self._row.schemas) - 1, position, node))
 

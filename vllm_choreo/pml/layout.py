@@ -142,6 +142,10 @@ class SchemaLayout:
         """Of all segments together."""
         return sum(len(s.token_ids) for module in self.root.walk() for s in module.segments)
 
+    @cached_property
+    def num_modules(self) -> int:
+        return sum(1 for _ in self.root.walk()) - 1
+
     def module(self, path: str) -> LaidModule:
         """The module of a path such as "overseas/tokyo".
 
@@ -243,15 +247,15 @@ class _Layer:
     def _children(self, node: Any, owner: _Owner) -> None:
         for child in node.children:
             if isinstance(child, Text):
-                owner.text += child.text
+                owner.texts.append(child.text)
             elif isinstance(child, Param):
                 owner.param(child)
             elif isinstance(child, Turn):
                 role, before, after = next(self._turns)
                 owner.turns.append((len(owner.items), (role, before, after)))
-                owner.text += before
+                owner.texts.append(before)
                 self._children(child, owner)
-                owner.text += after
+                owner.texts.append(after)
             elif isinstance(child, Module):
                 owner.cut()
                 owner.add(self.module(child, (*owner.path, child.name), owner.stop))
@@ -273,7 +277,7 @@ class _Owner:
         self.stop = start  # of the items that are complete
         self.items: list[Any] = []
         self.turns: list[tuple[int, tuple[str, str, str]]] = []
-        self.text = ""
+        self.texts: list[str] = []
         self._tokens = tokens
         self._ids: list[int] = []
         self._params: list[LaidParam] = []
@@ -285,8 +289,8 @@ class _Owner:
         self._ids += self._tokens.of_param(param)
 
     def _end_text(self) -> None:
-        self._ids += self._tokens.of(self.text)
-        self.text = ""
+        self._ids += self._tokens.of("".join(self.texts))
+        self.texts = []
 
     def cut(self) -> None:
         """The segment ends here."""

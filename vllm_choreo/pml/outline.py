@@ -19,9 +19,9 @@ def outline(layout: SchemaLayout, encoded: Collection[EncodingKey] = ()) -> str:
     name = layout.schema.name
     rows = [(f"schema {name}", f"{layout.num_tokens} tokens", f"0…{layout.num_positions}", "")]
     rows += _rows(name, layout.root, 1, {(key.schema, *key[1:3], key.scaffold) for key in encoded})
+    scaffolds = {key.scaffold for key in encoded if key.schema == name}
     for number, scaffold in enumerate(layout.scaffolds):
-        is_encoded = any((key.schema, key.scaffold) == (name, number) for key in encoded)
-        mark = "encoded" if is_encoded else ""
+        mark = "encoded" if number in scaffolds else ""
         rows.append((f"  scaffold {' '.join(scaffold.modules)}", "", "", mark))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [

@@ -11,7 +11,8 @@ A segment has one encoding of its own, and one more for each scaffold that it be
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ from vllm_choreo.pml.layout import SchemaLayout, Segment, Tokens, lay_out
 from vllm_choreo.pml.tree import Schema
 
 CONTEXTS = ("modules", "schema")
+# Of a schema: what can be encoded of it, and what that reads in all. Each is a call of a session.
+MAX_ENCODINGS = 10_000
+MAX_READS = 1_000_000
 ALONE = -1  # in place of a scaffold's number
 
 
@@ -51,6 +55,7 @@ class RegisteredSchema:
     def __post_init__(self) -> None:
         if self.context not in CONTEXTS:
             raise PmlError(f"choose one of {CONTEXTS}", parameter="context", value=self.context)
+        self._check_size()
 
     @property
     def name(self) -> str:
@@ -89,21 +94,76 @@ class RegisteredSchema:
 
     def needs(self, key: EncodingKey) -> list[EncodingKey]:
         """The encodings that an encoding reads, in the order of their positions."""
-        segment = self.segment(key)
-        if key.scaffold != ALONE:
-            paths = self.involved(key.scaffold)
-        elif self.context == "schema":
-            paths = {key.path[:n] for n in range(len(key.path) + 1)}
-        else:
-            paths = {key.path}
-        before = [
-            other
-            for path in paths
-            for other in self._by_path.get(path, ())
-            if other.stop <= segment.position
-        ]
-        before.sort(key=lambda other: other.position)
-        return [key._replace(path=other.path, number=other.index) for other in before]
+        position = self.segment(key).position
+        together, stops = self._together(key.scaffold, key.path)
+        return together[: bisect_right(stops, position)]
+
+    def with_needs(self, keys: Iterable[EncodingKey]) -> list[EncodingKey]:
+        """These encodings and all that they read, each once, and after what it reads."""
+        longest: dict[tuple[int, tuple[str, ...]], tuple[list[EncodingKey], int]] = {}
+        for key in keys:
+            position = self.segment(key).position
+            together, stops = self._together(key.scaffold, key.path)
+            # What a segment reads ends before it begins, hence it is the next one.
+            count = bisect_right(stops, position) + 1
+            group = _group(key.scaffold, key.path)
+            if group not in longest or longest[group][1] < count:
+                longest[group] = together, count
+        return list(dict.fromkeys(k for keys, count in longest.values() for k in keys[:count]))
+
+    def _together(
+        self, scaffold: int, path: tuple[str, ...]
+    ) -> tuple[list[EncodingKey], list[int]]:
+        """What is encoded together, in order of position, and where each ends.
+
+        Nothing of it overlaps: of a union, one module at most is in a scaffold, or around another.
+        """
+        group = _group(scaffold, path)
+        if group not in self._groups:
+            segments = [s for p in self._paths(scaffold, path) for s in self._by_path.get(p, ())]
+            segments.sort(key=lambda segment: segment.position)
+            keys = [EncodingKey(self.name, s.path, s.index, scaffold) for s in segments]
+            self._groups[group] = keys, [segment.stop for segment in segments]
+        return self._groups[group]
+
+    def _paths(self, scaffold: int, path: tuple[str, ...]) -> set[tuple[str, ...]]:
+        """The modules whose segments are encoded together."""
+        if scaffold != ALONE:
+            return self.involved(scaffold)
+        if self.context == "schema":
+            return {path[:n] for n in range(len(path) + 1)}
+        return {path}
+
+    @cached_property
+    def _groups(
+        self,
+    ) -> dict[tuple[int, tuple[str, ...]], tuple[list[EncodingKey], list[int]]]:
+        return {}
+
+    def _check_size(self) -> None:
+        """Refuse what has too many encodings, or too many that read one another, by counting.
+
+        Raises:
+            PmlError: it has.
+        """
+        own = {path: len(segments) for path, segments in self._by_path.items()}
+        groups = [self._paths(ALONE, path) for path in own]
+        groups += [self.involved(number) for number in range(len(self.layout.scaffolds))]
+        sizes = [sum(own.get(path, 0) for path in paths) for paths in groups]
+        scaffolds = sizes[len(own) :]
+        reads = [count * size for count, size in zip(own.values(), sizes, strict=False)]
+        reads += [size * size // 2 for size in scaffolds]
+        for count, limit, what in (
+            (sum(own.values()) + sum(scaffolds), MAX_ENCODINGS, "encodings"),
+            (sum(reads), MAX_READS, "pieces that its pieces read"),
+        ):
+            if count > limit:
+                raise PmlError(
+                    f"a schema, with its scaffolds, has up to {limit} {what}: name fewer scaffolds "
+                    "or modules, or put text that modules cut into modules of its own",
+                    parameter="schema",
+                    value=f"{count} {what}",
+                )
 
     def involved(self, scaffold: int) -> set[tuple[str, ...]]:
         """The paths that a scaffold encodes: its modules, those around them, the text of all."""
@@ -123,10 +183,10 @@ class RegisteredSchema:
         The largest scaffold of which all modules are chosen, then further ones that share no module
         with those before.
         """
-        whole = []
+        whole, taken_paths = [], set(chosen)
         for number, scaffold in enumerate(self.layout.scaffolds):
             members = {tuple(path.split("/")) for path in scaffold.modules}
-            if members <= set(chosen):
+            if members <= taken_paths:
                 whole.append((-len(members), number, members))
         applied: dict[tuple[str, ...], int] = {}
         taken: set[tuple[str, ...]] = set()
@@ -145,6 +205,11 @@ class RegisteredSchema:
             for path, index in self._segments:
                 if path in involved:
                     yield EncodingKey(self.name, path, index, number)
+
+
+def _group(scaffold: int, path: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    """What is encoded together: all of a scaffold, or what a module is encoded with."""
+    return scaffold, path if scaffold == ALONE else ()
 
 
 def registered(

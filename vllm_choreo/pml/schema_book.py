@@ -6,7 +6,6 @@ It makes the arguments of calls; who calls is `PromptCache`, `AsyncPromptCache` 
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,13 +108,18 @@ class SchemaBook:
 
     def missing(self, keys: Iterable[EncodingKey]) -> list[EncodingKey]:
         """What is to be encoded for these, each after what it reads."""
-        found: dict[EncodingKey, None] = {}
+        return [key for key in self.with_needs(keys) if key not in self.handles]
+
+    def with_needs(self, keys: Iterable[EncodingKey]) -> list[EncodingKey]:
+        """These and all that they read, each after what it reads."""
+        by_schema: dict[str, list[EncodingKey]] = {}
         for key in keys:
-            # What a segment reads is sorted by position, and reads no more than what is before it.
-            for needed in (*self.named(key.schema).needs(key), key):
-                if needed not in self.handles:
-                    found[needed] = None
-        return list(found)
+            by_schema.setdefault(key.schema, []).append(key)
+        return [
+            needed
+            for name, of_schema in by_schema.items()
+            for needed in self.named(name).with_needs(of_schema)
+        ]
 
     def ready(self, keys: Iterable[EncodingKey]) -> list[EncodingKey]:
         """Those of which all that they read is encoded."""
@@ -133,11 +137,11 @@ class SchemaBook:
         Args:
             pending: handles of what it reads and is not complete.
         """
-        schema, handles = self.named(key.schema), ChainMap(pending or {}, self.handles)
+        schema, pending = self.named(key.schema), pending or {}
         segment, needs = schema.segment(key), schema.needs(key)
         call: dict[str, Any] = {
             "tokens": list(segment.token_ids),
-            "parents": [handles[needed] for needed in needs],
+            "parents": [pending[n] if n in pending else self.handles[n] for n in needs],
             "offsets": [schema.segment(needed).position for needed in needs],
             "new_offset": segment.position,
             # Of an exact session, too, modules stand apart.

@@ -10,7 +10,7 @@ from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.chat_template import ChatTemplate
 from vllm_choreo.pml.layout import Tokens
 from vllm_choreo.pml.schema_book import SchemaBook
-from vllm_choreo.pml.tree import Document, Passed, Prompt, Schema
+from vllm_choreo.pml.tree import Document, Passed, Prompt, Schema, Text
 
 
 class TextAsToken:
@@ -66,6 +66,13 @@ def passed_names(prompt: Any) -> Iterator[str]:
         if isinstance(child, Passed):
             yield child.name
         yield from passed_names(child)
+
+
+def num_new_chars(prompt: Any) -> int:
+    """How many characters of text a prompt brings, those of arguments included."""
+    own = sum(len(value) for _, value in getattr(prompt, "arguments", ()))
+    own += len(prompt.text) if isinstance(prompt, Text) else 0
+    return own + sum(map(num_new_chars, getattr(prompt, "children", ())))
 
 
 def _layout(prompt: Prompt) -> str:

@@ -26,7 +26,7 @@ def normalised(text: str, *, is_first: bool, is_last: bool) -> str:
     body = text.strip(XML_SPACE)
     if not body:
         return "" if is_first or is_last or "\n" in text or not text else " "
-    start = text.index(body)
+    start = len(text) - len(text.lstrip(XML_SPACE))
     before, after = text[:start], text[start + len(body) :]
     body = _unindented(body, before)
     leading = "" if is_first or "\n" in before or not before else " "
@@ -50,9 +50,9 @@ def _unindented(body: str, before: str) -> str:
 
 
 def _common(indents: list[str]) -> str:
-    """The longest beginning that all have."""
-    shared = indents[0] if indents else ""
-    for indent in indents[1:]:
-        while not indent.startswith(shared):
-            shared = shared[:-1]
-    return shared
+    """The longest beginning that all have: that of the first and the last in their order."""
+    if not indents:
+        return ""
+    first, last = min(indents), max(indents)
+    differ = (at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1])
+    return first[: next(differ, len(first))]

@@ -13,28 +13,39 @@ the engine refuses whatever reaches it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from vllm_choreo.errors import DeniedMessageError
+from vllm_choreo.semantics.history import NO_IDS, IdSet, name_of
+
+# Of a path through a history, as it is told: the messages next to the reader, and the denied one.
+_MAX_TOLD = 16
 
 
 class Trace:
     """The history of one message; immutable. No dataclass: `asdict` would unfold it into a tree.
 
     Attributes:
-        id: of the message.
         parents: histories of what its encoding attended to.
         origin: for a copy (the same tokens, encoded anew), that of the message copied, as text.
+        history: the ids of all messages in it, the message itself left out.
     """
 
-    __slots__ = ("id", "origin", "parents")
+    __slots__ = ("_name", "history", "origin", "parents")
 
     def __init__(
         self, message_id: str, parents: tuple[Trace, ...] = (), origin: Trace | None = None
     ) -> None:
-        self.id = message_id
+        self._name = name_of(message_id)
         self.parents = parents
         self.origin = origin
+        sources = self._sources()
+        self.history: IdSet = ids_in(sources) if sources else NO_IDS
+
+    @property
+    def id(self) -> str:
+        """Of the message."""
+        return self._name.id
 
     def __repr__(self) -> str:
         return f"Trace({self.id!r}, {len(self.parents)} parents)"
@@ -45,11 +56,20 @@ class Trace:
 
     def closure(self) -> frozenset[str]:
         """The ids of all messages in the history, the message itself left out."""
-        return frozenset(trace.id for trace, _ in self._walk()[1:])
+        seen, frontier = {self}, [self]
+        while frontier:
+            new = {source for source in frontier.pop()._sources() if source not in seen}
+            seen |= new
+            frontier += new
+        return frozenset(trace.id for trace in seen if trace is not self)
 
     def carries(self, denied: Collection[str]) -> bool:
         """Whether the message is one of those denied, or has one in its history."""
-        return bool(denied) and any(trace.id in denied for trace, _ in self._walk())
+        return bool(denied) and self.holds_any(IdSet.known(denied))
+
+    def holds_any(self, ids: IdSet) -> bool:
+        """As `carries`, of a set that is asked for more than once."""
+        return ids.holds(self._name) or self.history.meets(ids)
 
     def check(self, denied: Collection[str]) -> None:
         """Refuse the call that would make this message.
@@ -57,38 +77,20 @@ class Trace:
         Raises:
             DeniedMessageError: it would read traces of a denied message; the path is named.
         """
-        if not denied:
-            return
-        steps = self._walk()
-        for index, (trace, _) in enumerate(steps):
-            if index and trace.id in denied:
-                raise _refusal(_path(steps, index), denied)
+        if denied and self.history.meets(ids := IdSet.known(denied)):
+            raise _refusal(self, denied, ids)
 
-    def _walk(self) -> list[tuple[Trace, int]]:
-        """Every node of the history, nearest first, and the index of the node that led to it."""
-        steps = [(self, 0)]
-        seen = {self}
-        for index, (trace, _) in enumerate(steps):  # grows while it is walked
-            for source in (trace.origin, *trace.parents):
-                if source is not None and source not in seen:
-                    seen.add(source)
-                    steps.append((source, index))
-        return steps
+    def _sources(self) -> tuple[Trace, ...]:
+        return self.parents if self.origin is None else (self.origin, *self.parents)
+
+    def __reduce__(self) -> tuple[type[Trace], tuple[object, ...]]:
+        # The numbers in a set of ids are those of this process.
+        return Trace, (self.id, self.parents, self.origin)
 
 
-def histories_hold(traces: Iterable[Trace], ids: Collection[str]) -> set[str]:
-    """Those of `ids` that one of the messages has, or carries traces of. Each node is seen once."""
-    wanted, frontier = frozenset(ids), list(traces)
-    found: set[str] = set()
-    seen: set[Trace] = set()
-    while frontier:
-        trace = frontier.pop()
-        if trace in seen:
-            continue
-        seen.add(trace)
-        found |= {trace.id} & wanted
-        frontier += [*trace.parents, *([trace.origin] if trace.origin else [])]
-    return found
+def ids_in(traces: Sequence[Trace], more: IdSet = NO_IDS) -> IdSet:
+    """The ids of some messages, of all in their histories, and some more."""
+    return IdSet.union([more, *(t.history for t in traces)], [t._name for t in traces])
 
 
 def trace_of(
@@ -106,24 +108,39 @@ def trace_of(
     return Trace(message_id, read, origin.as_text() if origin else None)
 
 
-def _path(steps: Sequence[tuple[Trace, int]], index: int) -> list[Trace]:
-    """From a node of the history to the parent by which it came, both included."""
-    path = []
-    while index:
-        trace, index = steps[index]
-        path.append(trace)
-    return path
-
-
-def _refusal(path: Sequence[Trace], denied: Collection[str]) -> DeniedMessageError:
-    names = " ← ".join(trace.id.rpartition("/")[2] for trace in path)
+def _refusal(trace: Trace, denied: Collection[str], ids: IdSet) -> DeniedMessageError:
+    """The error of a call whose message would have this history, in which something is denied."""
+    parent = _towards(trace, ids)
     advice = (
         "leave it out"
-        if path[-1].as_text().carries(denied)
+        if parent.as_text().holds_any(ids)
         else "name a copy that was encoded without them (reencode), or call with mode='exact'"
     )
+    path = _path(parent, denied, ids)
+    names = " ← ".join(message_id.rpartition("/")[2] for message_id in path)
     return DeniedMessageError(
         f"the call would read traces of a message that is denied to it: {names}; {advice}",
         parameter="parents",
-        value=[trace.id for trace in path],
+        value=path,
     )
+
+
+def _path(parent: Trace, denied: Collection[str], ids: IdSet) -> list[str]:
+    """From a denied message to the parent by which it came, both included.
+
+    Of a long path, what lies between the steps next to the parent and its end is left out.
+    """
+    trace, path = parent, [parent.id]
+    while not ids.holds(trace._name):
+        if len(path) == _MAX_TOLD:
+            end = next(i for i in denied if trace.carries((i,)))
+            return [end, "…", *reversed(path)]
+        trace = _towards(trace, ids)
+        path.append(trace.id)
+    return path[::-1]
+
+
+def _towards(trace: Trace, ids: IdSet) -> Trace:
+    """Of what a message was encoded with: one of `ids`, or the oldest that carries one."""
+    sources = [source for source in trace._sources() if source.holds_any(ids)]
+    return min(sources, key=lambda source: (not ids.holds(source._name), source._name.number))

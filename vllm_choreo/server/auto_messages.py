@@ -20,6 +20,7 @@ from vllm_choreo.errors import ChoreoError, TooLongError
 from vllm_choreo.semantics.call import CallSpec, linked_specs
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.sessions import OpenSession, Sessions
+from vllm_choreo.server.work_pool import WorkPool
 
 # What becomes of a chat that names no messages: its parts are messages; or it is served as text,
 # for it asks for what makes no message, its template or tokenizer cannot be cut, or in parts it
@@ -223,6 +224,16 @@ class TenantChats:
                 self._block_size,
             )  # fmt: skip
         return chats
+
+    @property
+    def work(self) -> WorkPool:
+        """Runs what grows with a chat."""
+        return self._sessions.work
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Of a request that asks for its messages to be found."""
+        return self._sessions.config.max_request_bytes
 
     @property
     def min_tokens(self) -> int:

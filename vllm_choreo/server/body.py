@@ -15,10 +15,28 @@ from vllm_choreo.errors import ChoreoError, LimitError, OffsetError, SpanError
 from vllm_choreo.server.errors import BODY_LIMIT, as_choreo_error, renamed
 from vllm_choreo.server.schemas import SamplingBody
 from vllm_choreo.server.strict_json import MAX_PART_CHARS, read_json
+from vllm_choreo.server.tenants import tenant_of
 
 # What follows a body that is too long is read and dropped, so that its sender comes to read the
 # answer; but not for ever.
 _DROPPED_BODIES = 16
+
+
+# Of a body that is read at once, in about a millisecond.
+FEW_BYTES = 64 * 2**10
+
+
+def check_length(num_bytes: int, limit: int) -> None:
+    """
+    Raises:
+        LimitError: a body is too long.
+    """
+    if num_bytes > limit:
+        raise LimitError(
+            f"a request has up to {limit} bytes: send it in parts, or raise the server's "
+            f"setting choreo.server.{BODY_LIMIT}",
+            parameter=BODY_LIMIT,
+        )
 
 
 class BoundedRequest(Request):
@@ -41,12 +59,7 @@ class BoundedRequest(Request):
                     chunks.clear()
                 if num_bytes > _DROPPED_BODIES * limit:
                     break
-            if num_bytes > limit:
-                raise LimitError(
-                    f"a request has up to {limit} bytes: send it in parts, or raise the server's "
-                    f"setting choreo.server.{BODY_LIMIT}",
-                    parameter=BODY_LIMIT,
-                )
+            check_length(num_bytes, limit)
             self._body = b"".join(chunks)
         return self._body
 
@@ -65,7 +78,11 @@ class BoundedRequest(Request):
                     parameter="Content-Type",
                     value=content_type,
                 )
-            self._json = read_json(content)
+            if len(content) <= FEW_BYTES:
+                self._json = read_json(content)
+            else:
+                work = self.app.state.choreo.work
+                self._json = await work.run(tenant_of(self), read_json, content)
         return self._json
 
 

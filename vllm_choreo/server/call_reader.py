@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +26,12 @@ from vllm_choreo.server.schemas import (
     SamplingBody,
 )
 from vllm_choreo.server.served_adapters import ServedAdapters
+from vllm_choreo.server.work_pool import WorkPool
 
+# Texts that are tokenised at once, in about a millisecond: less than a turn in a pool may take.
+_FEW_CHARS = 2_000
+# Of what a grammar is made of, which vLLM reads before a call is begun, and compiles.
+_MAX_STRUCTURED_CHARS = 64 * 2**10
 # Of `extra_args`, what the engine itself reads.
 _RESERVED = ("choreo", "kv_")
 # The options that are objects of vLLM.
@@ -42,40 +47,56 @@ class CallReader:
     Args:
         online_renderer: vLLM's, which knows the model's chat template and tokenizer.
         adapters: those that calls may name.
+        work: runs what grows with a text.
     """
 
-    def __init__(self, online_renderer: Any, adapters: ServedAdapters) -> None:
+    def __init__(self, online_renderer: Any, adapters: ServedAdapters, work: WorkPool) -> None:
         self.adapters = adapters
+        self._work = work
         self._online = online_renderer
         self._tokenizer = online_renderer.renderer.get_tokenizer()
         self._max_tokens: int = online_renderer.model_config.max_model_len
         self._max_chars: int = self._max_tokens * self._tokenizer.max_chars_per_token
 
-    async def read(self, bodies: Sequence[CallBody], adapter: str | None = None) -> list[CallSpec]:
+    async def read(
+        self, bodies: Sequence[CallBody], tenant: str, adapter: str | None = None
+    ) -> list[CallSpec]:
         """The calls of a request, in their order.
 
         Args:
             bodies: what was sent.
+            tenant: who sent it.
             adapter: the name of that of calls which name none.
 
         Raises:
-            LimitError: too many parents in all of them together.
+            LimitError: too many parents, or too many that are denied, in all of them together.
             ChoreoError: one of them is illegal in itself.
         """
-        num_parents = sum(len(body.parents) for body in bodies)
-        if num_parents > MAX_PARENTS:
-            raise LimitError(
-                f"the calls of a request have up to {MAX_PARENTS} parents together",
-                parameter="parents",
-                value=num_parents,
-            )
-        return [await self._call(body, adapter) for body in bodies]
+        for name in ("parents", "deny"):
+            count = sum(len(getattr(body, name) or ()) for body in bodies)
+            if count > MAX_PARENTS:
+                raise LimitError(
+                    f"the calls of a request name up to {MAX_PARENTS} messages as {name} together",
+                    parameter=name,
+                    value=count,
+                )
+        contents = [await self._content(body) for body in bodies]
+        tokenized = await self._tokenized(tenant, [c for c in contents if isinstance(c, str)])
+        texts = iter(tokenized)
+        return [
+            await self._call(body, next(texts) if isinstance(c, str) else c, adapter)
+            for body, c in zip(bodies, contents, strict=True)
+        ]
 
-    async def _call(self, body: CallBody, adapter: str | None) -> CallSpec:
-        _check_form(body)
+    async def _call(
+        self,
+        body: CallBody,
+        content: Tokenized | tuple[int, ...] | ParentSpan,
+        adapter: str | None,
+    ) -> CallSpec:
         return CallSpec(
             body.type,
-            await self._content(body),
+            content,
             parents=tuple(map(_span, body.parents)),
             offsets=body.offsets,
             new_offset=body.new_offset,
@@ -95,7 +116,8 @@ class CallReader:
             return await self.adapters.resolve(own)
         return Placed(await self.adapters.resolve(adapter))
 
-    async def _content(self, body: CallBody) -> Tokenized | tuple[int, ...] | ParentSpan:
+    async def _content(self, body: CallBody) -> str | tuple[int, ...] | ParentSpan:
+        _check_form(body)
         if body.copy_of is not None:
             return _span(body.copy_of)
         content = body.content
@@ -103,12 +125,18 @@ class CallReader:
             content = await self._rendered(body.messages, body.type == "decode")
         assert content is not None
         self._check_size(content)
-        return await self._tokenized(content) if isinstance(content, str) else tuple(content)
+        return content if isinstance(content, str) else tuple(content)
 
-    async def _tokenized(self, text: str) -> Tokenized:
-        """In a thread: a megabyte takes half a second, in which others are to be served."""
-        encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        return Tokenized(text, tuple(await asyncio.to_thread(encode, text)))
+    async def _tokenized(self, tenant: str, texts: Sequence[str]) -> list[Tokenized]:
+        """A megabyte takes half a second, in which others are to be served."""
+
+        def encoded() -> list[Tokenized]:
+            encode = partial(self._tokenizer.encode, add_special_tokens=False)
+            return [Tokenized(text, tuple(encode(text))) for text in texts]
+
+        if sum(map(len, texts)) <= _FEW_CHARS:
+            return encoded()
+        return await self._work.run(tenant, encoded)
 
     def _check_size(self, content: str | list[int]) -> None:
         """Refuse what cannot fit before time is spent on it."""
@@ -161,6 +189,7 @@ def sampling_of(body: SamplingBody | None) -> SamplingParams | None:
         fields["logit_bias"] = {int(key): bias for key, bias in fields["logit_bias"].items()}
     try:
         for name in _OBJECTS.keys() & fields.keys():
+            _check_small(name, fields[name])
             fields[name] = _object(name, fields[name])
         return SamplingParams(**fields)
     except Exception as error:
@@ -168,6 +197,20 @@ def sampling_of(body: SamplingBody | None) -> SamplingParams | None:
         if ours is None:
             raise
         raise ours from error
+
+
+def _check_small(name: str, given: dict[str, Any]) -> None:
+    """
+    Raises:
+        LimitError: vLLM would take long to read it, and nobody would be served meanwhile.
+    """
+    num_chars = len(json.dumps(given))
+    if num_chars > _MAX_STRUCTURED_CHARS:
+        raise LimitError(
+            f"this option has up to {_MAX_STRUCTURED_CHARS} characters as JSON: ask for less",
+            parameter=f"sampling_params.{name}",
+            value=f"{num_chars} characters",
+        )
 
 
 def _object(name: str, given: dict[str, Any]) -> Any:

@@ -7,7 +7,6 @@ of one message answers.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,14 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server import documents
 from vllm_choreo.server.answers import evicted_json, freed_json, list_json, pin_json
-from vllm_choreo.server.routes import Name, OwnSession, choreo_router, named_message, pin_seconds
+from vllm_choreo.server.routes import (
+    Name,
+    OwnSession,
+    choreo_router,
+    named_message,
+    pin_seconds,
+    sessions_of,
+)
 from vllm_choreo.server.schemas import MessagesListBody, PinListBody
 
 router = choreo_router()
@@ -101,9 +107,15 @@ async def unpin_messages(session: OwnSession, body: MessagesListBody) -> Respons
     response_model=documents.ProvenanceAnswer,
     responses=documents.errors(404),
 )
-async def read_provenance(session: OwnSession, name: Name) -> Response:
+async def read_provenance(request: Request, session: OwnSession, name: Name) -> Response:
     """The ids of all messages that it carries traces of, freed ones among them."""
     with named_message(session, name) as (message, _):
-        # In a thread: a long history takes a while, in which others are to be served.
-        sources = await asyncio.to_thread(lambda: sorted(message.provenance))
+        answer: Response = await sessions_of(request).work.run(
+            session.tenant, _provenance_answer, message
+        )
+    return answer
+
+
+def _provenance_answer(message: Message) -> Response:
+    sources = sorted(message.provenance)
     return JSONResponse({"id": message.id, "object": "choreo.provenance", "provenance": sources})

@@ -67,7 +67,7 @@ class ChoreoEndpoints:
         metrics.start(state.choreo, engine_client)
         if self._has_routes:
             adapters = ServedAdapters(state.openai_serving_models)
-            state.choreo_reader = CallReader(state.online_renderer, adapters)
+            state.choreo_reader = CallReader(state.online_renderer, adapters, state.choreo.work)
             state.choreo_schemas = ServedSchemas(state.choreo, state.online_renderer)
             await state.choreo_schemas.start_operators(getattr(args, "choreo_schema", None) or ())
             state.choreo_kept, loaded = await asyncio.to_thread(

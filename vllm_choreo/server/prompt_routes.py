@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Path
@@ -12,9 +13,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.pml.markup import parse_prompt
 from vllm_choreo.pml.outline import outline
 from vllm_choreo.pml.placing import PromptUsage
 from vllm_choreo.pml.printer import to_markup
+from vllm_choreo.pml.registered import EncodingKey
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server import documents
 from vllm_choreo.server.answers import list_json
@@ -72,7 +75,7 @@ async def register_schema(request: Request, body: SchemaBody) -> Response:
         session = _session(request, None)
         with session.used():
             await schemas.of_session(session).encode(served.name)
-    return JSONResponse(_schema_json(request, served))
+    return await _schema_answer(request, served)
 
 
 @router.get("/schemas", summary="List schemas", response_model=SchemaListAnswer)
@@ -90,7 +93,7 @@ async def list_schemas(request: Request) -> Response:
 )
 async def read_schema(request: Request, name: SchemaPath) -> Response:
     """A schema with its modules, as markup, and as a tree."""
-    return JSONResponse(_schema_json(request, _schemas(request).named(tenant_of(request), name)))
+    return await _schema_answer(request, _schemas(request).named(tenant_of(request), name))
 
 
 @router.delete(
@@ -115,11 +118,21 @@ def _short_json(served: ServedSchema) -> dict[str, Any]:
         "context": served.registered.context,
         "num_tokens": layout.num_tokens,
         "num_positions": layout.num_positions,
-        "num_modules": sum(1 for _ in layout.root.walk()) - 1,
+        "num_modules": layout.num_modules,
     }
 
 
-def _schema_json(request: Request, served: ServedSchema) -> dict[str, Any]:
+async def _schema_answer(request: Request, served: ServedSchema) -> Response:
+    sessions, tenant = request.app.state.choreo, tenant_of(request)
+    session = sessions.opened_default(tenant)
+    encoded = _schemas(request).of_session(session).encoded if session else frozenset()
+    answer: Response = await sessions.work.run(
+        tenant, lambda: JSONResponse(_schema_json(served, encoded))
+    )
+    return answer
+
+
+def _schema_json(served: ServedSchema, encoded: Collection[EncodingKey]) -> dict[str, Any]:
     layout = served.registered.layout
     modules = [
         {
@@ -133,8 +146,6 @@ def _schema_json(request: Request, served: ServedSchema) -> dict[str, Any]:
         for module in layout.root.walk()
         if module.path
     ]
-    session = request.app.state.choreo.opened_default(tenant_of(request))
-    encoded = _schemas(request).of_session(session).encoded if session else ()
     return {
         **_short_json(served),
         "modules": modules,
@@ -163,7 +174,9 @@ async def run_prompt(request: Request, body: PromptBody) -> Response:
     prompts = _schemas(request).of_session(session)
     try:
         calls = await prompts.calls(
-            body.prompt, await _options(request, session, body), _limit(run)
+            partial(parse_prompt, body.prompt),
+            await _options(request, session, body),
+            _limit(run),
         )
         last = calls.last(sampling_params=sampling_of(body.sampling_params))
         await run.submit([*calls.pieces, last])

@@ -6,9 +6,9 @@ Bodies and answers are described in `schemas.py` and `documents.py`, errors in `
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Security
@@ -49,7 +49,8 @@ def choreo_router() -> APIRouter:
 router = choreo_router()
 
 
-def _sessions(request: Request) -> Sessions:
+def sessions_of(request: Request) -> Sessions:
+    """The sessions of the server."""
     sessions: Sessions = request.app.state.choreo
     return sessions
 
@@ -57,7 +58,7 @@ def _sessions(request: Request) -> Sessions:
 def _session(
     request: Request, session: Annotated[str, Path(description="The id of a session.")]
 ) -> OpenSession:
-    return _sessions(request).session(tenant_of(request), session)
+    return sessions_of(request).session(tenant_of(request), session)
 
 
 async def _few_calls(request: Request) -> None:
@@ -66,7 +67,7 @@ async def _few_calls(request: Request) -> None:
     Raises:
         LimitError: it is.
     """
-    limit = _sessions(request).config.max_calls_per_request
+    limit = sessions_of(request).config.max_calls_per_request
     body = await request.json() if await request.body() else None
     calls = body.get("calls") if isinstance(body, dict) else None
     if isinstance(calls, list) and len(calls) > limit:
@@ -93,7 +94,7 @@ Name = Annotated[str, Path(description="The name of a message: the part of its i
 )
 async def open_session(request: Request, body: SessionBody | None = None) -> Response:
     """Open a session: messages live in it until they are freed or it is closed."""
-    sessions, body = _sessions(request), body or SessionBody()
+    sessions, body = sessions_of(request), body or SessionBody()
     adapter = await request.app.state.choreo_reader.adapters.resolve(body.adapter)
     tenant = tenant_of(request)
     opened = sessions.open(
@@ -111,7 +112,7 @@ async def open_session(request: Request, body: SessionBody | None = None) -> Res
 async def read_session(request: Request, session: OwnSession) -> Response:
     """What a session holds, and when it expires."""
     with session.used():
-        return JSONResponse(await _sessions(request).describe(session))
+        return JSONResponse(await sessions_of(request).describe(session))
 
 
 @router.delete(
@@ -122,7 +123,7 @@ async def read_session(request: Request, session: OwnSession) -> Response:
 )
 async def close_session(request: Request, session: OwnSession) -> Response:
     """End the calls that are running, and free all messages."""
-    await _sessions(request).close(session)
+    await sessions_of(request).close(session)
     return JSONResponse({"id": session.id, "object": "choreo.session.deleted", "deleted": True})
 
 
@@ -138,14 +139,15 @@ async def show_session(request: Request, session: OwnSession) -> Response:
 
     Off unless the server's setting `page` is true.
     """
-    sessions = _sessions(request)
+    sessions = sessions_of(request)
     if not sessions.config.page:
         off = ChoreoError("the page is off: set choreo.server.page", parameter="page", value=False)
         return error_response(off, 404)
     with session.used() as choreography:
         messages = choreography.messages()
-        content = await asyncio.to_thread(
-            session_page, session.id, choreography.mode, sessions.model, messages
+        content = await sessions.work.run(
+            session.tenant,
+            partial(session_page, session.id, choreography.mode, sessions.model, messages),
         )
     return HTMLResponse(content, headers={"Cache-Control": "no-store"})
 
@@ -166,10 +168,11 @@ async def make_messages(request: Request, session: OwnSession, body: MessagesBod
     ones may name earlier ones as parents, by their `save_as`. If one of them is illegal, none is
     run. A client that goes away ends its calls.
     """
-    run, is_list = Run(_sessions(request), session), isinstance(body, CallsBody)
+    run, is_list = Run(sessions_of(request), session), isinstance(body, CallsBody)
     try:
         bodies = body.calls if is_list else [body]
-        calls = await request.app.state.choreo_reader.read(bodies, session.adapter)
+        reader = request.app.state.choreo_reader
+        calls = await reader.read(bodies, session.tenant, session.adapter)
         await run.submit(calls)
     except BaseException:
         run.leave(is_answered=True)
@@ -180,7 +183,11 @@ async def make_messages(request: Request, session: OwnSession, body: MessagesBod
     if results is None:
         return Response(status_code=_CLIENT_GONE)
     if is_list:
-        return JSONResponse(results_json(results))
+        work = sessions_of(request).work
+        answer: Response = await work.run(
+            session.tenant, lambda: JSONResponse(results_json(results))
+        )
+        return answer
     (result,) = results
     if isinstance(result, ChoreoError):
         return error_response(result)
@@ -193,10 +200,15 @@ async def make_messages(request: Request, session: OwnSession, body: MessagesBod
     response_model=documents.MessageListAnswer,
     responses=documents.errors(404),
 )
-async def list_messages(session: OwnSession) -> Response:
+async def list_messages(request: Request, session: OwnSession) -> Response:
     """All messages that are complete and not freed."""
+
+    def answer(messages: list[Message]) -> Response:
+        return JSONResponse(list_json(map(short_message_json, messages)))
+
     with session.used() as choreography:
-        return JSONResponse(list_json(map(short_message_json, choreography.messages())))
+        work = sessions_of(request).work
+        return await work.run(session.tenant, answer, choreography.messages())
 
 
 # -- one message ---------------------------------------------------------------------------------
@@ -297,7 +309,7 @@ def pin_seconds(request: Request, given: float | None) -> float:
     Raises:
         LimitError: for longer than the server allows.
     """
-    limit: float = _sessions(request).config.max_pin_seconds
+    limit: float = sessions_of(request).config.max_pin_seconds
     seconds = limit if given is None else given
     if seconds > limit:
         raise LimitError(

@@ -32,6 +32,7 @@ MAX_HIDDEN_LAYERS = 1_000
 _MAX_INT = 2**31 - 1
 _MAX_SEED = 2**63 - 1
 _MAX_ID_CHARS = 256
+_MAX_VOCABULARY = 2**18  # about as many as any model has
 _MAX_FIELDS = 1024
 
 
@@ -216,7 +217,9 @@ class SamplingBody(BodyModel):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True, max_length=1024)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(fail_fast=True, max_length=_MAX_VOCABULARY)] | None
+    ) = None
     logit_bias: Annotated[_Biases, BeforeValidator(_few_fields)] | None = Field(
         None, description="From token ids to what is added to their logits."
     )

@@ -8,7 +8,6 @@ in every session that reads them. What a tenant adds to a prompt is the tenant's
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import ChainMap, defaultdict
 from collections.abc import Sequence
@@ -62,6 +61,7 @@ class ServedSchemas:
         self._tokens = Tokens(tokenizer)
         self._chat = ChatTemplate(tokenizer, online_renderer.chat_template)
         self._max_chars: int = sessions.config.max_tokens_per_schema * tokenizer.max_chars_per_token
+        self._max_prompt_chars = sessions.max_model_len * tokenizer.max_chars_per_token
         self._operators: dict[str, RegisteredSchema] = {}
         self._own: dict[str, dict[str, RegisteredSchema]] = defaultdict(dict)
         self._about: dict[RegisteredSchema, ServedSchema] = {}
@@ -79,8 +79,7 @@ class ServedSchemas:
         """
         if len(markup) > self._max_chars:
             raise self._too_large(f"{len(markup)} characters")
-        # In a thread: a long text takes a while, in which others are to be served.
-        made = await asyncio.to_thread(self._laid_out, markup, context)
+        made = await self._sessions.work.run(tenant, self._laid_out, markup, context)
         own = self._own[tenant]
         found = own.get(made.name) or self._operators.get(made.name)
         if found is not None:
@@ -158,7 +157,9 @@ class ServedSchemas:
             schemas = ChainMap(self._own[session.tenant], self._operators)
             mode = session.choreography.mode
             book = SchemaBook(self._tokens, self._chat, mode, schemas)
-            self._prompts[session] = SessionPrompts(session.choreography, book, self._operators)
+            self._prompts[session] = SessionPrompts(
+                session, book, self._operators, self._sessions.work, self._max_prompt_chars
+            )
         return self._prompts[session]
 
     # -- of the operator ---------------------------------------------------------------------

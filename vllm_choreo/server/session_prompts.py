@@ -6,22 +6,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.api.pending import Pending
-from vllm_choreo.errors import ChoreoError, LimitError
+from vllm_choreo.errors import ChoreoError, LimitError, TooLongError
 from vllm_choreo.pml.async_prompt_cache import AsyncPromptCache
-from vllm_choreo.pml.markup import parse_prompt
 from vllm_choreo.pml.registered import EncodingKey, RegisteredSchema
 from vllm_choreo.pml.schema_book import AskedPrompt, SchemaBook
-from vllm_choreo.pml.structure import passed_names
+from vllm_choreo.pml.structure import num_new_chars, passed_names
 from vllm_choreo.pml.tree import Prompt
 from vllm_choreo.semantics.call import CallSpec, linked_specs, submitted_spec
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.schemas import MAX_PARENTS
+from vllm_choreo.server.sessions import OpenSession
+from vllm_choreo.server.work_pool import WorkPool
 
 # Whose messages the modules of the operator's schemas are. Tenants are named by hashes.
 OPERATOR = "operator"
@@ -53,27 +53,35 @@ class SessionPrompts(AsyncPromptCache):
     """The prompts of one session.
 
     Args:
-        choreography: of the session.
+        session: the session.
         book: with the schemas that the session can name.
         operators: those of them whose modules are the operator's messages.
+        work: runs what grows with a prompt.
+        max_chars: of a prompt's text, more than which fit into no context.
     """
 
     def __init__(
         self,
-        choreography: AsyncChoreography,
+        session: OpenSession,
         book: SchemaBook,
         operators: Mapping[str, RegisteredSchema],
+        work: WorkPool,
+        max_chars: int,
     ) -> None:
-        super().__init__(choreography, book=book)
-        self._choreography = choreography
+        super().__init__(session.choreography, book=book)
+        self._choreography = session.choreography
+        self._tenant = session.tenant
         self._operators = operators
+        self._work = work
+        self._max_chars = max_chars
 
     async def calls(
-        self, prompt: str | Prompt, options: Mapping[str, Any], max_calls: int
+        self, read: Callable[[], Prompt], options: Mapping[str, Any], max_calls: int
     ) -> PromptCalls:
         """The calls of a prompt, its modules encoded.
 
         Args:
+            read: makes the prompt of its text, which takes a while if that is long.
             options: as of `PromptCache.decode`; a message that the prompt names and that is not
                 passed is the session's of that name.
             max_calls: that it may take.
@@ -81,8 +89,7 @@ class SessionPrompts(AsyncPromptCache):
         Raises:
             ChoreoError: the prompt is illegal, or takes too many calls.
         """
-        # In a thread: a long prompt takes a while, in which others are to be served.
-        asked = await asyncio.to_thread(self._asked, prompt, options)
+        asked, known = await self._work.run(self._tenant, self._asked, read, options)
         calls = asked.plan.calls
         if len(calls) > max_calls or sum(call.num_parts for call in calls) > MAX_PARENTS:
             raise LimitError(
@@ -91,7 +98,7 @@ class SessionPrompts(AsyncPromptCache):
                 parameter="prompt",
                 value=f"{len(calls)} calls",
             )
-        self._drop_freed(asked.plan.keys)
+        self._drop_freed(known)
         await self.encode_keys(asked.plan.keys)
         self._book.check_same(asked)
         tag = f"pml.{secrets.token_hex(8)}"
@@ -103,11 +110,20 @@ class SessionPrompts(AsyncPromptCache):
         last = self._call(asked, asked.plan.header, names) | dict(asked.for_last)
         return PromptCalls(asked, linked_specs(pieces), asked.plan.header.token_ids, last)
 
-    def _asked(self, prompt: str | Prompt, options: Mapping[str, Any]) -> AskedPrompt:
-        tree = parse_prompt(prompt) if isinstance(prompt, str) else prompt
+    def _asked(
+        self, read: Callable[[], Prompt], options: Mapping[str, Any]
+    ) -> tuple[AskedPrompt, list[EncodingKey]]:
+        """A prompt, and what its modules need of the schemas."""
+        tree = read()
+        if (num_chars := num_new_chars(tree)) > self._max_chars:
+            raise TooLongError(
+                f"{num_chars} characters of new text do not fit into the context; send less",
+                parameter="prompt",
+            )
         named = {name: name for name in passed_names(tree)} | dict(options.get("messages") or {})
         messages = {name: self._found(message_id) for name, message_id in named.items()}
-        return self._book.asked(tree, {**options, "messages": messages})
+        asked = self._book.asked(tree, {**options, "messages": messages})
+        return asked, self._book.with_needs(asked.plan.keys)
 
     def _found(self, message_id: str) -> Message | str:
         """The message, whose length is known, if it is complete; else what it is called."""
@@ -116,15 +132,14 @@ class SessionPrompts(AsyncPromptCache):
         except ChoreoError:
             return message_id
 
-    def _drop_freed(self, keys: Sequence[EncodingKey]) -> None:
+    def _drop_freed(self, needed: Sequence[EncodingKey]) -> None:
         """Forget what the tenant has freed of the schemas, so that it is encoded again."""
-        for key in keys:
-            for needed in (key, *self._book.schemas[key.schema].needs(key)):
-                if (handle := self._book.handles.get(needed)) is not None:
-                    with suppress(ChoreoError):
-                        self._choreography.message(handle)
-                        continue
-                    del self._book.handles[needed]
+        for key in needed:
+            if (handle := self._book.handles.get(key)) is not None:
+                with suppress(ChoreoError):
+                    self._choreography.message(handle)
+                    continue
+                del self._book.handles[key]
 
     async def _submit(self, key: EncodingKey, call: dict[str, Any]) -> Pending:
         tokens = call.pop("tokens")

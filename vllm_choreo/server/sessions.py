@@ -22,6 +22,7 @@ from vllm_choreo.repair.pair_rule import ChosenCell
 from vllm_choreo.repair.session_rules import check_sent
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.observer import Exchanger, Observer
+from vllm_choreo.server.work_pool import WorkPool
 from vllm_choreo.wire.calls import adapter_name
 from vllm_choreo.wire.messages import usage_json
 
@@ -91,6 +92,7 @@ class Sessions:
     Attributes:
         observers: are told what happens; append to it.
         exchange: with the server of another model; None: there is none.
+        work: runs what grows with what a tenant sends.
     """
 
     def __init__(self, async_llm: Any, config: ServerConfig, model: str) -> None:
@@ -99,6 +101,7 @@ class Sessions:
         self.max_model_len: int = async_llm.model_config.max_model_len
         self.observers: list[Observer] = []
         self.exchange: Exchanger | None = None
+        self.work = WorkPool()
         self._llm = async_llm
         self._sessions: dict[tuple[str, str], OpenSession] = {}
         self._defaults: dict[str, str] = {}  # tenant -> id
@@ -199,7 +202,7 @@ class Sessions:
     async def describe(self, session: OpenSession) -> dict[str, Any]:
         """The session object."""
         choreography = session.choreography
-        stats = await choreography.stats()
+        stats = await choreography.counts()
         num_tokens = [message.num_tokens for message in choreography.messages()]
         return {
             "id": session.id,

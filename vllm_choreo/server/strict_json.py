@@ -13,19 +13,27 @@ from typing import Any
 
 import jiter  # pydantic's parser; it comes with vLLM, through the package openai
 
-from vllm_choreo.errors import ChoreoError
+from vllm_choreo.errors import ChoreoError, LimitError
 
 _TWICE = re.compile(r"Detected duplicate key (?P<key>.*) at (?P<place>line .*)", re.DOTALL)
+# In a body; the parser holds the interpreter, so that nobody is served meanwhile.
+MAX_STRINGS = 2**19
 # Of a name in an error: those that a client sends may be of any length.
 MAX_PART_CHARS = 64
 
 
 def read_json(content: bytes) -> Any:
-    """Parse a request's body: in 50 ms for 16 MiB of calls, in 1 s for a million keys.
+    """Parse a request's body: in 50 ms for 16 MiB of calls, and in 0.3 s for the most keys.
 
     Raises:
+        LimitError: it has too many strings and names, which are looked for twice.
         ChoreoError: it is not JSON, or a key stands twice in an object.
     """
+    if content.count(b'"') > 2 * MAX_STRINGS:
+        raise LimitError(
+            f"a request has up to {MAX_STRINGS} strings and names: send it in parts",
+            parameter="body",
+        )
     try:
         return jiter.from_json(
             content, allow_inf_nan=False, cache_mode="keys", catch_duplicate_keys=True

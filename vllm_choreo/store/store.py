@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm_choreo.errors import LimitError, NameTakenError, UnknownMessageError
 from vllm_choreo.repair.runs import Run
+from vllm_choreo.semantics.history import IdSet
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.block_copies import PlannedCopies
 from vllm_choreo.store.digest import encoding_digest
@@ -214,10 +215,11 @@ class MessageStore:
         """
         assert encoding.plan is not None and encoding.digest is not None
         position, session = encoding.plan.own_position, encoding.message.session
+        denied_ids = IdSet.known(denied)
 
         def may_share(twin: Encoding) -> bool:
             is_own = twin.message.session == session
-            is_allowed = not denied or (is_own and not twin.trace.carries(denied))
+            is_allowed = not denied or (is_own and not twin.trace.holds_any(denied_ids))
             return is_allowed and twin.stored_position == position
 
         if twin := self.twins.fullest(encoding, may_share):

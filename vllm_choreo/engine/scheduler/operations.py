@@ -15,7 +15,7 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.store import stats as store_stats
 from vllm_choreo.store.encoding import Encoding, copies_of
 
-OPERATIONS = ("free", "close", "evict", "end", "pin", "unpin", "stats", "totals")
+OPERATIONS = ("free", "close", "evict", "end", "pin", "unpin", "stats", "counts", "totals")
 
 
 class Operations:
@@ -132,6 +132,10 @@ class Operations:
     def stats(self, session: str | None = None) -> dict[str, Any]:
         """Messages, blocks and sharing; of all sessions if `session` is None."""
         return {**store_stats.stats(self._store, session), **self._pool_stats()}
+
+    def counts(self, session: str) -> dict[str, Any]:
+        """The numbers of a session, without its messages."""
+        return store_stats.counts(self._store, session)
 
     def let_go(self) -> None:
         """Drop all keys and values that no running call reads; see `MessageStore.empty`."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from functools import partial
 from typing import Any
@@ -14,7 +13,12 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm_choreo.auto.cutter import Cutter, end_tokens
 from vllm_choreo.auto.marks import marked
 from vllm_choreo.auto.parts import Split, joined_parts
-from vllm_choreo.errors import ChoreoError, EmptyTokensError, UnsupportedOptionError
+from vllm_choreo.errors import (
+    ChoreoError,
+    EmptyTokensError,
+    TooLongError,
+    UnsupportedOptionError,
+)
 from vllm_choreo.server.auto_messages import TenantChats
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.openai.auto_client import AutoClient
@@ -26,9 +30,8 @@ from vllm_choreo.server.openai.auto_options import (
     read_options,
 )
 from vllm_choreo.server.openai.engine_client import CallClient
-from vllm_choreo.server.openai.reading import check_form
+from vllm_choreo.server.openai.reading import check_form, read_sent
 from vllm_choreo.server.running import Run
-from vllm_choreo.server.strict_json import read_json
 from vllm_choreo.server.tenants import tenant_of
 
 
@@ -62,7 +65,7 @@ class AutoChats:
         options = read_options(body.vllm_xargs, request.headers.get(AUTO_HEADER), self._default)
         if options is None:
             return None
-        split = partial(self._split, serving, body, options.min_tokens)
+        split = partial(self._split, serving, body, options.min_tokens, tenant_of(request))
         return await self._client(body, request, options, split)
 
     async def client_of_parts(
@@ -82,7 +85,10 @@ class AutoChats:
         assert options is not None, "the key is there"
         if options.mode == "off":
             return await self._client(body, request, options, None)
-        split = await asyncio.to_thread(split_of_parts, serving, body.prompt, options.min_tokens)
+        check_parts(serving, body.prompt)
+        split = await self._chats.work.run(
+            tenant_of(request), split_of_parts, serving, body.prompt, options.min_tokens
+        )
         body.prompt = list(split.token_ids)
 
         async def as_given(prompt: Any) -> Split:
@@ -96,7 +102,8 @@ class AutoChats:
         self, body: Any, request: Request, options: AutoOptions, split: Any
     ) -> CallClient | None:
         if options.is_asked:
-            read_json(await request.body())  # of equal keys, parsers differ in which one counts
+            # Of equal keys, parsers differ in which one counts.
+            await read_sent(request, self._chats.work, self._chats.max_request_bytes)
         others = {k: v for k, v in (body.vllm_xargs or {}).items() if k not in AUTO_KEYS}
         body.vllm_xargs = others or None
         if options.mode == "off":
@@ -113,7 +120,9 @@ class AutoChats:
         run = Run(messages.sessions, messages.session)
         return AutoClient(self._llm, run, messages, options, split, self._chats.looked_up)
 
-    async def _split(self, serving: Any, body: Any, min_tokens: int | None, prompt: Any) -> Split:
+    async def _split(
+        self, serving: Any, body: Any, min_tokens: int | None, tenant: str, prompt: Any
+    ) -> Split:
         """The parts of a chat as vLLM has rendered it: it is rendered once more, with marks."""
         online, token_ids = serving.online_renderer, prompt["prompt_token_ids"]
         messages, contents = marked(body.messages)
@@ -127,9 +136,8 @@ class AutoChats:
         _, (marks,) = rendered
         text = marks.get("prompt") or marks["prompt_token_ids"]
         split = self._cutter_of(online).split
-        # In a thread: of a long chat it takes a while, in which others are to be served.
-        return await asyncio.to_thread(
-            split, token_ids, prompt.get("prompt"), text, contents, min_tokens
+        return await self._chats.work.run(
+            tenant, split, token_ids, prompt.get("prompt"), text, contents, min_tokens
         )
 
     def _cutter_of(self, online: Any) -> Cutter:
@@ -145,11 +153,30 @@ def split_of_parts(serving: Any, prompt: Any, min_tokens: int | None) -> Split:
     """The parts of a completion's prompt, each tokenised by itself; the last one is the header.
 
     Args:
-        prompt: a list of texts, or of lists of token ids.
+        prompt: see `check_parts`.
         min_tokens: shorter parts are joined; None: none are.
 
     Raises:
-        ChoreoError: it is no such list, or a part has no tokens.
+        EmptyTokensError: a part has no tokens.
+    """
+    encode = serving.online_renderer.renderer.get_tokenizer().encode
+    parts = [p if isinstance(p, list) else encode(p, add_special_tokens=False) for p in prompt]
+    if not all(parts):
+        raise EmptyTokensError(
+            "each part needs at least one token", parameter="header", value=parts.index([])
+        )
+    return joined_parts(parts, min_tokens or 1)
+
+
+def check_parts(serving: Any, prompt: Any) -> None:
+    """Refuse what are no parts, or what cannot fit, before time is spent on it.
+
+    Args:
+        prompt: a list of texts, or of lists of token ids.
+
+    Raises:
+        UnsupportedOptionError: it is none.
+        TooLongError: they do not fit into the context, whatever their tokens are.
     """
     is_parts = isinstance(prompt, list) and all(isinstance(part, (str, list)) for part in prompt)
     if not is_parts or len(prompt) < 2:
@@ -159,10 +186,18 @@ def split_of_parts(serving: Any, prompt: Any, min_tokens: int | None) -> Split:
             parameter="header",
             value=type(prompt).__name__,
         )
-    encode = serving.online_renderer.renderer.get_tokenizer().encode
-    parts = [p if isinstance(p, list) else encode(p, add_special_tokens=False) for p in prompt]
-    if not all(parts):
-        raise EmptyTokensError(
-            "each part needs at least one token", parameter="header", value=parts.index([])
+    online = serving.online_renderer
+    most = online.model_config.max_model_len
+    chars_per_token = online.renderer.get_tokenizer().max_chars_per_token
+    # A part has one token at least, and a text a token for so many characters.
+    least = sum(
+        max(1, len(part) if isinstance(part, list) else -(-len(part) // chars_per_token))
+        for part in prompt
+    )
+    if least > most:
+        raise TooLongError(
+            f"these parts have {least} tokens or more, and do not fit into a context of {most}; "
+            "send less",
+            parameter="header",
+            value=f"{len(prompt)} parts",
         )
-    return joined_parts(parts, min_tokens or 1)

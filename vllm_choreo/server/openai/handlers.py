@@ -20,11 +20,10 @@ from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.openai.answering import event_with_numbers, in_terms_of_xargs, with_numbers
 from vllm_choreo.server.openai.auto_chats import AutoChats
 from vllm_choreo.server.openai.engine_client import CallClient
-from vllm_choreo.server.openai.reading import check_form, read_arguments
+from vllm_choreo.server.openai.reading import check_form, read_arguments, read_sent
 from vllm_choreo.server.openai.schema_prompts import begin_prompt
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.sessions import OpenSession, Sessions
-from vllm_choreo.server.strict_json import read_json
 from vllm_choreo.server.tenants import tenant_of
 
 
@@ -98,10 +97,10 @@ async def _answer(
     assert raw_request is not None, "requests of the routes come with it"
     try:
         check_form(body)
-        # As they were sent: vLLM's model takes true for 1, and of two equal keys the last.
-        sent = read_json(await raw_request.body())
+        sessions = serving.choreo_sessions
+        sent = await read_sent(raw_request, sessions.work, sessions.config.max_request_bytes)
         arguments, session_id = read_arguments(sent["vllm_xargs"])
-        session = _session(serving.choreo_sessions, tenant_of(raw_request), session_id)
+        session = _session(sessions, tenant_of(raw_request), session_id)
         client = await _client(serving, body, session, arguments)
         return await run_call(serving, create, body, client, raw_request)
     except (ChoreoError, EngineDeadError) as error:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from starlette.requests import Request
+
 from vllm_choreo.errors import (
     ChoreoError,
     LimitError,
@@ -17,8 +19,12 @@ from vllm_choreo.errors import (
 )
 from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.server.body import FEW_BYTES, check_length
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.schemas import MAX_PARENTS
+from vllm_choreo.server.strict_json import read_json
+from vllm_choreo.server.tenants import tenant_of
+from vllm_choreo.server.work_pool import WorkPool
 
 SESSION_KEY = "choreo_session"
 # The arguments of a decode, by key.
@@ -74,6 +80,21 @@ def _refused(body: Any) -> dict[str, tuple[bool, str]]:
             "where the tokens came from is known at the end: ask for include_usage",
         ),
     }
+
+
+async def read_sent(request: Request, work: WorkPool, max_bytes: int) -> Any:
+    """A choreographed request's body as it was sent: vLLM's model takes true for 1, and of two
+    equal keys the last.
+
+    Raises:
+        LimitError: it is too long.
+        ChoreoError: as `read_json`.
+    """
+    content = await request.body()
+    check_length(len(content), max_bytes)
+    if len(content) <= FEW_BYTES:
+        return read_json(content)
+    return await work.run(tenant_of(request), read_json, content)
 
 
 def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:

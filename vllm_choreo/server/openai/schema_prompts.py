@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
@@ -46,8 +47,8 @@ async def begin_prompt(
             )
     options = {key: arguments.pop(key, None) for key in _OPTIONS} | {"layout": layout}
     options["adapter"] = adapter
-    tree = prompt_of(_text(body), name)
-    calls = await prompts.calls(tree, options, run.sessions.config.max_calls_per_request)
+    read = partial(prompt_of, _text(body), name)
+    calls = await prompts.calls(read, options, run.sessions.config.max_calls_per_request)
     # The last call takes its adapter from the request.
     arguments.update({key: value for key, value in calls.options.items() if key != "adapter"})
     if calls.pieces:
