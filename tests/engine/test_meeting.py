@@ -472,3 +472,27 @@ def test_an_unexpected_error_ends_one_call(
     stepped.finish()
     assert "RuntimeError" in (stepped.error("odd") or {})["message"]
     assert_says(stepped, "beside", oracle, [5, 6], [])
+
+
+@pytest.mark.parametrize("when", ["while it is generated", "before its end is told"])
+def test_who_reads_an_open_message_that_is_freed_is_told(
+    start: Callable[..., Stepped], when: str
+) -> None:
+    """Where an answer with stop strings ends only its client can tell, by its name."""
+    stepped = start(**ROOMY)
+    stepped.submit("open", [5, 6], "decode", 3, open_end=True)
+    stepped.submit("reader", [7], "decode", 1, parents=["open"])
+    stepped.step(1 if when == "while it is generated" else 5)
+    stepped.operate("free", ["open"])
+    stepped.finish(max_steps=20)
+    assert "freed" in (stepped.error("reader") or {})["message"]
+
+
+def test_a_message_fails_once(start: Callable[..., Stepped]) -> None:
+    """Its client aborts its request, and tells then that it keeps nothing of it."""
+    stepped = start(**ROOMY)
+    stepped.submit("open", [5, 6], "decode", 3, open_end=True)
+    stepped.step()
+    stepped.abort("open")
+    assert stepped.operate("end", "open", 0) is None
+    assert len(stepped.scheduler.store._failed) == 1

@@ -358,15 +358,24 @@ class MessageStore:
         """The session gives the message up: unknown to new calls, gone when the last one ends."""
         message.freed = True
         self._forget(message)
+        self.fail_if_lost(message)
         self.settle(message.own)
         # No call can list the message any more, and so none can need these.
         self._forget_copies(copies_of([message]))
+
+    def fail_if_lost(self, message: StoredMessage) -> None:
+        """Fail an open message that was freed: nobody can say any more how much of it is kept."""
+        if message.freed and message.open_report is not None:
+            message.open_report = None
+            self.fail(message, "it was freed before its client told how many tokens it keeps")
 
     def fail(self, message: StoredMessage, reason: str) -> None:
         """The message will never be complete: who names it is told why, for as long as it is known.
 
         Of many that failed, only the latest are known: a session that runs for weeks does not grow.
         """
+        if message.failure is not None:
+            return  # by its request's end, before its client told that it keeps nothing of it
         message.failure = reason
         self.settle(message.own)
         if self.find(message.session, message.id) is not message:

@@ -390,6 +390,7 @@ class CallBook:
         encoding.token_ids = list(request.all_token_ids[base:])
         if call.params and call.params.open_end:
             call.message.open_report = report_of(call)
+            self.store.fail_if_lost(call.message)
         else:
             self.store.known(encoding)
         if not call.admitted:

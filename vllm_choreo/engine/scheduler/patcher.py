@@ -50,6 +50,7 @@ class Patcher:
                 store.residency.copies.move(patch.source.blocks[index], block, delta)
         if patch.layers:
             self.stager.add(encoding)
+        store.settle(patch.source)
 
     def _private(self, encoding: Encoding) -> list[int]:
         """The numbers of the blocks that the patch does not share with its source."""
