@@ -53,7 +53,15 @@ def main() -> int:
     start = time.monotonic()
     tallies: list[Tally] = []
     shown: set[str] = set()
-    found = soak(names, first, last, arguments.minutes, arguments.workers, arguments.shrink_seconds)
+    found = soak(
+        names,
+        first,
+        last,
+        arguments.minutes,
+        arguments.workers,
+        arguments.shrink_seconds,
+        arguments.ignore,
+    )
     for tally in found:
         tallies.append(tally)
         for failure in tally.failures:

@@ -12,7 +12,7 @@ from typing import Any
 BLOCK_SIZE = 32
 # Of the tiny models: 3 layers of 2 heads, keys and values of 32 floats.
 BLOCK_BYTES = 3 * 2 * BLOCK_SIZE * 64 * 4
-_HIDDEN_ROW = 128 * 4
+HIDDEN_ROW = 128 * 4  # bytes of a token in a layer
 
 # What engines may have, by the names of `Configuration.options`.
 OPTIONS = (
@@ -59,7 +59,7 @@ class Configuration:
 
     @property
     def hidden_bytes(self) -> int:
-        return self.hidden_rows * _HIDDEN_ROW if "hidden" in self else 0
+        return self.hidden_rows * HIDDEN_ROW if "hidden" in self else 0
 
     @property
     def num_adapters(self) -> int:
@@ -110,7 +110,6 @@ def _made(name: str, options: str, num_blocks: int, **sizes: Any) -> Configurati
 CONFIGURATIONS = {
     configuration.name: configuration
     for configuration in (
-        _made("plain", "", 17),
         _made("host", "host", 17, host_blocks=10),
         _made("hidden", "hidden host priority few", 21, host_blocks=6),
         _made("drafts", "drafts hidden host share in_place", 21, host_blocks=12),

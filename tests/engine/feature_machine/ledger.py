@@ -336,9 +336,8 @@ class Ledger:
         needed, seen, frontier = own, {made}, [made]
         while frontier:
             one = frontier.pop()
-            spans = zip(one.parents, one.spans, strict=True) if one.spans else ()
             if one.call.exact or one.call.repair is not None:
-                needed += sum(blocks_of(parent.most_tokens) for (parent, _), _ in spans)
+                needed += sum(blocks_of(parent.most_tokens) for parent, _ in one.parents)
                 needed += blocks_of(one.call.text[1])  # to look at them
             for parent, _ in one.parents:
                 if parent not in seen:
