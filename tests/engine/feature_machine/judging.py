@@ -116,7 +116,10 @@ class Judge:
                 rule.share,
                 self._ledger.num_unchanged(made),
             )
-            return None if runs is None else truth.repaired(adapter, listed, runs)
+            if runs is None:
+                return None
+            self._ledger.link(made, runs)
+            return truth.repaired(adapter, listed, runs)
         return truth.repaired(adapter, listed, rule.runs(_seen(made), BLOCK_SIZE))
 
     def _check_contents(self) -> None:

@@ -55,6 +55,7 @@ class Made:
         siblings: what was loaded with it, by what was saved.
         spans: once all parents are known: `(start, stop, offset)` of each.
         position: of its first token.
+        links: what it reads for its parents: messages as they were made, or copies of them.
         encoded: what the oracle says; None: nobody can tell.
     """
 
@@ -74,9 +75,9 @@ class Made:
     siblings: Mapping[Made, Made] = field(default_factory=dict, repr=False)
     spans: list[tuple[int, int, int]] = field(default_factory=list)
     position: int = 0
-    links: list[tuple[Any, int, int]] = field(default_factory=list)
-    encoded: Any = None
-    answer: Any = None
+    links: list[tuple[Any, int, int]] = field(default_factory=list, repr=False)
+    encoded: Any = field(default=None, repr=False)
+    answer: Any = field(default=None, repr=False)
 
     @property
     def is_decode(self) -> bool:
@@ -225,7 +226,7 @@ class Ledger:
         made.position = end if made.call.new_offset is None else made.call.new_offset
         self._check_places(made)
         self._check_repair(made)
-        made.links = self._links(made)
+        self.link(made, self._runs(made))
         if self._may_fill_the_pool(made):
             made.may.add("PoolFullError")
         return True
@@ -275,40 +276,39 @@ class Ledger:
 
     # -- what is exact ---------------------------------------------------------------------
 
-    def _links(self, made: Made) -> list[tuple[Any, int, int]]:
-        """What is read for each parent: a message as it was made, or a copy of it."""
-        links: list[tuple[Any, int, int]] = []
+    def _runs(self, made: Made) -> Sequence[Any]:
+        """What is repaired of each parent; where that goes by attention, the oracle tells later."""
         rule = made.rule
-        is_layered = isinstance(rule, ByLayers) and rule.ranges != ((0, NUM_LAYERS),)
-        if (
-            rule is None
-            or isinstance(rule, (ByAttention, Reweighted))
-            or "RepairError" in made.must
-        ):
-            runs: Sequence[Any] = [()] * len(made.spans)
-        else:
-            runs = rule.runs([Seen(start, stop) for start, stop, _ in made.spans], BLOCK_SIZE)
+        is_unknown = isinstance(rule, (ByAttention, Reweighted)) or "RepairError" in made.must
+        if rule is None or is_unknown:
+            return [()] * len(made.spans)
+        return rule.runs([Seen(start, stop) for start, stop, _ in made.spans], BLOCK_SIZE)
+
+    def link(self, made: Made, runs: Sequence[Any]) -> None:
+        """Decide `links`."""
+        rule, links = made.rule, list[tuple[Any, int, int]]()
+        layers = rule.ranges if isinstance(rule, ByLayers) else ()
+        is_layered = bool(layers) and layers != ((0, NUM_LAYERS),)
         for number, ((parent, _), (start, stop, offset)) in enumerate(
             zip(made.parents, made.spans, strict=True)
         ):
-            before = made.spans[:number]
-            is_as_made = has(made, parent, links, before, start, offset)
-            if made.call.exact and not is_as_made:
-                links.append((("copy", parent, start, stop, tuple(links)), 0, stop - start))
-            elif runs[number] and not is_as_made:
-                if is_layered and isinstance(rule, ByLayers):
-                    if {first for first, _ in rule.ranges if first} - set(parent.call.keep):
-                        made.must.add("RepairError")
-                    links.append((("layers", parent), start, stop))
-                elif tuple(runs[number]) == ((0, stop - start),):
-                    chain = tuple(links)
-                    where = tuple(offset for *_, offset in made.spans[: number + 1])
-                    links.append((("copy", parent, start, stop, chain, where), 0, stop - start))
-                else:
-                    links.append((("patch", parent), start, stop))
-            else:
+            where = tuple(offset for *_, offset in made.spans[: number + 1])
+            if has(made, parent, links, made.spans[:number], start, offset):
                 links.append((parent, start, stop))
-        return links
+            elif made.call.exact:
+                links.append((("copy", parent, start, stop, tuple(links)), 0, stop - start))
+            elif not runs[number]:
+                links.append((parent, start, stop))
+            elif is_layered:
+                if {first for first, _ in layers if first} - set(parent.call.keep):
+                    made.must.add("RepairError")
+                links.append((("layers", made, parent), start, stop))
+            elif tuple(runs[number]) == ((0, stop - start),):
+                copy = ("copy", parent, start, stop, tuple(links), where)
+                links.append((copy, 0, stop - start))
+            else:
+                links.append((("patch", made, parent), start, stop))
+        made.links = links
 
     def num_unchanged(self, made: Made) -> int:
         """How many of the first parents are read as they were made, whatever is repaired."""

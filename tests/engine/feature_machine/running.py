@@ -345,7 +345,9 @@ class Run:
         for ticket in [*keeper._held]:
             keeper.let_go(ticket)
         keeper._told.clear()
+        # These make no other program fail.
         scheduler.store._failed.clear()
+        scheduler.store.twins.clear()
         self._close_all()
 
     def _close_all(self) -> None:
