@@ -30,11 +30,13 @@ def check(scheduler: Any) -> None:
         raise Broken("residency.check() fails", error) from error
     _check_counts(scheduler, encodings)
     if store.tier is not None:
-        _check_host(store.tier)
+        _check_host(store.tier, store.residency.copies)
     if store.hidden is not None:
         _check_hidden(store)
-    for encoding in encodings:
-        if encoding.is_given_up and not encoding.in_use and not encoding.num_wanting:
+    # A patch that is read may lose its place, and needs its source then.
+    sources = {e.patch.source for e in encodings if e.patch and e.in_use}
+    for encoding in encodings - sources:
+        if encoding.is_given_up and not encoding.in_use:
             if encoding.blocks:
                 raise Broken("what is given up and idle holds blocks", encoding.message.id)
             if store.tier is not None and encoding in store.tier:
@@ -111,9 +113,10 @@ def _check_blocks(scheduler: Any) -> None:
 
 def _queued(scheduler: Any) -> Iterable[Any]:
     """Blocks that are held for what the next step does."""
-    patcher = scheduler.patcher
-    yield from patcher._copied
-    yield from patcher.stager._held
+    copies = scheduler.store.residency.copies
+    yield from copies._saves.values()
+    yield from (source for source, _ in copies._moves.values())
+    yield from scheduler.patcher.stager._held
 
 
 def _block_ids(blocks: Iterable[Any]) -> Iterable[int]:
@@ -138,18 +141,15 @@ def _check_counts(scheduler: Any, encodings: set[Any]) -> None:
             raise Broken("an encoding's counts are not those of the calls", detail)
 
 
-def _check_host(tier: Any) -> None:
+def _check_host(tier: Any, copies: Any) -> None:
+    """Each host block is free, or one encoding's; what is to be saved there is that encoding."""
     blocks = Counter(tier._free)
     for saved in tier._saved.values():
         blocks.update(saved.host_blocks)
-    blocks.update(_queued_in_host(tier))
     if set(blocks) != set(range(tier.num_blocks)) or max(blocks.values(), default=1) > 1:
         raise Broken("host blocks are lost, or two encodings lie in one", blocks)
-
-
-def _queued_in_host(tier: Any) -> Iterable[int]:
-    """Host blocks that nobody names any more, and that are held for what the next step does."""
-    return ()
+    if lost := copies._saves.keys() & set(tier._free):
+        raise Broken("a copy is queued into host blocks that are free", lost)
 
 
 def _check_hidden(store: Any) -> None:

@@ -36,6 +36,7 @@ class _Keeping:
     Attributes:
         steps: see `keep/steps.py`.
         done: told what it came to: a result, or an error.
+        entered: told when the engine has given messages their names.
         answer: what it is told next.
         waits_for: a call that has messages encoded for it.
     """
@@ -44,6 +45,7 @@ class _Keeping:
     session: str
     key: str
     done: Callable[[Any], None]
+    entered: Callable[[], None] | None = None
     answer: Any = None
     waits_for: Made | None = None
 
@@ -118,12 +120,13 @@ class Keepings:
         def names_of(_: str, ids: Sequence[str]) -> dict[str, str]:
             return {one: f"{session}/{one.partition('/')[2]}{load.suffix}" for one in ids}
 
+        def entered() -> None:
+            for made in loaded:
+                made.state = "made"
+                self._ledger.enter(made)
+
         def done(result: Any) -> None:
             error = type(result).__name__ if isinstance(result, BaseException) else None
-            for made in loaded:
-                made.state = "failed" if error else "made"
-                if not error:
-                    self._ledger.enter(made)
             if self._host.num_closed(session) != num_closed:
                 may.add("ChoreoError")
             if any(made.call.keep for made in self._ledger.made):
@@ -135,7 +138,7 @@ class Keepings:
 
         folder, origin = self._folder(load.key), self._origin(session)
         steps = loading(folder, origin, TENANTS[session], names_of, admit, "refuse", False)
-        self._begin(_Keeping(steps, session, load.key, done), load.asks)
+        self._begin(_Keeping(steps, session, load.key, done, entered), load.asks)
         return True
 
     def advance(self, asks: int) -> None:
@@ -198,7 +201,10 @@ class Keepings:
 
         try:
             if ask.what == "operation":
-                return checked_answer(self._host.operation(*ask.args))
+                answer = checked_answer(self._host.operation(*ask.args))
+                if keeping.entered and ask.args[0] == "keep_enter":
+                    keeping.entered()
+                return answer
             if ask.what == "workers":
                 return self._host.of_workers(*ask.args)
         except ChoreoError as error:

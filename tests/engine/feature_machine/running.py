@@ -369,8 +369,7 @@ class Run:
     def _check_worker(self) -> None:
         """Workers are told with the next step what they need no longer."""
         self._ordinary(Ordinary("last", (0, 1)))
-        while "last" in self._running:
-            self._step()
+        self._settle(Settle())
         self._step()
         worker = self._core.model_executor.driver_worker.worker
         if num_bytes := worker.model_runner.partial_runs.memory.num_bytes:

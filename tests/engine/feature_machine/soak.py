@@ -21,7 +21,7 @@ from tests.engine.feature_machine.program import Program
 from tests.engine.feature_machine.shrink import shrunk
 
 # Seeds that a process takes at a time: an engine takes as long to start as so many programs.
-CHUNK = 30
+CHUNK = 25
 
 
 @dataclass(frozen=True)
