@@ -35,6 +35,7 @@ help:
 	@echo "make format  ruff, clang-format: change the files"
 	@echo "make bench   run the benchmarks   (ARGS=...)"
 	@echo "make soak    load and abuse a server for minutes, then check every token"
+	@echo "             (ARGS=\"--machine --minutes 60 --workers 2\": random programs across features)"
 	@echo "make clean   remove builds and caches, keep $(VENV)"
 
 # The stamps are touched last, so that an interrupted run starts the step again.
@@ -78,7 +79,11 @@ bench: $(PACKAGE)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 soak: $(PACKAGE)
+ifneq ($(filter --machine,$(ARGS)),)
+	@$(BIN)/python -m tests.engine.feature_machine $(filter-out --machine,$(ARGS))
+else
 	@$(BIN)/python -m benchmarks soak
+endif
 
 clean:
 	rm -rf build dist demo-out run-out .mypy_cache .pytest_cache .ruff_cache .hypothesis ./*.egg-info

@@ -3,68 +3,19 @@
 
 from __future__ import annotations
 
-import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.engine.oracle import Encoded, Oracle, Parent, random_tokens
+from tests.engine.oracle import Oracle, Parent, random_tokens
 from tests.engine.programs import GREEDY, Program
+from tests.engine.weighed_oracle import WeighedOracle
 from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.errors import RepairError
-
-
-@dataclass(frozen=True)
-class WeighedOracle:
-    """The oracle, whose calls attend to all parents but the first by other weights.
-
-    By the definition of APE: scores of these over the temperature; with L their log-sum-exp, their
-    weights in the one softmax sum up to exp(temperature * scale * L).
-    """
-
-    oracle: Oracle
-    temperature: float
-    scale: float
-
-    def encode(
-        self, token_ids: Sequence[int], parents: Sequence[Parent] = (), new_offset: int = 0
-    ) -> Encoded:
-        sizes = [parent.stop - parent.start for parent in parents]
-        with self._attention(sum(sizes[:1]), sum(sizes)):
-            return self.oracle.encode(token_ids, parents, new_offset)
-
-    @contextmanager
-    def _attention(self, first: int, stop: int) -> Iterator[None]:
-        """Within, keys `first … stop-1` count so."""
-        modules = (module for _, module in self.oracle.model.named_modules())
-        layer = next(type(m) for m in modules if hasattr(m, "num_key_value_groups"))
-        names = inspect.unwrap(layer.forward).__globals__
-        ours = names["eager_attention_forward"]
-
-        def forward(
-            module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any
-        ) -> tuple[torch.Tensor, None]:
-            key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
-            scores = query @ key.transpose(2, 3) * scaling + mask
-            chosen = scores[..., first:stop] / self.temperature
-            total = chosen.logsumexp(-1, keepdim=True)
-            # Where a window hides them all, there is nothing to weigh.
-            total = total.where(total > torch.finfo().min / 2, 0.0)
-            scores[..., first:stop] = chosen + (self.temperature * self.scale - 1) * total
-            return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
-
-        names["eager_attention_forward"] = forward if first < stop else ours
-        try:
-            yield
-        finally:
-            names["eager_attention_forward"] = ours
 
 
 def _documents(c: Choreography, seed: int, count: int = 3) -> list[Any]:

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines on which programs run: every option meets every other one on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+BLOCK_SIZE = 32
+# Of the tiny models: 3 layers of 2 heads, keys and values of 32 floats.
+BLOCK_BYTES = 3 * 2 * BLOCK_SIZE * 64 * 4
+HIDDEN_ROW = 128 * 4  # bytes of a token in a layer
+
+# What engines may have, by the names of `Configuration.options`.
+OPTIONS = (
+    "adapters",  # LoRA
+    "async",  # a step is planned before the one before it was sampled
+    "chunks",  # steps of few tokens, and long prompts in parts
+    "drafts",  # n-gram speculation
+    "few",  # two requests run at a time
+    "hidden",  # memory for hidden states
+    "host",  # host memory
+    "in_place",  # keys are rotated, not queries
+    "priority",
+    "share",  # of a tenant, of the pool
+    "window",  # sliding windows
+)
+# vLLM takes no n-grams with asynchronous scheduling.
+IMPOSSIBLE = frozenset({("async", "drafts")})
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """
+    Attributes:
+        name: by which a program names it.
+        options: of `OPTIONS`.
+        num_blocks: of the pool; one of them is vLLM's own.
+        host_blocks, hidden_rows: of "host", and of "hidden" (of one layer).
+        model: of `TINY_MODELS`.
+    """
+
+    name: str
+    options: frozenset[str]
+    num_blocks: int
+    host_blocks: int = 8
+    hidden_rows: int = 640
+    model: str = "llama"
+
+    def __contains__(self, option: str) -> bool:
+        return option in self.options
+
+    @property
+    def max_model_len(self) -> int:
+        return BLOCK_SIZE * (self.num_blocks - 1)
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self.hidden_rows * HIDDEN_ROW if "hidden" in self else 0
+
+    @property
+    def num_adapters(self) -> int:
+        return 2 if "adapters" in self else 0
+
+    def engine_options(self) -> dict[str, Any]:
+        """For vLLM's `LLM`."""
+        choreo: dict[str, Any] = {"pinned_share": 0.3}
+        if "host" in self:
+            choreo["host_memory_gib"] = (self.host_blocks + 0.5) * BLOCK_BYTES / 2**30
+        if "hidden" in self:
+            choreo["hidden_memory_gib"] = self.hidden_bytes / 2**30
+        if "in_place" in self:
+            choreo["reposition"] = "in_place"
+        if "share" in self:
+            choreo["tenant_share"] = 0.3
+        options: dict[str, Any] = {
+            "block_size": BLOCK_SIZE,
+            "num_gpu_blocks_override": self.num_blocks,
+            "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": 128,
+            "max_num_seqs": 2 if "few" in self else 8,
+            "additional_config": {"choreo": choreo},
+        }
+        if "adapters" in self:
+            options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+        if "chunks" in self:
+            options |= {"max_num_batched_tokens": 48, "long_prefill_token_threshold": 20}
+        if "drafts" in self:
+            options["speculative_config"] = {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+                "prompt_lookup_min": 1,
+            }
+        if "priority" in self:
+            options["scheduling_policy"] = "priority"
+        return options
+
+
+def _made(name: str, options: str, num_blocks: int, **sizes: Any) -> Configuration:
+    model = "gemma3" if "window" in options and "adapters" not in options else "llama"
+    if "window" in options and "adapters" in options:
+        model = "mistral_window"
+    return Configuration(name, frozenset(options.split()), num_blocks, model=model, **sizes)
+
+
+CONFIGURATIONS = {
+    configuration.name: configuration
+    for configuration in (
+        _made("host", "host", 17, host_blocks=10),
+        _made("hidden", "hidden host priority few", 21, host_blocks=6),
+        _made("drafts", "drafts hidden host share in_place", 21, host_blocks=12),
+        _made("share", "share host hidden async few", 21, host_blocks=12),
+        _made("adapters", "adapters host share chunks priority in_place", 17),
+        _made("windows", "window hidden adapters in_place async few", 19),
+        _made("async", "async host priority chunks window in_place", 15, host_blocks=5),
+        _made("chunks", "chunks few hidden share window drafts priority", 19, hidden_rows=320),
+        _made("tight", "adapters drafts host hidden chunks", 13, host_blocks=4, hidden_rows=256),
+        _made("crowd", "host share window hidden", 29, host_blocks=3),
+    )
+}
+
+
+def unmet(configurations: dict[str, Configuration] = CONFIGURATIONS) -> set[tuple[str, str]]:
+    """Pairs of options that no engine has together."""
+    pairs = set(combinations(OPTIONS, 2)) - IMPOSSIBLE
+    return {
+        pair for pair in pairs if not any(set(pair) <= c.options for c in configurations.values())
+    }
+
+
+@contextmanager
+def scheduling_of(configuration: Configuration) -> Iterator[None]:
+    """Within, engines are asynchronous if it is: vLLM turns that off on CPU, where it works."""
+    if "async" not in configuration:
+        yield
+        return
+    import vllm_choreo
+
+    vllm_choreo.register()
+    from vllm.platforms import current_platform
+
+    from vllm_choreo.engine.plugin import configure_after
+
+    platform = type(current_platform)
+    configure = platform.check_and_update_config
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        configure(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+        configure_after(vllm_config)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+    try:
+        yield
+    finally:
+        platform.check_and_update_config = configure

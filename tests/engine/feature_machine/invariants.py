@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second book: what must hold of a scheduler after every step, and what may be left at the end.
+
+Counted anew from who holds what, not from the counts that the store keeps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+
+class Broken(AssertionError):
+    """A law of the second book does not hold; `law` names it."""
+
+    def __init__(self, law: str, detail: Any = "") -> None:
+        super().__init__(f"{law}: {detail}" if detail else law)
+        self.law = law
+
+
+def check(scheduler: Any) -> None:
+    """After a step, or an operation between steps. Raises Broken."""
+    store = scheduler.store
+    encodings = _all_encodings(scheduler)
+    _check_blocks(scheduler)
+    try:
+        store.residency.check()
+    except AssertionError as error:
+        raise Broken("residency.check() fails", error) from error
+    _check_counts(scheduler, encodings)
+    if store.tier is not None:
+        _check_host(store.tier, store.residency.copies)
+    if store.hidden is not None:
+        _check_hidden(store)
+    # A patch that is read may lose its place, and needs its source then.
+    sources = {e.patch.source for e in encodings if e.patch and e.in_use}
+    for encoding in encodings - sources:
+        if encoding.is_given_up and not encoding.in_use:
+            if encoding.blocks:
+                raise Broken("what is given up and idle holds blocks", encoding.message.id)
+            if store.tier is not None and encoding in store.tier:
+                raise Broken("what is given up and idle lies in host memory", encoding.message.id)
+
+
+def check_nothing_is_left(scheduler: Any) -> None:
+    """All sessions were closed, and everything was answered. Raises Broken."""
+    store, tier, hidden = scheduler.store, scheduler.store.tier, scheduler.store.hidden
+    keeper = scheduler.keeper
+    left = {
+        "messages": store.messages(),
+        "encodings hold blocks": store.residency.holding(),
+        "calls": scheduler.book.calls,
+        "requests": scheduler.requests,
+        "twins": list(store.twins),
+        "host blocks": tier.num_used if tier else 0,
+        "hidden states": hidden.num_bytes if hidden else 0,
+        "keys of hidden states": hidden._keys if hidden else (),
+        "tickets of saves": (*keeper._told, *keeper._held),
+        "tickets of loads": keeper._loads,
+        "refusals": scheduler.refusals,
+        "failed messages": store._failed,
+    }
+    for what, found in left.items():
+        if found:
+            raise Broken(f"left at the end: {what}", _short(found))
+    pool = scheduler.kv_cache_manager.block_pool
+    if pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
+        raise Broken("left at the end: blocks", pool.get_num_free_blocks())
+
+
+# -- what is counted -----------------------------------------------------------------------------
+
+
+def _all_encodings(scheduler: Any) -> set[Any]:
+    """All that somebody knows, and what these were made of."""
+    store = scheduler.store
+    frontier = [e for message in store.messages() for e in message.encodings]
+    frontier += store.residency.holding()
+    for call in scheduler.book.calls.values():
+        frontier += [call.encoding, *call.reads]
+    if store.tier is not None:
+        frontier += store.tier._saved
+    if store.hidden is not None:
+        frontier += store.hidden._keys
+    frontier += store.twins
+    found: set[Any] = set()
+    while frontier:
+        encoding = frontier.pop()
+        if encoding not in found:
+            found.add(encoding)
+            frontier += encoding.recipe
+    return found
+
+
+def _check_blocks(scheduler: Any) -> None:
+    """Each reference is an encoding's, a request's, or that of an effect that is queued."""
+    manager = scheduler.kv_cache_manager
+    pool, held = manager.block_pool, Counter[int]()
+    for encoding in scheduler.store.residency.holding():
+        held.update(block.block_id for block in encoding.blocks)
+    for blocks in manager.coordinator.single_type_managers[0].req_to_blocks.values():
+        held.update(block.block_id for block in blocks)
+    held.update(_block_ids(_queued(scheduler)))
+    for block in pool.blocks:
+        if not block.is_null and block.ref_cnt != held[block.block_id]:
+            detail = f"block {block.block_id}: {block.ref_cnt}, not {held[block.block_id]}"
+            raise Broken("a block's references are not its holders", detail)
+    num_free = sum(block.ref_cnt == 0 and not block.is_null for block in pool.blocks)
+    if pool.get_num_free_blocks() != num_free:
+        raise Broken("the free blocks are not those without references")
+
+
+def _queued(scheduler: Any) -> Iterable[Any]:
+    """Blocks that are held for what the next step does."""
+    copies = scheduler.store.residency.copies
+    yield from copies._saves.values()
+    yield from (source for source, _ in copies._moves.values())
+    yield from scheduler.patcher.stager._held
+
+
+def _block_ids(blocks: Iterable[Any]) -> Iterable[int]:
+    return (block.block_id for block in blocks)
+
+
+def _check_counts(scheduler: Any, encodings: set[Any]) -> None:
+    """Who waits for an encoding, reads it, makes it."""
+    keeper = scheduler.keeper
+    waiting, reading, making = Counter[Any](), Counter[Any](), Counter[Any]()
+    for call in scheduler.book.calls.values():
+        (reading if call.admitted else waiting).update(call.reads)
+        making[call.encoding] += 1
+    reading.update(keeper._held.values())
+    placed = {e for rebuilt in keeper._loads.values() for e in rebuilt.encodings if e.blocks}
+    reading.update(placed)
+    for encoding in encodings | placed:
+        counted = (waiting[encoding], reading[encoding], making[encoding])
+        found = (encoding.num_waiting, encoding.num_readers, len(encoding.encoders))
+        if counted != found:
+            detail = f"{encoding.message.id}: {found}, not {counted} (waiting, reading, making)"
+            raise Broken("an encoding's counts are not those of the calls", detail)
+
+
+def _check_host(tier: Any, copies: Any) -> None:
+    """Each host block is free, or one encoding's; what is to be saved there is that encoding."""
+    blocks = Counter(tier._free)
+    for saved in tier._saved.values():
+        blocks.update(saved.host_blocks)
+    if set(blocks) != set(range(tier.num_blocks)) or max(blocks.values(), default=1) > 1:
+        raise Broken("host blocks are lost, or two encodings lie in one", blocks)
+    if lost := copies._saves.keys() & set(tier._free):
+        raise Broken("a copy is queued into host blocks that are free", lost)
+
+
+def _check_hidden(store: Any) -> None:
+    hidden = store.hidden
+    if hidden.num_bytes > hidden.max_bytes:
+        raise Broken("more hidden states than there is memory for", hidden.num_bytes)
+
+
+def _short(found: Any) -> str:
+    text = repr(found)
+    return text if len(text) < 300 else text[:300] + "…"

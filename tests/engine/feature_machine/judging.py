@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether what a program came to is right: refusals, answers, and what lies in the pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
+from tests.engine.feature_machine.invariants import Broken
+from tests.engine.feature_machine.ledger import BLOCK_SIZE, Ledger, Made, is_exact
+from tests.engine.feature_machine.program import TENANTS, Ordinary
+from tests.engine.feature_machine.truth import Truth
+from tests.engine.oracle import Parent
+from vllm_choreo.repair.rules import AllTokens, ByAttention, ByLayers, Reweighted, Seen
+
+# Keys and values in the pool against the oracle's; they are of size 1.
+CONTENT_TOLERANCE = 2e-3
+
+
+class Judge:
+    """
+    Args:
+        core: the engine's, in which keys and values are looked at.
+        counts: what could not be judged is counted.
+    """
+
+    def __init__(self, truth: Truth, ledger: Ledger, core: Any, counts: Counter[str]) -> None:
+        self._truth = truth
+        self._ledger = ledger
+        self._core = core
+        self._counts = counts
+
+    def judge(self, ordinary: Sequence[tuple[Ordinary, Any]]) -> None:
+        """All that was made, and ordinary requests with their outputs. Raises Broken."""
+        for made in self._ledger.made:
+            if made.state == "loading":
+                continue
+            is_known = self._ledger.resolve(made)
+            if made.source is None:
+                self._check_end(made)
+            if is_known and made.state == "made":
+                self._check_made(made)
+        for request, output in ordinary:
+            truth = self._truth.encode(
+                request.adapter, (*request.tokens, *output.outputs[0].token_ids), (), 0
+            )
+            _compare(output.outputs[0], truth, len(request.tokens), True, request)
+        self._check_contents()
+
+    def _check_end(self, made: Made) -> None:
+        """Whether a call was refused if and only if it had to be, by an error that it may get."""
+        if made.is_aborted:
+            return
+        allowed = made.must | made.may
+        if made.error is None and made.must:
+            raise Broken(f"not refused: {sorted(made.must)}", made.call)
+        if made.error is not None and made.error not in allowed:
+            report = (made.answer and made.answer.kv_transfer_params) or {}
+            text = report.get("choreo_error", {}).get("message", "")
+            raise Broken(f"refused without need: {made.error}", f"{made.call!r} {text}")
+
+    def _check_made(self, made: Made) -> None:
+        if made.source is not None:
+            made.encoded = made.source.encoded
+            return
+        assert made.tokens is not None
+        parents = self._read_by(made)
+        if parents is None:
+            self._counts["cannot be judged"] += 1
+            return
+        weights = None
+        if isinstance(made.rule, Reweighted) and len(parents) > 1:
+            weights = made.rule.weights
+        made.encoded = self._truth.encode(
+            made.call.adapter, made.tokens, parents, made.position, weights
+        )
+        if made.answer is None:
+            return
+        if made.is_decode:
+            is_greedy = made.call.seed is None
+            _compare(made.answer.outputs[0], made.encoded, len(made.call.tokens), is_greedy, made)
+        report = (made.answer.kv_transfer_params or {}).get("choreo")
+        if report and report["exact"] != is_exact(made):
+            raise Broken("exact is reported wrongly", f"{made.call!r} {report}")
+
+    def _read_by(self, made: Made) -> list[Parent] | None:
+        """What a call reads; None: nobody can tell."""
+        if any(parent.encoded is None for parent, _ in made.parents):
+            return None
+        truth, adapter, rule = self._truth, made.call.adapter, made.rule
+        listed = [
+            Parent(parent.encoded, offset, start, stop)
+            for (parent, _), (start, stop, offset) in zip(made.parents, made.spans, strict=True)
+        ]
+        if made.call.exact:
+            return truth.exact(adapter, listed)
+        if rule is None or isinstance(rule, Reweighted):
+            return listed
+        if isinstance(rule, ByLayers):
+            if rule.ranges == ((0, truth.num_layers),):
+                return truth.repaired(adapter, listed, AllTokens().runs(_seen(made), BLOCK_SIZE))
+            return truth.by_layers(adapter, listed, [range(*ends) for ends in rule.ranges])
+        if isinstance(rule, ByAttention):
+            if not rule.share:
+                return listed
+            runs = truth.runs_by_attention(
+                adapter,
+                made.call.tokens,
+                listed,
+                made.position,
+                rule.share,
+                self._ledger.num_unchanged(made),
+            )
+            if runs is None:
+                return None
+            self._ledger.link(made, runs)
+            return truth.repaired(adapter, listed, runs)
+        return truth.repaired(adapter, listed, rule.runs(_seen(made), BLOCK_SIZE))
+
+    def _check_contents(self) -> None:
+        """The keys and values of all messages that lie in the pool are those of the oracle."""
+        store, truth = self._core.scheduler.store, self._truth
+        runner = self._core.model_executor.driver_worker.worker
+        for session in TENANTS:
+            for made in self._ledger.of_session(session).values():
+                message = store.find(session, made.id)
+                if made.encoded is None or made.state != "made" or message is None:
+                    continue
+                own = message.own
+                if not own.is_resident:
+                    continue
+                count, parts = own.num_tokens, (0, 2 * truth.num_layers)
+                blocks = [block.block_id for block in own.blocks]
+                data = np.frombuffer(runner.choreo_read_kv(blocks, parts, 0, count), np.float32)
+                found = torch.from_numpy(data.copy()).view(2 * truth.num_layers, count, -1)
+                self._check_content(made, found, own.stored_position)
+
+    def _check_content(self, made: Made, found: torch.Tensor, position: int) -> None:
+        truth, count = self._truth, found.shape[1]
+        for layer in range(truth.num_layers):
+            keys = truth.rotated_keys(made.encoded, layer, position)
+            for part, expected in ((0, keys), (1, made.encoded.values[layer])):
+                rows = expected.transpose(0, 1).reshape(count, -1)
+                difference = float((found[2 * layer + part] - rows).abs().max())
+                if not difference < CONTENT_TOLERANCE:
+                    what = ("keys", "values")[part]
+                    detail = f"{made.call!r}: {what} of layer {layer} by {difference:.1e}"
+                    raise Broken("a message lies in the pool with other keys and values", detail)
+
+
+def _seen(made: Made) -> list[Seen]:
+    return [Seen(start, stop) for start, stop, _ in made.spans]
+
+
+def _compare(completion: Any, encoded: Any, num_header: int, is_greedy: bool, what: Any) -> None:
+    """Generated tokens and their log-probabilities against the oracle's."""
+    rows = encoded.logprobs()[num_header - 1 : -1]
+    tokens, reported = completion.token_ids, completion.logprobs
+    if not len(tokens) == len(reported) == len(rows):
+        raise Broken("as many log-probabilities as tokens", what)
+    for index, (token, row, entries) in enumerate(zip(tokens, rows, reported, strict=True)):
+        if is_greedy and float(row.max() - row[token]) >= TIE_MARGIN:
+            detail = f"token {index} is {token}, not {int(row.argmax())}: {what!r}"
+            raise Broken("an answer has another token than the oracle's", detail)
+        for other, entry in entries.items():
+            difference = abs(float(row[other]) - entry.logprob)
+            if not difference < LOGPROB_TOLERANCE:
+                detail = f"token {index} by {difference:.1e}: {what!r}"
+                raise Broken("an answer has other log-probabilities than the oracle's", detail)

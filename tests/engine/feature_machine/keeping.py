@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves and loads of a program: generators that ask the engine, a few times between its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tests.engine.feature_machine.invariants import Broken
+from tests.engine.feature_machine.ledger import Ledger, Made
+from tests.engine.feature_machine.program import TENANTS, Call, Load, Read, Save
+from vllm_choreo.errors import ChoreoError, error_from_report
+
+
+class Host(Protocol):
+    """What saves and loads need of whoever runs the program."""
+
+    def operation(self, name: str, *args: Any) -> Any: ...
+
+    def of_workers(self, method: str, *args: Any) -> list[Any]: ...
+
+    def submit(self, call: Call) -> Made: ...
+
+    def free(self, session: str, names: Sequence[str]) -> None: ...
+
+    def check(self) -> None: ...
+
+    def num_closed(self, session: str) -> int: ...
+
+
+@dataclass(eq=False)
+class _Keeping:
+    """A save or a load that is under way.
+
+    Attributes:
+        steps: see `keep/steps.py`.
+        done: told what it came to: a result, or an error.
+        entered: told when the engine has given messages their names.
+        answer: what it is told next.
+        waits_for: a call that has messages encoded for it.
+    """
+
+    steps: Any
+    session: str
+    key: str
+    done: Callable[[Any], None]
+    entered: Callable[[], None] | None = None
+    answer: Any = None
+    waits_for: Made | None = None
+
+
+class Keepings:
+    """
+    Args:
+        vllm_config: the engine's.
+        root: of folders, in memory.
+
+    Attributes:
+        num_asked: how often the engine was asked.
+    """
+
+    def __init__(self, host: Host, ledger: Ledger, vllm_config: Any, root: str) -> None:
+        self.num_asked = 0
+        self._host = host
+        self._ledger = ledger
+        self._vllm_config = vllm_config
+        self._root = root
+        self._under_way: list[_Keeping] = []
+        self._kept: dict[str, tuple[str, dict[str, Made]]] = {}  # tenant and messages, by key
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def save(self, save: Save) -> bool:
+        """Begin with a save; returns whether there is something that a client could save."""
+        from vllm_choreo.keep.saving import saving
+
+        found = {name: self._ledger.find(save.session, name) for name in save.names}
+        chosen = {name: made for name, made in found.items() if made and made.state == "made"}
+        if not chosen or len(chosen) < len(found) or self._is_taken(save.key):
+            return False
+
+        def done(result: Any) -> None:
+            if not isinstance(result, BaseException):
+                self._kept[save.key] = TENANTS[save.session], chosen
+                return
+            gone = any(made.freed for made in chosen.values())
+            may = {"PoolFullError"} | ({"UnknownMessageError"} if gone else set())
+            if type(result).__name__ not in may:
+                raise result
+
+        messages = [_message(made) for made in chosen.values()]
+        origin = self._origin(save.session)
+        steps = saving(messages, self._folder(save.key), origin, save.encodings, False)
+        self._begin(_Keeping(steps, save.session, save.key, done), save.asks)
+        return True
+
+    def load(self, load: Load) -> bool:
+        """Begin with a load; returns whether nobody else is busy there."""
+        from vllm_choreo.keep.loading import loading
+
+        if self._is_taken(load.key):
+            return False
+        session, num_closed = load.session, self._host.num_closed(load.session)
+        tenant, kept = self._kept.get(load.key, ("", {}))
+        may = set() if kept and tenant == TENANTS[session] else {"KeptError", "UnknownKeptError"}
+        sources = {} if may else {f"{name}{load.suffix}": made for name, made in kept.items()}
+        loaded = self._ledger.load(sources, session)
+        must: set[str] = set()
+
+        def admit(messages: Sequence[Any]) -> None:
+            """What a facade refuses, and what the engine will."""
+            if self._host.num_closed(session) != num_closed:
+                raise ChoreoError("the session was closed", parameter="session")
+            existing = [self._ledger.find(session, made.call.name) for made in loaded]
+            if any(made and made.state != "failed" for made in existing):
+                must.add("NameTakenError")
+
+        def names_of(_: str, ids: Sequence[str]) -> dict[str, str]:
+            return {one: f"{session}/{one.partition('/')[2]}{load.suffix}" for one in ids}
+
+        def entered() -> None:
+            for made in loaded:
+                made.state = "made"
+                self._ledger.enter(made)
+
+        def done(result: Any) -> None:
+            error = type(result).__name__ if isinstance(result, BaseException) else None
+            if self._host.num_closed(session) != num_closed:
+                may.add("ChoreoError")
+            if any(made.call.keep for made in self._ledger.made):
+                may.add("LimitError")
+            if error is None and (must or not loaded):
+                raise Broken("a load is not refused", load)
+            if error is not None and error not in must | may:
+                raise result
+
+        folder, origin = self._folder(load.key), self._origin(session)
+        steps = loading(folder, origin, TENANTS[session], names_of, admit, "refuse", False)
+        self._begin(_Keeping(steps, session, load.key, done, entered), load.asks)
+        return True
+
+    def advance(self, asks: int) -> None:
+        """All that are under way ask the engine so many times more."""
+        for keeping in list(self._under_way):
+            self._advance(keeping, asks)
+
+    def ended(self, made: Made) -> None:
+        """A call has ended, for which one may have waited."""
+        for keeping in self._under_way:
+            if keeping.waits_for is made:
+                keeping.waits_for = None
+                if made.error is None:
+                    self._host.free(made.call.session, [made.call.name])
+                else:
+                    told = {"type": made.error, "message": "of what a save had encoded"}
+                    keeping.answer = error_from_report(told)
+
+    def forget(self) -> None:
+        """Delete all folders."""
+        import fsspec
+
+        memory = fsspec.filesystem("memory")
+        if memory.exists(f"/{self._root}"):
+            memory.rm(f"/{self._root}", recursive=True)
+
+    def _is_taken(self, key: str) -> bool:
+        return any(keeping.key == key for keeping in self._under_way)
+
+    def _begin(self, keeping: _Keeping, asks: int) -> None:
+        self._under_way.append(keeping)
+        self._advance(keeping, asks)
+
+    def _advance(self, keeping: _Keeping, asks: int) -> None:
+        for _ in range(asks):
+            if keeping.waits_for is not None:
+                return
+            self.num_asked += 1
+            result: Any = None
+            try:
+                if isinstance(keeping.answer, BaseException):
+                    ask = keeping.steps.throw(keeping.answer)
+                else:
+                    ask = keeping.steps.send(keeping.answer)
+            except StopIteration as stop:
+                result = stop.value
+            except (ChoreoError, OSError) as error:
+                result = error
+            else:
+                keeping.answer = self._told(keeping, ask)
+                self._host.check()
+                continue
+            self._under_way.remove(keeping)
+            keeping.done(result)
+            return
+
+    def _told(self, keeping: _Keeping, ask: Any) -> Any:
+        """What an ask is answered with, maybe an error; of one that takes steps, later."""
+        from vllm_choreo.api.outcomes import checked_answer
+
+        try:
+            if ask.what == "operation":
+                answer = checked_answer(self._host.operation(*ask.args))
+                if keeping.entered and ask.args[0] == "keep_enter":
+                    keeping.entered()
+                return answer
+            if ask.what == "workers":
+                return self._host.of_workers(*ask.args)
+        except ChoreoError as error:
+            return error
+        reads = tuple(Read(message_id.partition("/")[2]) for message_id in ask.args)
+        name = f"~{self.num_asked}"
+        keeping.waits_for = self._host.submit(Call(keeping.session, name, (0, 1), reads))
+        return None
+
+    def _folder(self, key: str) -> Any:
+        from vllm_choreo.keep.storage import KeptFolder
+
+        return KeptFolder(f"memory://{self._root}/{key}")
+
+    def _origin(self, session: str) -> Any:
+        from vllm_choreo.keep.manifest import tenant_digest
+        from vllm_choreo.keep.origin import Origin
+
+        model = self._vllm_config.model_config
+        return Origin(
+            session,
+            tenant_digest(TENANTS[session]),
+            _signature(self._vllm_config),
+            1,
+            model.get_total_num_kv_heads(),
+            model.get_vocab_size(),
+        )
+
+
+_signatures: dict[int, Any] = {}
+
+
+def _signature(vllm_config: Any) -> Any:
+    """Of an engine; its weights are digested once."""
+    from vllm_choreo.keep.signature import signature
+
+    if id(vllm_config) not in _signatures:
+        _signatures.clear()
+        _signatures[id(vllm_config)] = signature(vllm_config)
+    return _signatures[id(vllm_config)]
+
+
+def _message(made: Made) -> Any:
+    """What a client has of a message."""
+    from vllm_choreo.semantics.message import Message, Metrics, Usage
+
+    assert made.tokens is not None
+    return Message(
+        id=made.id,
+        text="",
+        token_ids=made.tokens,
+        num_tokens=len(made.tokens),
+        position=made.position,
+        parents=(),
+        generated_text="",
+        generated_token_ids=(),
+        logprobs=None,
+        finish_reason="length" if made.is_decode else None,
+        usage=Usage(False, 0, 0, 0),
+        metrics=Metrics(0.0, None, 0.0, 0.0),
+    )

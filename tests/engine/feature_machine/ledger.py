@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program has made, and which refusals the definition allows. No torch, no vllm.
+
+Names, lengths, places and histories are followed by the rules of `docs/design.md`, not by the
+engine's code. Of each call two sets of errors are known in the end: those of which it *must* get
+one, if there are any, and those that it *may* get besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.engine.feature_machine.program import TENANTS, Call, Read
+from vllm_choreo.repair.rules import ByAttention, ByLayers, Reweighted, Rule, Seen, rule_of
+
+BLOCK_SIZE = 32
+NUM_LAYERS = 3  # of the tiny models
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What of an engine decides whether a call fits.
+
+    Attributes:
+        num_blocks: that can be given away.
+        hidden_bytes: for hidden states; 0: it keeps none.
+        row_bytes: of a token in a layer.
+        min_run_tokens: that a repaired run needs.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    hidden_bytes: int
+    row_bytes: int
+    min_run_tokens: int
+
+
+@dataclass(eq=False)
+class Made:
+    """A message, or what will be one.
+
+    Attributes:
+        id: of the message, in the engine.
+        parents: what its call lists, where the session had it.
+        tokens: once they are known.
+        state: "running"; "open": generated, but the client has not told where it ends; "made";
+            "failed".
+        error: type of the error with which its call ended.
+        is_aborted: the client went away.
+        history, text_history: ids of what its encoding, or its tokens, carry traces of.
+        must, may: errors, by type.
+        source: for a loaded one, what was saved.
+        siblings: what was loaded with it, by what was saved.
+        spans: once all parents are known: `(start, stop, offset)` of each.
+        position: of its first token.
+        links: what it reads for its parents: messages as they were made, or copies of them.
+        encoded: what the oracle says; None: nobody can tell.
+    """
+
+    call: Call
+    id: str
+    parents: list[tuple[Made, Read]] = field(default_factory=list)
+    tokens: tuple[int, ...] | None = None
+    state: str = "running"
+    error: str | None = None
+    is_aborted: bool = False
+    freed: bool = False
+    history: frozenset[str] = frozenset()
+    text_history: frozenset[str] = frozenset()
+    must: set[str] = field(default_factory=set)
+    may: set[str] = field(default_factory=set)
+    source: Made | None = None
+    siblings: Mapping[Made, Made] = field(default_factory=dict, repr=False)
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    position: int = 0
+    links: list[tuple[Any, int, int]] = field(default_factory=list, repr=False)
+    encoded: Any = field(default=None, repr=False)
+    answer: Any = field(default=None, repr=False)
+
+    @property
+    def is_decode(self) -> bool:
+        return self.call.generate > 0
+
+    @property
+    def most_tokens(self) -> int:
+        return len(self.tokens) if self.tokens else self.call.text[1] + self.call.generate
+
+    @property
+    def rule(self) -> Rule | None:
+        return None if self.call.repair is None else rule_of(self.call.repair)
+
+
+class Ledger:
+    """The messages of a program, by name.
+
+    Attributes:
+        made: all that ever were, in order.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.made: list[Made] = []
+        self._names: dict[str, dict[str, Made]] = {session: {} for session in TENANTS}
+
+    # -- names -----------------------------------------------------------------------------
+
+    def find(self, session: str, name: str) -> Made | None:
+        return self._names[session].get(name)
+
+    def of_session(self, session: str) -> dict[str, Made]:
+        return dict(self._names[session])
+
+    def enter(self, made: Made) -> None:
+        """It has its name from now on."""
+        self._names[made.call.session][made.call.name] = made
+
+    def free(self, session: str, names: Iterable[str]) -> None:
+        for name in names:
+            if made := self._names[session].pop(name, None):
+                made.freed = True
+
+    def open(self, call: Call) -> Made:
+        """A call arrives; what is wrong at once is in `must`."""
+        made = Made(call, f"{call.session}/{call.name}")
+        self.made.append(made)
+        self._link(made)
+        existing = self.find(call.session, call.name)
+        if existing is not None and existing.state != "failed":
+            made.must.add("NameTakenError")
+        if set(call.deny) & {name.partition("/")[2] for name in made.history}:
+            made.must.add("DeniedMessageError")
+        if call.keep:
+            self._check_hidden(made)
+        if not call.generate:
+            made.tokens = call.tokens
+        return made
+
+    def load(self, sources: Mapping[str, Made], session: str) -> list[Made]:
+        """Messages that were saved come as new ones, of these names; they have none yet."""
+        ids = {made.id: f"{session}/{name}" for name, made in sources.items()}
+        siblings: dict[Made, Made] = {}
+        for name, source in sources.items():
+            made = Made(replace(source.call, session=session, name=name), ids[source.id])
+            made.source, made.siblings, made.state = source, siblings, "loading"
+            made.tokens, made.parents = source.tokens, source.parents
+            made.history = frozenset(ids.get(one, one) for one in source.history)
+            made.text_history = frozenset(ids.get(one, one) for one in source.text_history)
+            siblings[source] = made
+            self.made.append(made)
+        return list(siblings.values())
+
+    def _link(self, made: Made) -> None:
+        call, histories = made.call, set()
+        for read in call.reads:
+            parent = self.find(call.session, read.name)
+            if read.name == call.name:
+                made.must.add("CyclicParentsError")
+            if parent is None:
+                made.must.add("UnknownMessageError")
+                continue
+            made.parents.append((parent, read))
+            histories |= {parent.id} | (parent.text_history if call.exact else parent.history)
+        if call.copy_of is not None:
+            origin = self.find(call.session, call.copy_of)
+            if origin is None:
+                made.must.add("UnknownMessageError")
+            else:
+                made.text_history = frozenset({origin.id}) | origin.text_history
+        made.history = frozenset(histories) | made.text_history
+
+    def _check_hidden(self, made: Made) -> None:
+        limits = self.limits
+        if not limits.hidden_bytes:
+            made.must.add("UnsupportedOptionError")
+            return
+        if max(made.call.keep) >= NUM_LAYERS:
+            made.must.add("ChoreoError")
+        # All that ever kept some, as if nothing had been freed.
+        kept = [other for other in self.made if other.call.keep]
+        if sum(map(self.hidden_bytes_of, kept)) > limits.hidden_bytes:
+            made.may.add("LimitError")
+
+    def hidden_bytes_of(self, made: Made) -> int:
+        tokens = min(made.most_tokens, self.limits.max_model_len)
+        return blocks_of(tokens) * BLOCK_SIZE * self.limits.row_bytes * len(made.call.keep)
+
+    # -- lengths and places ----------------------------------------------------------------
+
+    def resolve(self, made: Made) -> bool:
+        """Decide places and what else is wrong, once everything has ended.
+
+        Returns:
+            Whether its parents have tokens.
+        """
+        if made.source is not None:
+            source = made.source
+            made.spans, made.position = source.spans, source.position
+            # Whatever else came with it is there under no name.
+            made.links = [
+                (made.siblings.get(of) if isinstance(of, Made) else None, start, stop)
+                for of, start, stop in source.links
+            ]
+            return True
+        failed = [parent for parent, _ in made.parents if parent.state == "failed"]
+        if failed:
+            made.may.add("ParentFailedError")
+        if any(_never_was(parent) for parent in failed):
+            made.must.add("ParentFailedError")
+        if len(made.parents) < len(made.call.reads):
+            return False
+        if any(parent.tokens is None for parent, _ in made.parents):
+            return False
+        end = 0
+        for parent, read in made.parents:
+            assert parent.tokens is not None
+            start = 0 if read.start is None else read.start
+            stop = len(parent.tokens) if read.stop is None else read.stop
+            if not 0 <= start < stop <= len(parent.tokens):
+                made.must.add("SpanError")
+                return False
+            offset = end if read.offset is None else read.offset
+            made.spans.append((start, stop, offset))
+            end = offset + stop - start
+        made.position = end if made.call.new_offset is None else made.call.new_offset
+        self._check_places(made)
+        self._check_repair(made)
+        self.link(made, self._runs(made))
+        if self._may_fill_the_pool(made):
+            made.may.add("PoolFullError")
+        return True
+
+    def _check_places(self, made: Made) -> None:
+        limits, spans = self.limits, made.spans
+        if made.call.exact and not _is_text(spans, made.position):
+            made.must.add("OffsetError")
+        if made.call.exact:
+            spans = [(0, stop - start, offset) for start, stop, offset in spans]
+        base = BLOCK_SIZE * sum(blocks_of(stop) - start // BLOCK_SIZE for start, stop, _ in spans)
+        # One slot is for the token that vLLM samples; to seal a generated one takes another.
+        rooms = {1, 2} if made.is_decode else {1}
+        for room in rooms:
+            errors = made.must if room == min(rooms) else made.may
+            own = made.call.text[1] + room
+            if base + own > limits.max_model_len:
+                errors.add("TooLongError")
+            if made.position + own > limits.max_model_len:
+                errors.add("OffsetError")
+        if any(offset + stop - start > limits.max_model_len for start, stop, offset in spans):
+            made.must.add("OffsetError")
+
+    def _check_repair(self, made: Made) -> None:
+        rule, limits = made.rule, self.limits
+        if rule is None:
+            return
+        if isinstance(rule, (ByAttention, ByLayers)) and not limits.hidden_bytes:
+            made.must.add("UnsupportedOptionError")
+            return
+        if isinstance(rule, ByLayers):
+            if rule.ranges[-1][1] > NUM_LAYERS:
+                made.must.add("RepairError")
+            return
+        if isinstance(rule, ByAttention):
+            if limits.min_run_tokens > 1:
+                made.may.add("RepairError")
+            return
+        seen = [Seen(start, stop) for start, stop, _ in made.spans]
+        try:
+            runs = rule.runs(seen, BLOCK_SIZE)
+        except ValueError:
+            made.must.add("RepairError")
+            return
+        if any(stop - start < limits.min_run_tokens for of in runs for start, stop in of):
+            made.may.add("RepairError")
+
+    # -- what is exact ---------------------------------------------------------------------
+
+    def _runs(self, made: Made) -> Sequence[Any]:
+        """What is repaired of each parent; where that goes by attention, the oracle tells later."""
+        rule = made.rule
+        is_unknown = isinstance(rule, (ByAttention, Reweighted)) or "RepairError" in made.must
+        if rule is None or is_unknown:
+            return [()] * len(made.spans)
+        return rule.runs([Seen(start, stop) for start, stop, _ in made.spans], BLOCK_SIZE)
+
+    def link(self, made: Made, runs: Sequence[Any]) -> None:
+        """Decide `links`."""
+        rule, links = made.rule, list[tuple[Any, int, int]]()
+        layers = rule.ranges if isinstance(rule, ByLayers) else ()
+        is_layered = bool(layers) and layers != ((0, NUM_LAYERS),)
+        for number, ((parent, _), (start, stop, offset)) in enumerate(
+            zip(made.parents, made.spans, strict=True)
+        ):
+            where = tuple(offset for *_, offset in made.spans[: number + 1])
+            if has(made, parent, links, made.spans[:number], start, offset):
+                links.append((parent, start, stop))
+            elif made.call.exact:
+                links.append((("copy", parent, start, stop, tuple(links)), 0, stop - start))
+            elif not runs[number]:
+                links.append((parent, start, stop))
+            elif is_layered:
+                if {first for first, _ in layers if first} - set(parent.call.keep):
+                    made.must.add("RepairError")
+                links.append((("layers", made, parent), start, stop))
+            elif tuple(runs[number]) == ((0, stop - start),):
+                copy = ("copy", parent, start, stop, tuple(links), where)
+                links.append((copy, 0, stop - start))
+            else:
+                links.append((("patch", made, parent), start, stop))
+        made.links = links
+
+    def num_unchanged(self, made: Made) -> int:
+        """How many of the first parents are read as they were made, whatever is repaired."""
+        links: list[tuple[Any, int, int]] = []
+        for number, ((parent, _), (start, stop, offset)) in enumerate(
+            zip(made.parents, made.spans, strict=True)
+        ):
+            if not has(made, parent, links, made.spans[:number], start, offset):
+                return number
+            links.append((parent, start, stop))
+        return len(links)
+
+    # -- room ------------------------------------------------------------------------------
+
+    def _may_fill_the_pool(self, made: Made) -> bool:
+        """Whether all that the call reads, and all of which that was made, may not fit together.
+
+        Twins are counted twice, copies as if no two calls shared one: too much, never too little.
+        """
+        return self.blocks_needed(made) > self.limits.num_blocks
+
+    def blocks_needed(self, made: Made) -> int:
+        # Drafts, and the token that is sampled when the last one is encoded.
+        own = blocks_of(min(made.most_tokens + 8, self.limits.max_model_len))
+        needed, seen, frontier = own, {made}, [made]
+        while frontier:
+            one = frontier.pop()
+            if one.call.exact or one.call.repair is not None:
+                needed += sum(blocks_of(parent.most_tokens) for parent, _ in one.parents)
+                needed += blocks_of(one.call.text[1])  # to look at them
+            for parent, _ in one.parents:
+                if parent not in seen:
+                    seen.add(parent)
+                    frontier.append(parent)
+                    needed += blocks_of(parent.most_tokens)
+        return needed
+
+
+def has(
+    made: Made,
+    parent: Made,
+    links: Sequence[tuple[Any, int, int]],
+    before: Sequence[tuple[int, int, int]],
+    start: int,
+    offset: int,
+) -> bool:
+    """Whether a message, seen from `start` on at `offset`, was made behind what is read before."""
+    if start or parent.call.adapter != made.call.adapter:
+        return False
+    if isinstance(parent.rule, Reweighted) and len(parent.links) > 1:
+        return False
+    shift = offset - parent.position
+    offsets = [offset for *_, offset in before]
+    theirs = [offset + shift for *_, offset in parent.spans]
+    return parent.links == list(links) and theirs == offsets
+
+
+def is_exact(made: Made) -> bool:
+    """Whether the call gives what a request on the concatenated text gives, by recipes alone."""
+    if isinstance(made.rule, Reweighted) and len(made.links) > 1:
+        return False
+    if not _is_text(made.spans, made.position):
+        return False
+    for number, (link, (_, _, offset)) in enumerate(zip(made.links, made.spans, strict=True)):
+        of, start, _ = link
+        if isinstance(of, Made):
+            links, before = made.links[:number], made.spans[:number]
+            if not has(made, of, links, before, start, offset):
+                return False
+        elif of[0] != "copy":
+            return False
+    return True
+
+
+def blocks_of(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+def _is_text(spans: Sequence[tuple[int, int, int]], position: int) -> bool:
+    ends = [offset + stop - start for start, stop, offset in spans]
+    return ends == [*(offset for *_, offset in spans[1:]), position][: len(ends)]
+
+
+def _never_was(failed: Made) -> bool:
+    """Whether nobody can have begun to read what failed: it has no tokens, or no place."""
+    return failed.tokens is None or (not failed.is_aborted and failed.error != "PoolFullError")

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine in this process on which programs run, one after the other."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine.feature_machine.configurations import (
+    BLOCK_SIZE,
+    Configuration,
+    scheduling_of,
+)
+from tests.engine.feature_machine.program import Operation
+from tests.engine.feature_machine.running import Run
+from tests.engine.feature_machine.truth import Truth
+
+
+@dataclass
+class Machine:
+    """An engine for programs of one configuration, and what is true of its models.
+
+    Attributes:
+        llm: vLLM's.
+        adapters: vLLM's requests for them, by number from 1.
+        counts: what happened in all programs.
+    """
+
+    configuration: Configuration
+    llm: Any
+    truth: Truth
+    adapters: Sequence[Any] = ()
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def run(self, operations: Iterable[Operation]) -> None:
+        """Run a program and check all of it. Raises AssertionError, or what the engine raised."""
+        self.counts["programs"] += 1
+        self.truth.clear()
+        self._run().run(operations)
+
+    def recover(self) -> bool:
+        """After a program that failed: whether the engine is as new when all has been given up."""
+        try:
+            self._run().give_up()
+        except Exception:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Shut the engine down now: vLLM's process groups are global."""
+        self.llm.llm_engine.engine_core.shutdown()
+        gc.collect()
+
+    def _run(self) -> Run:
+        return Run(self.llm, self.configuration, self.truth, self.adapters, self.counts)
+
+
+def start_machine(
+    configuration: Configuration, model_path: Path, oracle: Callable[[Path], Any], folder: Path
+) -> Machine:
+    """
+    Args:
+        model_path: of the configuration's model.
+        oracle: makes that of a model.
+        folder: for adapters.
+    """
+    from tests.engine.adapters import Adapter
+    from tests.engine.conftest import start_engine
+
+    torch.set_num_threads(1)
+    adapters = []
+    for number in range(1, configuration.num_adapters + 1):
+        adapters.append(Adapter(model_path, Path(tempfile.mkdtemp(dir=folder)), number))
+    oracles = [oracle(model_path), *(adapter.oracle for adapter in adapters)]
+    with scheduling_of(configuration):
+        llm = start_engine(model_path, **configuration.engine_options())
+    requests = [adapter.request for adapter in adapters]
+    return Machine(configuration, llm, Truth(oracles, BLOCK_SIZE), requests)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random programs across all features: every answer, every refusal, and what is left.
+
+`make soak ARGS="--machine"` runs more of them, for as long as you like. What fails is printed as a
+test that can be pasted here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine.feature_machine import program as operations
+from tests.engine.feature_machine.configurations import CONFIGURATIONS, unmet
+from tests.engine.feature_machine.generator import program_of
+from tests.engine.feature_machine.invariants import Broken
+from tests.engine.feature_machine.machine import Machine
+from tests.engine.feature_machine.program import (
+    Call,
+    Evict,
+    Operation,
+    Program,
+    Read,
+    Settle,
+    Steps,
+)
+from tests.engine.feature_machine.shrink import shrunk
+from tests.engine.feature_machine.soak import Engines, law_of
+from tests.grids import sampled
+
+MachineOf = Callable[[str], Machine]
+# So many programs on each engine, a quarter of a second each.
+_SEEDS = [range(first, first + 25) for first in range(0, 100, 25)]
+_QUICK = ("hidden", "tight", "async")
+
+
+@pytest.fixture(scope="module")
+def machine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MachineOf]:
+    """`machine_of(name)`: a machine of that configuration; so order tests by it."""
+    engines = Engines(tmp_path_factory.mktemp("machine"))
+    yield engines.of
+    engines.stop()
+
+
+def run(machine: Machine, *program: Operation) -> None:
+    machine.run(program)
+
+
+def _run_seeds(machine: Machine, seeds: range) -> None:
+    name = machine.configuration.name
+    for seed in seeds:
+        program = program_of(name, seed)
+        try:
+            machine.run(program)
+        except Exception as error:
+            again = f"python -m tests.engine.feature_machine --configuration {name} --seeds {seed}"
+            text = f"{law_of(error)}\n{error}\nshrink it by {again}\n\n{program.as_test('found')}"
+            raise AssertionError(text) from error
+
+
+@pytest.mark.parametrize("seeds", sampled(_SEEDS, 1), ids=str)
+@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name in _QUICK])
+def test_programs(machine_of: MachineOf, name: str, seeds: range) -> None:
+    _run_seeds(machine_of(name), seeds)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seeds", _SEEDS, ids=str)
+@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in _QUICK])
+def test_programs_on_all_engines(machine_of: MachineOf, name: str, seeds: range) -> None:
+    _run_seeds(machine_of(name), seeds)
+
+
+# -- what the machine itself promises ------------------------------------------------------------
+
+
+def test_every_option_meets_every_other_one() -> None:
+    assert len(CONFIGURATIONS) == 10
+    assert not unmet()
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_program_is_what_it_prints(name: str) -> None:
+    for seed in range(20):
+        program = program_of(name, seed)
+        assert program == program_of(name, seed) != program_of(name, seed + 1)
+        assert eval(repr(program), dict(vars(operations))) == program
+        assert _printed(program.as_test("it")) == program
+
+
+def _printed(source: str) -> Program:
+    """The program that a printed test runs."""
+    found: list[Program] = []
+    scope: dict[str, Any] = {**vars(operations), "MachineOf": MachineOf}
+    scope["run"] = lambda machine, *read: found.append(Program(machine, read))
+    exec(source, scope)
+    scope["test_it"](lambda name: name)
+    return found[0]
+
+
+def test_every_operation_and_every_option_is_drawn() -> None:
+    """Some thousand programs have all of the language."""
+    kinds, options = set(), set()
+    for name in CONFIGURATIONS:
+        for operation in (one for seed in range(60) for one in program_of(name, seed)):
+            kinds.add(type(operation))
+            if isinstance(operation, Call):
+                fields = type(operation).__dataclass_fields__
+                options |= {f for f in fields if getattr(operation, f) != fields[f].default}
+    assert kinds == set(Operation.__args__)
+    assert options == set(Call.__dataclass_fields__)
+
+
+def test_a_planted_fault_is_found_and_shrunk(
+    machine_of: MachineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes back from host memory is another block's, if two were evicted at once."""
+    machine = machine_of("hidden")
+    tier = machine.llm.llm_engine.engine_core.engine_core.scheduler.store.tier
+    take_copies = type(tier).take_copies
+
+    def take_wrong_copies(self: Any) -> Any:
+        saves, loads = take_copies(self)
+        if len(saves) > 1:
+            sources, targets = zip(*saves, strict=True)
+            saves = list(zip(reversed(sources), targets, strict=True))
+        return saves, loads
+
+    monkeypatch.setattr(type(tier), "take_copies", take_wrong_copies)
+    program: tuple[Operation, ...] = (
+        Call("a", "p", (1, 40)),
+        Call("a", "q", (2, 40)),
+        Call("b", "r", (3, 9)),
+        Settle(),
+        Evict("a", ("p", "q")),
+        Steps(),
+        Call("b", "s", (3, 9), (Read("r"),)),
+        Settle(),
+        Call("a", "t", (3, 2), (Read("p"),), generate=2),
+    )
+
+    def fails(candidate: tuple[Operation, ...]) -> bool:
+        try:
+            machine.run(candidate)
+        except Broken:
+            assert machine.recover()
+            return True
+        return False
+
+    assert fails(program)
+    short = shrunk(program, fails)
+    assert len(short) < len(program) and not fails(())
+    monkeypatch.undo()
+    machine.run(program)
+
+
+def test_texts_begin_alike_and_have_no_special_tokens() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        number, length = rng.randrange(9), rng.randint(1, 90)
+        assert operations.text(number, 97)[:length] == operations.text(number, length)
+        assert min(operations.text(number, 97)) >= 3
