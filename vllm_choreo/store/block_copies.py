@@ -57,11 +57,14 @@ class BlockCopies:
 
     Args:
         pool: vLLM's.
+
+    Attributes:
+        is_planning: whether a step is planned now; otherwise the last one has been sent.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._is_planning = False
+        self.is_planning = False
         self._saves: dict[int, Any] = {}  # by host block, the source
         self._loads: dict[int, int] = {}  # by target's number, the host block
         self._moves: dict[int, tuple[Any, int]] = {}  # by target's number, source and delta
@@ -72,13 +75,13 @@ class BlockCopies:
 
     def begin(self) -> None:
         """Begin to plan a step: sources of saves may be given away from now on."""
-        assert not self._is_planning
+        assert not self.is_planning
         self._pool.free_blocks([*self._saves.values()])
-        self._is_planning = True
+        self.is_planning = True
 
     def take(self) -> PlannedCopies:
         """End the planning; returns what the step begins with. Nothing is held any more."""
-        assert self._is_planning
+        assert self.is_planning
         planned = PlannedCopies(
             tuple((source.block_id, host_block) for host_block, source in self._saves.items()),
             tuple((host_block, target) for target, host_block in self._loads.items()),
@@ -86,12 +89,12 @@ class BlockCopies:
         )
         self._pool.free_blocks([source for source, _ in self._moves.values()])
         self._saves, self._loads, self._moves = {}, {}, {}
-        self._is_planning = False
+        self.is_planning = False
         return planned
 
     def save(self, sources: Sequence[Any], host_blocks: Sequence[int]) -> None:
         """Queue copies out of the KV cache."""
-        if not self._is_planning:
+        if not self.is_planning:
             self._pool.touch(sources)
         for source, host_block in zip(sources, host_blocks, strict=True):
             assert host_block not in self._saves, "a host block has one owner"
@@ -102,14 +105,14 @@ class BlockCopies:
 
         Targets must have been held: what frees them withdraws the copies.
         """
-        assert self._is_planning, "nobody reads between steps"
+        assert self.is_planning, "nobody reads between steps"
         for host_block, target in zip(host_blocks, targets, strict=True):
             assert target.ref_cnt and target.block_id not in self._moves
             self._loads[target.block_id] = host_block
 
     def move(self, source: Any, target: Any, delta: int) -> None:
         """Queue a copy of a block, its keys turned by `delta` positions. See `load`."""
-        assert self._is_planning, "nobody reads between steps"
+        assert self.is_planning, "nobody reads between steps"
         assert target.ref_cnt and target.block_id not in {*self._loads, *self._moves}
         self._pool.touch([source])
         self._moves[target.block_id] = source, delta
@@ -117,7 +120,7 @@ class BlockCopies:
     def free_host_blocks(self, host_blocks: Iterable[int]) -> None:
         """Withdraw what was to be saved there: the blocks are somebody else's from now on."""
         sources = [self._saves.pop(block) for block in host_blocks if block in self._saves]
-        if not self._is_planning:
+        if not self.is_planning:
             self._pool.free_blocks(sources)
 
     def freed(self, blocks: Iterable[Any]) -> None:

@@ -271,7 +271,8 @@ class MessageStore:
 
     def is_settled(self, encoding: Encoding) -> bool:
         """Whether all its keys were written before the step that is being planned."""
-        return encoding.is_resident and encoding.held_in_step < self.step
+        is_planned = not self.residency.copies.is_planning
+        return encoding.is_resident and (is_planned or encoding.held_in_step < self.step)
 
     def evict(self, encoding: Encoding, *, into_host: bool = True) -> None:
         """Give the blocks back; the recipe stays, and a copy in host memory if there is room.
