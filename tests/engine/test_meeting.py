@@ -500,3 +500,22 @@ def test_a_message_fails_once(start: Callable[..., Stepped]) -> None:
     stepped.abort("open")
     assert stepped.operate("end", "open", 0) is None
     assert len(stepped.scheduler.store._failed) == 1
+
+
+def test_calls_that_wait_for_an_answer_cost_no_step_anything(start: Callable[..., Stepped]) -> None:
+    """They are no part of vLLM's queue until it is complete; then they come in their turn."""
+    stepped = start(**ROOMY)
+    stepped.submit("answer", [5, 6], "decode", 8)
+    names = [f"c{number}" for number in range(100)]
+    for name in names:
+        stepped.submit(name, [7], "decode", 1, parents=["answer"])
+    stepped.submit("gone", [7], parents=["answer"])
+    stepped.step(2)
+    stepped.submit("later", [7])
+    assert [r.request_id.split("-")[0] for r in stepped.scheduler.waiting] == ["later"]
+    stepped.abort("gone")
+    assert call(stepped.llm, "totals")["num_calls_waiting"] == len(names)
+    stepped.finish()
+    assert not any(stepped.error(name) for name in [*names, "later"])
+    order = [name for name in stepped.outputs if name in names]
+    assert order == names

@@ -47,6 +47,7 @@ class MessageStore:
         twins: encodings by their digests, from which others may start.
         totals: of messages and tokens, since the engine started.
         step: the one being planned.
+        on_final: told of encodings whose tokens are final, or whose messages failed.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class MessageStore:
         self.copies = copies or SessionCopies(sys.maxsize, sys.maxsize)
         self.totals: Counter[str] = Counter()
         self.step = 0
+        self.on_final: Callable[[Encoding], None] = lambda encoding: None
         self._sessions: dict[str, dict[str, StoredMessage]] = {}
         self._failed: dict[StoredMessage, None] = {}  # in the order in which they failed
 
@@ -160,6 +162,7 @@ class MessageStore:
         """The tokens of a generated message are final: others may share them from now on."""
         self.identify(encoding)
         self.twins.add(encoding)
+        self.on_final(encoding)
 
     def kept_copy(self, copy: Encoding, source: Encoding, num_new: int) -> Encoding:
         """A new copy, or the one of the same digest that its message has.
@@ -378,6 +381,7 @@ class MessageStore:
         if message.failure is not None:
             return  # by its request's end, before its client told that it keeps nothing of it
         message.failure = reason
+        self.on_final(message.own)
         self.settle(message.own)
         if self.find(message.session, message.id) is not message:
             return

@@ -40,7 +40,8 @@ class CallBook:
         min_run_tokens: with speculative decoding vLLM pads a request of one token to more, which
             would be written over what follows the run.
         calls: by request id.
-        waiting: those of them that are not admitted.
+        waiting: those of them that are not admitted, and whose parents' lengths are known.
+        woken: those of them that are new there: vLLM's queue has yet to get their requests.
         unneeded: those that encoded something again for calls that have ended, and whose result
             nobody waits for: to be ended.
     """
@@ -52,7 +53,12 @@ class CallBook:
         self.max_model_len = max_model_len
         self.calls: dict[str, ScheduledCall] = {}
         self.waiting: dict[str, ScheduledCall] = {}
+        self.woken: list[ScheduledCall] = []
         self.unneeded: list[ScheduledCall] = []
+        # Calls that wait for what is not known yet, by the first such parent. They cost no step
+        # anything, however many there are, and vLLM's queue does not have them.
+        self._parked: dict[Encoding, dict[str, ScheduledCall]] = {}
+        store.on_final = self.wake
         self._num_opened = 0
         # How many calls of callers have begun, and ended: progress of somebody.
         self._num_events = 0
@@ -113,10 +119,47 @@ class CallBook:
         # An encoding again takes its turn with the call that it serves.
         self._num_opened += 1
         call.number = call.serves.number if call.serves else self._num_opened
-        self.calls[call.id] = self.waiting[call.id] = call
+        self.calls[call.id] = call
+        if not self._park(call):
+            self.waiting[call.id] = call
         return call
 
     # -- waiting ---------------------------------------------------------------------------
+
+    def is_parked(self, call_id: str) -> bool:
+        """Whether a request waits for a parent that is not known yet."""
+        call = self.calls.get(call_id)
+        return call is not None and call.parked_on is not None
+
+    @property
+    def num_parked(self) -> int:
+        """How many do."""
+        return sum(map(len, self._parked.values()))
+
+    def _park(self, call: ScheduledCall) -> bool:
+        """Have a call wait for the first parent that is not known; false: there is none."""
+        call.parked_on = None
+        parents = call.parents if call.encoding.plan is None else ()
+        if any(parent.message.failure for parent in parents):
+            return False  # to be told
+        call.parked_on = next((p for p in parents if not (p.is_known and p.plan)), None)
+        if call.parked_on is not None:
+            self._parked.setdefault(call.parked_on, {})[call.id] = call
+        return call.parked_on is not None
+
+    def wake(self, encoding: Encoding) -> None:
+        """Go on with the calls that waited for it: it is known now, or failed."""
+        if not (encoding.message.failure or (encoding.is_known and encoding.plan)):
+            return
+        for call in self._parked.pop(encoding, {}).values():
+            if not self._park(call):
+                self.waiting[call.id] = call
+                self.woken.append(call)
+
+    def take_woken(self) -> list[ScheduledCall]:
+        """Those whose requests vLLM's queue has yet to get."""
+        woken, self.woken = self.woken, []
+        return [call for call in woken if call.id in self.calls]
 
     def in_turn(self) -> list[ScheduledCall]:
         """The calls that are not admitted, in order of arrival."""
@@ -156,6 +199,7 @@ class CallBook:
             self._read_instead(call, parents)
             if encoding.is_known:
                 self.store.identify(encoding)
+            self.wake(encoding)
         call.plan = encoding.plan
         write_virtual_sequence(call, self.block_size, self.max_model_len)
         return True
@@ -338,6 +382,8 @@ class CallBook:
         """The request ended; `failure` says why there is no message, if there is none."""
         del self.calls[call.id]
         self.waiting.pop(call.id, None)
+        if call.parked_on is not None:
+            self._leave_park(call, call.parked_on)
         self._num_events += not call.is_internal
         self._leave_helpers(call)
         self.store.residency.leave(call.reads, reading=call.admitted)
@@ -348,6 +394,11 @@ class CallBook:
         if failure and not call.is_internal and not encoding.is_resident:
             self.store.fail(call.message, failure)
         self.store.settle(encoding)
+
+    def _leave_park(self, call: ScheduledCall, parent: Encoding) -> None:
+        del self._parked[parent][call.id]
+        if not self._parked[parent]:
+            del self._parked[parent]
 
     def _leave_helpers(self, call: ScheduledCall) -> None:
         """What is encoded for a call that ends is encoded for another one that waits for it."""

@@ -153,7 +153,8 @@ class Operations:
             "num_hidden_bytes": hidden.num_bytes if hidden else 0,
             "max_hidden_bytes": hidden.max_bytes if hidden else 0,
             "num_calls": len(self._book.calls),
-            "num_calls_waiting": sum(not self._book.is_ready(call) for call in waiting),
+            "num_calls_waiting": self._book.num_parked
+            + sum(not self._book.is_ready(call) for call in waiting),
         }
 
     def _withdraw_encodings(self, encodings: set[Encoding]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ class Room:
 
     Args:
         enqueue: puts a request of ours into vLLM's queue, right before another one.
+        enqueue_woken: puts a request there whose parents are known now, by its arrival.
         finish: vLLM's `finish_requests`.
         is_idle: whether no request runs.
 
@@ -42,6 +44,7 @@ class Room:
         patcher: Patcher,
         *,
         enqueue: Callable[[Request, Request], None],
+        enqueue_woken: Callable[[Request], None],
         finish: Callable[..., Any],
         is_idle: Callable[[], bool],
     ) -> None:
@@ -53,6 +56,7 @@ class Room:
         self._internal = internal
         self._patcher = patcher
         self._enqueue = enqueue
+        self._enqueue_woken = enqueue_woken
         self._finish = finish
         self._is_idle = is_idle
         self.short: list[ScheduledCall] = []
@@ -68,12 +72,16 @@ class Room:
         self.end_unneeded()
         self._end_lost_runs()
         oldest, free = None, None
+        self._enter_woken()
         waiting = self._book.in_turn()
-        for call in waiting:  # grows while calls that encode again are entered
+        for index, call in enumerate(waiting):  # grows: by what encodes again, and who is woken
             if call.id not in self._book.calls or call.beneficiary.id in self._refusals:
                 continue
             try:
-                if not self._book.resolve(call) or self._book.is_ready(call):
+                is_resolved = self._book.resolve(call)
+                for woken in self._enter_woken():
+                    insort(waiting, woken, index + 1, key=lambda call: call.number)
+                if not is_resolved or self._book.is_ready(call):
                     continue
                 if free is None:
                     oldest, free = call, self._free_blocks()
@@ -83,6 +91,13 @@ class Room:
                 self._refusals.refuse(call.beneficiary.id, error)
             except Exception as error:
                 self._refusals.refuse_unexpected(call.beneficiary.id, error)
+
+    def _enter_woken(self) -> list[ScheduledCall]:
+        """Put calls into vLLM's queue whose parents are known now."""
+        woken = self._book.take_woken()
+        for call in woken:
+            self._enqueue_woken(call.request)
+        return woken
 
     def _prepare(
         self, call: ScheduledCall, waiting: list[ScheduledCall], free: int, is_first: bool

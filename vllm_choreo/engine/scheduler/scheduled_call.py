@@ -53,6 +53,7 @@ class ScheduledCall:
         served_since: how many calls had begun and ended when it was counted first.
         stored_positions: while admitted, where the first key of each parent is stored.
         number: of its arrival.
+        parked_on: the parent that it waits for, which is not known yet; None: all are.
     """
 
     request: Request
@@ -70,6 +71,7 @@ class ScheduledCall:
     served_since: int = 0
     stored_positions: Sequence[int] | None = None
     number: int = 0
+    parked_on: Encoding | None = None
     helpers: set[ScheduledCall] = field(default_factory=set, repr=False)
     beneficiary: ScheduledCall = field(init=False, repr=False)
 

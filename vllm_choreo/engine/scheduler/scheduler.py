@@ -99,6 +99,7 @@ class _Choreographed(Scheduler):
             *shared,
             self.patcher,
             enqueue=self._enqueue_before,
+            enqueue_woken=self._enqueue_by_arrival,
             finish=self.finish_requests,
             is_idle=lambda: not self.running,
         )
@@ -158,6 +159,25 @@ class _Choreographed(Scheduler):
         if isinstance(queue, deque):  # first come, first served; else sorted by arrival
             queue.remove(request)
             queue.insert(queue.index(other), request)
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        if not self.book.is_parked(request.request_id):
+            super()._enqueue_waiting_request(request)
+
+    def _enqueue_by_arrival(self, request: Request) -> None:
+        super()._enqueue_waiting_request(request)
+        queue: Any = self.waiting
+        if isinstance(queue, deque):
+            queue.remove(request)
+            index = len(queue)
+            while index and queue[index - 1].arrival_time > request.arrival_time:
+                index -= 1
+            queue.insert(index, request)
+
+    def get_num_unfinished_requests(self) -> int:
+        """As vLLM's: a call that waits for what is not known yet needs no step."""
+        is_paused = self._pause_state != PauseState.UNPAUSED
+        return super().get_num_unfinished_requests() + (not is_paused and len(self.book.woken))
 
     # -- a step ----------------------------------------------------------------------------
 
