@@ -34,7 +34,7 @@ help:
 	@echo "make lint    ruff, mypy, clang-format: check only"
 	@echo "make format  ruff, clang-format: change the files"
 	@echo "make bench   run the benchmarks   (ARGS=...)"
-	@echo "make soak    load and abuse a server for minutes, then check every token"
+	@echo "make soak    load, abuse and kill servers, then check every token  (ARGS=\"routes --seed 2\")"
 	@echo "make clean   remove builds and caches, keep $(VENV)"
 
 # The stamps are touched last, so that an interrupted run starts the step again.
@@ -78,7 +78,8 @@ bench: $(PACKAGE)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 soak: $(PACKAGE)
-	@$(BIN)/python -m benchmarks soak
+	@$(BIN)/python -m benchmarks.soak $(ARGS); status=$$?; \
+		$(BIN)/python -m benchmarks --page && exit $$status
 
 clean:
 	rm -rf build dist demo-out run-out .mypy_cache .pytest_cache .ruff_cache .hypothesis ./*.egg-info
