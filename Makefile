@@ -34,7 +34,7 @@ help:
 	@echo "make lint    ruff, mypy, clang-format: check only"
 	@echo "make format  ruff, clang-format: change the files"
 	@echo "make bench   run the benchmarks   (ARGS=...)"
-	@echo "make soak    load and abuse a server for minutes, then check every token"
+	@echo "make soak    load, abuse and kill servers, then check every token  (ARGS=\"routes --seed 2\")"
 	@echo "             (ARGS=\"--machine --minutes 60 --workers 2\": random programs across features)"
 	@echo "make clean   remove builds and caches, keep $(VENV)"
 
@@ -82,7 +82,8 @@ soak: $(PACKAGE)
 ifneq ($(filter --machine,$(ARGS)),)
 	@$(BIN)/python -m tests.engine.feature_machine $(filter-out --machine,$(ARGS))
 else
-	@$(BIN)/python -m benchmarks soak
+	@$(BIN)/python -m benchmarks.soak $(ARGS); status=$$?; \
+		$(BIN)/python -m benchmarks --page && exit $$status
 endif
 
 clean:

@@ -30,6 +30,7 @@ from benchmarks.policies import page as policies
 from benchmarks.quality import page as quality
 from benchmarks.scaling import page as scaling
 from benchmarks.soak import page as soak
+from benchmarks.soak.routes import page as soak_routes
 from benchmarks.sweep import page as sweep
 from benchmarks.training import leakage_page as leakage
 from benchmarks.training import page as training
@@ -49,7 +50,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "policies": ("benchmarks.policies",),
     "mixed": ("benchmarks.mixed",),
     "server": ("benchmarks.mixed.over_http",),
-    "soak": ("benchmarks.soak",),
+    "soak": ("benchmarks.soak load",),
     "quality": ("benchmarks.quality --limit 16 --questions 2",),
     "shared": ("benchmarks.attention.shared_reading --rounds 3",),
     "pml": ("benchmarks.pml --documents 1000 --in-flight 1 --turns 2 --limit 4",),
@@ -88,6 +89,7 @@ SECTIONS = (
     mixed.section,
     mixed.http_section,
     soak.section,
+    soak_routes.section,
     quality.section,
     frontier.section,
     training.section,

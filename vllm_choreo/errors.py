@@ -134,6 +134,10 @@ class PoolFullError(ChoreoError):
     """The messages that the call reads do not fit into the KV cache together."""
 
 
+class UnknownKeyError(ChoreoError):
+    """A server was sent no API key, or none of its own."""
+
+
 class UnknownSessionError(ChoreoError):
     """There is no such session: never opened, closed, expired, or somebody else's."""
 

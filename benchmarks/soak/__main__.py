@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server under load and abuse for minutes; then every token that it gave is checked.
+"""Servers under load and abuse for minutes; then every token that they gave is checked.
 
-    python -m benchmarks.soak [--minutes 4] [--clients 32]
+    python -m benchmarks.soak [load] [routes] [--minutes 4] [--clients 32]
+                              [--requests 20000] [--senders 6] [--seed 1]
 
-Half of the clients hold choreographed sessions of two tenants over a pool with room for a fifth of
-their messages: they encode, decode, leave in the middle of streams, name one another's messages,
-send nonsense, free, close. The other half asks for ordinary completions. A tiny random model, so
-that HuggingFace's model can judge all answers, and not a sample.
+Two parts, both if none is named. `routes`: see `benchmarks.soak.routes.run`. `load`: half of the
+clients hold choreographed sessions of two tenants over a pool with room for a fifth of their
+messages: they encode, decode, leave in the middle of streams, name one another's messages, send
+nonsense, free, close. The other half asks for ordinary completions. A tiny random model, so that
+HuggingFace's model can judge all answers, and not a sample.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.serving import Server, start_server
 from benchmarks.soak.judge import Judge
 from benchmarks.soak.page import COUNTED, section
+from benchmarks.soak.routes.run import soak as routes
 from benchmarks.soak.users import DOC_TOKENS, DOCS, ChoreoUser, Notes, OrdinaryUser, run_all
 
+PARTS = ("load", "routes")
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 640
 KEYS = ("alpha", "beta")
@@ -36,11 +40,16 @@ POOL_SHARE = 0.2
 
 def main() -> int:
     args = _arguments()
-    with tempfile.TemporaryDirectory() as folder:
-        row = soak(Path(folder), args.clients, 60 * args.minutes)
-    write_csv("soak", [row], **record())
-    print(section())
-    return int(bool(row["wrong_tokens"] or row["failures"] or row["blocks_leaked"]))
+    parts, status = args.parts or PARTS, 0
+    if "load" in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            row = soak(Path(folder), args.clients, 60 * args.minutes)
+        write_csv("soak", [row], **record())
+        print(section())
+        status |= bool(row["wrong_tokens"] or row["failures"] or row["blocks_leaked"])
+    if "routes" in parts:
+        status |= routes(args.requests, args.senders, args.seed)
+    return int(status)
 
 
 def soak(folder: Path, num_clients: int, seconds: float) -> dict[str, Any]:
@@ -142,8 +151,12 @@ def _blocks_held(server: Server, num_blocks: int) -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="part")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of load")
+    parser.add_argument("--clients", type=int, default=32, help="at a time, under load")
+    parser.add_argument("--requests", type=int, default=20_000, help="to all routes")
+    parser.add_argument("--senders", type=int, default=6, help="at a time, to all routes")
+    parser.add_argument("--seed", type=int, default=1, help="of what is sent to all routes")
     return parser.parse_args()
 
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from vllm_choreo.errors import (
     FreedMessageError,
     LimitError,
     NameTakenError,
+    UnknownKeyError,
     UnknownMessageError,
     UnknownSessionError,
     UnsupportedOptionError,
@@ -33,7 +36,7 @@ from vllm_choreo.server.errors import as_choreo_error, error_json, status_of
 from vllm_choreo.server.openai.auto_options import AutoOptions, read_options
 from vllm_choreo.server.page import MAX_MESSAGES, session_page
 from vllm_choreo.server.plugin import check_one_process
-from vllm_choreo.server.tenants import tenant_of
+from vllm_choreo.server.tenants import TenantMiddleware, cache_salt, tenant_of, use_keys
 from vllm_choreo.wire.messages import message_json, usage_json
 
 
@@ -150,18 +153,88 @@ def test_errors_of_vllm_become_ours() -> None:
 # -- tenants -------------------------------------------------------------------------------------
 
 
-def tenant(authorization: str | None) -> str:
+def scope(authorization: str | None) -> dict[str, Any]:
     headers = [] if authorization is None else [(b"authorization", authorization.encode("latin-1"))]
-    return tenant_of(Request({"type": "http", "headers": headers}))
+    return {"type": "http", "headers": headers}
 
 
+def tenant(authorization: str | None) -> str:
+    return tenant_of(Request(scope(authorization)))
+
+
+@pytest.fixture
+def keys() -> Iterator[None]:
+    use_keys(("alpha", "beta", "é\xff"))
+    yield
+    use_keys(())
+
+
+@pytest.mark.usefixtures("keys")
 def test_tenants_are_named_by_their_keys() -> None:
     assert tenant("Bearer alpha") == tenant("bearer alpha") != tenant("Bearer beta")
-    assert tenant(None) == tenant("Bearer ") == tenant("Basic alpha") == tenant("")
-    assert tenant("Bearer é\xff") not in (tenant(None), tenant("Bearer e"))
-    names = {tenant(key) for key in (None, "Bearer alpha", "Bearer alpha ", "Bearer  alpha")}
-    assert len(names) == 4 and all(len(bytes.fromhex(name)) == 32 for name in names)
+    names = {tenant(f"Bearer {key}") for key in ("alpha", "beta", "é\xff")}
+    assert len(names) == 3 and all(len(bytes.fromhex(name)) == 32 for name in names)
     assert not any("alpha" in name for name in names)
+
+
+@pytest.mark.usefixtures("keys")
+@pytest.mark.parametrize(
+    "authorization",
+    [None, "", "alpha", "Bearer", "Bearer ", "Bearer gamma", "Bearer alph", "Bearer alpha "]
+    + ["Bearer  alpha", "bearer\talpha", "Bearer alpha,beta", "Basic alpha", "Bearer e"],
+)
+def test_who_sends_none_of_the_keys_is_no_tenant(authorization: str | None) -> None:
+    with pytest.raises(UnknownKeyError) as refused:
+        tenant(authorization)
+    assert status_of(refused.value) == 401 and refused.value.parameter == "Authorization"
+    assert "alpha" not in str(error_json(refused.value))
+
+
+def test_without_keys_all_clients_are_one_tenant() -> None:
+    """A token that nobody checks is no key: each new one would bring limits of its own."""
+    assert tenant(None) == tenant("Bearer alpha") == tenant("Bearer beta") == tenant("Basic x")
+
+
+def salts(*requests: tuple[str | None, str | None]) -> list[str | None]:
+    """The salts of requests that run at once: each an Authorization, and a salt of its own."""
+
+    async def one(authorization: str | None, own: str | None) -> str | None:
+        found: list[str | None] = []
+
+        async def app(*_: Any) -> None:
+            await asyncio.sleep(0)  # the others have begun
+            found.append(await asyncio.create_task(later()))
+
+        async def later() -> str | None:
+            return cache_salt(own)
+
+        nothing: Any = None
+        await TenantMiddleware(app)(scope(authorization), nothing, nothing)
+        return found[0]
+
+    async def all_of() -> list[str | None]:
+        return await asyncio.gather(*(one(*request) for request in requests))
+
+    return asyncio.run(all_of())
+
+
+@pytest.mark.usefixtures("keys")
+def test_each_tenant_has_a_salt_of_its_own() -> None:
+    a, b, same, nobody, guessed = salts(
+        *((f"Bearer {key}", None) for key in ("alpha", "beta", "alpha")),
+        (None, None),
+        ("Bearer x", None),
+    )
+    assert a == same and nobody == guessed and len({a, b, nobody}) == 3 and None not in (a, nobody)
+    own = salts(*((f"Bearer {key}", "mine") for key in ("alpha", "beta", "alpha")), (None, "mine"))
+    assert own[0] == own[2] and len({*own, a, b, nobody, "mine"}) == 7
+    (forged,) = salts(("Bearer alpha", b))  # who knows the salt of another has none of its cache
+    assert forged not in (a, b)
+    assert cache_salt() is None, "outside a request"
+
+
+def test_without_keys_nothing_is_salted() -> None:
+    assert salts((None, None), ("Bearer alpha", None), (None, "mine")) == [None, None, "mine"]
 
 
 # -- the page ------------------------------------------------------------------------------------

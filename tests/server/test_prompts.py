@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -34,7 +35,12 @@ PROMPT = (
     '<prompt schema="cellar"><shelves/><owner name="Anna"/><user>How many jars?</user></prompt>'
 )
 PLAIN = '<prompt schema="cellar"><shelves/><user>How many jars?</user></prompt>'
-OPERATORS = SCHEMA.replace('name="cellar"', 'name="house"').replace("plums", "pears")
+STAIRS = " ".join(f"Step {n} of the stairs is {n * 3} inches wide." for n in range(1, 9))
+OPERATORS = (
+    SCHEMA.replace('name="cellar"', 'name="house"')
+    .replace("plums", "pears")
+    .replace("  </user>", f'    <module name="stairs">{STAIRS}</module>\n  </user>')
+)
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +275,28 @@ def encoded_by(server: Server, key: str, schema: str) -> int:
         answer = client.prompts.decode(prompt, sampling_params=GREEDY)
         modules = [client.message(span.id) for span in answer.message.parents]
         return sum(module.usage.encoded_tokens for module in modules)
+
+
+@pytest.mark.parametrize("how", [{"mode": "exact"}, {"repair": "all", "layout": "compact"}])
+def test_what_a_tenant_takes_of_the_operators_tells_no_other(
+    server: Server, how: dict[str, Any]
+) -> None:
+    """A module is the operator's; in which contexts it is read is the readers'."""
+    parts = {"exact": "<shelves/><stairs/>", "all": "<owner name='B'/><stairs/>"}
+    markup = parts[next(iter(how.values()))]
+    prompt = f'<prompt schema="house">{markup}<user>{secrets.token_hex(4)}</user></prompt>'
+    clients = [server.client(key) for key in KEYS]
+    sessions = [posted(client, "sessions")["id"] for client in clients]
+    encoded = [
+        posted(client, "prompts", prompt=prompt, session=session, sampling_params=GREEDY, **how)[
+            "usage"
+        ]["encoded_tokens"]
+        for client, session in zip(clients, sessions, strict=True)
+    ]
+    for client, session in zip(clients, sessions, strict=True):
+        client.delete(f"/v1/choreo/sessions/{session}")
+        client.close()
+    assert encoded[0] == encoded[1] > 60, "as if nobody had asked before"
 
 
 def test_tenants_share_nothing_but_the_operators(server: Server, c: ChoreoClient) -> None:

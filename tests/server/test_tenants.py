@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Any
 
@@ -154,6 +155,149 @@ def test_a_key_with_another_scheme_in_front_is_the_same_tenant(
 def test_a_key_that_is_a_prefix_is_no_key(server: Server) -> None:
     with server.client("alph") as client:
         assert client.post("/v1/choreo/sessions").status_code == 401
+
+
+def test_of_two_keys_the_first_counts(alpha: httpx.Client, beta: httpx.Client) -> None:
+    """For vLLM, which lets a request in, and for us, who say whose it is."""
+    both = [("Authorization", f"Bearer {key}") for key in KEYS]
+    answer = httpx.post(f"{alpha.base_url}/v1/choreo/sessions", headers=both)
+    path = f"/v1/choreo/sessions/{answer.json()['id']}"
+    assert beta.delete(path).status_code == 404
+    assert alpha.delete(path).status_code == 200
+
+
+# -- routes that vLLM opens to everybody ---------------------------------------------------------
+
+INVENTED = [None, "Bearer gamma", "Bearer", "Basic alpha"]
+
+
+@pytest.mark.parametrize("header", INVENTED)
+def test_no_key_no_session_by_any_route(server: Server, header: str | None) -> None:
+    """/invocations serves completions to whoever reaches the port: ordinary ones alone."""
+    before = num_sessions(server)
+    headers = {} if header is None else {"Authorization": header}
+    body = {"model": server.model, "prompt": [5, 6], "max_tokens": 1}
+    url = f"{server.base_url}/invocations"
+    for xargs in ({"choreo_save_as": "n"}, {"choreo_auto": "exact"}):
+        sent = {**body, "prompt": [[5], [6]]} if "choreo_auto" in xargs else body
+        answer = httpx.post(url, headers=headers, json={**sent, "vllm_xargs": xargs})
+        assert error_of(answer, 401)["type"] == "UnknownKeyError"
+    assert httpx.post(url, headers=headers, json=body).status_code == 200
+    assert num_sessions(server) == before
+
+
+def test_a_key_is_the_same_tenant_on_every_route(alpha: httpx.Client, server: Server) -> None:
+    session = Session(alpha)
+    xargs = {"choreo_session": session.id, "choreo_save_as": "made"}
+    body = {"model": server.model, "prompt": [5, 6], "max_tokens": 1, "vllm_xargs": xargs}
+    assert alpha.post("/invocations", json=body).status_code == 200
+    assert session.message("made").status_code == 200
+    alpha.delete(session.path)
+
+
+def num_sessions(server: Server) -> float:
+    page = httpx.get(f"{server.base_url}/metrics").text
+    (line,) = [line for line in page.splitlines() if line.startswith("vllm_choreo:num_sessions{")]
+    return float(line.split()[-1])
+
+
+# -- what vLLM's prefix cache tells --------------------------------------------------------------
+
+
+def completion(client: httpx.Client, prompt: list[int], **fields: Any) -> int:
+    """How many of a prompt's tokens the answer says were cached."""
+    body = {"model": "smollm", "prompt": prompt, "max_tokens": 1, "temperature": 0, **fields}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    details = answer.json()["usage"]["prompt_tokens_details"]
+    return (details or {}).get("cached_tokens") or 0
+
+
+def with_salt(client: httpx.Client, prompt: list[int]) -> int:
+    return completion(client, prompt, cache_salt="mine")
+
+
+def invocation(client: httpx.Client, prompt: list[int]) -> int:
+    body = {"model": "smollm", "prompt": prompt, "max_tokens": 1}
+    usage = client.post("/invocations", json=body).json()["usage"]
+    return (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+
+
+def baseline_call(client: httpx.Client, prompt: list[int]) -> int:
+    session = Session(client, mode="baseline")
+    made = session.call(content=prompt, sampling_params=GREEDY)
+    client.delete(session.path)
+    reused: int = made["usage"]["reused_tokens"]
+    return reused
+
+
+@pytest.mark.parametrize("send", [completion, with_salt, invocation, baseline_call])
+def test_no_tenant_finds_in_the_prefix_cache_what_another_has_sent(
+    alpha: httpx.Client, beta: httpx.Client, send: Any
+) -> None:
+    prompt = [5 + token for token in secrets.token_bytes(200)]
+    assert send(alpha, prompt) == 0
+    assert send(beta, prompt) == 0
+    assert completion(beta, prompt, cache_salt="other") == 0
+    assert send(alpha, prompt) >= 160, "its own, it finds"
+    assert send(beta, prompt) >= 160
+
+
+def test_several_answers_to_one_prompt_are_salted_too(
+    alpha: httpx.Client, beta: httpx.Client
+) -> None:
+    prompt = [5 + token for token in secrets.token_bytes(200)]
+    completion(alpha, prompt, n=2, temperature=1.0)
+    assert completion(beta, prompt) == 0
+    assert completion(alpha, prompt) >= 160
+
+
+def test_a_baseline_session_shares_with_ordinary_requests_of_its_key(
+    alpha: httpx.Client, beta: httpx.Client
+) -> None:
+    prompt = [5 + token for token in secrets.token_bytes(200)]
+    assert completion(alpha, prompt) == 0
+    assert baseline_call(beta, prompt) == 0
+    assert baseline_call(alpha, prompt) >= 160
+
+
+def test_no_salt_reaches_what_another_tenant_has_sent(
+    alpha: httpx.Client, beta: httpx.Client, server: Server
+) -> None:
+    """Also not the name by which the engine and the log know it."""
+    prompt = [5 + token for token in secrets.token_bytes(200)]
+    completion(alpha, prompt)
+    with server.client(None) as nobody:
+        assert invocation(nobody, prompt) == 0
+    for salt in (*KEYS, f"Bearer {KEYS[0]}"):
+        assert completion(beta, prompt, cache_salt=salt) == 0
+
+
+# -- two requests of one id ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("xargs", [None, {"choreo_mode": "choreo"}])
+def test_one_request_id_is_two_requests(
+    alpha: httpx.Client, beta: httpx.Client, xargs: dict[str, str] | None
+) -> None:
+    """Who hangs up ends none of another tenant's, whatever both call themselves."""
+    same = {"X-Request-Id": secrets.token_hex(8)}
+    body = {"model": "smollm", "prompt": [5, 6, 7], "temperature": 0, "ignore_eos": True}
+    body |= {"max_tokens": 100} | ({"vllm_xargs": xargs} if xargs else {})
+    alone = beta.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    other = {**body, "prompt": [9, 9, 9], "stream": True}
+    with beta.stream(
+        "POST", "/v1/completions", json={**body, "stream": True}, headers=same
+    ) as mine:
+        lines = mine.iter_lines()
+        begun = next(line for line in lines if line)
+        for _ in range(3):
+            with alpha.stream("POST", "/v1/completions", json=other, headers=same) as theirs:
+                assert next(theirs.iter_lines())
+        rest = [line for line in lines if line]
+    events = [json.loads(line[6:]) for line in [begun, *rest[:-1]]]
+    assert rest[-1] == "data: [DONE]"
+    assert "".join(c["text"] for event in events for c in event["choices"]) == alone
 
 
 def test_closing_frees_for_the_tenant_alone(alpha: httpx.Client, beta: httpx.Client) -> None:

@@ -42,6 +42,8 @@ class AsyncRunner:
         self.mode = session.mode
         self._llm = async_llm
         self._entries = session.entries
+        # Text goes through vLLM's prefix cache; messages never do.
+        self._salt = (session.tenant or None) if session.mode == "baseline" else None
         self._pending: dict[str, Pending] = {}
 
     async def submit(self, calls: Sequence[PlannedCall]) -> list[Pending]:
@@ -170,7 +172,7 @@ class AsyncRunner:
     async def _add(self, call: PlannedCall, prompt: Sequence[int]) -> Any:
         params = engine_params(call, self.mode)
         return await self._llm.add_request(
-            call.id, engine_prompt(prompt), params, lora_request=call.adapter
+            call.id, engine_prompt(prompt, self._salt), params, lora_request=call.adapter
         )
 
     async def _read(self, handle: Pending, queue: Any, start: float) -> Outcome:

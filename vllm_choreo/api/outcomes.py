@@ -31,11 +31,15 @@ class Outcome:
 # -- to the engine -------------------------------------------------------------------------------
 
 
-def engine_prompt(token_ids: Sequence[int]) -> Any:
-    """The prompt of a request as vLLM's input processor takes it, without tokenising again."""
+def engine_prompt(token_ids: Sequence[int], cache_salt: str | None = None) -> Any:
+    """The prompt of a request as vLLM's input processor takes it, without tokenising again.
+
+    Args:
+        cache_salt: who finds it in vLLM's prefix cache: requests of the same salt.
+    """
     from vllm.inputs.engine import tokens_input
 
-    return tokens_input(list(token_ids))
+    return tokens_input(list(token_ids), cache_salt=cache_salt)
 
 
 def engine_params(call: PlannedCall, mode: str) -> Any:

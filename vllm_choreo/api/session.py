@@ -166,6 +166,7 @@ class Session:
             save_as=message_id,
             session=self.id,
             tenant=self.tenant if spec.tenant is None else spec.tenant,
+            reader=self.tenant if spec.tenant not in (None, self.tenant) else "",
             open_end=sampling_params is not None and bool(sampling_params.stop),
             exact=exact,
             deny=self.entries.denied(spec.deny),

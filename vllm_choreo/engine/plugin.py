@@ -14,6 +14,7 @@ from typing import Any
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine import batch_runner, command_line
 from vllm_choreo.engine.compat import check_version
+from vllm_choreo.engine.orphan import end_with_parent
 from vllm_choreo.errors import UnsupportedOptionError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ def install() -> None:
 
     from vllm_choreo.engine import utility
 
+    end_with_parent()
     _hook_command_line(type(current_platform))
     _hook_kernels(type(current_platform))
     if current_platform.is_cpu() or current_platform.is_cuda():

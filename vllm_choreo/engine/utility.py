@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.exceptions import EngineDeadError
 
 _METHOD = "choreo"
+# How often it is looked whether the engine is there, where nothing tells.
+_LOOK_SECONDS = 1.0
 
 
 def install() -> None:
@@ -41,11 +46,43 @@ def of_workers(llm: Any, method: str, *args: Any) -> list[Any]:
 
 
 async def of_workers_async(async_llm: Any, method: str, *args: Any) -> list[Any]:
-    """Like `of_workers`, for `vllm.AsyncLLM`."""
-    answers: list[Any] = await async_llm.collective_rpc(method, args=args)
+    """Like `of_workers`, for `vllm.AsyncLLM`.
+
+    Raises:
+        EngineDeadError: the engine has ended, and answers no more.
+    """
+    answers: list[Any] = await _answer(async_llm, async_llm.collective_rpc(method, args=args))
     return answers
 
 
 async def call_async(async_llm: Any, operation: str, *args: Any) -> Any:
-    """Like `call`, for `vllm.AsyncLLM`."""
-    return await async_llm.engine_core.call_utility_async(_METHOD, operation, list(args))
+    """Like `call`, for `vllm.AsyncLLM`.
+
+    Raises:
+        EngineDeadError: the engine has ended, and answers no more.
+    """
+    asked = async_llm.engine_core.call_utility_async(_METHOD, operation, list(args))
+    return await _answer(async_llm, asked)
+
+
+async def _answer(async_llm: Any, asked: Coroutine[Any, Any, Any]) -> Any:
+    """The answer of an engine-core utility, for which vLLM waits for ever if the engine ends.
+
+    A server whose request waits so never ends, and no supervisor starts it again.
+    """
+    resources = async_llm.engine_core.resources
+    answer = asyncio.ensure_future(asked)
+    try:
+        while not answer.done():
+            reader = resources.output_queue_task  # of the engine's socket; None: not begun yet
+            await asyncio.wait(
+                {answer, reader} if reader is not None else {answer},
+                timeout=_LOOK_SECONDS,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            is_dead = resources.engine_dead or (reader is not None and reader.done())
+            if is_dead and not answer.done():
+                raise EngineDeadError
+        return answer.result()
+    finally:
+        answer.cancel()

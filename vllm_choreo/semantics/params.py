@@ -10,6 +10,7 @@ The wire form, drawn once (JSON and msgpack carry it as it is):
      "kind":       "prefill" | "decode",
      "session":    str,
      "tenant":     str,             left out if empty
+     "reader":     str,             left out if empty
      "open_end":   bool,            left out if false
      "exact":      bool,            left out if false
      "deny":       [id, ...],       left out if empty
@@ -56,6 +57,8 @@ class ChoreoParams:
         kind: "prefill" (encode, sample nothing) or "decode".
         session: the tenant's session that the message belongs to.
         tenant: identical messages of one tenant are encoded once; those of others never meet.
+        reader: whose the message's other encodings are, where that is not `tenant`: in which
+            contexts a message has been read tells of its readers.
         open_end: the message is complete only once the client has told how many of its tokens it
             keeps: stop strings are found by the client (operation "end" of the engine).
         exact: the result is that of a request on the concatenated text: parents that were encoded
@@ -83,6 +86,7 @@ class ChoreoParams:
     kind: str = "decode"
     session: str = ""
     tenant: str = ""
+    reader: str = ""
     open_end: bool = False
     exact: bool = False
     deny: tuple[str, ...] = ()
@@ -105,7 +109,7 @@ class ChoreoParams:
                 parameter="save_as",
                 value=self.save_as,
             )
-        for name in ("session", "tenant"):
+        for name in ("session", "tenant", "reader"):
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise ChoreoError("a string is needed", parameter=name, value=value)
@@ -172,7 +176,7 @@ class ChoreoParams:
             "kind": self.kind,
             "session": self.session,
         }
-        names = ("tenant", "open_end", "exact", "copy_of")
+        names = ("tenant", "reader", "open_end", "exact", "copy_of")
         options = {
             **{name: getattr(self, name) for name in names},
             "deny": list(self.deny),

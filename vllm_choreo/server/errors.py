@@ -18,6 +18,7 @@ from vllm_choreo.errors import (
     LimitError,
     NameTakenError,
     UnknownKeptError,
+    UnknownKeyError,
     UnknownMessageError,
     UnknownSchemaError,
     UnknownSessionError,
@@ -25,6 +26,7 @@ from vllm_choreo.errors import (
 from vllm_choreo.wire.refusals import refusal_json
 
 _STATUS: dict[type[ChoreoError], int] = {
+    UnknownKeyError: 401,
     UnknownSessionError: 404,
     UnknownKeptError: 404,
     NameTakenError: 409,

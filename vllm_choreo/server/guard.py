@@ -4,19 +4,24 @@
 Most of vLLM's routes pass `vllm_xargs`, or whole sampling parameters, on to the engine as a client
 wrote them. There a client could name the session of another tenant, or name messages and be served
 without them. So all of them are refused, at the one place through which every request goes; and
-before that on the one route that would begin an answer first.
+before that on the one route that would begin an answer first. There, too, every ordinary request is
+told apart by its tenant: vLLM's prefix cache would tell one of them, by time and by
+`cached_tokens`, what another has sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import replace
 from typing import Any
 
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_choreo.semantics.params import EXTRA_ARGS_KEY, FLAT_PREFIX
+from vllm_choreo.server.tenants import cache_salt
 
 
 def guarded(llm: AsyncLLM, responses: OpenAIServingResponses) -> Any:
@@ -49,6 +54,26 @@ def _refuse(extra_args: Iterable[str] | None) -> None:
         )
 
 
+def _salted(prompt: Any) -> Any:
+    """A prompt, of any form that vLLM takes, with the salt of the tenant that sends it."""
+    if isinstance(prompt, AsyncGenerator):
+        return _salted_parts(prompt)
+    if isinstance(prompt, EngineCoreRequest):
+        prompt.cache_salt = cache_salt(prompt.cache_salt)
+        return prompt
+    if isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    elif isinstance(prompt, list):
+        prompt = {"prompt_token_ids": prompt}
+    salt = cache_salt(prompt.get("cache_salt"))
+    return prompt if salt is None else {**prompt, "cache_salt": salt}
+
+
+async def _salted_parts(prompts: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    async for part in prompts:
+        yield replace(part, prompt=_salted(part.prompt))
+
+
 class _GuardedLLM(AsyncLLM):
     """vLLM's engine client, which checks what every route hands to it."""
 
@@ -61,7 +86,7 @@ class _GuardedLLM(AsyncLLM):
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         _refuse(getattr(params, "extra_args", None))
-        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        return await super().add_request(request_id, _salted(prompt), params, *args, **kwargs)
 
 
 class _GuardedResponses(OpenAIServingResponses):

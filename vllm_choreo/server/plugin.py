@@ -35,8 +35,10 @@ class ChoreoEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         from vllm_choreo.server import keep_routes, message_routes, prompt_routes, routes
         from vllm_choreo.server.errors import answer_error
+        from vllm_choreo.server.tenants import TenantMiddleware
 
         self._has_routes = True
+        app.add_middleware(TenantMiddleware)
         app.include_router(routes.router)
         app.include_router(message_routes.router)
         app.include_router(prompt_routes.router)
@@ -58,8 +60,10 @@ class ChoreoEndpoints:
         from vllm_choreo.server.served_adapters import ServedAdapters
         from vllm_choreo.server.served_schemas import ServedSchemas
         from vllm_choreo.server.sessions import Sessions
+        from vllm_choreo.server.tenants import use_keys
 
         check_one_process(args)
+        use_keys(api_keys(args))
         settings = ChoreoConfig.from_vllm(engine_client.vllm_config)
         config = settings.server
         llm = guarded(engine_client, state.openai_serving_responses)
@@ -91,6 +95,13 @@ class ChoreoEndpoints:
             handlers.init_state(state, llm, AutoChats(chats, llm, auto))
         else:
             batch.init_batch(state, llm)
+
+
+def api_keys(args: Namespace) -> list[str]:
+    """Those that vLLM asks for: of its command line, or else of its environment."""
+    from vllm import envs
+
+    return [key for key in getattr(args, "api_key", None) or [envs.VLLM_API_KEY] if key]
 
 
 def check_one_process(args: Namespace) -> None:

@@ -46,6 +46,8 @@ class StoredMessage:
     """One message of a session.
 
     Attributes:
+        tenant: with whose messages its own encoding is shared.
+        reader: with whose its copies are, if not the tenant's.
         own: its encoding by the call that made it.
         copies: its other encodings, by digest.
         open_report: what its call reported, while the client has not told yet how many of the
@@ -58,6 +60,7 @@ class StoredMessage:
     id: str
     session: str
     tenant: str = ""
+    reader: str = ""
     open_report: dict[str, Any] | None = None
     pinned_until: float = 0.0
     failure: str | None = None
@@ -155,6 +158,11 @@ class Encoding:
     num_waiting: int = 0
     num_wanting: int = 0
     encoders: set[str] = field(default_factory=set)
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is: an equal encoding of another tenant is another encoding."""
+        return (self.is_copy and self.message.reader) or self.message.tenant
 
     @property
     def is_copy(self) -> bool:

@@ -77,14 +77,19 @@ class MessageStore:
     # -- names -----------------------------------------------------------------------------
 
     def create(
-        self, session: str, message_id: str, adapter: Adapter | None = None, tenant: str = ""
+        self,
+        session: str,
+        message_id: str,
+        adapter: Adapter | None = None,
+        tenant: str = "",
+        reader: str = "",
     ) -> StoredMessage:
         """A new message, whose encoding has no tokens yet.
 
         Raises:
             NameTakenError: the session has a message of that id.
         """
-        message = StoredMessage(message_id, session, tenant)
+        message = StoredMessage(message_id, session, tenant, reader)
         message.own = Encoding(message, Trace(message_id), adapter)
         self.admit([message])
         return message
@@ -146,7 +151,7 @@ class MessageStore:
             patched = source, patch.start, patch.runs, patch.layers
         encoding.digest = encoding_digest(
             self.engine,
-            encoding.message.tenant,
+            encoding.tenant,
             encoding.adapter,
             encoding.token_ids,
             encoding.plan,

@@ -88,7 +88,8 @@ class CallBook:
         most_tokens = request.num_prompt_tokens + (request.max_tokens * (params.kind == "decode"))
         most_tokens = min(most_tokens, self.max_model_len)
         check_room(self.store.hidden, params.keep_hidden, most_tokens)
-        encoding = self.store.create(params.session, name, adapter, params.tenant).own
+        message = self.store.create(params.session, name, adapter, params.tenant, params.reader)
+        encoding = message.own
         encoding.parents, encoding.trace = parents, trace
         if self.store.hidden and params.keep_hidden:
             self.store.hidden.keep(encoding, params.keep_hidden, most_tokens)
