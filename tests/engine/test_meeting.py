@@ -520,3 +520,14 @@ def test_calls_that_wait_for_an_answer_cost_no_step_anything(start: Callable[...
     assert not any(stepped.error(name) for name in [*names, "later"])
     order = [name for name in stepped.outputs if name in names]
     assert order == names
+
+
+def test_a_name_that_failed_may_be_taken_again(start: Callable[..., Stepped]) -> None:
+    stepped = start(**ROOMY)
+    stepped.submit("m", [5] * 500)
+    stepped.abort("m")
+    stepped.make("m", [6])
+    assert not stepped.scheduler.store._failed
+    stepped.submit("reader", [7], "decode", 1, parents=["m"])
+    stepped.finish()
+    assert stepped.error("reader") is None

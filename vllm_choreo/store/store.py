@@ -109,7 +109,10 @@ class MessageStore:
                     value=message.id,
                 )
         for message in messages:
-            self._sessions.setdefault(message.session, {})[message.id] = message
+            named = self._sessions.setdefault(message.session, {})
+            if failed := named.get(message.id):
+                self._failed.pop(failed, None)
+            named[message.id] = message
 
     def find(self, session: str, message_id: str) -> StoredMessage | None:
         """The message of that id, if the session has it."""

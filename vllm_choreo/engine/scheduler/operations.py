@@ -159,9 +159,8 @@ class Operations:
 
     def _withdraw_encodings(self, encodings: set[Encoding]) -> None:
         """Do not seal or encode again what is given up, unless a call waits for it."""
-        while idle := [
-            call.id
-            for call in (self._book.calls.get(r) for e in encodings for r in e.encoders)
-            if call is not None and call.is_internal and not call.encoding.num_waiting
-        ]:
-            self._finish(idle, RequestStatus.FINISHED_ABORTED)
+        ended = True
+        while ended:  # what ends leaves its own parents to nobody
+            found = [self._book.calls.get(r) for e in encodings for r in e.encoders]
+            idle = [c.id for c in found if c and c.is_internal and not c.encoding.num_waiting]
+            ended = self._finish(idle, RequestStatus.FINISHED_ABORTED)
