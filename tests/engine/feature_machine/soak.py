@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.engine.feature_machine.configurations import CONFIGURATIONS
 from tests.engine.feature_machine.generator import program_of
+from tests.engine.feature_machine.invariants import Broken
 from tests.engine.feature_machine.machine import Machine, start_machine
 from tests.engine.feature_machine.program import Program
 from tests.engine.feature_machine.shrink import shrunk
@@ -90,7 +91,8 @@ class Engines:
         try:
             machine.run(program)
         except Exception as error:
-            if not machine.recover():
+            # What the engine itself raised leaves it in any state.
+            if not isinstance(error, Broken) or not machine.recover():
                 self.stop()
             return error
         return None
