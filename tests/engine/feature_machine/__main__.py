@@ -35,6 +35,7 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
     "TRITON_INTERPRET": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # else what counts ranks is compiled for batches of every size
 }
 
 

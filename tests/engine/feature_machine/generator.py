@@ -399,7 +399,7 @@ class _Generator:
         self._count += 1
         suffix = rng.choice(("", f".{self._count}", f".{self._count}"))
         asks = rng.choice((99, 99, 1, 3))
-        self._add(Load(target, key, suffix, asks))
+        self._add(Load(target, key, suffix, asks, rng.random() < 0.15))
         for name in names:
             self._names[target].setdefault(f"{name}{suffix}", 1)
         if asks < 99 and rng.random() < 0.7:

@@ -109,10 +109,12 @@ class Keepings:
         loaded = self._ledger.load(sources, session)
         must: set[str] = set()
 
-        def admit(messages: Sequence[Any]) -> None:
-            """What a facade refuses, and what the engine will."""
+        def check_open() -> None:
             if self._host.num_closed(session) != num_closed:
                 raise ChoreoError("the session was closed", parameter="session")
+
+        def admit(_: Sequence[Any]) -> None:
+            check_open()
             existing = [self._ledger.find(session, made.call.name) for made in loaded]
             if any(made and made.state != "failed" for made in existing):
                 must.add("NameTakenError")
@@ -136,8 +138,17 @@ class Keepings:
             if error is not None and error not in must | may:
                 raise result
 
-        folder, origin = self._folder(load.key), self._origin(session)
-        steps = loading(folder, origin, TENANTS[session], names_of, admit, "refuse", False)
+        folder = self._folder(load.key, is_foreign=load.is_foreign)
+        steps = loading(
+            folder,
+            self._origin(session),
+            TENANTS[session],
+            names_of,
+            admit,
+            check_open,
+            "refuse",
+            False,
+        )
         self._begin(_Keeping(steps, session, load.key, done, entered), load.asks)
         return True
 
@@ -207,6 +218,9 @@ class Keepings:
                 return answer
             if ask.what == "workers":
                 return self._host.of_workers(*ask.args)
+            if ask.what == "session":
+                function, *arguments = ask.args
+                return function(*arguments)
         except ChoreoError as error:
             return error
         reads = tuple(Read(message_id.partition("/")[2]) for message_id in ask.args)
@@ -214,10 +228,11 @@ class Keepings:
         keeping.waits_for = self._host.submit(Call(keeping.session, name, (0, 1), reads))
         return None
 
-    def _folder(self, key: str) -> Any:
+    def _folder(self, key: str, *, is_foreign: bool = False) -> Any:
         from vllm_choreo.keep.storage import KeptFolder
 
-        return KeptFolder(f"memory://{self._root}/{key}")
+        keep_key = b"another's" if is_foreign else b"this program's"
+        return KeptFolder(f"memory://{self._root}/{key}", keep_key=keep_key)
 
     def _origin(self, session: str) -> Any:
         from vllm_choreo.keep.manifest import tenant_digest

@@ -49,6 +49,7 @@ class Made:
             "failed".
         error: type of the error with which its call ended.
         is_aborted: the client went away.
+        has_no_end: it was given up before the client had told where it ends.
         history, text_history: ids of what its encoding, or its tokens, carry traces of.
         must, may: errors, by type.
         source: for a loaded one, what was saved.
@@ -67,6 +68,7 @@ class Made:
     error: str | None = None
     is_aborted: bool = False
     freed: bool = False
+    has_no_end: bool = False
     history: frozenset[str] = frozenset()
     text_history: frozenset[str] = frozenset()
     must: set[str] = field(default_factory=set)
@@ -120,6 +122,8 @@ class Ledger:
         for name in names:
             if made := self._names[session].pop(name, None):
                 made.freed = True
+                # Nobody can tell any more where it ends.
+                made.has_no_end = bool(made.call.stop) and made.state in ("running", "open")
 
     def open(self, call: Call) -> Made:
         """A call arrives; what is wrong at once is in `must`."""
@@ -203,10 +207,10 @@ class Ledger:
                 for of, start, stop in source.links
             ]
             return True
-        failed = [parent for parent, _ in made.parents if parent.state == "failed"]
+        failed = [p for p, _ in made.parents if p.state == "failed" or p.has_no_end]
         if failed:
             made.may.add("ParentFailedError")
-        if any(_never_was(parent) for parent in failed):
+        if any(parent.has_no_end or _never_was(parent) for parent in failed):
             made.must.add("ParentFailedError")
         if len(made.parents) < len(made.call.reads):
             return False

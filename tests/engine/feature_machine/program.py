@@ -167,12 +167,18 @@ class Save(_Printed):
 
 @dataclass(frozen=True, repr=False)
 class Load(_Printed):
-    """Begin to load what was saved under `key`; the suffix is that of the messages' names."""
+    """Begin to load what was saved under `key`.
+
+    Attributes:
+        suffix: of the messages' names.
+        is_foreign: what was saved is not trusted: nobody shares it.
+    """
 
     session: str
     key: str
     suffix: str = ""
     asks: int = 99
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,8 +21,9 @@ from tests.engine.feature_machine.machine import Machine, start_machine
 from tests.engine.feature_machine.program import Program
 from tests.engine.feature_machine.shrink import shrunk
 
-# Seeds that a process takes at a time: an engine takes as long to start as so many programs.
-CHUNK = 25
+# Seeds that a process takes at a time, and after how many it goes on with another engine: one takes
+# as long to start as some dozens of programs.
+CHUNK, ROUND = 100, 500
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def soak(
     for process in processes:
         process.start()
     num_given = num_done = 0
-    pending = _tasks(configurations, first, last, workers)
+    pending = _tasks(configurations, first, last)
     task = next(pending, None)
     try:
         while task is not None or num_done < num_given:
@@ -223,15 +224,16 @@ def _result(results: Any, processes: Sequence[Any]) -> Tally:
 
 
 def _tasks(
-    configurations: Sequence[str], first: int, last: int | None, workers: int
+    configurations: Sequence[str], first: int, last: int | None
 ) -> Iterator[tuple[str, range]]:
-    """An engine is started anew for each: few seeds at a time take long, many end unevenly."""
-    for start in count(first, CHUNK):
-        if last is not None and start >= last:
+    """Some seeds on one engine after the other, then the next seeds."""
+    for begin in count(first, ROUND):
+        if last is not None and begin >= last:
             return
-        stop = start + CHUNK if last is None else min(start + CHUNK, last)
+        end = begin + ROUND if last is None else min(begin + ROUND, last)
         for configuration in configurations:
-            yield configuration, range(start, stop)
+            for start in range(begin, end, CHUNK):
+                yield configuration, range(start, min(start + CHUNK, end))
 
 
 def _work(
