@@ -67,7 +67,8 @@ class Keepings:
         self._vllm_config = vllm_config
         self._root = root
         self._under_way: list[_Keeping] = []
-        self._kept: dict[str, tuple[str, dict[str, Made]]] = {}  # tenant and messages, by key
+        # By key: whose they are, messages, and whether with keys and values.
+        self._kept: dict[str, tuple[str, dict[str, Made], bool]] = {}
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -83,7 +84,7 @@ class Keepings:
 
         def done(result: Any) -> None:
             if not isinstance(result, BaseException):
-                self._kept[save.key] = TENANTS[save.session], chosen
+                self._kept[save.key] = TENANTS[save.session], chosen, save.encodings
                 return
             gone = any(made.freed for made in chosen.values())
             may = {"PoolFullError"} | ({"UnknownMessageError"} if gone else set())
@@ -103,10 +104,11 @@ class Keepings:
         if self._is_taken(load.key):
             return False
         session, num_closed = load.session, self._host.num_closed(load.session)
-        tenant, kept = self._kept.get(load.key, ("", {}))
+        tenant, kept, has_data = self._kept.get(load.key, ("", {}, False))
         may = set() if kept and tenant == TENANTS[session] else {"KeptError", "UnknownKeptError"}
         sources = {} if may else {f"{name}{load.suffix}": made for name, made in kept.items()}
-        loaded = self._ledger.load(sources, session)
+        options = {"has_data": has_data, "is_foreign": load.is_foreign}
+        loaded = self._ledger.load(sources, session, **options)
         must: set[str] = set()
 
         def check_open() -> None:

@@ -54,6 +54,8 @@ class Made:
         must, may: errors, by type.
         source: for a loaded one, what was saved.
         siblings: what was loaded with it, by what was saved.
+        has_data: it was loaded with keys and values.
+        is_given: these came from somebody who is not trusted.
         spans: once all parents are known: `(start, stop, offset)` of each.
         position: of its first token.
         links: what it reads for its parents: messages as they were made, or copies of them.
@@ -75,6 +77,8 @@ class Made:
     may: set[str] = field(default_factory=set)
     source: Made | None = None
     siblings: Mapping[Made, Made] = field(default_factory=dict, repr=False)
+    has_data: bool = False
+    is_given: bool = False
     spans: list[tuple[int, int, int]] = field(default_factory=list)
     position: int = 0
     links: list[tuple[Any, int, int]] = field(default_factory=list, repr=False)
@@ -84,6 +88,11 @@ class Made:
     @property
     def is_decode(self) -> bool:
         return self.call.generate > 0
+
+    @property
+    def is_untrusted(self) -> bool:
+        """It was given, or was made of what was."""
+        return self.is_given or any(_is_untrusted(link) for link in self.links)
 
     @property
     def most_tokens(self) -> int:
@@ -141,14 +150,22 @@ class Ledger:
             made.tokens = call.tokens
         return made
 
-    def load(self, sources: Mapping[str, Made], session: str) -> list[Made]:
-        """Messages that were saved come as new ones, of these names; they have none yet."""
+    def load(
+        self, sources: Mapping[str, Made], session: str, *, has_data: bool, is_foreign: bool
+    ) -> list[Made]:
+        """Messages that were saved come as new ones, of these names; they have none yet.
+
+        Args:
+            has_data: with keys and values.
+            is_foreign: from somebody who is not trusted.
+        """
         ids = {made.id: f"{session}/{name}" for name, made in sources.items()}
         siblings: dict[Made, Made] = {}
         for name, source in sources.items():
             made = Made(replace(source.call, session=session, name=name), ids[source.id])
             made.source, made.siblings, made.state = source, siblings, "loading"
             made.tokens, made.parents = source.tokens, source.parents
+            made.has_data, made.is_given = has_data, has_data and is_foreign
             made.history = frozenset(ids.get(one, one) for one in source.history)
             made.text_history = frozenset(ids.get(one, one) for one in source.text_history)
             siblings[source] = made
@@ -201,6 +218,7 @@ class Ledger:
         if made.source is not None:
             source = made.source
             made.spans, made.position = source.spans, source.position
+            made.is_given |= made.has_data and source.is_untrusted
             # Whatever else came with it is there under no name.
             made.links = [
                 (made.siblings.get(of) if isinstance(of, Made) else None, start, stop)
@@ -306,12 +324,12 @@ class Ledger:
             elif is_layered:
                 if {first for first, _ in layers if first} - set(parent.call.keep):
                     made.must.add("RepairError")
-                links.append((("layers", made, parent), start, stop))
+                links.append((("layers", made, parent, tuple(links)), start, stop))
             elif tuple(runs[number]) == ((0, stop - start),):
                 copy = ("copy", parent, start, stop, tuple(links), where)
                 links.append((copy, 0, stop - start))
             else:
-                links.append((("patch", made, parent), start, stop))
+                links.append((("patch", made, parent, tuple(links)), start, stop))
         made.links = links
 
     def num_unchanged(self, made: Made) -> int:
@@ -360,7 +378,7 @@ def has(
     offset: int,
 ) -> bool:
     """Whether a message, seen from `start` on at `offset`, was made behind what is read before."""
-    if start or parent.call.adapter != made.call.adapter:
+    if start or parent.call.adapter != made.call.adapter or parent.is_given:
         return False
     if isinstance(parent.rule, Reweighted) and len(parent.links) > 1:
         return False
@@ -385,6 +403,17 @@ def is_exact(made: Made) -> bool:
         elif of[0] != "copy":
             return False
     return True
+
+
+def _is_untrusted(link: tuple[Any, int, int]) -> bool:
+    of, *_ = link
+    if isinstance(of, Made):
+        return of.is_untrusted
+    kind, *parts = of or (None,)
+    if kind == "copy":
+        return any(map(_is_untrusted, parts[3]))
+    # Patches are made of what they are laid over, and of what is read before that.
+    return kind is not None and any(map(_is_untrusted, parts[2])) | parts[1].is_untrusted
 
 
 def blocks_of(num_tokens: int) -> int:
