@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import queue
 import tempfile
 import time
 import traceback
@@ -212,8 +213,6 @@ def soak(
 
 def _result(results: Any, processes: Sequence[Any]) -> Tally:
     """The next result; whoever works must be alive."""
-    import queue
-
     while True:
         try:
             tally: Tally = results.get(timeout=5)
@@ -236,6 +235,18 @@ def _tasks(
                 yield configuration, range(start, min(start + CHUNK, end))
 
 
+def _task(tasks: Any) -> tuple[str, range] | None:
+    """The next task; None: there are no more, or who gives them has been killed."""
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive():
+        try:
+            task: tuple[str, range] | None = tasks.get(timeout=5)
+            return task
+        except queue.Empty:
+            continue
+    return None
+
+
 def _work(
     tasks: Any, results: Any, until: float, shrink_seconds: float, ignored: Sequence[str]
 ) -> None:
@@ -245,7 +256,7 @@ def _work(
     seen: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         engines = Engines(Path(folder))
-        while (task := tasks.get()) is not None:
+        while (task := _task(tasks)) is not None:
             configuration, seeds = task
             results.put(
                 run_seeds(engines, configuration, seeds, until, shrink_seconds, seen, ignored)
