@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
@@ -30,6 +30,7 @@ from tests.engine.feature_machine.program import (
 from tests.engine.feature_machine.shrink import shrunk
 from tests.engine.feature_machine.soak import Engines, law_of
 from tests.grids import sampled
+from vllm_choreo.store.block_copies import BlockCopies, PlannedCopies
 
 MachineOf = Callable[[str], Machine]
 # So many programs on each engine, a quarter of a second each.
@@ -119,17 +120,16 @@ def test_a_planted_fault_is_found_and_shrunk(
 ) -> None:
     """What comes back from host memory is another block's, if two were evicted at once."""
     machine = machine_of("hidden")
-    tier = machine.llm.llm_engine.engine_core.engine_core.scheduler.store.tier
-    take_copies = type(tier).take_copies
+    take = BlockCopies.take
 
-    def take_wrong_copies(self: Any) -> Any:
-        saves, loads = take_copies(self)
-        if len(saves) > 1:
-            sources, targets = zip(*saves, strict=True)
-            saves = list(zip(reversed(sources), targets, strict=True))
-        return saves, loads
+    def take_wrong(self: BlockCopies) -> PlannedCopies:
+        copies = take(self)
+        if len(copies.saves) < 2:
+            return copies
+        sources, targets = zip(*copies.saves, strict=True)
+        return replace(copies, saves=tuple(zip(reversed(sources), targets, strict=True)))
 
-    monkeypatch.setattr(type(tier), "take_copies", take_wrong_copies)
+    monkeypatch.setattr(BlockCopies, "take", take_wrong)
     program: tuple[Operation, ...] = (
         Call("a", "p", (1, 40)),
         Call("a", "q", (2, 40)),
