@@ -80,8 +80,6 @@ class Refusals:
             outputs: of the step, by client.
             finish: the scheduler's `finish_requests`.
         """
-        if not self._errors:
-            return
         for request in finish(list(self._errors), RequestStatus.FINISHED_ERROR):
             output = EngineCoreOutput(
                 request_id=request.request_id,

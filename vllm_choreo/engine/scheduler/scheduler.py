@@ -290,8 +290,9 @@ class _Choreographed(Scheduler):
             per_client.outputs = [
                 output for output in per_client.outputs if not self.internal.includes(output)
             ]
-        self.refusals.answer(outputs, self.finish_requests)
-        self.room.end_unneeded()
+        if self.refusals:
+            self.refusals.answer(outputs, self.finish_requests)
+            self.room.end_unneeded()
         return outputs
 
 
