@@ -241,6 +241,8 @@ class Ledger:
             stop = len(parent.tokens) if read.stop is None else read.stop
             if not 0 <= start < stop <= len(parent.tokens):
                 made.must.add("SpanError")
+                if isinstance(made.rule, (ByAttention, ByLayers)) and not self.limits.hidden_bytes:
+                    made.may.add("UnsupportedOptionError")
                 return False
             offset = end if read.offset is None else read.offset
             made.spans.append((start, stop, offset))

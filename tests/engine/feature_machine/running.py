@@ -109,7 +109,10 @@ class Run:
 
         made = self._ledger.open(call)
         # While a request of that name runs, another one has an id of its own.
-        request_id = made.id if made.id not in self._running else f"{made.id}#{self._num_steps}"
+        request_id, number = made.id, 0
+        while request_id in self._running:
+            number += 1
+            request_id = f"{made.id}#{number}"
         try:
             self._engine.add_request(
                 request_id,
