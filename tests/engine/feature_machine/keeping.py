@@ -51,7 +51,8 @@ class _Keeping:
 
 
 class Keepings:
-    """
+    """The saves and loads of one program, and the folders that it has saved.
+
     Args:
         vllm_config: the engine's.
         root: of folders, in memory.
@@ -169,6 +170,22 @@ class Keepings:
                 else:
                     told = {"type": made.error, "message": "of what a save had encoded"}
                     keeping.answer = error_from_report(told)
+
+    def give_up(self) -> None:
+        """End all that are under way, as a client's error does: what they hold is let go of.
+
+        For a program that failed. What goes wrong here is that failure's consequence, and not told.
+        """
+        for keeping in self._under_way:
+            answer: Any = ChoreoError("the program failed", parameter="program")
+            try:
+                ask = keeping.steps.throw(answer)
+                while True:  # what it asks on its way out
+                    answer = self._told(keeping, ask) if ask.what == "operation" else None
+                    ask = keeping.steps.send(answer)
+            except Exception:
+                continue
+        self._under_way.clear()
 
     def forget(self) -> None:
         """Delete all folders."""

@@ -31,6 +31,7 @@ class Machine:
         llm: vLLM's.
         adapters: vLLM's requests for them, by number from 1.
         counts: what happened in all programs.
+        is_clean: whether the engine is as new; not so after a program that failed.
     """
 
     configuration: Configuration
@@ -38,20 +39,33 @@ class Machine:
     truth: Truth
     adapters: Sequence[Any] = ()
     counts: Counter[str] = field(default_factory=Counter)
+    is_clean: bool = True
 
     def run(self, operations: Iterable[Operation]) -> None:
-        """Run a program and check all of it. Raises AssertionError, or what the engine raised."""
+        """Run a program and check all of it.
+
+        Raises:
+            AssertionError: something is wrong.
+            RuntimeError: a program before it failed, and the engine could not be made as new: what
+                this one found would be that one's. Or what else the engine raised.
+        """
+        if not self.is_clean and not self.recover():
+            raise RuntimeError("a program before this one has left the engine unusable; start anew")
         self.counts["programs"] += 1
         self.truth.clear()
+        self.is_clean = False
         self._run().run(operations)
+        self.is_clean = True
 
     def recover(self) -> bool:
-        """After a program that failed: whether the engine is as new when all has been given up."""
+        """Give up what a failed program has left; returns whether the engine is as new then."""
         try:
             self._run().give_up()
         except Exception:
-            return False
-        return True
+            self.is_clean = False
+        else:
+            self.is_clean = True
+        return self.is_clean
 
     def stop(self) -> None:
         """Shut the engine down now: vLLM's process groups are global."""
@@ -65,7 +79,8 @@ class Machine:
 def start_machine(
     configuration: Configuration, model_path: Path, oracle: Callable[[Path], Any], folder: Path
 ) -> Machine:
-    """
+    """Start the engine of a configuration, with its adapters and oracles.
+
     Args:
         model_path: of the configuration's model.
         oracle: makes that of a model.

@@ -42,7 +42,8 @@ _PIN_SECONDS = 1e9
 
 
 class Run:
-    """
+    """One program on an engine: what it asks, what it is told, and what is checked meanwhile.
+
     Args:
         llm: the engine; as new.
         adapters: vLLM's requests for them, by number from 1.
@@ -82,14 +83,24 @@ class Run:
         self._num_closed = Counter[str]()
 
     def run(self, operations: Iterable[Operation]) -> None:
-        """Raises AssertionError: something is wrong; or what the engine raised."""
-        for operation in operations:
-            getattr(self, f"_{type(operation).__name__.lower()}")(operation)
-            self.check()
-        self._resume(Resume())
-        self._settle(Settle())
-        self._judge.judge(self._answers)
-        self._close_all()
+        """Run a program and close all its sessions.
+
+        Raises:
+            AssertionError: something is wrong. Or what the engine raised.
+        """
+        try:
+            for operation in operations:
+                getattr(self, f"_{type(operation).__name__.lower()}")(operation)
+                self.check()
+            self._resume(Resume())
+            self._settle(Settle())
+            self._judge.judge(self._answers)
+            self._close_all()
+        except BaseException:
+            # Nobody else knows these: another run would find what they hold, and not them.
+            self._keepings.give_up()
+            self._keepings.forget()
+            raise
 
     # -- calls -----------------------------------------------------------------------------
 
@@ -216,7 +227,9 @@ class Run:
         invariants.check(self._core.scheduler)
 
     def _answer(self, output: Any) -> None:
-        answered = self._running.pop(output.request_id)
+        answered = self._running.pop(output.request_id, None)
+        if answered is None:
+            raise Broken("an answer to what nobody asks, or asks no more", output.request_id)
         if isinstance(answered, Ordinary):
             self._answers.append((answered, output))
             return
