@@ -125,7 +125,7 @@ def test_host_memory_keeps_the_most_recently_used() -> None:
     first = _planned(tier, copies)
     assert [block for block, _ in first.saves] == ["a0", "a1", "b0", "b1"] and not first.loads
     tier.save(a)  # lies there already
-    assert not _planned(tier, copies)
+    assert _planned(tier, copies) == PlannedCopies((), (), ())
     tier.save(c)
     assert b not in tier and a in tier and c in tier and tier.num_used == 3
     assert tier.place_of(a) == (0, 8)

@@ -177,7 +177,7 @@ def test_positions_of_text_are_those_of_omitted_offsets_and_their_shifts(
 
 
 def test_copies_make_room_for_one_another_within_the_limits_of_their_session() -> None:
-    store = MessageStore(Pool(), SIZE, copies=SessionCopies(6, 1000))
+    store = MessageStore(Pool(), SIZE, session_copies=SessionCopies(6, 1000))
     parts = [_encoded(store, name, 10, []) for name in "abcd"]
     whole = {e: _whole(e)[0] for e in parts}
     for order in permutations(parts, 3):
@@ -185,7 +185,7 @@ def test_copies_make_room_for_one_another_within_the_limits_of_their_session() -
         assert is_exact(links, [0, 10, 20], 30), "what it needs itself stays"
     copies = [copy for e in parts for copy in e.message.copies.values()]
     assert 2 <= len(copies) <= 6
-    store.copies.check(copies)
+    store.session_copies.check(copies)
     # Those that a call reads stay, and one that needs more is refused.
     kept = [link.encoding for link in links if link.encoding.is_copy]
     store.residency.wait_for(kept)
@@ -201,7 +201,7 @@ def test_copies_make_room_for_one_another_within_the_limits_of_their_session() -
     # Another session has limits of its own, and who frees messages has all of it back.
     for encoding in parts:
         store.free(encoding.message)
-    store.copies.check([])
+    store.session_copies.check([])
 
 
 def _is_refused(order: Sequence[Encoding], store: MessageStore) -> bool:
@@ -214,7 +214,7 @@ def _is_refused(order: Sequence[Encoding], store: MessageStore) -> bool:
 
 
 def test_a_copy_of_many_parents_counts_them_all() -> None:
-    store = MessageStore(Pool(), SIZE, copies=SessionCopies(100, 40))
+    store = MessageStore(Pool(), SIZE, session_copies=SessionCopies(100, 40))
     parts = [_encoded(store, name, 1, []) for name in "abcdefgh"]
     with pytest.raises(LimitError, match="40 tokens and parents"):
         for _ in range(3):

@@ -15,7 +15,7 @@ from vllm_choreo.errors import ChoreoError, LimitError, RepairError, Unsupported
 from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.rules import ByLayers
 from vllm_choreo.semantics.provenance import Trace
-from vllm_choreo.store.encoding import Encoding, StoredMessage
+from vllm_choreo.store.encoding import Encoding, Patch, StoredMessage
 from vllm_choreo.store.hidden import HiddenBook, asked_layers, check_kept, check_room
 
 SIZE = 16
@@ -41,17 +41,40 @@ def test_the_book_counts_whole_blocks_up_to_its_limit() -> None:
     generating.token_ids = [5] * 4  # it stopped early
     book.check((1,), 1)
     key = book.key(known)
-    book.discard(known)
-    book.discard(known)
+    book.give_up(known)
+    book.give_up(known)
     assert book.take_forgotten() == (key,) and book.take_forgotten() == ()
-    assert book.key(known) != key, "what is encoded once more is kept under a new name"
-    known.num_readers = 1
-    book.clear()
-    assert book.num_bytes == 4 * SIZE * 10
+    assert not known.keeps, "no recipe begins with them"
+    assert book.keep_again(known) is None
+    assert book.num_bytes == SIZE * 10, "only what is generated"
     with pytest.raises(ChoreoError, match="the last one is 7"):
         book.check((8,), 1)
     with pytest.raises(UnsupportedOptionError, match="hidden_memory_gib"):
         check_room(None, (1,), 1)
+
+
+def test_what_is_encoded_again_keeps_again_what_a_patch_begins_with() -> None:
+    book = HiddenBook(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=6 * SIZE * 10)
+    source, other = _encoding(17), _encoding(20)
+    patch = Patch(source, 0, ((0, 16),), LayerRanges(((2, 8),), 8))
+    Encoding(source.message, Trace("m"), token_ids=source.token_ids, patch=patch)
+    for encoding in (source, other):
+        book.keep(encoding, (2, 5), encoding.num_tokens)
+        book.give_up(encoding)
+    assert source.keeps and not other.keeps and not book.num_bytes
+    book.keep(_encoding(30), (2,), 30)
+    assert book.keep_again(source) is None
+    assert book.keep_again(source) is None, "they are kept already"
+    assert book.num_bytes == 6 * SIZE * 10
+    first = book.key(source)
+    source.num_readers = 1
+    book.clear()
+    assert book.key(source) == first and book.num_bytes == 4 * SIZE * 10
+    book.give_up(source)
+    book.keep(_encoding(60), (2,), 60)
+    error = book.keep_again(source)
+    assert error is not None and error.parameter == "keep_hidden"
+    assert book.num_bytes == 4 * SIZE * 10, "what has no room is not counted"
 
 
 def test_layers_are_those_of_the_model() -> None:

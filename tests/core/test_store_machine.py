@@ -92,8 +92,8 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = ReusedPool()
-        self.store = MessageStore(self.pool, SIZE, copies=SessionCopies(4, 60))
-        self.store.tier = HostTier(HOST_BLOCKS, self.store.residency.copies)
+        self.store = MessageStore(self.pool, SIZE, session_copies=SessionCopies(4, 60))
+        self.store.tier = HostTier(HOST_BLOCKS, self.store.residency.block_copies)
         self.is_planning = False
         # What lies in blocks of the KV cache and of the host, by their numbers, and what the step
         # being planned will write: block, and what it is.
@@ -174,7 +174,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.residency.patch(encoding, blocks, source.stored_position, self.store.step)
         self.pool.free_blocks(new)
         for n, block in zip(touched, new, strict=True):
-            self.store.residency.copies.move(source.blocks[n], block, 0)
+            self.store.residency.block_copies.move(source.blocks[n], block, 0)
         for run in runs:
             self._enter(encoding, run)
 
@@ -260,7 +260,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def run_step(self) -> None:
         """The step that was planned runs: its copies are done, then it writes."""
-        copies = self.store.take_copies()
+        copies = self.store.take_block_copies()
         self.is_planning = False
         targets = [target for _, target in copies.loads] + [target for _, target, _ in copies.moves]
         assert len(targets) == len({*targets}) and all(self.pool.blocks[t].ref_cnt for t in targets)
@@ -351,7 +351,7 @@ class StoreMachine(RuleBasedStateMachine):
     def every_reference_is_somebodys(self) -> None:
         held: dict[Any, int] = {}
         of_calls = [block for call in self.calls for block in call.blocks or []]
-        copies = self.store.residency.copies
+        copies = self.store.residency.block_copies
         pending = [source for source, _ in copies._moves.values()]
         pending += [] if self.is_planning else copies._saves.values()
         for block in [*of_calls, *pending, *(b for e in self.seen for b in e.blocks)]:
@@ -371,7 +371,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def copies_are_counted_and_within_their_limits(self) -> None:
         copies = [c for m in self.store.messages() for c in m.copies.values()]
-        self.store.copies.check(copies)
+        self.store.session_copies.check(copies)
         for tenant in "ab":
             of_tenant = [copy for copy in copies if copy.message.session == tenant]
             assert len(of_tenant) <= 4

@@ -364,7 +364,7 @@ CALL = b'{"content": [6, 7], "parents": ["known"], "sampling_params": {"max_toke
 BROKEN: dict[str, tuple[bytes, set[int]]] = {
     "a million parents": (
         json.dumps({"content": [6], "parents": ["known"] * MANY}).encode(),
-        {400},
+        {429},
     ),
     "a million calls": (b'{"calls": [' + b"{}," * MANY + b"{}]}", {429}),
     "lists": (b"[" * 100_000, {400}),

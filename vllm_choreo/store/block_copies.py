@@ -48,9 +48,6 @@ class PlannedCopies:
     loads: tuple[tuple[int, int], ...]
     moves: tuple[tuple[int, int, int], ...]
 
-    def __bool__(self) -> bool:
-        return bool(self.saves or self.loads or self.moves)
-
 
 class BlockCopies:
     """The owner of what queued copies name.
@@ -68,10 +65,6 @@ class BlockCopies:
         self._saves: dict[int, Any] = {}  # by host block, the source
         self._loads: dict[int, int] = {}  # by target's number, the host block
         self._moves: dict[int, tuple[Any, int]] = {}  # by target's number, source and delta
-
-    def __bool__(self) -> bool:
-        """Whether the step being planned has any to do."""
-        return bool(self._saves or self._loads or self._moves)
 
     def begin(self) -> None:
         """Begin to plan a step: sources of saves may be given away from now on."""

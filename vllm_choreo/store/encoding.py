@@ -118,6 +118,7 @@ class Encoding:
             places token 0, seen or not, so that `base` may be negative.
         patch: None: all tokens are encoded in its context.
         keeps: layers whose hidden states the workers keep, see `HiddenBook`.
+        is_entered: a patch was made of it that begins with its hidden states.
         nonce: of one whose keys and values were loaded, and that nobody has saved who is trusted;
             empty: this engine has made them, or whoever is.
         digest: of what it depends on; None until all of that is known.
@@ -143,6 +144,7 @@ class Encoding:
     plan: CallPlan | None = None
     patch: Patch | None = None
     keeps: tuple[int, ...] = ()
+    is_entered: bool = False
     nonce: bytes = b""
     digest: bytes | None = None
     is_untrusted: bool = False
@@ -158,6 +160,10 @@ class Encoding:
     num_waiting: int = 0
     num_wanting: int = 0
     encoders: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.patch and self.patch.layers and self.patch.layers.entries:
+            self.patch.source.is_entered = True
 
     @property
     def tenant(self) -> str:

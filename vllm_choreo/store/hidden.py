@@ -3,7 +3,8 @@
 
 What a layer is given when a message is encoded is kept on request, in memory of the workers, and
 lets later calls repair the message from that layer on. It stays when keys and values are evicted,
-and goes when its encoding is given up.
+and goes when its encoding is given up; whoever needs it then, because a patch that was made of it
+is encoded again, has it kept again for that long.
 """
 
 from __future__ import annotations
@@ -66,15 +67,8 @@ class HiddenBook:
                 parameter="keep_hidden",
                 value=list(layers),
             )
-        need = self._size(len(layers), num_tokens)
-        if self.num_bytes + need > self.max_bytes:
-            raise LimitError(
-                f"hidden states of up to {num_tokens} tokens in {len(layers)} layers need {need} "
-                f"bytes, and {self.max_bytes - self.num_bytes} of {self.max_bytes} are free; "
-                f"free messages, generate fewer tokens, or start the engine with more ({SETTING})",
-                parameter="keep_hidden",
-                value=list(layers),
-            )
+        if error := self._room_error(layers, num_tokens):
+            raise error
 
     def check_ranges(self, ranges: Sequence[Range], parameter: str) -> None:
         """Raises RepairError: the model has not all of these layers."""
@@ -96,22 +90,53 @@ class HiddenBook:
             self._keys[encoding] = self._num_keys
         return self._keys[encoding]
 
-    def discard(self, encoding: Encoding) -> None:
-        """It was given up. Is it encoded once more, its hidden states are kept once more."""
+    def keep_again(self, encoding: Encoding) -> LimitError | None:
+        """Have what is encoded again keep what it kept; returns why not, if there is no room."""
+        if encoding.keeps and encoding not in self._keys:
+            if error := self._room_error(encoding.keeps, encoding.num_tokens):
+                return error
+            self.key(encoding)
+        return None
+
+    def give_up(self, encoding: Encoding) -> None:
+        """Forget those of an encoding that no new call reads.
+
+        If it is encoded once more, it keeps them once more where a patch begins with them.
+        """
+        self._discard(encoding)
+        if not encoding.is_entered:
+            encoding.keeps = ()
+
+    def _discard(self, encoding: Encoding) -> None:
         self._most_tokens.pop(encoding, None)
         key = self._keys.pop(encoding, None)
         if key is not None:
             self._forgotten.append(key)
 
     def clear(self) -> None:
-        """Forget all but those of messages that are generated, or read, now."""
+        """Forget all but those of messages that are generated, or read, now.
+
+        Those that are encoded again keep them again.
+        """
         for encoding in [e for e in self._keys if not (e.num_readers or e.encoders)]:
-            self.discard(encoding)
+            self._discard(encoding)
 
     def take_forgotten(self) -> tuple[int, ...]:
         """Keys whose hidden states workers need no longer."""
         forgotten, self._forgotten = tuple(self._forgotten), []
         return forgotten
+
+    def _room_error(self, layers: tuple[int, ...], num_tokens: int) -> LimitError | None:
+        need = self._size(len(layers), num_tokens)
+        if self.num_bytes + need <= self.max_bytes:
+            return None
+        return LimitError(
+            f"hidden states of up to {num_tokens} tokens in {len(layers)} layers need {need} "
+            f"bytes, and {self.max_bytes - self.num_bytes} of {self.max_bytes} are free; "
+            f"free messages, generate fewer tokens, or start the engine with more ({SETTING})",
+            parameter="keep_hidden",
+            value=list(layers),
+        )
 
     def _size(self, num_layers: int, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size) * self._block_bytes * num_layers

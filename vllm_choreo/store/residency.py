@@ -31,7 +31,7 @@ class Residency:
         num_idle_blocks: that would be given back if every idle encoding were evicted; a block that
             two of them share counts twice.
         num_blocks_of: held, by tenant, counted in the same way.
-        copies: of blocks, that the next step begins with.
+        block_copies: that the next step begins with.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -39,7 +39,7 @@ class Residency:
         self.block_size = block_size
         self.num_idle_blocks = 0
         self.num_blocks_of: Counter[str] = Counter()
-        self.copies = BlockCopies(pool)
+        self.block_copies = BlockCopies(pool)
         # Encodings that hold blocks, least recently used first.
         self._holding: OrderedDict[Encoding, None] = OrderedDict()
 
@@ -184,7 +184,7 @@ class Residency:
     def _free(self, blocks: Sequence[Any]) -> None:
         # Reversed, as vLLM frees: the tail of a message is reused first.
         self.pool.free_blocks(reversed(blocks))
-        self.copies.freed(blocks)
+        self.block_copies.freed(blocks)
 
     @contextmanager
     def _changing(self, encoding: Encoding) -> Iterator[None]:

@@ -39,7 +39,7 @@ class MessageStore:
         is_placed: whether they depend on where they stand, too, and not on distances alone; then
             all plans are, see `CallPlan`.
         clock: in seconds, for pins.
-        copies: how many copies of its messages a session may have; None: as many as it makes.
+        session_copies: how many copies of its messages a session may have; None: as many as it makes.
 
     Attributes:
         tier: memory outside the KV cache for what is evicted, or None.
@@ -57,7 +57,7 @@ class MessageStore:
         engine: bytes = b"",
         is_placed: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        copies: SessionCopies | None = None,
+        session_copies: SessionCopies | None = None,
     ) -> None:
         self.residency = Residency(pool, block_size)
         self.block_size = block_size
@@ -67,7 +67,7 @@ class MessageStore:
         self.tier: HostTier | None = None
         self.hidden: HiddenBook | None = None
         self.twins = Twins()
-        self.copies = copies or SessionCopies(sys.maxsize, sys.maxsize)
+        self.session_copies = session_copies or SessionCopies(sys.maxsize, sys.maxsize)
         self.totals: Counter[str] = Counter()
         self.step = 0
         self.on_final: Callable[[Encoding], None] = lambda encoding: None
@@ -189,13 +189,13 @@ class MessageStore:
         self.identify(copy)
         assert copy.digest is not None
         if found := message.copies.get(copy.digest):
-            self.copies.use(found)
+            self.session_copies.use(found)
             return found
         copy.num_unreported = num_new
         copy.is_orphan = any(encoding.is_given_up for encoding in (source, *copy.parents))
         if not copy.is_orphan:
-            while self.copies.lacks_room(copy):
-                self._forget_copies(self.copies.victim(copy, {source, *copy.parents}))
+            while self.session_copies.lacks_room(copy):
+                self._forget_copies(self.session_copies.victim(copy, {source, *copy.parents}))
             self.enter_copy(copy)
         return copy
 
@@ -205,7 +205,7 @@ class MessageStore:
         copy.message.copies[copy.digest] = copy
         for parent in copy.parents:
             parent.readers.add(copy)
-        self.copies.add(copy)
+        self.session_copies.add(copy)
 
     def _forget_copies(self, copies: Collection[Encoding]) -> None:
         """No call can come to read them any more; those that do go on."""
@@ -215,7 +215,7 @@ class MessageStore:
                 copy.message.copies.pop(copy.digest, None)
             for parent in copy.parents:
                 parent.readers.discard(copy)
-            self.copies.discard(copy)
+            self.session_copies.discard(copy)
             self.settle(copy)
 
     def share(self, encoding: Encoding, denied: Collection[str] = ()) -> None:
@@ -264,13 +264,13 @@ class MessageStore:
     def begin_step(self) -> None:
         """Begin to plan the next step."""
         self.step += 1
-        self.residency.copies.begin()
+        self.residency.block_copies.begin()
 
-    def take_copies(self) -> PlannedCopies:
+    def take_block_copies(self) -> PlannedCopies:
         """The copies of blocks with which the step begins that has been planned."""
         if self.tier:
             self.tier.planned()
-        return self.residency.copies.take()
+        return self.residency.block_copies.take()
 
     def hold(self, encoding: Encoding, blocks: Sequence[Any], num_encoded: int) -> None:
         """See `Residency.hold`; in the step being planned."""
@@ -282,7 +282,7 @@ class MessageStore:
 
     def is_settled(self, encoding: Encoding) -> bool:
         """Whether all its keys were written before the step that is being planned."""
-        is_planned = not self.residency.copies.is_planning
+        is_planned = not self.residency.block_copies.is_planning
         return encoding.is_resident and (is_planned or encoding.held_in_step < self.step)
 
     def evict(self, encoding: Encoding, *, into_host: bool = True) -> None:
@@ -423,6 +423,6 @@ class MessageStore:
                 if self.tier:
                     self.tier.discard(encoding)
                 if self.hidden:
-                    self.hidden.discard(encoding)
+                    self.hidden.give_up(encoding)
         if encoding.patch is not None:
             self.settle(encoding.patch.source)

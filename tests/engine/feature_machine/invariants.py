@@ -30,7 +30,7 @@ def check(scheduler: Any) -> None:
         raise Broken("residency.check() fails", error) from error
     _check_counts(scheduler, encodings)
     if store.tier is not None:
-        _check_host(store.tier, store.residency.copies)
+        _check_host(store.tier, store.residency.block_copies)
     if store.hidden is not None:
         _check_hidden(store)
     # A patch that is read may lose its place, and needs its source then.
@@ -113,7 +113,7 @@ def _check_blocks(scheduler: Any) -> None:
 
 def _queued(scheduler: Any) -> Iterable[Any]:
     """Blocks that are held for what the next step does."""
-    copies = scheduler.store.residency.copies
+    copies = scheduler.store.residency.block_copies
     yield from copies._saves.values()
     yield from (source for source, _ in copies._moves.values())
     yield from scheduler.patcher.stager._held

@@ -198,10 +198,13 @@ class Ledger:
             return
         if max(made.call.keep) >= NUM_LAYERS:
             made.must.add("ChoreoError")
-        # All that ever kept some, as if nothing had been freed.
-        kept = [other for other in self.made if other.call.keep]
-        if sum(map(self.hidden_bytes_of, kept)) > limits.hidden_bytes:
+        if self._may_fill_hidden_memory():
             made.may.add("LimitError")
+
+    def _may_fill_hidden_memory(self) -> bool:
+        """Whether there is too little for all that ever kept some, as if nothing had been freed."""
+        kept = [other for other in self.made if other.call.keep]
+        return sum(map(self.hidden_bytes_of, kept)) > self.limits.hidden_bytes
 
     def hidden_bytes_of(self, made: Made) -> int:
         tokens = min(made.most_tokens, self.limits.max_model_len)
@@ -253,6 +256,9 @@ class Ledger:
         self.link(made, self._runs(made))
         if self._may_fill_the_pool(made):
             made.may.add("PoolFullError")
+        # What was freed, or reset, keeps hidden states anew when it is encoded again.
+        if any(one.call.keep for one in ancestors(made)) and self._may_fill_hidden_memory():
+            made.may.add("LimitError")
         return True
 
     def _check_places(self, made: Made) -> None:
@@ -357,18 +363,24 @@ class Ledger:
     def blocks_needed(self, made: Made) -> int:
         # Drafts, and the token that is sampled when the last one is encoded.
         own = blocks_of(min(made.most_tokens + 8, self.limits.max_model_len))
-        needed, seen, frontier = own, {made}, [made]
-        while frontier:
-            one = frontier.pop()
+        behind = ancestors(made)
+        needed = own + sum(blocks_of(one.most_tokens) for one in behind)
+        for one in (made, *behind):
             if one.call.exact or one.call.repair is not None:
                 needed += sum(blocks_of(parent.most_tokens) for parent, _ in one.parents)
                 needed += blocks_of(one.call.text[1])  # to look at them
-            for parent, _ in one.parents:
-                if parent not in seen:
-                    seen.add(parent)
-                    frontier.append(parent)
-                    needed += blocks_of(parent.most_tokens)
         return needed
+
+
+def ancestors(made: Made) -> set[Made]:
+    """All that a call reads, and of which that was made."""
+    found: set[Made] = set()
+    frontier = [made]
+    while frontier:
+        fresh = {parent for parent, _ in frontier.pop().parents} - found - {made}
+        found |= fresh
+        frontier += fresh
+    return found
 
 
 def has(

@@ -249,7 +249,7 @@ class CallBook:
         """Parents that must be encoded again, and that nobody encodes yet."""
         return [p for p in call.parents if p.is_known and not p.is_resident and not p.encoders]
 
-    def serve(self, call: ScheduledCall) -> None:
+    def count_served(self, call: ScheduledCall) -> None:
         """Count that something is encoded again for a call of a caller's."""
         if call.served_since != self._num_events:
             call.served_since, call.num_served = self._num_events, 0

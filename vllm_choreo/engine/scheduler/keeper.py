@@ -220,7 +220,7 @@ class Keeper:
         for encoding in rebuilt.encodings if rebuilt else ():
             self._drop(encoding)
             if self._store.hidden:
-                self._store.hidden.discard(encoding)
+                self._store.hidden.give_up(encoding)
 
     def _reserve(self, rebuilt: Rebuilt, entries: Sequence[Mapping[str, Any]]) -> None:
         """Have messages keep what they kept, if this engine keeps hidden states at all.
@@ -233,13 +233,13 @@ class Keeper:
             if book is None or not layers:
                 continue
             if encoding.is_given_up:
-                encoding.keeps = layers
+                encoding.keeps = layers if encoding.is_entered else ()
                 continue
             try:
                 book.check(layers, encoding.num_tokens)
             except ChoreoError:
                 for reserved in rebuilt.encodings:
-                    book.discard(reserved)
+                    book.give_up(reserved)
                 raise
             book.keep(encoding, layers, encoding.num_tokens)
 

@@ -47,7 +47,7 @@ class Patcher:
         for index, block in zip(private, new, strict=True):
             if patch.layers or not self._is_overwritten(index, encoding.num_tokens, patch.runs):
                 delta = position - patch.source.stored_position
-                store.residency.copies.move(patch.source.blocks[index], block, delta)
+                store.residency.block_copies.move(patch.source.blocks[index], block, delta)
         if patch.layers:
             self.stager.add(encoding)
         store.settle(patch.source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -16,7 +17,7 @@ from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.patcher import Patcher
 from vllm_choreo.engine.scheduler.refuse import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
-from vllm_choreo.errors import ChoreoError
+from vllm_choreo.errors import ChoreoError, LimitError
 from vllm_choreo.store.encoding import Encoding
 
 
@@ -30,7 +31,8 @@ class Room:
         is_idle: whether no request runs.
 
     Attributes:
-        short: calls of the step being planned for which there was too little room.
+        short: calls of the step being planned for which there was too little room; with the error
+            that says of which kind, if it was not the KV cache.
         has_begun: whether something was brought back, or begun, for the step being planned.
     """
 
@@ -59,7 +61,7 @@ class Room:
         self._enqueue_woken = enqueue_woken
         self._finish = finish
         self._is_idle = is_idle
-        self.short: list[ScheduledCall] = []
+        self.short: dict[ScheduledCall, LimitError | None] = {}
         self.has_begun = False
 
     def prepare_waiting(self) -> None:
@@ -68,7 +70,7 @@ class Room:
         The oldest call that is not ready always gets what it needs; younger ones only what fits
         beside, or calls would evict one another's parents in turn.
         """
-        self.short, self.has_begun = [], False
+        self.short, self.has_begun = {}, False
         self.end_unneeded()
         self._end_lost_runs()
         oldest, free = None, None
@@ -80,7 +82,7 @@ class Room:
             try:
                 is_resolved = self._book.resolve(call)
                 for woken in self._enter_woken():
-                    insort(waiting, woken, index + 1, key=lambda call: call.number)
+                    insort(waiting, woken, index + 1, key=attrgetter("number"))
                 if not is_resolved or self._book.is_ready(call):
                     continue
                 if free is None:
@@ -140,6 +142,9 @@ class Room:
             call = self._book.calls.get(request.request_id)
             if call is None or not is_tried(request.status):
                 continue
+            if error := self.short.get(call):
+                self._refusals.refuse(call.beneficiary.id, error)
+                return
             if call in self.short or self._book.is_ready(call):
                 self._refusals.too_large(call.beneficiary)
                 return
@@ -223,9 +228,13 @@ class Room:
             return []
         if encoding.patch and not self._place(encoding, serves):
             return []
+        hidden = self._store.hidden
+        if hidden and (error := hidden.keep_again(encoding)):
+            self.short[serves] = error
+            return []
         self.has_begun = True
         if is_first:
-            self._book.serve(serves.beneficiary)
+            self._book.count_served(serves.beneficiary)
             if self._book.runs_in_circles(serves.beneficiary):
                 self._refusals.too_large(serves.beneficiary)
         if encoding.patch:
@@ -270,7 +279,7 @@ class Room:
         """Have as many blocks free as are needed now, by what a call can do without."""
         while self._pool.get_num_free_blocks() < need():
             if not self._store.evict_one(call.needed(), waiting_too=self._is_idle()):
-                self.short.append(call)
+                self.short[call] = None
                 return False
         return True
 

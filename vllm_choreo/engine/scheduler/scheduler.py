@@ -41,7 +41,7 @@ from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.session_copies import SessionCopies
 from vllm_choreo.store.store import MessageStore
 
-# In an engine core's process, about ten seconds.
+# Ten seconds at least in an engine core's process: vLLM sleeps 1 ms after an idle step there.
 _MAX_IDLE_STEPS = 10_000
 
 
@@ -65,7 +65,7 @@ class _Choreographed(Scheduler):
             self.block_size,
             self._signature(),
             is_placed=is_placed,
-            copies=SessionCopies(
+            session_copies=SessionCopies(
                 limits.max_copies_per_session, limits.max_copied_tokens_per_session
             ),
         )
@@ -128,7 +128,7 @@ class _Choreographed(Scheduler):
         groups = self.kv_cache_config.kv_cache_groups
         block_bytes = sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
         num_blocks = self.choreo_config.num_host_blocks(block_bytes)
-        return HostTier(num_blocks, self.store.residency.copies) if num_blocks else None
+        return HostTier(num_blocks, self.store.residency.block_copies) if num_blocks else None
 
     def _hidden_book(self) -> HiddenBook | None:
         model, max_bytes = self.vllm_config.model_config, self.choreo_config.hidden_bytes
@@ -168,7 +168,7 @@ class _Choreographed(Scheduler):
         super()._enqueue_waiting_request(request)
         queue: Any = self.waiting
         if isinstance(queue, deque):
-            queue.remove(request)
+            queue.pop()  # vLLM has put it last
             index = len(queue)
             while index and queue[index - 1].arrival_time > request.arrival_time:
                 index -= 1
@@ -203,7 +203,7 @@ class _Choreographed(Scheduler):
         spans = {r: self.book.spans(calls[r]) for r in started if r in calls}
         if self.mover is not None:
             self.mover.withdraw_all()
-        copies = self.store.take_copies()
+        copies = self.store.take_block_copies()
         moves = [BlockMove(*move) for move in copies.moves]
         moves += self.mover.take_moves() if self.mover else []
         hidden, stages = self.store.hidden, self.patcher.stager.take()
