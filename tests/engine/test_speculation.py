@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 
+import vllm_choreo
 from tests.engine.choreographies import check, draw_choreography
 from tests.engine.conftest import start_engine, stop_engine
 from tests.engine.oracle import Oracle, assert_greedy, random_tokens, whole
@@ -74,6 +78,19 @@ def test_drafts_are_taken_and_left(llm: Any, oracle: Oracle) -> None:
             assert_greedy(answer, oracle, parents, len(doc) + len(encoded[0]))
     drafted, accepted = (b - a for a, b in zip(before, _num_drafted(llm), strict=True))
     assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64, torch.float64], ids=str)
+def test_tokens_have_what_their_request_samples_by(dtype: torch.dtype) -> None:
+    """On CPU, vLLM's left temperatures of a mixed batch as they lay in memory."""
+    vllm_choreo.register()
+    current_platform.register_triton_kernel_overrides()  # as every engine does when it starts
+    values = torch.tensor([0, 7, 3], dtype=dtype)
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    output = torch.full((5,), -9, dtype=dtype)  # what lay there
+    expand = rejection_sampler.expand_kernel[(3,)]
+    expand(output, values, ends, 0, 1, MAX_NUM_TOKENS=128)
+    assert output.tolist() == [1, 1, 3, 3, 3]
 
 
 _SECOND_ENGINE = """

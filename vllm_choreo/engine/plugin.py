@@ -8,11 +8,10 @@ installed vLLM is a version for which they were read.
 from __future__ import annotations
 
 import logging
-from functools import cache
 from typing import Any
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine import batch_runner, command_line
+from vllm_choreo.engine import batch_runner, command_line, cpu_kernels
 from vllm_choreo.engine.compat import check_version
 from vllm_choreo.engine.orphan import end_with_parent
 from vllm_choreo.errors import UnsupportedOptionError
@@ -50,7 +49,7 @@ def install() -> None:
 
     end_with_parent()
     _hook_command_line(type(current_platform))
-    _hook_kernels(type(current_platform))
+    cpu_kernels.hook(type(current_platform))
     if current_platform.is_cpu() or current_platform.is_cuda():
         _hook_configuration(type(current_platform))
         utility.install()
@@ -61,16 +60,6 @@ def install() -> None:
             current_platform.device_name,
         )
     _installed = True
-
-
-def _hook_kernels(platform: Any) -> None:
-    """Let vLLM replace its Triton kernels once in a process, not with every engine.
-
-    To do it again changes nothing, but looks through all modules, and stumbles over numba's: after
-    an engine that speculates by n-grams no other would start.
-    """
-    register = platform.register_triton_kernel_overrides
-    platform.register_triton_kernel_overrides = staticmethod(cache(register))
 
 
 def _hook_command_line(platform: Any) -> None:

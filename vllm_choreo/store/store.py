@@ -39,7 +39,8 @@ class MessageStore:
         is_placed: whether they depend on where they stand, too, and not on distances alone; then
             all plans are, see `CallPlan`.
         clock: in seconds, for pins.
-        session_copies: how many copies of its messages a session may have; None: as many as it makes.
+        session_copies: how many copies of its messages a session may have; None: as many as it
+            makes.
 
     Attributes:
         tier: memory outside the KV cache for what is evicted, or None.
