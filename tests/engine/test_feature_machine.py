@@ -25,6 +25,7 @@ from tests.engine.feature_machine.program import (
     Operation,
     Program,
     Read,
+    Save,
     Settle,
     Steps,
 )
@@ -37,17 +38,6 @@ MachineOf = Callable[[str], Machine]
 # So many programs on each engine, a quarter of a second each.
 _SEEDS = [range(first, first + 25) for first in range(0, 100, 25)]
 _QUICK = ("hidden", "tight", "async")
-# Of these engines some programs fail, and what they found is still to be mended: speculation beside
-# repair by attention, shares of tenants, long prefills in chunks.
-_OPEN = ("drafts", "share", "chunks")
-_REASON = "programs that were found to fail on this engine, and are not understood yet"
-_OTHERS = [
-    pytest.param(name, marks=pytest.mark.xfail(reason=_REASON, strict=False))
-    if name in _OPEN
-    else name
-    for name in CONFIGURATIONS
-    if name not in _QUICK
-]
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +72,23 @@ def test_programs(machine_of: MachineOf, name: str, seeds: range) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seeds", _SEEDS, ids=str)
-@pytest.mark.parametrize("name", _OTHERS)
+@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in _QUICK])
 def test_programs_on_all_engines(machine_of: MachineOf, name: str, seeds: range) -> None:
     _run_seeds(machine_of(name), seeds)
+
+
+# -- what it has found ---------------------------------------------------------------------------
+
+
+def test_what_is_too_long_to_be_read_is_saved_as_a_recipe(machine_of: MachineOf) -> None:
+    run(
+        machine_of("hidden"),
+        Call("b", "long", (8, 638), generate=1),
+        Settle(),
+        Evict("b", ("long",)),
+        Save("b", "x", ("long",)),
+        Settle(),
+    )
 
 
 # -- what the machine itself promises ------------------------------------------------------------

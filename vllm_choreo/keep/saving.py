@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_choreo.errors import ChoreoError, KeptError, LimitError, PoolFullError
+from vllm_choreo.errors import ChoreoError, KeptError, LimitError, PoolFullError, TooLongError
 from vllm_choreo.keep.byte_bar import ByteBar
 from vllm_choreo.keep.manifest import FORMAT, data_files, manifest_bytes, read_manifest
 from vllm_choreo.keep.origin import Origin, joined, shape_of
@@ -138,7 +138,10 @@ class _Writer:
     ) -> Steps[None]:
         held = yield operation("hold", self._told["ticket"], number)
         if held is None and message_id is not None:
-            yield Ask("encode", (message_id,))
+            try:
+                yield Ask("encode", (message_id,))
+            except TooLongError:
+                return  # so long that no call can read it: it stays a recipe
             held = yield operation("hold", self._told["ticket"], number)
             if held is None:
                 raise PoolFullError(
