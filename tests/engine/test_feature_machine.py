@@ -22,6 +22,7 @@ from tests.engine.feature_machine.machine import Machine
 from tests.engine.feature_machine.program import (
     Call,
     Evict,
+    Load,
     Operation,
     Program,
     Read,
@@ -88,6 +89,18 @@ def test_what_is_too_long_to_be_read_is_saved_as_a_recipe(machine_of: MachineOf)
         Evict("b", ("long",)),
         Save("b", "x", ("long",)),
         Settle(),
+    )
+
+
+def test_a_copy_is_saved_before_what_it_is_a_copy_of(machine_of: MachineOf) -> None:
+    run(
+        machine_of("hidden"),
+        Call("b", "doc", (0, 31)),
+        Call("b", "answer", (6, 1), reads=(Read("doc", start=26, stop=31),), exact=True),
+        Settle(),
+        Save("b", "y", ("answer", "doc")),
+        Settle(),
+        Load("b", "y", suffix="2"),
     )
 
 

@@ -146,6 +146,8 @@ class Rebuilt:
         self._known = {
             message_id: StoredMessage(message_id, session, tenant) for message_id in named
         }
+        for message in self._known.values():
+            message.own = Encoding(message, Trace(message.id))  # copies may come before theirs
         self._session, self._tenant = session, tenant
         own = set(named.values())
         self.encodings: list[Encoding] = []
