@@ -3,7 +3,7 @@
 
 They are those of `flock`: of an open file, and of no name. Who has locked a file that was removed
 since has locked nothing, and is told so. Storage without such locks has none to give: then
-`exclusive` has nothing locked, and nothing is removed that a lock should have kept.
+`try_lock` has nothing locked, and nothing is removed that a lock should have kept.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import fcntl
 import os
 
 
-def shared(path: str) -> int | None:
-    """Lock a file against `exclusive`, which is waited for; None: it is not there, or no locks are.
+def lock_shared(path: str) -> int | None:
+    """Lock a file against `try_lock`, which is waited for; None: it is not there, or no locks are.
 
     Returns:
-        What `release` takes.
+        What `unlock` takes.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -25,12 +25,12 @@ def shared(path: str) -> int | None:
     return _locked(descriptor, fcntl.LOCK_SH)
 
 
-def shared_with(descriptor: int) -> int | None:
-    """Lock a file that is open; until `release`, though the file is closed before."""
+def lock_open_file(descriptor: int) -> int | None:
+    """Lock a file that is open; until `unlock`, though the file is closed before."""
     return _locked(os.dup(descriptor), fcntl.LOCK_SH)
 
 
-def exclusive(path: str) -> int | None:
+def try_lock(path: str) -> int | None:
     """Lock a file that nobody else has locked; None: somebody has, or it is not there."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -39,7 +39,7 @@ def exclusive(path: str) -> int | None:
     return _locked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def release(lock: int | None) -> None:
+def unlock(lock: int | None) -> None:
     """End what one of the others began."""
     if lock is not None:
         os.close(lock)

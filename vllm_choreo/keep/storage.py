@@ -109,11 +109,11 @@ class KeptFolder:
         """
         lock = None
         if self._is_local and names:
-            lock = file_locks.shared(self._at(min(names)))
+            lock = file_locks.lock_shared(self._at(min(names)))
         try:
             yield
         finally:
-            file_locks.release(lock)
+            file_locks.unlock(lock)
 
     def text(self, name: str) -> str | None:
         """A small file; None: it is not there. Raises KeptError: it cannot be read."""
@@ -171,7 +171,7 @@ class KeptFolder:
         """A file to be written; the first one of a save is locked until it is published."""
         file = self._fs.open(self._at(name), "wb")
         if self._is_local and self._lock is None:
-            self._lock = file_locks.shared_with(file.fileno())
+            self._lock = file_locks.lock_open_file(file.fileno())
         return file
 
     def publish(self, content: bytes, replaced: set[str]) -> None:
@@ -230,7 +230,7 @@ class KeptFolder:
             self._fs.rm(self._path, recursive=True)
 
     def _unlock(self) -> None:
-        file_locks.release(self._lock)
+        file_locks.unlock(self._lock)
         self._lock = None
 
     def _clean(self, content: bytes, replaced: set[str]) -> None:
@@ -268,8 +268,8 @@ class KeptFolder:
         if not self._is_local:
             return False
         data = [name for name in names if not name.startswith(MANIFEST)]
-        lock = file_locks.exclusive(self._at(min(data or names)))
-        locked.callback(file_locks.release, lock)
+        lock = file_locks.try_lock(self._at(min(data or names)))
+        locked.callback(file_locks.unlock, lock)
         return lock is not None
 
     def _remove(self, paths: list[str]) -> None:

@@ -16,6 +16,7 @@ from vllm_choreo.server.errors import BODY_LIMIT, as_choreo_error, renamed
 from vllm_choreo.server.schemas import SamplingBody
 from vllm_choreo.server.strict_json import MAX_PART_CHARS, read_json
 from vllm_choreo.server.tenants import tenant_of
+from vllm_choreo.server.work_pool import WorkPool
 
 # What follows a body that is too long is read and dropped, so that its sender comes to read the
 # answer; but not for ever.
@@ -23,10 +24,10 @@ _DROPPED_BODIES = 16
 
 
 # Of a body that is read at once, in about a millisecond.
-FEW_BYTES = 64 * 2**10
+_FEW_BYTES = 64 * 2**10
 
 
-def check_length(num_bytes: int, limit: int) -> None:
+def check_num_bytes(num_bytes: int, limit: int) -> None:
     """
     Raises:
         LimitError: a body is too long.
@@ -37,6 +38,17 @@ def check_length(num_bytes: int, limit: int) -> None:
             f"setting choreo.server.{BODY_LIMIT}",
             parameter=BODY_LIMIT,
         )
+
+
+async def parse_body(content: bytes, work: WorkPool, tenant: str) -> Any:
+    """Parse a body of JSON: a long one in the tenant's turn, off the event loop.
+
+    Raises:
+        LimitError, ChoreoError: as for `read_json`.
+    """
+    if len(content) <= _FEW_BYTES:
+        return read_json(content)
+    return await work.run(tenant, read_json, content)
 
 
 class BoundedRequest(Request):
@@ -59,7 +71,7 @@ class BoundedRequest(Request):
                     chunks.clear()
                 if num_bytes > _DROPPED_BODIES * limit:
                     break
-            check_length(num_bytes, limit)
+            check_num_bytes(num_bytes, limit)
             self._body = b"".join(chunks)
         return self._body
 
@@ -78,11 +90,7 @@ class BoundedRequest(Request):
                     parameter="Content-Type",
                     value=content_type,
                 )
-            if len(content) <= FEW_BYTES:
-                self._json = read_json(content)
-            else:
-                work = self.app.state.choreo.work
-                self._json = await work.run(tenant_of(self), read_json, content)
+            self._json = await parse_body(content, self.app.state.choreo.work, tenant_of(self))
         return self._json
 
 

@@ -19,10 +19,9 @@ from vllm_choreo.errors import (
 )
 from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.semantics.params import ParentSpan
-from vllm_choreo.server.body import FEW_BYTES, check_length
+from vllm_choreo.server.body import check_num_bytes, parse_body
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.schemas import MAX_PARENTS
-from vllm_choreo.server.strict_json import read_json
 from vllm_choreo.server.tenants import tenant_of
 from vllm_choreo.server.work_pool import WorkPool
 
@@ -91,10 +90,8 @@ async def read_sent(request: Request, work: WorkPool, max_bytes: int) -> Any:
         ChoreoError: as `read_json`.
     """
     content = await request.body()
-    check_length(len(content), max_bytes)
-    if len(content) <= FEW_BYTES:
-        return read_json(content)
-    return await work.run(tenant_of(request), read_json, content)
+    check_num_bytes(len(content), max_bytes)
+    return await parse_body(content, work, tenant_of(request))
 
 
 def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
