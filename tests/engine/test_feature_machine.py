@@ -22,6 +22,7 @@ from tests.engine.feature_machine.machine import Machine
 from tests.engine.feature_machine.program import (
     Call,
     Evict,
+    Free,
     Load,
     Operation,
     Program,
@@ -101,6 +102,19 @@ def test_a_copy_is_saved_before_what_it_is_a_copy_of(machine_of: MachineOf) -> N
         Save("b", "y", ("answer", "doc")),
         Settle(),
         Load("b", "y", suffix="2"),
+    )
+
+
+def test_what_is_freed_while_it_is_saved_has_lost_its_hidden_states(machine_of: MachineOf) -> None:
+    run(
+        machine_of("hidden"),
+        Call("a", "doc", (3, 78), keep=(1,)),
+        Settle(),
+        Save("a", "y", ("doc",), asks=2),
+        Call("a", "answer", (6, 40), reads=(Read("doc"),), generate=5),
+        Steps(count=1),
+        Free("a", ("doc",)),
+        Steps(count=3),
     )
 
 

@@ -90,6 +90,10 @@ class HiddenBook:
             self._keys[encoding] = self._num_keys
         return self._keys[encoding]
 
+    def find(self, encoding: Encoding) -> int | None:
+        """The name under which workers keep some of an encoding; None: they keep none."""
+        return self._keys.get(encoding)
+
     def keep_again(self, encoding: Encoding) -> LimitError | None:
         """Have what is encoded again keep what it kept; returns why not, if there is no room."""
         if encoding.keeps and encoding not in self._keys:

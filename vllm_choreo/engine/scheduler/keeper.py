@@ -49,7 +49,8 @@ class Keeper:
         self._max_model_len = max_model_len
         self._lora_config = lora_config
         self._tickets = itertools.count()
-        self._told: dict[int, list[Encoding]] = {}
+        # With the layers of which they kept hidden states when they were told.
+        self._told: dict[int, list[tuple[Encoding, tuple[int, ...]]]] = {}
         self._held: dict[int, Encoding] = {}
         self._loads: dict[int, Rebuilt] = {}
 
@@ -77,7 +78,7 @@ class Keeper:
         messages = [self._store.get(session, m, "messages") for m in message_ids]
         encodings, recipes = recipes_of(messages)
         ticket = next(self._tickets)
-        self._told[ticket] = encodings
+        self._told[ticket] = [(encoding, encoding.keeps) for encoding in encodings]
         return {
             "ticket": ticket,
             "recipes": recipes,
@@ -96,8 +97,9 @@ class Keeper:
             `ticket`, `blocks`: their ids, `stored_position`, and `hidden`: the key of what layers
             were given, or None.
         """
-        encoding = self._told[ticket][number]
-        if not encoding.is_resident:
+        encoding, layers = self._told[ticket][number]
+        hidden = self._hidden_key(encoding)
+        if not encoding.is_resident or (layers and hidden is None):
             return None
         self._store.residency.wait_for([encoding])
         self._store.residency.read([encoding])
@@ -107,7 +109,7 @@ class Keeper:
             "ticket": held,
             "blocks": [block.block_id for block in encoding.blocks],
             "stored_position": encoding.stored_position,
-            "hidden": self._hidden_key(encoding),
+            "hidden": hidden,
         }
 
     def let_go(self, ticket: int) -> bool:
@@ -245,9 +247,7 @@ class Keeper:
 
     def _hidden_key(self, encoding: Encoding) -> int | None:
         """Under which workers keep what layers are given; None: nothing is kept."""
-        book = self._store.hidden
-        is_kept = book is not None and encoding.keeps and not encoding.is_given_up
-        return book.key(encoding) if book is not None and is_kept else None
+        return self._store.hidden.find(encoding) if self._store.hidden else None
 
     def _share(self, encoding: Encoding) -> bool:
         """Take the blocks of a whole one of the same digest, if there is one."""
