@@ -322,6 +322,21 @@ def test_refused_calls_name_the_key(
     assert session.usage()["messages"] == 1
 
 
+@pytest.mark.parametrize("is_choreographed", [True, False])
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+def test_transfer_params_are_objects(
+    name: str, is_choreographed: bool, server: Server, session: Session
+) -> None:
+    """As xargs, vLLM takes any value, and its handler of outputs ends in an error."""
+    ours = {"choreo_session": session.id} if is_choreographed else {}
+    body = {"model": server.model, "prompt": ANNA, "max_tokens": 2}
+    with server.client() as client:
+        answer = client.post("/v1/completions", json={**body, "vllm_xargs": {**ours, name: "none"}})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == f"vllm_xargs.{name}"
+        assert client.post("/v1/completions", json=body).status_code == 200
+
+
 @pytest.mark.parametrize(
     "xargs",
     [

@@ -11,7 +11,7 @@ told apart by its tenant: vLLM's prefix cache would tell one of them, by time an
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,22 @@ def _refuse(extra_args: Iterable[str] | None) -> None:
         )
 
 
+def _check_transfers(extra_args: Mapping[str, Any] | None) -> None:
+    """
+    Raises:
+        VLLMValidationError: what vLLM takes for an object is none, and would end in an error of
+            the server.
+    """
+    for key in ("kv_transfer_params", "ec_transfer_params"):
+        value = (extra_args or {}).get(key)
+        if value is not None and not isinstance(value, dict):
+            raise VLLMValidationError(
+                "This argument is an object of a connector's parameters.",
+                parameter=f"vllm_xargs.{key}",
+                value=value,
+            )
+
+
 def _salted(prompt: Any) -> Any:
     """A prompt, of any form that vLLM takes, with the salt of the tenant that sends it."""
     if isinstance(prompt, AsyncGenerator):
@@ -80,12 +96,15 @@ class _GuardedLLM(AsyncLLM):
     def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         # At once, and not when the first output is asked for: streams have begun by then.
         _refuse(sampling_params.extra_args)
+        _check_transfers(sampling_params.extra_args)
         return super().generate(prompt, sampling_params, *args, **kwargs)
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        _refuse(getattr(params, "extra_args", None))
+        extra_args = getattr(params, "extra_args", None)
+        _refuse(extra_args)
+        _check_transfers(extra_args)
         return await super().add_request(request_id, _salted(prompt), params, *args, **kwargs)
 
 
@@ -106,5 +125,8 @@ class _Unguarded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
-    async def add_request(self, *args: Any, **kwargs: Any) -> Any:
-        return await AsyncLLM.add_request(self._llm, *args, **kwargs)
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        _check_transfers(params.extra_args)
+        return await AsyncLLM.add_request(self._llm, request_id, prompt, params, *args, **kwargs)

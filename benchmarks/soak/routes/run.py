@@ -80,7 +80,12 @@ def _server(model: Path, folder: Path, machine: Machine) -> Iterator[Server]:
         folder,
         settings=SETTINGS,
         keys=KEYS,
-        env={"VLLM_CPU_KVCACHE_SPACE": "1", **machine.environment},
+        env={
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Else it closes an idle connection while the next request is on its way.
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
+            **machine.environment,
+        },
         num_gpu_blocks_override=256,
         block_size=32,
         max_model_len=1024,
