@@ -118,6 +118,17 @@ def test_what_is_freed_while_it_is_saved_has_lost_its_hidden_states(machine_of: 
     )
 
 
+def test_what_was_freed_stays_until_its_last_reader_is_sealed(machine_of: MachineOf) -> None:
+    run(
+        machine_of("hidden"),
+        Call("a", "doc", (4, 65)),
+        Settle(),
+        Call("a", "answer", (2, 34), reads=(Read("doc"),), generate=3),
+        Steps(count=1),
+        Free("a", ("doc",)),
+    )
+
+
 # -- what the machine itself promises ------------------------------------------------------------
 
 

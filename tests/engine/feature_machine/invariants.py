@@ -129,6 +129,8 @@ def _check_counts(scheduler: Any, encodings: set[Any]) -> None:
     waiting, reading, making = Counter[Any](), Counter[Any](), Counter[Any]()
     for call in scheduler.book.calls.values():
         (reading if call.admitted else waiting).update(call.reads)
+        if call.admitted and not all(parent.is_resident for parent in call.parents):
+            raise Broken("a call reads what is not there", call.encoding.message.id)
         making[call.encoding] += 1
     reading.update(keeper._held.values())
     placed = {e for rebuilt in keeper._loads.values() for e in rebuilt.encodings if e.blocks}

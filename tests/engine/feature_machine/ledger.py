@@ -142,8 +142,13 @@ class Ledger:
         existing = self.find(call.session, call.name)
         if existing is not None and existing.state != "failed":
             made.must.add("NameTakenError")
-        if set(call.deny) & {name.partition("/")[2] for name in made.history}:
-            made.must.add("DeniedMessageError")
+        denied = {f"{call.session}/{name}" for name in call.deny}
+        if denied & made.history:
+            # Of what failed, the engine knows no more than its name.
+            failed = {p for p, _ in made.parents if p.state == "failed" or p.is_aborted}
+            of_failed = set[str]().union(*(p.history | p.text_history for p in failed))
+            is_certain = denied & (made.history - of_failed)
+            (made.must if is_certain else made.may).add("DeniedMessageError")
         if call.keep:
             self._check_hidden(made)
         if not call.generate:

@@ -11,7 +11,8 @@ its key and value, for which vLLM has no need when a request ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.v1.request import Request
@@ -319,6 +320,16 @@ class CallBook:
         own = ParentPlan(encoding.message.id, encoding.patch.start, stop, 0)
         read = zip((*encoding.parents, encoding), (*encoding.plan.parents, own), strict=True)
         return [block for parent, span in read for block in self.span_blocks(parent, span)]
+
+    @contextmanager
+    def passing_on(self, finished: ScheduledCall) -> Iterator[None]:
+        """Within, what a call reads stays, for another one to take over."""
+        reads = list(finished.reads)
+        self.store.residency.wait_for(reads)
+        yield
+        self.store.residency.leave(reads, reading=False)
+        for encoding in reads:
+            self.store.settle(encoding)
 
     def take_over(self, call: ScheduledCall, finished: ScheduledCall) -> None:
         """`call` goes on in the blocks of `finished`: it reads its parents where they lie."""

@@ -63,10 +63,11 @@ class Sealer:
         if encoding.is_known and call.plan is not None and not call.is_internal:
             report = {"choreo": report_of(call)}
         failure = None if complete or stopped else f"its request ended as {request.status.name}"
-        self._book.close(call, self._refusals.reason(call.id) or failure)
-        # An open message is not known: it has no last token yet.
-        if call.is_decode and encoding.is_known and encoding.num_encoded and not message.freed:
-            self._seal(call, blocks)
+        with self._book.passing_on(call):
+            self._book.close(call, self._refusals.reason(call.id) or failure)
+            # An open message is not known: it has no last token yet.
+            if call.is_decode and encoding.is_known and encoding.num_encoded and not message.freed:
+                self._seal(call, blocks)
         return report
 
     def _seal(self, finished: ScheduledCall, blocks: Sequence[KVCacheBlock]) -> None:
