@@ -81,7 +81,7 @@ class ChoreoConfig:
             repaired calls of a session; a parent of a copy counts as a token. Beyond that, those
             that were not read for longest make room, and are encoded again when they are.
         keep_key: the file of the key that tells what one has saved oneself; "": one's own, see
-            `keep/keys.py`.
+            `snapshot/keys.py`.
         server: limits of the HTTP server.
     """
 

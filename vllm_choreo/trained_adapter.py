@@ -45,7 +45,7 @@ def wears_adapter(placement: str, generates: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class ModelIdentity:
     """Which model something was recorded with, or trained on. Two are compared by `same_as`.
 
     Attributes:
@@ -59,7 +59,7 @@ class BaseModel:
     tokenizer: str
 
     @classmethod
-    def of(cls, model: str | Path) -> BaseModel:
+    def of(cls, model: str | Path) -> ModelIdentity:
         """That of a model, in milliseconds.
 
         Args:
@@ -70,7 +70,7 @@ class BaseModel:
         name = folder.name if Path(model).is_dir() else str(model)
         return cls(name, _weights_digest(folder), _tokenizer_digest(folder))
 
-    def same_as(self, other: BaseModel) -> bool:
+    def same_as(self, other: ModelIdentity) -> bool:
         """Whether weights and tokenizer are the same, as far as both are known."""
         pairs = ((self.weights, other.weights), (self.tokenizer, other.tokenizer))
         return all(mine == theirs for mine, theirs in pairs if mine and theirs)
@@ -91,7 +91,7 @@ class TrainedAdapter:
     """
 
     placement: str
-    base: BaseModel
+    base: ModelIdentity
     loss: str
     data: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -131,14 +131,14 @@ class TrainedAdapter:
 def _from_json(data: Mapping[str, Any], folder: Path) -> TrainedAdapter:
     given = {setting.name: data.get(setting.name) for setting in fields(TrainedAdapter)}
     base = given.pop("base")
-    names = [part.name for part in fields(BaseModel)]
+    names = [part.name for part in fields(ModelIdentity)]
     if not isinstance(base, dict) or any(not isinstance(base.get(name), str) for name in names):
         raise _refused(f"`base` in {FILE_NAME} needs the texts {', '.join(names)}", folder)
     for name, value in given.items():
         expected = str if name in ("placement", "loss") else dict
         if not isinstance(value, expected):
             raise _refused(f"`{name}` in {FILE_NAME} is not as training writes it", folder)
-    return TrainedAdapter(base=BaseModel(**{name: base[name] for name in names}), **given)  # type: ignore[arg-type]
+    return TrainedAdapter(base=ModelIdentity(**{name: base[name] for name in names}), **given)  # type: ignore[arg-type]
 
 
 def _refused(reason: str, folder: Path) -> ChoreoError:
@@ -149,7 +149,7 @@ def _refused(reason: str, folder: Path) -> ChoreoError:
 
 
 def adapter_weights(folder: Path) -> str:
-    """Hex digest of an adapter's weights, as `BaseModel.weights`; "": there are none."""
+    """Hex digest of an adapter's weights, as `ModelIdentity.weights`; "": there are none."""
     return _weights_digest(folder)
 
 

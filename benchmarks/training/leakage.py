@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.harness.record import record, write_csv
 from benchmarks.training.leakage_page import NAME, section
-from vllm_choreo.api.passing import Item, Passing
+from vllm_choreo.api.facade_wrapper import FacadeWrapper, Item
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.cli.evaluate.arms import Arm, arms_of
 from vllm_choreo.cli.run.engine import start_engine
@@ -85,7 +85,7 @@ def _in_parts(llm: Any, arm: Arm, games: Sequence[Task], run: Callable[..., Any]
     return made
 
 
-class _Telling(Passing):
+class _Telling(FacadeWrapper):
     """A `Facade` on `c` where a system prompt says something else than its program knows."""
 
     def __init__(self, c: Facade, prompt: str, instead: str) -> None:

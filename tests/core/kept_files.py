@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from vllm_choreo.errors import UnknownKeptError
-from vllm_choreo.keep import saving, storage
-from vllm_choreo.keep.manifest import FORMAT, manifest_bytes, read_manifest, tenant_digest
-from vllm_choreo.keep.storage import KeptFolder
-from vllm_choreo.keep.tensors import KVShape, header_bytes
+from vllm_choreo.snapshot import saving, storage
+from vllm_choreo.snapshot.manifest import FORMAT, manifest_bytes, read_manifest, tenant_digest
+from vllm_choreo.snapshot.storage import KeptFolder
+from vllm_choreo.snapshot.tensors import KVShape, header_bytes
 
 KEPT: dict[str, Any] = {"format": FORMAT, "model": {}, "tenant": tenant_digest("a"), "session": "s"}
 KEPT |= {"adapters": [], "traces": [{"id": "s/0", "parents": [], "origin": None}]}

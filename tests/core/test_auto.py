@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.core.chat_templates import FAMILIES, tokenizer_of
-from vllm_choreo.auto.book import Entry, MessageBook, digest
 from vllm_choreo.auto.cutter import Cutter, end_tokens
 from vllm_choreo.auto.forecast import Forecaster, requests_of
 from vllm_choreo.auto.marks import Content, marked, places
 from vllm_choreo.auto.matching import ChatPlan, plan_chat
+from vllm_choreo.auto.message_table import Entry, MessageTable, digest
 from vllm_choreo.auto.parts import Split
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.explain import explained
@@ -209,7 +209,7 @@ class Tenant:
     """A book, and a plan of a chat with everything made that it asks for."""
 
     def __init__(self, max_messages: int = 100, max_tokens: int = 100_000) -> None:
-        self.book = MessageBook(max_messages, max_tokens)
+        self.book = MessageTable(max_messages, max_tokens)
         self.gone: set[str] = set()
         self._count = 0
 
@@ -296,7 +296,7 @@ def test_a_message_that_is_gone_is_made_again() -> None:
 
 
 def test_a_flood_stays_within_the_limits_and_leaves_what_is_read() -> None:
-    book = MessageBook(max_messages=10, max_tokens=500)
+    book = MessageTable(max_messages=10, max_tokens=500)
     read = [Entry(digest([0, n]), b"", f"read{n}", 40) for n in range(3)]
     for entry in read:
         book.add(entry)
@@ -314,7 +314,7 @@ def test_a_flood_stays_within_the_limits_and_leaves_what_is_read() -> None:
 
 def test_what_comes_first_in_a_chat_goes_last() -> None:
     """Copies of a message go with those before it."""
-    book = MessageBook(max_messages=3, max_tokens=100)
+    book = MessageTable(max_messages=3, max_tokens=100)
     chat = [Entry(digest([n]), b"", str(n), 1) for n in range(3)]
     for entry in chat:
         book.add(entry)

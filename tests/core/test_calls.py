@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.errors import CyclicParentsError, ParentFailedError, TooLongError
 from vllm_choreo.semantics.params import ChoreoParams
@@ -23,12 +23,12 @@ SIZE = 4
 
 
 @pytest.fixture
-def book() -> CallBook:
+def book() -> CallTable:
     pool = BlockPool(num_gpu_blocks=17, enable_caching=True, hash_block_size=SIZE)
-    return CallBook(MessageStore(pool, SIZE), max_model_len=48)
+    return CallTable(MessageStore(pool, SIZE), max_model_len=48)
 
 
-def _open(book: CallBook, name: str, num_tokens: int, **params: Any) -> ScheduledCall:
+def _open(book: CallTable, name: str, num_tokens: int, **params: Any) -> ScheduledCall:
     tokens = list(range(100, 100 + num_tokens))
     request = Request(
         request_id=f"r-{name}",
@@ -40,7 +40,7 @@ def _open(book: CallBook, name: str, num_tokens: int, **params: Any) -> Schedule
     return book.open(request, ChoreoParams(save_as=name, session="s", **params))
 
 
-def _run(book: CallBook, call: ScheduledCall) -> list[int]:
+def _run(book: CallTable, call: ScheduledCall) -> list[int]:
     """Resolve, schedule and end a prefill as the scheduler does; returns its block table."""
     assert book.resolve(call) and book.is_ready(call)
     pool = book.store.residency.pool
@@ -54,7 +54,7 @@ def _run(book: CallBook, call: ScheduledCall) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-def test_block_tables_begin_with_the_parents_own_blocks(book: CallBook) -> None:
+def test_block_tables_begin_with_the_parents_own_blocks(book: CallTable) -> None:
     free = book.store.residency.pool.get_num_free_blocks()  # type: ignore[attr-defined]
     assert _run(book, _open(book, "a", 6)) == [1, 2]
     assert _run(book, _open(book, "b", 4)) == [3]
@@ -74,19 +74,19 @@ def test_block_tables_begin_with_the_parents_own_blocks(book: CallBook) -> None:
     assert book.store.residency.pool.get_num_free_blocks() == free  # type: ignore[attr-defined]
 
 
-def test_a_call_waits_until_its_parent_is_known_and_resident(book: CallBook) -> None:
+def test_a_call_waits_until_its_parent_is_known_and_resident(book: CallTable) -> None:
     parent = _open(book, "p", 4, kind="decode")
     child = _open(book, "c", 2, parents=["p"])
     assert not book.resolve(child) and child.plan is None
     assert parent.encoding.num_waiting == 1
     assert book.resolve(parent)
     parent.encoding.token_ids = [1, 2, 3, 4, 5]
-    book.store.known(parent.encoding)
+    book.store.mark_final(parent.encoding)
     assert book.resolve(child) and not book.is_ready(child)
 
 
 def test_a_prefill_that_waits_for_its_own_parent_keeps_its_children_waiting(
-    book: CallBook,
+    book: CallTable,
 ) -> None:
     """Its tokens are known at once, but not where they stand."""
     _open(book, "p", 4, kind="decode")
@@ -96,7 +96,7 @@ def test_a_prefill_that_waits_for_its_own_parent_keeps_its_children_waiting(
     assert not book.resolve(child)
 
 
-def test_a_failed_parent_ends_its_children(book: CallBook) -> None:
+def test_a_failed_parent_ends_its_children(book: CallTable) -> None:
     parent = _open(book, "p", 4, kind="decode")
     child = _open(book, "c", 2, parents=["p"])
     book.close(parent, "it was aborted")
@@ -106,7 +106,7 @@ def test_a_failed_parent_ends_its_children(book: CallBook) -> None:
     assert parent.encoding.num_waiting == 0
 
 
-def test_what_can_never_run_is_refused(book: CallBook) -> None:
+def test_what_can_never_run_is_refused(book: CallTable) -> None:
     with pytest.raises(CyclicParentsError):
         _open(book, "x", 1, parents=["x"])
     _run(book, _open(book, "a", 1))
@@ -114,7 +114,7 @@ def test_what_can_never_run_is_refused(book: CallBook) -> None:
         book.resolve(_open(book, "y", 1, parents=["a"] * 12))
 
 
-def test_an_evicted_parent_is_missing_until_somebody_encodes_it(book: CallBook) -> None:
+def test_an_evicted_parent_is_missing_until_somebody_encodes_it(book: CallTable) -> None:
     first = _open(book, "a", 6)
     _run(book, first)
     book.store.evict(first.encoding)
@@ -125,7 +125,7 @@ def test_an_evicted_parent_is_missing_until_somebody_encodes_it(book: CallBook) 
     assert book.missing(child) == []
 
 
-def test_a_decode_that_ends_while_preempted_still_makes_its_message(book: CallBook) -> None:
+def test_a_decode_that_ends_while_preempted_still_makes_its_message(book: CallTable) -> None:
     """Its blocks are gone, so a reader must have it encoded again, and must not wait for ever."""
     free = book.store.residency.pool.get_num_free_blocks()  # type: ignore[attr-defined]
     call = _open(book, "a", 3, kind="decode")

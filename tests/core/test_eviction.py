@@ -191,7 +191,7 @@ def test_what_lost_its_place_is_not_copied_there() -> None:
     copies.load([8], [loaded])
     assert source.ref_cnt == 3
     pool.free_blocks([lost, loaded])
-    copies.freed([kept, lost, loaded])
+    copies.on_freed([kept, lost, loaded])
     planned = copies.take()
     assert planned.moves == ((source.block_id, kept.block_id, 0),) and not planned.loads
     assert source.ref_cnt == 1

@@ -16,7 +16,7 @@ from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.rules import ByLayers
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.encoding import Encoding, Patch, StoredMessage
-from vllm_choreo.store.hidden import HiddenBook, asked_layers, check_kept, check_room
+from vllm_choreo.store.hidden import HiddenStateIndex, asked_layers, check_kept, check_room
 
 SIZE = 16
 
@@ -29,7 +29,7 @@ def _encoding(num_tokens: int | None) -> Encoding:
 
 
 def test_the_book_counts_whole_blocks_up_to_its_limit() -> None:
-    book = HiddenBook(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=6 * SIZE * 10)
+    book = HiddenStateIndex(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=6 * SIZE * 10)
     known, generating = _encoding(17), _encoding(None)
     book.check((2, 5), 17)
     book.keep(known, (2, 5), 17)
@@ -54,7 +54,7 @@ def test_the_book_counts_whole_blocks_up_to_its_limit() -> None:
 
 
 def test_what_is_encoded_again_keeps_again_what_a_patch_begins_with() -> None:
-    book = HiddenBook(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=6 * SIZE * 10)
+    book = HiddenStateIndex(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=6 * SIZE * 10)
     source, other = _encoding(17), _encoding(20)
     patch = Patch(source, 0, ((0, 16),), LayerRanges(((2, 8),), 8))
     Encoding(source.message, Trace("m"), token_ids=source.token_ids, patch=patch)
@@ -78,7 +78,7 @@ def test_what_is_encoded_again_keeps_again_what_a_patch_begins_with() -> None:
 
 
 def test_layers_are_those_of_the_model() -> None:
-    book = HiddenBook(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=1000)
+    book = HiddenStateIndex(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=1000)
     assert asked_layers(ByLayers(((0, 8),)), book) is None
     assert asked_layers(ByLayers(((2, 8),)), book) == LayerRanges(((2, 8),), 8)
     assert [LayerRanges(((2, 4),), 8).charged(count) for count in (0, 1, 4, 9)] == [0, 1, 1, 3]

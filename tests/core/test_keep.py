@@ -36,24 +36,24 @@ from vllm_choreo.errors import (
     NameTakenError,
     UnknownKeptError,
 )
-from vllm_choreo.keep import keys
-from vllm_choreo.keep.loading import loading
-from vllm_choreo.keep.manifest import (
+from vllm_choreo.ops.layout import Layout, write_kv
+from vllm_choreo.server import kept as served
+from vllm_choreo.server import tenants
+from vllm_choreo.snapshot import keys
+from vllm_choreo.snapshot.loading import loading
+from vllm_choreo.snapshot.manifest import (
     FORMAT,
     checked_manifest,
     manifest_bytes,
     read_manifest,
     tenant_digest,
 )
-from vllm_choreo.keep.origin import Origin, all_heads, joined
-from vllm_choreo.keep.signature import differences
-from vllm_choreo.keep.steps import Ask, drive
-from vllm_choreo.keep.storage import KeptFolder
-from vllm_choreo.keep.streams import ReadAhead
-from vllm_choreo.keep.tensors import KVShape, check_header, chunks, header_bytes, header_size
-from vllm_choreo.ops.layout import Layout, write_kv
-from vllm_choreo.server import kept as served
-from vllm_choreo.server import tenants
+from vllm_choreo.snapshot.origin import Origin, all_heads, joined
+from vllm_choreo.snapshot.signature import differences
+from vllm_choreo.snapshot.steps import Ask, drive
+from vllm_choreo.snapshot.storage import KeptFolder
+from vllm_choreo.snapshot.streams import ReadAhead
+from vllm_choreo.snapshot.tensors import KVShape, check_header, chunks, header_bytes, header_size
 from vllm_choreo.store.exact import exact_chain, is_exact
 from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.repaired import repaired_chain
@@ -264,7 +264,7 @@ class _Engine:
         name, *args = ask.args
         if ask.what == "session":
             return name(*args)
-        if name == "keep_begin":
+        if name == "snapshot_begin":
             self._overtaken(args[2]["encodings"][0]["tokens"][0])
         if name == "choreo_write_kv":
             self.written += bytes(args[0])
@@ -272,8 +272,8 @@ class _Engine:
             "choreo_kv_shape": [
                 {"dtype": "float32", "layers": [[1, 4]], "hidden": ["float32", 0]},
             ],
-            "keep_begin": 0,
-            "keep_place": {"blocks": [0], "in_host": False, "hidden": None},
+            "snapshot_begin": 0,
+            "snapshot_place": {"blocks": [0], "in_host": False, "hidden": None},
         }.get(name)
 
 
@@ -571,7 +571,7 @@ def test_untrusted_encodings_are_nobody_elses() -> None:
     encodings = [a, b, copy, *loads[0].encodings, *loads[1].encodings]
     assert len({e.digest for e in encodings}) == len(encodings) == 9, "no two are the same"
     x, y, _ = loads[0].encodings
-    assert x not in list(store.twins) and y.is_untrusted and not y.nonce
+    assert x not in list(store.duplicates) and y.is_untrusted and not y.nonce
     assert not x.message.copies and not y.message.copies, "no call finds an untrusted copy"
     # What they claim to have been encoded with counts for nothing.
     assert not is_exact(whole(x, y), [0, 10], 16)

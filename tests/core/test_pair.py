@@ -26,9 +26,9 @@ from vllm_choreo.repair.session_rules import (
     runs_some_layers,
     session_rule,
 )
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 
-MODEL = BaseModel("llama", "aa", "bb")
+MODEL = ModelIdentity("llama", "aa", "bb")
 
 
 def _cell(layers: Any, loss: float, ttft: float) -> Cell:
@@ -132,7 +132,7 @@ def test_who_reads_by_a_profile() -> None:
     with pytest.raises(RepairError, match="neither of the pair"):
         rule.is_read_by("dd")
     with pytest.raises(RepairError, match="profiled with llama"):
-        rule.check_model(BaseModel("other", "xx", "bb"))
+        rule.check_model(ModelIdentity("other", "xx", "bb"))
 
 
 @pytest.mark.parametrize(

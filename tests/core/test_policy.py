@@ -27,9 +27,9 @@ from vllm_choreo.repair.calibration import (
 from vllm_choreo.repair.policy import Policy, block_runs
 from vllm_choreo.repair.rules import Seen
 from vllm_choreo.repair.session_rules import session_rule
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 
-MODEL = BaseModel("llama", "aa", "bb")
+MODEL = ModelIdentity("llama", "aa", "bb")
 MASKS = {"vote": {"candidate": (0, 2), "ballot": ()}, "answer": {"candidate": (3,)}}
 POLICY = Policy("tree_of_thoughts", MODEL, 16, 4, MASKS, 0.1, {"kl": 0.25})
 
@@ -76,9 +76,9 @@ def test_another_workflow_is_refused(role: Any, parents: list[Any], said: str) -
 
 
 def test_another_model_is_refused() -> None:
-    POLICY.check_model(BaseModel("elsewhere", "aa", ""))
+    POLICY.check_model(ModelIdentity("elsewhere", "aa", ""))
     with pytest.raises(RepairError, match="calibrated with llama"):
-        POLICY.check_model(BaseModel("llama", "ac", "bb"))
+        POLICY.check_model(ModelIdentity("llama", "ac", "bb"))
 
 
 @pytest.mark.parametrize(

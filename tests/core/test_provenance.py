@@ -25,7 +25,7 @@ from tests.core.test_client import (
     wire_of,
 )
 from vllm_choreo import AsyncChoreography, Choreography
-from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.errors import (
     ChoreoError,
     DeniedMessageError,
@@ -203,12 +203,12 @@ def test_in_exact_mode_positions_are_those_of_text(llm: Any) -> None:
 
 
 @pytest.fixture
-def book() -> CallBook:
+def book() -> CallTable:
     pool = BlockPool(num_gpu_blocks=17, enable_caching=True, hash_block_size=4)
-    return CallBook(MessageStore(pool, 4), max_model_len=48)
+    return CallTable(MessageStore(pool, 4), max_model_len=48)
 
 
-def test_the_engine_refuses_whatever_name_a_trace_goes_by(book: CallBook) -> None:
+def test_the_engine_refuses_whatever_name_a_trace_goes_by(book: CallTable) -> None:
     _run(book, _open(book, "secret", 6))
     _open(book, "plan", 2, parents=["secret"], kind="decode")  # still being generated
     _open(book, "utterance", 3, parents=["plan"])
@@ -235,16 +235,16 @@ def test_the_engine_refuses_whatever_name_a_trace_goes_by(book: CallBook) -> Non
     _open(book, "reader", 2, deny=["secret"], parents=["clean", "bob"])
 
 
-def _num_shared(book: CallBook, name: str, **params: Any) -> int:
+def _num_shared(book: CallTable, name: str, **params: Any) -> int:
     """Run a prefill of always the same recipe as the scheduler does."""
     call = _open(book, name, 9, **params)
     assert book.resolve(call)
-    book.share_twin(call)
+    book.share_duplicate(call)
     _run(book, call)
     return call.num_shared
 
 
-def test_a_call_shares_no_blocks_of_what_is_denied_to_it(book: CallBook) -> None:
+def test_a_call_shares_no_blocks_of_what_is_denied_to_it(book: CallTable) -> None:
     """What a guess reuses would tell whether it is right."""
     assert _num_shared(book, "secret") == 0
     assert _num_shared(book, "guess", deny=["secret"]) == 0

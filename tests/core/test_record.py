@@ -15,7 +15,7 @@ from vllm_choreo.cli import main as cli
 from vllm_choreo.cli import record
 from vllm_choreo.cli.run.options import WORKFLOWS
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 from vllm_choreo.workflows.problems import trivia
 from vllm_choreo.workflows.record.recording import PARTS, Recording
 
@@ -65,7 +65,7 @@ def run(tmp_path: Path, *arguments: str) -> int:
 def test_every_workflow_is_recorded_as_text(workflow: str, tmp_path: Path) -> None:
     assert run(tmp_path, workflow, "--limit", "10") == 0
     recording = Recording.load(tmp_path / "r")
-    assert (recording.mode, recording.base) == ("baseline", BaseModel.of(tmp_path / "model"))
+    assert (recording.mode, recording.base) == ("baseline", ModelIdentity.of(tmp_path / "model"))
     assert [len(recording.parts[part]) for part in PARTS] == [8, 1, 1]
     seeds = set()
     for runs in recording.parts.values():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.rules import Seen, rule_given, rule_of, rule_text
-from vllm_choreo.repair.runs import Runs, num_tokens
+from vllm_choreo.repair.runs import TokenRanges, num_tokens
 from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.semantics.params import ChoreoParams
 
@@ -37,7 +37,7 @@ RULES: list[Any] = [
 ]
 
 
-def _tokens(runs: Runs) -> set[int]:
+def _tokens(runs: TokenRanges) -> set[int]:
     return {token for start, stop in runs for token in range(start, stop)}
 
 

@@ -28,8 +28,8 @@ ROOMS: dict[str, set[str]] = {
     "engine.scheduler": {"config", "semantics", "repair", "store", "engine"},
     "engine.worker": {"config", "ops", "engine"},
     "wire": {"semantics"},
-    "keep": {"semantics", "wire", "trained_adapter"},
-    "api": {"config", "repair", "semantics", "engine", "trained_adapter", "auto", "keep"},
+    "snapshot": {"semantics", "wire", "trained_adapter"},
+    "api": {"config", "repair", "semantics", "engine", "trained_adapter", "auto", "snapshot"},
     "pml": {"semantics", "api"},
     "client": {"repair", "semantics", "wire", "api", "pml"},
     "integrations": set(),
@@ -42,13 +42,13 @@ ROOMS: dict[str, set[str]] = {
     "train": {"semantics", "ops", "workflows.record", "files", "trained_adapter"},
     "server": {
         *("config", "repair", "semantics", "wire", "api", "engine", "show"),
-        *("workflows.record", "pml", "auto", "keep"),
+        *("workflows.record", "pml", "auto", "snapshot"),
     },
     "cli": {
         *("semantics", "api", "client", "ops", "show", "smallmodel", "engine", "wire"),
         *("judge", "repair", "trained_adapter"),
         *("workflows", "workflows.record", "workflows.problems"),
-        *("files", "train", "trained_adapter", "pml", "auto", "keep"),
+        *("files", "train", "trained_adapter", "pml", "auto", "snapshot"),
     },
 }
 # The two processes of an engine meet in `engine` alone; what runs in neither stays out of both.

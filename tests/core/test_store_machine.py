@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.core.test_store import SIZE, Block, Pool
 from vllm_choreo.errors import LimitError
-from vllm_choreo.repair.runs import Run, Runs, joined
+from vllm_choreo.repair.runs import TokenRange, TokenRanges, joined
 from vllm_choreo.store.copies import Context, Link
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.exact import exact_chain
@@ -68,7 +68,7 @@ class Call:
     reads: list[Encoding]
     encoding: Encoding
     id: str
-    run: Run | None = None
+    run: TokenRange | None = None
     blocks: list[Block] | None = None
     is_new: bool = False
 
@@ -80,7 +80,7 @@ def _place(encoding: Encoding, links: list[Link], store: MessageStore) -> None:
     encoding.parents, encoding.plan = context.encodings, context.plan(position, store)
 
 
-def _drawn_runs(data: st.DataObject, num_tokens: int) -> Runs:
+def _drawn_runs(data: st.DataObject, num_tokens: int) -> TokenRanges:
     ends = data.draw(st.lists(st.integers(0, num_tokens), min_size=2, max_size=4, unique=True))
     ends.sort()
     return joined(zip(ends[::2], ends[1::2], strict=False))
@@ -138,7 +138,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.identify(encoding)
         self._enter(encoding)
 
-    def _enter(self, encoding: Encoding, run: Run | None = None) -> None:
+    def _enter(self, encoding: Encoding, run: TokenRange | None = None) -> None:
         self.num_requests += 1
         call = Call(list(encoding.parents), encoding, f"r{self.num_requests}", run)
         if run is not None:
@@ -205,7 +205,7 @@ class StoreMachine(RuleBasedStateMachine):
             call.blocks = [block for parent in call.reads for block in parent.blocks]
             self.pool.touch(call.blocks)
             self.store.residency.read(call.reads)
-            self.store.written(encoding, call.run)
+            self.store.on_written(encoding, call.run)
             first, stop = call.run
             touched = range(first // SIZE, -(-stop // SIZE))
             self.writes += [(encoding.blocks[n].block_id, tag(encoding, n)) for n in touched]
@@ -287,7 +287,7 @@ class StoreMachine(RuleBasedStateMachine):
         encoding.token_ids = [100 + self.names] * num_tokens
         _place(encoding, [], self.store)
         self.store.identify(encoding)
-        self.store.twins.add(encoding)
+        self.store.duplicates.add(encoding)
         self.seen.append(encoding)
         need = -(-num_tokens // SIZE)
         tags = [tag(encoding, n) for n in range(need)]
@@ -383,7 +383,7 @@ class StoreMachine(RuleBasedStateMachine):
             # A patch that a call waits for is laid over its source, given up or not.
             if encoding.is_given_up and not encoding.in_use and not encoding.num_wanting:
                 assert not encoding.blocks and encoding not in (self.store.tier or ())
-                assert encoding not in list(self.store.twins)
+                assert encoding not in list(self.store.duplicates)
         assert all(
             all(copy in parent.readers for parent in copy.parents)
             for message in self.store.messages()
@@ -400,7 +400,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.begin_step()
         self.run_step()
         assert all(block.ref_cnt == 0 for block in self.pool.blocks)
-        assert not list(self.store.twins) and not self.store.residency.holding()
+        assert not list(self.store.duplicates) and not self.store.residency.holding()
         assert self.store.tier is not None and self.store.tier.num_used == 0
 
 

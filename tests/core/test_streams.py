@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from vllm_choreo.keep import streams
-from vllm_choreo.keep.streams import Digested, ReadAhead
+from vllm_choreo.snapshot import streams
+from vllm_choreo.snapshot.streams import Digested, ReadAhead
 
 
 def _digest_after(before: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ from vllm_choreo.trained_adapter import (
     FILE_NAME,
     PEFT_FILES,
     PLACEMENTS,
-    BaseModel,
+    ModelIdentity,
     TrainedAdapter,
     wears_adapter,
 )
 
-BASE = BaseModel("tiny", "ab", "cd")
+BASE = ModelIdentity("tiny", "ab", "cd")
 ADAPTER = TrainedAdapter(
     "writer",
     BASE,
@@ -120,14 +120,14 @@ def test_models_are_told_apart_by_weights_and_tokenizer(tmp_path: Path) -> None:
     write_model(tmp_path / "tuned", {**tensors, "b": b"\1" + bytes(9_999)})
     write_model(tmp_path / "other names", {"a": bytes(10_000), "c": bytes(10_000)})
     write_model(tmp_path / "other words", tensors, "others")
-    one = BaseModel.of(tmp_path / "one")
+    one = ModelIdentity.of(tmp_path / "one")
     assert one.name == "one"
-    assert one.same_as(BaseModel.of(tmp_path / "same"))
+    assert one.same_as(ModelIdentity.of(tmp_path / "same"))
     for name in ("tuned", "other names", "other words"):
-        assert not one.same_as(BaseModel.of(tmp_path / name)), name
+        assert not one.same_as(ModelIdentity.of(tmp_path / name)), name
 
 
 def test_of_a_model_elsewhere_the_name_is_known() -> None:
-    unknown = BaseModel.of("nobody/nothing")
-    assert unknown == BaseModel("nobody/nothing", "", "")
+    unknown = ModelIdentity.of("nobody/nothing")
+    assert unknown == ModelIdentity("nobody/nothing", "", "")
     assert unknown.same_as(BASE)

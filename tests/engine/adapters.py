@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from tests.engine.oracle import Oracle
-from vllm_choreo.trained_adapter import BaseModel, TrainedAdapter
+from vllm_choreo.trained_adapter import ModelIdentity, TrainedAdapter
 
 RANK = 4
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -60,5 +60,5 @@ class Adapter:
         folder = self.path.with_name(f"{self.path.name}-{placement}-{base.name if base else ''}")
         if not folder.exists():
             shutil.copytree(self.path, folder)
-            TrainedAdapter(placement, BaseModel.of(base or self.model_path), "kl").save(folder)
+            TrainedAdapter(placement, ModelIdentity.of(base or self.model_path), "kl").save(folder)
         return folder

@@ -26,7 +26,7 @@ from vllm_choreo.cli.run.task import Task
 from vllm_choreo.errors import RepairError
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.repair.policy import Policy
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 
 DOCS = (Path(__file__).parents[2] / "docs" / "repair.md").read_text(encoding="utf-8")
 
@@ -61,7 +61,7 @@ def _task(llm: Any) -> Task:
 
 
 def _policy(model: str, masks: Any) -> Policy:
-    return Policy("tree_of_thoughts", BaseModel.of(model), 16, 16, masks, 0.5)
+    return Policy("tree_of_thoughts", ModelIdentity.of(model), 16, 16, masks, 0.5)
 
 
 _NOTHING = {

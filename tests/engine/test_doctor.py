@@ -45,7 +45,7 @@ def test_the_doctor_notices_a_wrong_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An engine that turns queries by one position too many."""
-    from vllm_choreo.engine.scheduler import call_book as calls
+    from vllm_choreo.engine.scheduler import call_table as calls
 
     right = calls.request_spans
 

@@ -31,7 +31,7 @@ from vllm_choreo.cli.run.task import Task, transcript_json
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.train.packing import PackedCall, pack, pack_as_text
 from vllm_choreo.train.recorded import calls_of, check_recorded_as_text
-from vllm_choreo.trained_adapter import PLACEMENTS, BaseModel, TrainedAdapter, wears_adapter
+from vllm_choreo.trained_adapter import PLACEMENTS, ModelIdentity, TrainedAdapter, wears_adapter
 from vllm_choreo.workflows.direct import direct, question_of
 from vllm_choreo.workflows.problems import trivia
 from vllm_choreo.workflows.record.recording import Recorder, Recording
@@ -162,7 +162,7 @@ def test_distilled_calls_are_those_of_the_direct_arm(
 ) -> None:
     """The same prompt, and as its continuation the workflow's answer, token by token."""
     model, task = str(tiny_model_path("llama")), _task("parallel_debate")
-    recorder = Recorder(tmp_path / "recorded", BaseModel.of(model), shares=(1, 0, 1))
+    recorder = Recorder(tmp_path / "recorded", ModelIdentity.of(model), shares=(1, 0, 1))
     runs = []
     for question in ("Who?", "Where?"):
         asked = replace(task, inputs={**task.inputs, "question": question})
@@ -253,7 +253,7 @@ def test_several_recordings_show_how_adapters_transfer(
 ) -> None:
     folder = tmp_path / "trained"
     shutil.copytree(adapter.placed("reader"), folder)
-    base = BaseModel.of(tiny_model_path("llama"))
+    base = ModelIdentity.of(tiny_model_path("llama"))
     curves = {"train": [[1, 2.0], [2, 1.0]], "development": [[2, 1.5]]}
     TrainedAdapter("reader", base, "kl", curves=curves).save(folder)
     recordings = [

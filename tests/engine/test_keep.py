@@ -31,9 +31,9 @@ from vllm_choreo.errors import (
     TooLongError,
     UnknownKeptError,
 )
-from vllm_choreo.keep import tensors
-from vllm_choreo.keep.manifest import manifest_bytes, read_manifest
-from vllm_choreo.keep.storage import KeptFolder
+from vllm_choreo.snapshot import tensors
+from vllm_choreo.snapshot.manifest import manifest_bytes, read_manifest
+from vllm_choreo.snapshot.storage import KeptFolder
 
 ROOT = Path(__file__).parents[2]
 # What the messages of the first engine take is more than the pool of the second one.

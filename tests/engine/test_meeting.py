@@ -49,7 +49,7 @@ def _left(stepped: Stepped) -> dict[str, Any]:
     names = ("num_free_blocks", "num_host_blocks_used", "num_hidden_bytes", "num_calls")
     totals = call(stepped.llm, "totals")
     store = stepped.scheduler.store
-    duplicates = sum(1 for _ in store.twins)
+    duplicates = sum(1 for _ in store.duplicates)
     return {**{name: totals[name] for name in names}, "failed": len(store._failed), "d": duplicates}
 
 
@@ -295,23 +295,23 @@ def test_a_call_waits_for_what_a_save_reads(start: Callable[..., Stepped]) -> No
     """And a save whose client has gone is not waited for, for ever: it is told that it failed."""
     stepped = start(**ROOMY)
     stepped.make("a", [5] * 512)
-    told = stepped.operate("keep_tell", ["a"])
-    held = call(stepped.llm, "keep_hold", told["ticket"], 0)
+    told = stepped.operate("snapshot_describe", ["a"])
+    held = call(stepped.llm, "snapshot_hold", told["ticket"], 0)
     stepped.submit("b", [6] * 300)
     stepped.step(50)
     assert "b" not in stepped.outputs
-    assert call(stepped.llm, "keep_let_go", held["ticket"]) is True
+    assert call(stepped.llm, "snapshot_release", held["ticket"]) is True
     stepped.finish()
     assert stepped.error("b") is None
     stepped.operate("free", ["b"])
     stepped.submit("reader", [5], "decode", 1, parents=["a"])
     stepped.finish()
-    held = call(stepped.llm, "keep_hold", told["ticket"], 0)
+    held = call(stepped.llm, "snapshot_hold", told["ticket"], 0)
     stepped.submit("c", [6] * 300)
     stepped.finish(max_steps=20_000)
     assert stepped.error("c") is None
-    assert call(stepped.llm, "keep_let_go", held["ticket"]) is False
-    call(stepped.llm, "keep_told", told["ticket"])
+    assert call(stepped.llm, "snapshot_release", held["ticket"]) is False
+    call(stepped.llm, "snapshot_release_ticket", told["ticket"])
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
@@ -419,7 +419,7 @@ def test_all_who_wait_for_what_cannot_be_encoded_again_are_told(
         stepped.finish(max_steps=20)
         for name in ("first", "second", "third"):
             assert "replaced" in (stepped.error(name) or {})["message"]
-        assert not stepped.scheduler.requests and not stepped.scheduler.book.calls
+        assert not stepped.scheduler.requests and not stepped.scheduler.call_table.calls
     stepped.session = "s"
 
 

@@ -19,7 +19,7 @@ from tests.engine.oracle import Oracle, assert_choices, random_tokens, whole
 from vllm_choreo import ChoreoError, Choreography
 from vllm_choreo.errors import AdapterError, UnsupportedOptionError
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.trained_adapter import PLACEMENTS, BaseModel, TrainedAdapter
+from vllm_choreo.trained_adapter import PLACEMENTS, ModelIdentity, TrainedAdapter
 
 _ENGINE: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=4)
@@ -240,7 +240,7 @@ def test_a_folder_trained_anew_is_placed_anew(
     shutil.copytree(adapter.placed("writer"), folder)
     with Choreography(llm, adapter=folder) as c:
         c.prefill(_DOC, adapter=folder)
-        TrainedAdapter("reader", BaseModel.of(tiny_model_path("llama")), "kl").save(folder)
+        TrainedAdapter("reader", ModelIdentity.of(tiny_model_path("llama")), "kl").save(folder)
         with pytest.raises(AdapterError, match="placement reader"):
             c.prefill(_DOC, adapter=folder)
 

@@ -29,7 +29,7 @@ from vllm_choreo.cli.run import command as run_command
 from vllm_choreo.cli.run.task import Task
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.pair import PairProfile
-from vllm_choreo.trained_adapter import BaseModel, adapter_weights
+from vllm_choreo.trained_adapter import ModelIdentity, adapter_weights
 
 DOCS = (Path(__file__).parents[2] / "docs" / "variants.md").read_text(encoding="utf-8")
 MODEL = "llama"  # its name alone is asked for
@@ -302,8 +302,8 @@ def test_whole_models(
     assert cli.main(["profile-pair", str(base), str(merged), *small, str(out)]) in (0, 1)
     assert not list(out.glob("writer-*"))
     profile = PairProfile.from_json(json.loads((out / "pair.json").read_text()))
-    assert profile.reader is None and profile.writer == BaseModel.of(base).weights
-    assert profile.model == BaseModel.of(merged)
+    assert profile.reader is None and profile.writer == ModelIdentity.of(base).weights
+    assert profile.model == ModelIdentity.of(merged)
     cells = {cell.layers: cell for cell in profile.cells}
     assert cells[PLAIN].kl > 1e-3 and cells[((0, NUM_LAYERS),)].kl < 1e-5
 

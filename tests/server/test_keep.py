@@ -17,9 +17,9 @@ from tests.server.serving import QUICK, Session
 from vllm_choreo import AsyncChoreoClient, ChoreoClient
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, KeptError, UnknownKeptError
-from vllm_choreo.keep.manifest import manifest_bytes
 from vllm_choreo.server import documents
 from vllm_choreo.server.keep_bodies import KeptAnswer, KeptDeletedAnswer, KeptListAnswer
+from vllm_choreo.snapshot.manifest import manifest_bytes
 
 pytestmark = pytest.mark.exhaustive  # servers of its own
 

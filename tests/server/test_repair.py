@@ -18,7 +18,7 @@ from vllm_choreo.client import ChoreoClient
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.pair import Cell, PairProfile
 from vllm_choreo.repair.policy import Policy
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 
 DOCUMENTS = ("Anna owns a red bicycle. It is in the shed.", "Bert has the key. He is at work.")
 GREEDY = {"temperature": 0, "max_tokens": 4}
@@ -126,7 +126,7 @@ def test_layers_are_repaired(server: Server, session: Session) -> None:
 def test_a_client_brings_its_policy(server: Server, alpha: httpx.Client, tmp_path: Path) -> None:
     """A file is the client's: of the server's files it can name none."""
     masks = {"answer": {"document": (0,)}}
-    policy = Policy("document_qa", BaseModel("served", "", ""), 4, 2, masks, 0.5)
+    policy = Policy("document_qa", ModelIdentity("served", "", ""), 4, 2, masks, 0.5)
     policy.save(tmp_path / "policy.json")
     with ChoreoClient(server.base_url, server.keys[0], repair=tmp_path / "policy.json") as c:
         docs = [c.prefill(text, role="document") for text in DOCUMENTS]
@@ -136,7 +136,7 @@ def test_a_client_brings_its_policy(server: Server, alpha: httpx.Client, tmp_pat
             c.decode("So", parents=docs, role="vote", sampling_params=GREEDY)
     named = {"repair": str(tmp_path / "policy.json")}
     assert alpha.post("/v1/choreo/sessions", json=named).status_code == 400
-    foreign = replace(policy, model=BaseModel("other", "ab", "cd")).to_json()
+    foreign = replace(policy, model=ModelIdentity("other", "ab", "cd")).to_json()
     refused = alpha.post("/v1/choreo/sessions", json={"repair": foreign})
     assert refused.status_code == 400 and "calibrated with other" in refused.text
 
@@ -146,7 +146,7 @@ def test_a_client_brings_the_profile_of_a_pair(
 ) -> None:
     """The server chooses by its load and counts why; it opens no file for a client."""
     cells = (Cell((), 1.0, 0.1, 9.0, 0.1), Cell(((0, 1),), 0.2, 0.02, 9.0, 60.0))
-    base = BaseModel("served", "", "")
+    base = ModelIdentity("served", "", "")
     PairProfile(base, None, None, 2, 1.0, cells, "", ((0, 1),)).save(tmp_path / "pair.json")
     asked = {"max_quality_loss": 1.0, "ttft": 30.0}
     counted = [f'vllm_choreo:pair_{what}_total{{model_name="' for what in ("calls", "layers")]

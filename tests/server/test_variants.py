@@ -17,7 +17,7 @@ from tests.server.serving import QUICK
 from vllm_choreo import ChoreoClient
 from vllm_choreo.errors import FreedMessageError, KeptError, UnknownKeptError, UnknownMessageError
 from vllm_choreo.repair.pair import Cell, PairProfile
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 
 pytestmark = pytest.mark.exhaustive  # servers of its own
 
@@ -43,7 +43,7 @@ def clients(
 ) -> Iterator[Clients]:
     folder = tmp_path_factory.mktemp("variants")
     variant = make_variant(shallow_model_path, folder)
-    models = BaseModel.of(variant), BaseModel.of(shallow_model_path)
+    models = ModelIdentity.of(variant), ModelIdentity.of(shallow_model_path)
     cells = (Cell((), 1.0, 0.1, 9.0, 0.1), Cell(((1, NUM_LAYERS),), 0.1, 0.01, 9.0, 0.2))
     profile = PairProfile(
         models[0], models[1].weights, None, NUM_LAYERS, 9.0, cells, "", ((1, NUM_LAYERS),)

@@ -14,7 +14,7 @@ from tests.engine.oracle import random_tokens
 from tests.train.packings import load
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.params import ParentSpan
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 from vllm_choreo.workflows.record.recording import Recorder
 from vllm_choreo.workflows.record.transcript import Transcript
 
@@ -86,7 +86,7 @@ def read_two(c: Text, rng: random.Random) -> Transcript:
 def record_runs(folder: Path, model_path: Path, num: int, num_likeliest: int = 16) -> Path:
     """A folder of runs of `read_two`."""
     model = load(model_path)
-    recorder = Recorder(folder, BaseModel.of(model_path))
+    recorder = Recorder(folder, ModelIdentity.of(model_path))
     for number in range(num):
         path = recorder.place([str(number)])
         log = read_two(Text(model, number, num_likeliest), random.Random(number))

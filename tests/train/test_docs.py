@@ -20,7 +20,7 @@ from vllm_choreo.train.examples import Example, examples_of
 from vllm_choreo.train.forward import PackedModel
 from vllm_choreo.train.loss import text_logprobs
 from vllm_choreo.train.packing import pack
-from vllm_choreo.trained_adapter import BaseModel, TrainedAdapter
+from vllm_choreo.trained_adapter import ModelIdentity, TrainedAdapter
 from vllm_choreo.workflows.record.recording import Recording
 
 DOCS = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
@@ -65,7 +65,7 @@ def test_what_the_commands_leave_behind(folder: Path, shallow_model_path: Path) 
         Recording.load(folder / "recorded"),
         TrainedAdapter.load(folder / "adapter"),
     )
-    assert adapter.base == recording.base == BaseModel.of(shallow_model_path)
+    assert adapter.base == recording.base == ModelIdentity.of(shallow_model_path)
     assert adapter.data["digest"] == recording.digest and adapter.data["train"] == 8
     assert (folder / "adapter" / "curves.png").exists()
     curve = adapter.curves["development"]

@@ -26,7 +26,7 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.train.checkpoint import FILE_NAME as CHECKPOINT
 from vllm_choreo.train.examples import examples_of, joined, order, packed_together, taught
 from vllm_choreo.train.forward import PackedModel
-from vllm_choreo.train.loop import Standing, train
+from vllm_choreo.train.loop import TrainState, train
 from vllm_choreo.train.loss import (
     Teacher,
     adapted_calls,
@@ -126,7 +126,7 @@ def test_a_run_that_was_stopped_goes_on(
 ) -> None:
     """Between evaluations, at one, in the second epoch, after the last step; twice each."""
 
-    def kill(standing: Standing) -> None:
+    def kill(standing: TrainState) -> None:
         if standing.step == at:
             raise Killed
 
@@ -343,7 +343,7 @@ def test_a_folder_that_holds_something_else(
         train(model_path, recording, settings, tmp_path / "begun")
 
 
-def _kill(standing: Standing) -> None:
+def _kill(standing: TrainState) -> None:
     raise Killed
 
 

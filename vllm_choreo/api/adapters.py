@@ -21,7 +21,7 @@ from vllm_choreo.errors import AdapterError, ChoreoError, UnsupportedOptionError
 from vllm_choreo.trained_adapter import (
     FILE_NAME,
     PEFT_FILES,
-    BaseModel,
+    ModelIdentity,
     TrainedAdapter,
     adapter_weights,
     wears_adapter,
@@ -32,7 +32,7 @@ _Stamp = tuple[tuple[int, int] | None, ...]
 
 
 @dataclass(frozen=True)
-class Placed:
+class WithAdapter:
     """Stands in place of a call's adapter: worn if its placement has such calls wear it.
 
     Attributes:
@@ -90,7 +90,7 @@ class SessionAdapters:
 
         Args:
             kind: "prefill" or "decode".
-            given: the adapter that the call names, a `Placed`, or None.
+            given: the adapter that the call names, a `WithAdapter`, or None.
 
         Raises:
             AdapterError: the call names an adapter that is not worn by calls of its kind, or that
@@ -98,8 +98,8 @@ class SessionAdapters:
             ChoreoError: no such adapter.
         """
         if given is None:
-            given = Placed(self._adapter)
-        is_placed = isinstance(given, Placed)
+            given = WithAdapter(self._adapter)
+        is_placed = isinstance(given, WithAdapter)
         request = self._checked(given.adapter if is_placed else given)
         if request is None:
             return None
@@ -235,6 +235,6 @@ def _weights(folder: Path, stamp: Any) -> str:
 
 
 @lru_cache(maxsize=8)
-def base_model(model: str) -> BaseModel:
+def base_model(model: str) -> ModelIdentity:
     """The model of an engine, as its configuration names it."""
-    return BaseModel.of(model)
+    return ModelIdentity.of(model)

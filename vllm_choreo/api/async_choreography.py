@@ -24,7 +24,6 @@ from vllm_choreo.api.pending import Pending
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
 from vllm_choreo.api.session_repair import OnChoice
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.keep.steps import Ask, drive_async
 from vllm_choreo.semantics.call import (
     Asked,
     CallSpec,
@@ -37,6 +36,7 @@ from vllm_choreo.semantics.call import (
 )
 from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Kept, Message, Piece
+from vllm_choreo.snapshot.steps import Ask, drive_async
 
 
 class AsyncChoreography:

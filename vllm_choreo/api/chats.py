@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_choreo.api.protocol import SessionFacade
-from vllm_choreo.auto.book import Entry, MessageBook, digest
 from vllm_choreo.auto.cutter import Cutter, end_tokens
 from vllm_choreo.auto.marks import marked
 from vllm_choreo.auto.matching import ChatPlan, check_auto, plan_chat
+from vllm_choreo.auto.message_table import Entry, MessageTable, digest
 from vllm_choreo.auto.parts import Split
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
@@ -30,7 +30,7 @@ class SessionChats:
     """
 
     def __init__(self, llm: Any, is_live: Callable[[str], bool]) -> None:
-        self.book = MessageBook(MAX_MESSAGES, MAX_TOKENS)
+        self.book = MessageTable(MAX_MESSAGES, MAX_TOKENS)
         self._llm = llm
         self._is_live = is_live
         self._count = 0

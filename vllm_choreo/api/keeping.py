@@ -9,17 +9,17 @@ from typing import Any
 from vllm_choreo.api.session import Session
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.keep.keys import own_key
-from vllm_choreo.keep.loading import check_on_mismatch, loading
-from vllm_choreo.keep.manifest import tenant_digest
-from vllm_choreo.keep.origin import Origin
-from vllm_choreo.keep.saving import check_mode_keeps, saving
-from vllm_choreo.keep.signature import signature
-from vllm_choreo.keep.steps import Steps
-from vllm_choreo.keep.storage import KeptFolder
 from vllm_choreo.semantics.message import Kept, Message
 from vllm_choreo.semantics.naming import listed
 from vllm_choreo.semantics.provenance import Trace
+from vllm_choreo.snapshot.keys import own_key
+from vllm_choreo.snapshot.loading import check_on_mismatch, loading
+from vllm_choreo.snapshot.manifest import tenant_digest
+from vllm_choreo.snapshot.origin import Origin
+from vllm_choreo.snapshot.saving import check_mode_keeps, saving
+from vllm_choreo.snapshot.signature import signature
+from vllm_choreo.snapshot.steps import Steps
+from vllm_choreo.snapshot.storage import KeptFolder
 
 
 class Keeping:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every facade offers, so that one program runs on any of them.
 
-    Facade           Choreography (in any mode), ChoreoClient, Passing, benchmarks' Script
+    Facade           Choreography (in any mode), ChoreoClient, FacadeWrapper, benchmarks' Script
     SessionFacade    Choreography (in any mode), ChoreoClient
     AsyncFacade      AsyncChoreography, AsyncChoreoClient
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_choreo.api.keeping import Keeping
-from vllm_choreo.keep.steps import Ask, drive
 from vllm_choreo.semantics.message import Kept, Message
+from vllm_choreo.snapshot.steps import Ask, drive
 
 
 class SyncKeeping:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_choreo.auto.book import Entry, MessageBook, digest
 from vllm_choreo.auto.cutter import Cutter
 from vllm_choreo.auto.marks import marked
 from vllm_choreo.auto.matching import ChatPlan, plan_chat
+from vllm_choreo.auto.message_table import Entry, MessageTable, digest
 from vllm_choreo.auto.parts import Split
 from vllm_choreo.errors import ChoreoError
 
@@ -75,7 +75,7 @@ class Forecaster:
         self._tokenizer = tokenizer
         self._cutter = cutter
         self._block_size = block_size
-        self._book = MessageBook(_UNLIMITED, _UNLIMITED)
+        self._book = MessageTable(_UNLIMITED, _UNLIMITED)
         self._count = 0
         self._texts: list[tuple[int, ...]] = []  # that vLLM's prefix cache has seen
         # Behind which messages each message is encoded: first of all, and by copies.

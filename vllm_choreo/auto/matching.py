@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_choreo.auto.book import Digest, Entry, MessageBook, digest
+from vllm_choreo.auto.message_table import Digest, Entry, MessageTable, digest
 from vllm_choreo.auto.parts import ChatPart, Split
 from vllm_choreo.errors import ChoreoError
 
@@ -82,7 +82,7 @@ class ChatPlan:
 
 def plan_chat(
     split: Split,
-    book: MessageBook,
+    book: MessageTable,
     adapter: str,
     is_live: Callable[[Entry], bool],
     new_id: Callable[[], str],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_choreo.cli.run.options import add_out
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 from vllm_choreo.workflows.distilled import as_direct
 from vllm_choreo.workflows.record.recording import Recorder, Recording
 
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
 
     recording = Recording.load(args.recorded)
     model = args.model or str(embedded_model())
-    if not recording.base.same_as(BaseModel.of(model)):
+    if not recording.base.same_as(ModelIdentity.of(model)):
         raise ChoreoError(
             f"the runs are those of {recording.base.name}: name that model",
             parameter="model",

@@ -112,9 +112,9 @@ def _load(c: Any, args: argparse.Namespace) -> None:
 
 
 def _show(uri: str, key_file: str) -> int:
-    from vllm_choreo.keep.keys import own_key
-    from vllm_choreo.keep.manifest import checked_manifest
-    from vllm_choreo.keep.storage import KeptFolder
+    from vllm_choreo.snapshot.keys import own_key
+    from vllm_choreo.snapshot.manifest import checked_manifest
+    from vllm_choreo.snapshot.storage import KeptFolder
 
     folder = KeptFolder(uri, keep_key=own_key(key_file))
     kept, is_trusted, _ = checked_manifest(folder)
@@ -136,7 +136,7 @@ def _show(uri: str, key_file: str) -> int:
 def _state(folder: Any, entry: Mapping[str, Any]) -> str:
     """Whether keys and values of a message are there and right."""
     from vllm_choreo.errors import KeptError
-    from vllm_choreo.keep.streams import ReadAhead
+    from vllm_choreo.snapshot.streams import ReadAhead
 
     data = entry["data"]
     if data is None:

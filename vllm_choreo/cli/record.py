@@ -24,7 +24,7 @@ from vllm_choreo.cli.run.options import (
 from vllm_choreo.cli.run.task import Task, about_task, program_of
 from vllm_choreo.cli.run.tasks import tasks_of
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 from vllm_choreo.workflows.record.recording import PARTS, SHARES, Recorder
 from vllm_choreo.workflows.together import run_together
 
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
 
     tasks = tasks_of(args)
     model = args.model or str(embedded_model())
-    recorder = Recorder(args.out, BaseModel.of(model), args.mode, args.shares, _settings(args))
+    recorder = Recorder(args.out, ModelIdentity.of(model), args.mode, args.shares, _settings(args))
     places = [(recorder.place(_problems(task)), task) for task in tasks]
     left = [(path, task) for path, task in places if not path.exists()]
     errors = _record(args, model, recorder, left) if left else []

@@ -26,7 +26,13 @@ from vllm_choreo.client import exchanges
 from vllm_choreo.client.async_keeping import AsyncKeeping
 from vllm_choreo.client.base import ClientBase
 from vllm_choreo.client.exchanges import Events, Exchange, Request
-from vllm_choreo.client.failures import ServerError, closed, content_of, cut_off, no_answer
+from vllm_choreo.client.failures import (
+    ServerError,
+    closed,
+    connection_cut_error,
+    content_of,
+    no_answer,
+)
 from vllm_choreo.client.prompts import AsyncServerPrompts
 from vllm_choreo.errors import ChoreoError, EngineRestartedError, UnknownSessionError
 from vllm_choreo.semantics.call import (
@@ -181,7 +187,7 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
         start = time.perf_counter()
         stream = await self._stream(request(await self.open()))
         num_chars = num_tokens = 0
-        result: Result = cut_off(self._endpoint)
+        result: Result = connection_cut_error(self._endpoint)
         async with aclosing(self._events(stream)) as events:
             async for event in events:
                 if exchanges.is_chunk(event):
@@ -340,7 +346,7 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
                         pending[event["index"]]._settle(exchanges.result_of(event, start))
         except ChoreoError as error:
             return error
-        return cut_off(self._endpoint)
+        return connection_cut_error(self._endpoint)
 
 
 if TYPE_CHECKING:

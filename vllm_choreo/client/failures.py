@@ -62,7 +62,7 @@ def no_answer(endpoint: Endpoint, error: httpx.HTTPError) -> ServerError:
     )
 
 
-def cut_off(endpoint: Endpoint) -> ServerError:
+def connection_cut_error(endpoint: Endpoint) -> ServerError:
     """The error for a stream that ended before its message."""
     return no_answer(endpoint, httpx.RemoteProtocolError("the stream ended early"))
 

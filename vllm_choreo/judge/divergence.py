@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from vllm_choreo.api.passing import Item, Passing
+from vllm_choreo.api.facade_wrapper import FacadeWrapper, Item
 from vllm_choreo.api.protocol import Facade
-from vllm_choreo.engine import kept
+from vllm_choreo.engine import captured_logprobs
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
 
 
-class Measured(Passing):
+class Measured(FacadeWrapper):
     """A `Facade` that hands calls to `c` and keeps the distributions of what they generate.
 
     Args:
@@ -41,7 +41,7 @@ class Measured(Passing):
                 ]
             )
         finally:
-            found = [kept.taken(name) for name in names]
+            found = [captured_logprobs.taken(name) for name in names]
         for message, said in zip(messages, found, strict=True):
             if len(said) != len(message.generated_token_ids):
                 raise ChoreoError(
@@ -57,7 +57,7 @@ class Measured(Passing):
 def _keeping(params: Any, name: str) -> Any:
     """Sampling parameters under which what a call says is kept."""
     params = params.clone()
-    params.extra_args = {**(params.extra_args or {}), **kept.expect(name)}
+    params.extra_args = {**(params.extra_args or {}), **captured_logprobs.expect(name)}
     return params
 
 

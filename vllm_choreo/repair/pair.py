@@ -23,7 +23,7 @@ from vllm_choreo.files import write_text
 from vllm_choreo.repair.layers import Range, entries_of
 from vllm_choreo.repair.rules import ByLayers, NoTokens, rule_of
 from vllm_choreo.repair.runs import as_lists
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 
 FORMAT = 1
 _MODEL = ("name", "weights", "tokenizer")
@@ -88,7 +88,7 @@ class PairProfile:
         measured: on which problems and how, for a reader.
     """
 
-    model: BaseModel
+    model: ModelIdentity
     writer: str | None
     reader: str | None
     num_layers: int
@@ -115,7 +115,7 @@ class PairProfile:
             value=self.target,
         )
 
-    def check_model(self, served: BaseModel) -> None:
+    def check_model(self, served: ModelIdentity) -> None:
         """Raises RepairError: weights or tokenizer are not those of the profile."""
         if not self.model.same_as(served):
             raise RepairError(
@@ -156,7 +156,7 @@ class PairProfile:
         if not isinstance(cells, list) or not cells:
             raise _refused("`cells` of a profile are a list, one at least", cells)
         return cls(
-            model=BaseModel(**{name: model[name] for name in _MODEL}),
+            model=ModelIdentity(**{name: model[name] for name in _MODEL}),
             writer=_digest(data, "writer"),
             reader=_digest(data, "reader"),
             num_layers=data["num_layers"],

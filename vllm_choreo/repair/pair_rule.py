@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.pair import Cell, PairProfile, entries, pareto
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 
 # A cell that loses less is taken again once its first token would come in this part of the target.
 HYSTERESIS = 0.8
@@ -89,12 +89,12 @@ class PairRule:
         """The layers whose hidden states messages keep, whatever is taken."""
         return entries(self.allowed)
 
-    def check_model(self, served: BaseModel) -> None:
+    def check_model(self, served: ModelIdentity) -> None:
         """Raises RepairError: weights or tokenizer are not those of the profile."""
         if not self.is_written_by(served):
             self.profile.check_model(served)
 
-    def is_written_by(self, served: BaseModel) -> bool:
+    def is_written_by(self, served: ModelIdentity) -> bool:
         """Whether a model is, as a whole, the writer."""
         return bool(served.weights) and served.weights == self.profile.writer
 

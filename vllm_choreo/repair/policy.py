@@ -20,8 +20,8 @@ from typing import Any
 from vllm_choreo.errors import RepairError
 from vllm_choreo.files import write_text
 from vllm_choreo.repair.rules import ClippedRuns, Rule
-from vllm_choreo.repair.runs import Runs, joined
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.repair.runs import TokenRanges, joined
+from vllm_choreo.trained_adapter import ModelIdentity
 
 FORMAT = 1
 _END = 2**31 - 1  # behind every message
@@ -44,7 +44,7 @@ class Policy:
     """
 
     workflow: str
-    model: BaseModel
+    model: ModelIdentity
     block: int
     num_blocks: int
     masks: Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -71,7 +71,7 @@ class Policy:
             runs.append(block_runs(masks[parent], self.block, self.num_blocks))
         return ClippedRuns(tuple(runs))
 
-    def check_model(self, served: BaseModel) -> None:
+    def check_model(self, served: ModelIdentity) -> None:
         """Raises RepairError: weights or tokenizer are not those of the calibration."""
         if not self.model.same_as(served):
             raise RepairError(
@@ -123,7 +123,7 @@ class Policy:
         assert isinstance(budget, (int, float))
         return cls(
             workflow=str(data.get("workflow", "")),
-            model=BaseModel(**{name: model[name] for name in _MODEL}),
+            model=ModelIdentity(**{name: model[name] for name in _MODEL}),
             block=data["block"],
             num_blocks=data["num_blocks"],
             masks=_masks(masks, data["num_blocks"]),
@@ -140,7 +140,7 @@ class Policy:
         )
 
 
-def block_runs(blocks: Sequence[int], block: int, num_blocks: int) -> Runs:
+def block_runs(blocks: Sequence[int], block: int, num_blocks: int) -> TokenRanges:
     """The tokens of some blocks of a message, however long it is."""
     return joined(
         (number * block, _END if number == num_blocks - 1 else (number + 1) * block)

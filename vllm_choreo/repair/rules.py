@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.layers import Range
-from vllm_choreo.repair.runs import Runs, as_lists, check_inside, checked_runs, joined
+from vllm_choreo.repair.runs import TokenRanges, as_lists, check_inside, checked_runs, joined
 from vllm_choreo.repair.weights import Weights, checked_weights
 
 
@@ -63,7 +63,7 @@ class Seen(NamedTuple):
 class Rule(Protocol):
     """Chooses runs."""
 
-    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         """One list per parent; indices count from the first token that the call sees.
 
         Raises:
@@ -80,7 +80,7 @@ class Rule(Protocol):
 class GivenRuns:
     """The caller's own choice."""
 
-    given: tuple[Runs, ...]
+    given: tuple[TokenRanges, ...]
 
     def check_count(self, num_parents: int) -> None:
         """Raises RepairError: there is not one list per parent."""
@@ -92,7 +92,7 @@ class GivenRuns:
                 value=self.to_json(),
             )
 
-    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         check_inside(self.given, [parent.num_tokens for parent in parents])
         return self.given
 
@@ -102,9 +102,9 @@ class GivenRuns:
 
 @dataclass(frozen=True)
 class ClippedRuns(GivenRuns):
-    """Runs as far as the call sees their parents, of which some may not be complete yet."""
+    """TokenRanges as far as the call sees their parents, of which some may not be complete yet."""
 
-    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         return tuple(
             joined((start, min(stop, parent.num_tokens)) for start, stop in runs)
             for runs, parent in zip(self.given, parents, strict=True)
@@ -120,7 +120,7 @@ class FirstTokens:
 
     count: int
 
-    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         return tuple(joined([(0, min(self.count, parent.num_tokens))]) for parent in parents)
 
     def to_json(self) -> Any:
@@ -131,7 +131,7 @@ class FirstTokens:
 class NoTokens:
     """None, where the session has a rule."""
 
-    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         return ((),) * len(parents)
 
     def to_json(self) -> Any:
@@ -152,7 +152,7 @@ class Reweighted(NoTokens):
 class AllTokens:
     """Every token."""
 
-    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         return tuple(((0, parent.num_tokens),) for parent in parents)
 
     def to_json(self) -> Any:
@@ -180,7 +180,7 @@ class ByAttention:
 
     share: float
 
-    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         blocks = [
             (-fmean(parent.attention[slice(*run)]), number, run)
             for number, parent in enumerate(parents)
@@ -201,7 +201,7 @@ class RandomBlocks:
     share: float
     seed: int
 
-    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[Runs, ...]:
+    def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         blocks = [
             (number, run)
             for number, parent in enumerate(parents)
@@ -216,7 +216,7 @@ class RandomBlocks:
 
 def chosen_blocks(
     ranked: Sequence[tuple[int, tuple[int, int]]], share: float, num_parents: int
-) -> tuple[Runs, ...]:
+) -> tuple[TokenRanges, ...]:
     """The best blocks whose tokens together are at most the share of all tokens.
 
     Args:

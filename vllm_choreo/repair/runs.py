@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of tokens: `(start, stop)` stands for tokens `start … stop-1`. Integers only."""
+"""TokenRanges of tokens: `(start, stop)` stands for tokens `start … stop-1`. Integers only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from vllm_choreo.errors import RepairError
 
-Run = tuple[int, int]
-Runs = tuple[Run, ...]
+TokenRange = tuple[int, int]
+TokenRanges = tuple[TokenRange, ...]
 
 
-def checked_runs(given: Any) -> tuple[Runs, ...]:
+def checked_runs(given: Any) -> tuple[TokenRanges, ...]:
     """One list of runs per parent, as a call gives them; sorted, and those that touch joined.
 
     Raises:
@@ -22,7 +22,7 @@ def checked_runs(given: Any) -> tuple[Runs, ...]:
     return tuple(_of_parent(runs) for runs in _listed(given))
 
 
-def check_inside(runs: Sequence[Runs], lengths: Sequence[int]) -> None:
+def check_inside(runs: Sequence[TokenRanges], lengths: Sequence[int]) -> None:
     """
     Args:
         runs: of each parent.
@@ -41,9 +41,9 @@ def check_inside(runs: Sequence[Runs], lengths: Sequence[int]) -> None:
             )
 
 
-def joined(runs: Iterable[Run]) -> Runs:
+def joined(runs: Iterable[TokenRange]) -> TokenRanges:
     """The same tokens in ascending runs that do not touch; empty ones are left out."""
-    found: list[Run] = []
+    found: list[TokenRange] = []
     for start, stop in sorted(run for run in runs if run[0] < run[1]):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(stop, found[-1][1]))
@@ -52,17 +52,17 @@ def joined(runs: Iterable[Run]) -> Runs:
     return tuple(found)
 
 
-def num_tokens(runs: Iterable[Run]) -> int:
+def num_tokens(runs: Iterable[TokenRange]) -> int:
     """Of all runs of one parent."""
     return sum(stop - start for start, stop in runs)
 
 
-def as_lists(runs: Iterable[Runs]) -> list[list[list[int]]]:
+def as_lists(runs: Iterable[TokenRanges]) -> list[list[list[int]]]:
     """As JSON has them."""
     return [[list(run) for run in of_parent] for of_parent in runs]
 
 
-def _of_parent(given: Any) -> Runs:
+def _of_parent(given: Any) -> TokenRanges:
     runs = [_run(run) for run in _listed(given)]
     ends = sorted(runs)
     for (_, stop), (start, _) in pairwise(ends):
@@ -71,7 +71,7 @@ def _of_parent(given: Any) -> Runs:
     return joined(runs)
 
 
-def _run(given: Any) -> Run:
+def _run(given: Any) -> TokenRange:
     pair = tuple(_listed(given))
     if len(pair) != 2 or any(type(end) is not int for end in pair) or not 0 <= pair[0] < pair[1]:
         raise RepairError(

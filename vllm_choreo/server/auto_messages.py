@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_choreo.api.pending import Pending
-from vllm_choreo.auto.book import Entry, MessageBook, digest
 from vllm_choreo.auto.matching import ChatPlan, plan_chat
+from vllm_choreo.auto.message_table import Entry, MessageTable, digest
 from vllm_choreo.auto.parts import Split
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, TooLongError
@@ -72,7 +72,7 @@ class ChatMessages:
         block_size: int,
     ) -> None:
         self.session = session
-        self.book = MessageBook(
+        self.book = MessageTable(
             min(config.auto_max_messages, config.max_messages_per_session // 2),
             min(config.auto_max_tokens, config.max_tokens_per_session // 2),
         )

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.renderers.params import ChatParams
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
-from vllm_choreo.api.adapters import Placed
+from vllm_choreo.api.adapters import WithAdapter
 from vllm_choreo.errors import ChoreoError, LimitError, TooLongError, UnsupportedOptionError
 from vllm_choreo.semantics.call import CallSpec, Tokenized
 from vllm_choreo.semantics.params import ParentSpan
@@ -114,7 +114,7 @@ class CallReader:
         """That of the call, or that of calls which name none, where it is placed."""
         if own is not None or adapter is None:
             return await self.adapters.resolve(own)
-        return Placed(await self.adapters.resolve(adapter))
+        return WithAdapter(await self.adapters.resolve(adapter))
 
     async def _content(self, body: CallBody) -> str | tuple[int, ...] | ParentSpan:
         _check_form(body)

@@ -2,8 +2,8 @@
 """The operator's folder of kept messages: where tenants save, and what a server loads at its start.
 
     DIR/tenants.key              the secret by which tenants are told apart, the same in every run;
-                                 the key of what is saved is made from it, see `keep/keys.py`
-    DIR/<tenant>/<name>/         what a tenant has saved under a name: see `keep/storage.py`
+                                 the key of what is saved is made from it, see `snapshot/keys.py`
+    DIR/<tenant>/<name>/         what a tenant has saved under a name: see `snapshot/storage.py`
 
 A tenant says a name and never a path, and its folder is named after itself alone: so no request
 reaches what another one has saved.
@@ -19,11 +19,11 @@ from vllm.logger import init_logger
 
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
-from vllm_choreo.keep.keys import key_of_file, key_of_secret
-from vllm_choreo.keep.manifest import checked_manifest, data_files
-from vllm_choreo.keep.storage import KeptFolder
 from vllm_choreo.server import tenants
 from vllm_choreo.server.sessions import Sessions
+from vllm_choreo.snapshot.keys import key_of_file, key_of_secret
+from vllm_choreo.snapshot.manifest import checked_manifest, data_files
+from vllm_choreo.snapshot.storage import KeptFolder
 
 logger = init_logger("vllm.choreo.server")
 

@@ -116,7 +116,7 @@ class BlockCopies:
         if not self.is_planning:
             self._pool.free_blocks(sources)
 
-    def freed(self, blocks: Iterable[Any]) -> None:
+    def on_freed(self, blocks: Iterable[Any]) -> None:
         """Withdraw what was to be copied into those blocks that nobody holds any more."""
         for block in blocks:
             if not block.ref_cnt:

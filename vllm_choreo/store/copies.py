@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_choreo.repair.layers import LayerRanges
-from vllm_choreo.repair.runs import Runs
+from vllm_choreo.repair.runs import TokenRanges
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.encoding import Adapter, Encoding, Patch
@@ -101,7 +101,7 @@ class Context:
     def patch(
         self,
         link: Link,
-        runs: Runs,
+        runs: TokenRanges,
         position: int,
         store: MessageStore,
         layers: LayerRanges | None = None,

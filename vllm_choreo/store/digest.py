@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from vllm_choreo.repair.layers import LayerRanges
-from vllm_choreo.repair.runs import Runs
+from vllm_choreo.repair.runs import TokenRanges
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Adapter
 
@@ -20,7 +20,7 @@ def encoding_digest(
     token_ids: Sequence[int],
     plan: CallPlan,
     parents: Sequence[bytes],
-    patched: tuple[bytes, int, Runs, LayerRanges | None] | None = None,
+    patched: tuple[bytes, int, TokenRanges, LayerRanges | None] | None = None,
     nonce: bytes = b"",
 ) -> bytes:
     """A digest that is equal for encodings whose keys and values are the same, and for no others.

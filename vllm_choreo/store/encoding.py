@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_choreo.repair.layers import LayerRanges
-from vllm_choreo.repair.runs import Run, Runs, num_tokens
+from vllm_choreo.repair.runs import TokenRange, TokenRanges, num_tokens
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
 
@@ -88,7 +88,7 @@ class Patch:
 
     source: Encoding
     start: int
-    runs: Runs
+    runs: TokenRanges
     layers: LayerRanges | None = None
 
     @property
@@ -117,7 +117,7 @@ class Encoding:
         plan: how it is encoded; None until all its parents' lengths are known. That of a patch
             places token 0, seen or not, so that `base` may be negative.
         patch: None: all tokens are encoded in its context.
-        keeps: layers whose hidden states the workers keep, see `HiddenBook`.
+        keeps: layers whose hidden states the workers keep, see `HiddenStateIndex`.
         is_entered: a patch was made of it that begins with its hidden states.
         nonce: of one whose keys and values were loaded, and that nobody has saved who is trusted;
             empty: this engine has made them, or whoever is.
@@ -154,7 +154,7 @@ class Encoding:
     blocks: list[Any] = field(default_factory=list)
     num_encoded: int = 0
     stored_position: int = 0
-    unwritten: list[Run] = field(default_factory=list)
+    unwritten: list[TokenRange] = field(default_factory=list)
     held_in_step: int = -1
     num_readers: int = 0
     num_waiting: int = 0

@@ -20,7 +20,7 @@ from vllm_choreo.store.encoding import Encoding
 SETTING = "additional_config.choreo.hidden_memory_gib"
 
 
-class HiddenBook:
+class HiddenStateIndex:
     """Whose hidden states are kept.
 
     Args:
@@ -146,37 +146,37 @@ class HiddenBook:
         return -(-num_tokens // self._block_size) * self._block_bytes * num_layers
 
 
-def check_room(book: HiddenBook | None, layers: tuple[int, ...], num_tokens: int) -> None:
-    """Raises ChoreoError: the engine keeps no hidden states, or as `HiddenBook.check`."""
+def check_room(index: HiddenStateIndex | None, layers: tuple[int, ...], num_tokens: int) -> None:
+    """Raises ChoreoError: the engine keeps no hidden states, or as `HiddenStateIndex.check`."""
     if layers:
-        needed(book, "keep_hidden", list(layers)).check(layers, num_tokens)
+        needed(index, "keep_hidden", list(layers)).check(layers, num_tokens)
 
 
-def needed(book: HiddenBook | None, parameter: str, value: Any) -> HiddenBook:
+def needed(index: HiddenStateIndex | None, parameter: str, value: Any) -> HiddenStateIndex:
     """
     Raises:
         UnsupportedOptionError: the engine keeps no hidden states, and runs no part of its layers.
     """
-    if book is None:
+    if index is None:
         raise UnsupportedOptionError(
             "the engine was started without memory for hidden states, and so without runs of some "
             f"layers: set {SETTING}",
             parameter=parameter,
             value=value,
         )
-    return book
+    return index
 
 
-def asked_layers(rule: ByLayers, book: HiddenBook | None) -> LayerRanges | None:
+def asked_layers(rule: ByLayers, index: HiddenStateIndex | None) -> LayerRanges | None:
     """The layers of a rule; None: all that the model has.
 
     Raises:
         RepairError: the model has not all of them.
         UnsupportedOptionError: the engine runs no part of its layers.
     """
-    book = needed(book, "repair", rule.to_json())
-    book.check_ranges(rule.ranges, "repair.layers")
-    found = LayerRanges(rule.ranges, book.num_layers)
+    index = needed(index, "repair", rule.to_json())
+    index.check_ranges(rule.ranges, "repair.layers")
+    found = LayerRanges(rule.ranges, index.num_layers)
     return None if found.is_all else found
 
 

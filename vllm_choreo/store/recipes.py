@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodings as plain data, and back: what a process tells another one of its messages.
 
-The form is that of `encodings`, `traces` and `adapters` in `keep/manifest.py`. Told are the own
+The form is that of `encodings`, `traces` and `adapters` in `snapshot/manifest.py`. Told are the own
 encodings of some messages, their copies that new calls can read, and all that these would need to
 be encoded again: also of messages that are freed, as recipes that no call can name.
 """
@@ -114,7 +114,7 @@ class Rebuilt:
     """Messages and encodings of plain data, which no call can name yet.
 
     Args:
-        told: as `recipes_of` tells it; checked, see `keep/manifest.py`.
+        told: as `recipes_of` tells it; checked, see `snapshot/manifest.py`.
         named: the encoding that is a message's own, by the id that calls will name it by. The
             others are there as if their messages had been freed.
         session, tenant: whose they will be.
@@ -184,9 +184,9 @@ class Rebuilt:
         if told is None:
             return None
         ranges = tuple((first, stop) for first, stop in told)
-        book = needed(self._store.hidden, "uri", ranges)
-        book.check_ranges(ranges, "uri")
-        return LayerRanges(ranges, book.num_layers)
+        index = needed(self._store.hidden, "uri", ranges)
+        index.check_ranges(ranges, "uri")
+        return LayerRanges(ranges, index.num_layers)
 
     def _plan(self, entry: Mapping[str, Any], parents: Sequence[Encoding]) -> CallPlan:
         """As `Context.plan`: the same places, in blocks of this engine's size."""
@@ -222,4 +222,4 @@ class Rebuilt:
             if encoding.is_copy and not encoding.is_orphan:
                 self._store.enter_copy(encoding)
             if not encoding.is_orphan and not encoding.nonce:
-                self._store.twins.add(encoding)
+                self._store.duplicates.add(encoding)

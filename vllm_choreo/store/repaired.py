@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_choreo.repair.layers import LayerRanges
-from vllm_choreo.repair.runs import Runs, num_tokens
+from vllm_choreo.repair.runs import TokenRanges, num_tokens
 from vllm_choreo.store.copies import Context, Link
 from vllm_choreo.store.encoding import Adapter
 from vllm_choreo.store.hidden import check_kept
@@ -39,7 +39,7 @@ def num_unchanged(links: Sequence[Link], offsets: Sequence[int], adapter: Adapte
 def repaired_chain(
     links: Sequence[Link],
     offsets: Sequence[int],
-    runs: Sequence[Runs],
+    runs: Sequence[TokenRanges],
     adapter: Adapter | None,
     store: MessageStore,
     layers: LayerRanges | None = None,

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_choreo.repair.runs import Run
+from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.store.block_copies import BlockCopies, BlockPool
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.eviction import choose_victim, over_share
@@ -88,12 +88,12 @@ class Residency:
         self.hold(encoding, blocks, encoding.num_tokens, step)
         encoding.stored_position, encoding.unwritten = position, list(encoding.patch.runs)
 
-    def written(self, encoding: Encoding, run: Run, step: int) -> None:
+    def on_written(self, encoding: Encoding, run: TokenRange, step: int) -> None:
         """The step being planned writes the last tokens of the run."""
         encoding.unwritten.remove(run)
         encoding.held_in_step = step
 
-    def not_written(self, encoding: Encoding, run: Run) -> None:
+    def on_unwritten(self, encoding: Encoding, run: TokenRange) -> None:
         """The run was taken out of that step again."""
         encoding.unwritten = sorted([*encoding.unwritten, run])
 
@@ -184,7 +184,7 @@ class Residency:
     def _free(self, blocks: Sequence[Any]) -> None:
         # Reversed, as vLLM frees: the tail of a message is reused first.
         self.pool.free_blocks(reversed(blocks))
-        self.block_copies.freed(blocks)
+        self.block_copies.on_freed(blocks)
 
     @contextmanager
     def _changing(self, encoding: Encoding) -> Iterator[None]:

@@ -13,17 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from vllm_choreo.errors import LimitError, NameTakenError, UnknownMessageError
-from vllm_choreo.repair.runs import Run
+from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.history import IdSet
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.block_copies import PlannedCopies
 from vllm_choreo.store.digest import encoding_digest
+from vllm_choreo.store.duplicates import Duplicates
 from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage, copies_of
-from vllm_choreo.store.hidden import HiddenBook
+from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.residency import BlockPool, Residency
 from vllm_choreo.store.session_copies import SessionCopies
-from vllm_choreo.store.twins import Twins
 
 # Messages that will never be complete are known by their names, of all sessions together.
 MAX_FAILED = 10_000
@@ -45,7 +45,7 @@ class MessageStore:
     Attributes:
         tier: memory outside the KV cache for what is evicted, or None.
         hidden: the hidden states that workers keep; None: they keep none.
-        twins: encodings by their digests, from which others may start.
+        duplicates: encodings by their digests, from which others may start.
         totals: of messages and tokens, since the engine started.
         step: the one being planned.
         on_final: told of encodings whose tokens are final, or whose messages failed.
@@ -66,8 +66,8 @@ class MessageStore:
         self.is_placed = is_placed
         self.clock = clock
         self.tier: HostTier | None = None
-        self.hidden: HiddenBook | None = None
-        self.twins = Twins()
+        self.hidden: HiddenStateIndex | None = None
+        self.duplicates = Duplicates()
         self.session_copies = session_copies or SessionCopies(sys.maxsize, sys.maxsize)
         self.totals: Counter[str] = Counter()
         self.step = 0
@@ -167,10 +167,10 @@ class MessageStore:
             needed.is_untrusted for needed in encoding.recipe
         )
 
-    def known(self, encoding: Encoding) -> None:
+    def mark_final(self, encoding: Encoding) -> None:
         """The tokens of a generated message are final: others may share them from now on."""
         self.identify(encoding)
-        self.twins.add(encoding)
+        self.duplicates.add(encoding)
         self.on_final(encoding)
 
     def kept_copy(self, copy: Encoding, source: Encoding, num_new: int) -> Encoding:
@@ -229,16 +229,16 @@ class MessageStore:
         position, session = encoding.plan.own_position, encoding.message.session
         denied_ids = IdSet.known(denied)
 
-        def may_share(twin: Encoding) -> bool:
-            is_own = twin.message.session == session
-            is_allowed = not denied or (is_own and not twin.trace.holds_any(denied_ids))
-            return is_allowed and twin.stored_position == position
+        def may_share(duplicate: Encoding) -> bool:
+            is_own = duplicate.message.session == session
+            is_allowed = not denied or (is_own and not duplicate.trace.holds_any(denied_ids))
+            return is_allowed and duplicate.stored_position == position
 
-        if twin := self.twins.fullest(encoding, may_share):
-            num_shared = min(twin.num_encoded, encoding.num_tokens - 1)
+        if duplicate := self.duplicates.most_resident(encoding, may_share):
+            num_shared = min(duplicate.num_encoded, encoding.num_tokens - 1)
             num_shared -= num_shared % self.block_size
-            self.hold(encoding, twin.blocks, num_shared)
-        self.twins.add(encoding)
+            self.hold(encoding, duplicate.blocks, num_shared)
+        self.duplicates.add(encoding)
 
     def end(self, message: StoredMessage, num_tokens: int) -> dict[str, Any] | None:
         """Complete a message of which the client keeps the first `num_tokens` tokens.
@@ -253,7 +253,7 @@ class MessageStore:
         num_dropped = encoding.num_tokens - num_tokens
         del encoding.token_ids[num_tokens:]
         self.residency.cut(encoding, num_tokens)
-        self.known(encoding)
+        self.mark_final(encoding)
         return {
             **report,
             "num_tokens": num_tokens,
@@ -277,9 +277,9 @@ class MessageStore:
         """See `Residency.hold`; in the step being planned."""
         self.residency.hold(encoding, blocks, num_encoded, self.step)
 
-    def written(self, encoding: Encoding, run: Run) -> None:
-        """See `Residency.written`; in the step being planned."""
-        self.residency.written(encoding, run, self.step)
+    def on_written(self, encoding: Encoding, run: TokenRange) -> None:
+        """See `Residency.on_written`; in the step being planned."""
+        self.residency.on_written(encoding, run, self.step)
 
     def is_settled(self, encoding: Encoding) -> bool:
         """Whether all its keys were written before the step that is being planned."""
@@ -333,7 +333,7 @@ class MessageStore:
 
         For a change of what they were computed by: whoever reads a message has it encoded again.
         """
-        self.twins.clear()
+        self.duplicates.clear()
         for encoding in self.residency.holding():
             if not encoding.num_readers:
                 self.residency.drop(encoding)
@@ -418,7 +418,7 @@ class MessageStore:
         A patch needs its source until it has a place, and again when it has lost it.
         """
         if encoding.is_given_up:
-            self.twins.discard(encoding)
+            self.duplicates.discard(encoding)
             if not encoding.in_use and not encoding.num_wanting:
                 self.residency.drop(encoding)
                 if self.tier:

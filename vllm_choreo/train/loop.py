@@ -30,7 +30,7 @@ from vllm_choreo.train.examples import (
 from vllm_choreo.train.settings import TrainSettings
 from vllm_choreo.train.training import Training, adapted_model
 from vllm_choreo.trained_adapter import FILE_NAME as ADAPTER_FILE
-from vllm_choreo.trained_adapter import BaseModel, TrainedAdapter
+from vllm_choreo.trained_adapter import ModelIdentity, TrainedAdapter
 from vllm_choreo.workflows.record.recording import Recording
 
 CHECKPOINT_SECONDS = 60.0
@@ -38,7 +38,7 @@ _PACKAGES = ("torch", "transformers", "peft")
 
 
 @dataclass
-class Standing:
+class TrainState:
     """How far a training is.
 
     Attributes:
@@ -63,7 +63,7 @@ def train(
     recording: Recording,
     settings: TrainSettings,
     out: Path,
-    on_step: Callable[[Standing], None] | None = None,
+    on_step: Callable[[TrainState], None] | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> TrainedAdapter:
     """Train an adapter; where the same was begun before, go on from there.
@@ -82,7 +82,7 @@ def train(
         ChoreoError: the recording does not suit the model or cannot be learnt from, the model
             cannot be choreographed, or `out` holds something else.
     """
-    base = BaseModel.of(model)
+    base = ModelIdentity.of(model)
     if not base.same_as(recording.base):
         raise ChoreoError(
             f"the runs were recorded with another model or tokenizer, {recording.base.name}: train "
@@ -128,13 +128,13 @@ class _Loop:
         examples: Mapping[str, Sequence[Example]],
         out: Path,
         identity: Mapping[str, Any],
-        on_step: Callable[[Standing], None] | None,
+        on_step: Callable[[TrainState], None] | None,
         checkpoint_seconds: float,
     ) -> None:
         self._settings = settings
         self._examples = examples
         self._per_epoch = math.ceil(len(examples["train"]) / settings.batch)
-        self.standing = Standing(self._per_epoch * settings.epochs)
+        self.standing = TrainState(self._per_epoch * settings.epochs)
         self._training = Training(model, settings, self.standing.num_steps)
         self._best = self._training.snapshot()
         self._out, self._identity = out, identity
@@ -195,7 +195,7 @@ class _Loop:
         self._saved = time.monotonic()
 
 
-def _identity(base: BaseModel, recording: Recording, settings: TrainSettings) -> dict[str, Any]:
+def _identity(base: ModelIdentity, recording: Recording, settings: TrainSettings) -> dict[str, Any]:
     """All that the result depends on, as plain data."""
     plain = {**asdict(settings), "targets": list(settings.targets)}
     return {

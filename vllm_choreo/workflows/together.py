@@ -13,8 +13,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from vllm_choreo.api.facade_wrapper import FacadeWrapper, Item
 from vllm_choreo.api.parallel import results_of
-from vllm_choreo.api.passing import Item, Passing
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
@@ -39,7 +39,7 @@ class _Asked:
     answer: Future[list[Any]] = field(default_factory=Future)
 
 
-class _Seat(Passing):
+class _Seat(FacadeWrapper):
     """The `Facade` of one program: its calls wait until all programs wait."""
 
     def __init__(self, c: Facade, number: int, inbox: SimpleQueue[_Asked | None]) -> None:

@@ -46,18 +46,18 @@ def check(scheduler: Any) -> None:
 def check_nothing_is_left(scheduler: Any) -> None:
     """All sessions were closed, and everything was answered. Raises Broken."""
     store, tier, hidden = scheduler.store, scheduler.store.tier, scheduler.store.hidden
-    keeper = scheduler.keeper
+    snapshots = scheduler.snapshots
     left = {
         "messages": store.messages(),
         "encodings hold blocks": store.residency.holding(),
-        "calls": scheduler.book.calls,
+        "calls": scheduler.call_table.calls,
         "requests": scheduler.requests,
-        "twins": list(store.twins),
+        "duplicates": list(store.duplicates),
         "host blocks": tier.num_used if tier else 0,
         "hidden states": hidden.num_bytes if hidden else 0,
         "keys of hidden states": hidden._keys if hidden else (),
-        "tickets of saves": (*keeper._told, *keeper._held),
-        "tickets of loads": keeper._loads,
+        "tickets of saves": (*snapshots._described, *snapshots._held),
+        "tickets of loads": snapshots._loads,
         "refusals": scheduler.refusals,
         "failed messages": store._failed,
     }
@@ -77,13 +77,13 @@ def _all_encodings(scheduler: Any) -> set[Any]:
     store = scheduler.store
     frontier = [e for message in store.messages() for e in message.encodings]
     frontier += store.residency.holding()
-    for call in scheduler.book.calls.values():
+    for call in scheduler.call_table.calls.values():
         frontier += [call.encoding, *call.reads]
     if store.tier is not None:
         frontier += store.tier._saved
     if store.hidden is not None:
         frontier += store.hidden._keys
-    frontier += store.twins
+    frontier += store.duplicates
     found: set[Any] = set()
     while frontier:
         encoding = frontier.pop()
@@ -125,15 +125,15 @@ def _block_ids(blocks: Iterable[Any]) -> Iterable[int]:
 
 def _check_counts(scheduler: Any, encodings: set[Any]) -> None:
     """Who waits for an encoding, reads it, makes it."""
-    keeper = scheduler.keeper
+    snapshots = scheduler.snapshots
     waiting, reading, making = Counter[Any](), Counter[Any](), Counter[Any]()
-    for call in scheduler.book.calls.values():
+    for call in scheduler.call_table.calls.values():
         (reading if call.admitted else waiting).update(call.reads)
         if call.admitted and not all(parent.is_resident for parent in call.parents):
             raise Broken("a call reads what is not there", call.encoding.message.id)
         making[call.encoding] += 1
-    reading.update(keeper._held.values())
-    placed = {e for rebuilt in keeper._loads.values() for e in rebuilt.encodings if e.blocks}
+    reading.update(snapshots._held.values())
+    placed = {e for rebuilt in snapshots._loads.values() for e in rebuilt.encodings if e.blocks}
     reading.update(placed)
     for encoding in encodings | placed:
         counted = (waiting[encoding], reading[encoding], making[encoding])

@@ -34,7 +34,7 @@ class _Keeping:
     """A save or a load that is under way.
 
     Attributes:
-        steps: see `keep/steps.py`.
+        steps: see `snapshot/steps.py`.
         done: told what it came to: a result, or an error.
         entered: told when the engine has given messages their names.
         answer: what it is told next.
@@ -76,7 +76,7 @@ class Keepings:
 
     def save(self, save: Save) -> bool:
         """Begin with a save; returns whether there is something that a client could save."""
-        from vllm_choreo.keep.saving import saving
+        from vllm_choreo.snapshot.saving import saving
 
         found = {name: self._ledger.find(save.session, name) for name in save.names}
         chosen = {name: made for name, made in found.items() if made and made.state == "made"}
@@ -100,7 +100,7 @@ class Keepings:
 
     def load(self, load: Load) -> bool:
         """Begin with a load; returns whether nobody else is busy there."""
-        from vllm_choreo.keep.loading import loading
+        from vllm_choreo.snapshot.loading import loading
 
         if self._is_taken(load.key):
             return False
@@ -232,7 +232,7 @@ class Keepings:
         try:
             if ask.what == "operation":
                 answer = checked_answer(self._host.operation(*ask.args))
-                if keeping.entered and ask.args[0] == "keep_enter":
+                if keeping.entered and ask.args[0] == "snapshot_enter":
                     keeping.entered()
                 return answer
             if ask.what == "workers":
@@ -248,14 +248,14 @@ class Keepings:
         return None
 
     def _folder(self, key: str, *, is_foreign: bool = False) -> Any:
-        from vllm_choreo.keep.storage import KeptFolder
+        from vllm_choreo.snapshot.storage import KeptFolder
 
         keep_key = b"another's" if is_foreign else b"this program's"
         return KeptFolder(f"memory://{self._root}/{key}", keep_key=keep_key)
 
     def _origin(self, session: str) -> Any:
-        from vllm_choreo.keep.manifest import tenant_digest
-        from vllm_choreo.keep.origin import Origin
+        from vllm_choreo.snapshot.manifest import tenant_digest
+        from vllm_choreo.snapshot.origin import Origin
 
         model = self._vllm_config.model_config
         return Origin(
@@ -273,7 +273,7 @@ _signatures: dict[int, Any] = {}
 
 def _signature(vllm_config: Any) -> Any:
     """Of an engine; its weights are digested once."""
-    from vllm_choreo.keep.signature import signature
+    from vllm_choreo.snapshot.signature import signature
 
     if id(vllm_config) not in _signatures:
         _signatures.clear()

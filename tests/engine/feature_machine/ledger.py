@@ -361,7 +361,7 @@ class Ledger:
     def _may_fill_the_pool(self, made: Made) -> bool:
         """Whether all that the call reads, and all of which that was made, may not fit together.
 
-        Twins are counted twice, copies as if no two calls shared one: too much, never too little.
+        Duplicates are counted twice, copies as if no calls shared one: too much, never too little.
         """
         return self.blocks_needed(made) > self.limits.num_blocks
 

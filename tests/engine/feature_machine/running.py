@@ -355,15 +355,15 @@ class Run:
         self._resume(Resume())
         self._engine.abort_request([*self._engine.output_processor.external_req_ids])
         scheduler = self._core.scheduler
-        keeper = scheduler.keeper
-        for ticket in [*keeper._loads]:
-            keeper.give_up(ticket)
-        for ticket in [*keeper._held]:
-            keeper.let_go(ticket)
-        keeper._told.clear()
+        snapshots = scheduler.snapshots
+        for ticket in [*snapshots._loads]:
+            snapshots.give_up(ticket)
+        for ticket in [*snapshots._held]:
+            snapshots.release(ticket)
+        snapshots._described.clear()
         # These make no other program fail.
         scheduler.store._failed.clear()
-        scheduler.store.twins.clear()
+        scheduler.store.duplicates.clear()
         self._close_all()
 
     def _close_all(self) -> None:

@@ -12,7 +12,7 @@ from tests.engine.oracle import Encoded, Oracle, Parent
 from tests.engine.weighed_oracle import WeighedOracle
 from vllm_choreo.repair.runs import joined
 
-Runs = Sequence[Sequence[tuple[int, int]]]
+TokenRanges = Sequence[Sequence[tuple[int, int]]]
 # Between programs no more encodings are kept than so many; each takes some 200 KiB.
 _MAX_KEPT = 500
 # Attention of two blocks that are closer than this may be ranked the other way by a kernel that
@@ -73,7 +73,7 @@ class Truth:
             chain.append(Parent(encoded, parent.offset, 0, len(tokens)))
         return chain
 
-    def repaired(self, adapter: int, parents: Sequence[Parent], runs: Runs) -> list[Parent]:
+    def repaired(self, adapter: int, parents: Sequence[Parent], runs: TokenRanges) -> list[Parent]:
         """With runs of tokens encoded anew."""
         oracle = self._oracles[adapter]
         key = ("runs", adapter, self._named(parents), tuple(map(tuple, runs)))

@@ -26,7 +26,7 @@ from vllm_choreo.files import write_text
 from vllm_choreo.repair.policy import Policy
 from vllm_choreo.show.calibration import calibration_html
 from vllm_choreo.show.markup import milliseconds, percent
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 
 FORMAT = 1  # of calibration.json
 POLICY, NUMBERS, PAGE = "policy.json", "calibration.json", "index.html"
@@ -99,7 +99,7 @@ def _policy(rung: Rung, climbed: Climbed, workflow: str, model: str) -> Policy:
     assert rung.masks is not None
     return Policy(
         workflow=workflow,
-        model=BaseModel.of(model),
+        model=ModelIdentity.of(model),
         block=BLOCK,
         num_blocks=NUM_BLOCKS,
         masks={role: dict(masks) for role, masks in rung.masks.items()},

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_choreo.api.passing import Item, Passing
+from vllm_choreo.api.facade_wrapper import FacadeWrapper, Item
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.repair.calibration import Key, ReadParent
 from vllm_choreo.repair.policy import block_runs
@@ -28,7 +28,7 @@ class Call:
     message: Message
 
 
-class Repaired(Passing):
+class Repaired(FacadeWrapper):
     """A `Facade` that hands calls to `c` with `repair=` as chosen; parents are whole messages.
 
     Args:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from vllm_choreo.api.passing import Item, PassingSession
+from vllm_choreo.api.facade_wrapper import Item, PassingSession
 from vllm_choreo.api.protocol import SessionFacade
 from vllm_choreo.cli.evaluate.arms import Arm
 from vllm_choreo.cli.run.task import Task
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.repair.pair import Ranges, layers_text
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.trained_adapter import BaseModel, adapter_weights
+from vllm_choreo.trained_adapter import ModelIdentity, adapter_weights
 
 
 class Divided(PassingSession):
@@ -101,7 +101,7 @@ class AdapterPair:
         """As a profile has it."""
         folders = {"writer": self.writer, "reader": self.reader}
         weights = {name: path and adapter_weights(path) for name, path in folders.items()}
-        return {"model": BaseModel.of(self.model), **weights}
+        return {"model": ModelIdentity.of(self.model), **weights}
 
 
 class Pair(Protocol):

@@ -13,7 +13,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.api.passing import Item, PassingSession
+from vllm_choreo.api.facade_wrapper import Item, PassingSession
 from vllm_choreo.cli.evaluate.arms import Arm
 from vllm_choreo.cli.evaluate.sets import HeldOutSet
 from vllm_choreo.cli.profile_pair.cell_arms import cell_name
@@ -21,7 +21,7 @@ from vllm_choreo.cli.run.task import Task, program_of
 from vllm_choreo.judge.scores import TEXT
 from vllm_choreo.repair.pair import Ranges
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 
 
 class _Given(PassingSession):
@@ -144,10 +144,13 @@ class ModelPair:
     @property
     def names(self) -> dict[str, str]:
         """For a reader."""
-        return {"writer": BaseModel.of(self.writer).name, "reader": BaseModel.of(self.reader).name}
+        return {
+            "writer": ModelIdentity.of(self.writer).name,
+            "reader": ModelIdentity.of(self.reader).name,
+        }
 
     @property
     def identity(self) -> dict[str, Any]:
         """As a profile has it: calls of the reader wear no adapter."""
-        weights = BaseModel.of(self.writer).weights
-        return {"model": BaseModel.of(self.reader), "writer": weights, "reader": None}
+        weights = ModelIdentity.of(self.writer).weights
+        return {"model": ModelIdentity.of(self.reader), "writer": weights, "reader": None}

@@ -9,13 +9,13 @@ from typing import Any
 from vllm.v1.request import Request
 
 from vllm_choreo.engine.scheduler.adapters import Adapters
-from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.errors import EmptyTokensError, UnsupportedOptionError
 from vllm_choreo.semantics.params import EXTRA_ARGS_KEY, FLAT_PREFIX, ChoreoParams
 
 
 class Arrivals:
-    """Enters calls into the book.
+    """Enters calls into the call_table.
 
     Args:
         vllm_config: the engine's.
@@ -23,9 +23,9 @@ class Arrivals:
     """
 
     def __init__(
-        self, book: CallBook, adapters: Adapters, vllm_config: Any, num_cache_groups: int
+        self, call_table: CallTable, adapters: Adapters, vllm_config: Any, num_cache_groups: int
     ) -> None:
-        self._book = book
+        self._call_table = call_table
         self._adapters = adapters
         self._vllm_config = vllm_config
         self._num_cache_groups = num_cache_groups
@@ -43,7 +43,7 @@ class Arrivals:
         self._check_engine()
         params = ChoreoParams.from_extra_args(extra_args)
         _check_options(request)
-        self._book.open(request, params, self._adapters.identify(request))
+        self._call_table.open(request, params, self._adapters.identify(request))
 
     def _check_engine(self) -> None:
         if not self._vllm_config.cache_config.enable_prefix_caching:

@@ -10,43 +10,43 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
 
 
 class ChoreoKVCacheManager(KVCacheManager):
     """Three narrow changes: what counts as computed, what is kept, and where room comes from."""
 
-    book: CallBook
+    call_table: CallTable
     mover: KeyMover | None  # None: queries are rotated, keys never move
-    let_go: Callable[[], None]  # drops all messages' keys and values that nobody reads
+    drop_idle: Callable[[], None]  # drops all messages' keys and values that nobody reads
     runs_alone: Callable[[Request], bool]  # whether no other request runs
 
     def get_computed_blocks(
         self, request: Request, *args: Any, **kwargs: Any
     ) -> tuple[KVCacheBlocks, int, int]:
         # From vLLM 0.33 on a bound may follow, for engines that hand out hidden states.
-        call = self.book.calls.get(request.request_id)
+        call = self.call_table.calls.get(request.request_id)
         if call is None:
             return super().get_computed_blocks(request, *args, **kwargs)
         if call.run is not None:  # its slots exist; it adopts all blocks when it is scheduled
-            return self.empty_kv_cache_blocks, self.book.run_blocks(call)[1], 0
-        self.book.share_twin(call)
-        blocks = self.mover.place(call) if self.mover else self.book.parent_blocks(call)
-        blocks = blocks + self.book.own_blocks(call)
-        return self.create_kv_cache_blocks((blocks,)), len(blocks) * self.book.block_size, 0
+            return self.empty_kv_cache_blocks, self.call_table.run_blocks(call)[1], 0
+        self.call_table.share_duplicate(call)
+        blocks = self.mover.place(call) if self.mover else self.call_table.parent_blocks(call)
+        blocks = blocks + self.call_table.own_blocks(call)
+        return self.create_kv_cache_blocks((blocks,)), len(blocks) * self.call_table.block_size, 0
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
     ) -> KVCacheBlocks | None:
         """As vLLM's; when the pool runs short, messages that nobody reads make room first."""
-        call = self.book.calls.get(request.request_id)
+        call = self.call_table.calls.get(request.request_id)
         if call is not None:
             # vLLM hashes and registers blocks here unless told that they are not written yet.
             kwargs["delay_cache_blocks"] = True
         starting = call if call is not None and not call.admitted else None
         if starting and starting.run is not None:
-            self.inherit(request, self.book.run_blocks(starting)[0])
+            self.inherit(request, self.call_table.run_blocks(starting)[0])
         # With nothing else running, waiting calls would wait for one another: take from the last.
         is_waiting = "has_scheduled_reqs" in kwargs
         is_alone = not kwargs["has_scheduled_reqs"] if is_waiting else self.runs_alone(request)
@@ -59,7 +59,7 @@ class ChoreoKVCacheManager(KVCacheManager):
             if starting and self.mover and (read := self.mover.withdraw_copies(starting)):
                 own = kwargs["new_computed_blocks"].blocks[0][len(read) :]
                 kwargs["new_computed_blocks"] = self.create_kv_cache_blocks(([*read, *own],))
-            elif not self.book.store.evict_one(call.needed() if call else (), is_alone):
+            elif not self.call_table.store.evict_one(call.needed() if call else (), is_alone):
                 break
         if blocks is None and starting and starting.run is not None:
             self.free(request)
@@ -67,7 +67,7 @@ class ChoreoKVCacheManager(KVCacheManager):
             if self.mover and starting and starting.run is None:
                 self.mover.commit(call)
             up_to = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
-            self.book.scheduled(call, self.get_blocks(request.request_id).blocks[0], up_to)
+            self.call_table.scheduled(call, self.get_blocks(request.request_id).blocks[0], up_to)
         return blocks
 
     def inherit(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
@@ -77,10 +77,10 @@ class ChoreoKVCacheManager(KVCacheManager):
 
     def reset_prefix_cache(self) -> bool:
         """As vLLM's, which wants an empty pool; messages are encoded again when they are read."""
-        self.let_go()
+        self.drop_idle()
         return super().reset_prefix_cache()
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Choreographed keys and values never enter the prefix cache."""
-        if request.request_id not in self.book.calls:
+        if request.request_id not in self.call_table.calls:
             super().cache_blocks(request, num_computed_tokens)

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.step import BlockMove
 from vllm_choreo.semantics.positions import ParentPlan
@@ -37,8 +37,8 @@ class KeyMover:
     allocate the rest of the call.
     """
 
-    def __init__(self, book: CallBook, pool: BlockPool) -> None:
-        self.book = book
+    def __init__(self, call_table: CallTable, pool: BlockPool) -> None:
+        self.call_table = call_table
         self.pool = pool
         self._moves: list[BlockMove] = []
         self._placed: dict[ScheduledCall, list[_Placement]] = {}
@@ -61,11 +61,11 @@ class KeyMover:
 
     def _place(self, call: ScheduledCall, encoding: Encoding, span: ParentPlan) -> _Placement:
         assert call.plan is not None
-        blocks = self.book.span_blocks(encoding, span)
+        blocks = self.call_table.span_blocks(encoding, span)
         # The one place at which the query needs no rotation.
         wanted = span.offset - span.start - (call.plan.new_offset - call.plan.own_position)
         delta = wanted - encoding.stored_position
-        if delta == 0 or not self.book.store.is_settled(encoding):
+        if delta == 0 or not self.call_table.store.is_settled(encoding):
             # Not settled: its keys are written in the step that is being planned, and moves come
             # before a step. The query turns instead, this once.
             return _Placement(encoding, blocks, encoding.stored_position)
@@ -83,10 +83,10 @@ class KeyMover:
         for placement, span in zip(placements, call.plan.parents, strict=True):
             encoding = placement.encoding
             if placement.is_copy:
-                sources = self.book.span_blocks(encoding, span)
+                sources = self.call_table.span_blocks(encoding, span)
             elif placement.delta:
                 sources = placement.blocks = encoding.blocks
-                self.book.store.residency.move(encoding, placement.stored_position)
+                self.call_table.store.residency.move(encoding, placement.stored_position)
             else:
                 continue
             self._moves += [
@@ -109,7 +109,7 @@ class KeyMover:
         self._release_copies(placements)
         for placement, span in zip(placements, call.plan.parents, strict=True):
             if placement.is_copy:
-                placement.blocks = self.book.span_blocks(placement.encoding, span)
+                placement.blocks = self.call_table.span_blocks(placement.encoding, span)
                 placement.stored_position = placement.encoding.stored_position
                 placement.delta, placement.is_copy = 0, False
         return [block for placement in placements for block in placement.blocks]

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
-from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.store import stats as store_stats
@@ -22,7 +22,7 @@ class Operations:
     """Methods named in `OPERATIONS` take and return plain data.
 
     Args:
-        keeping: operations of messages that are saved and loaded, by name.
+        snapshots: operations of messages that are saved and loaded, by name.
         max_pinned_blocks: of the KV cache that pinned messages may hold.
         unsealed: the seals whose step has not been planned yet.
         finish: the scheduler's `finish_requests`.
@@ -30,18 +30,18 @@ class Operations:
 
     def __init__(
         self,
-        book: CallBook,
+        call_table: CallTable,
         pool: BlockPool,
         *,
-        keeping: Mapping[str, Callable[..., Any]],
+        snapshots: Mapping[str, Callable[..., Any]],
         max_pinned_blocks: int,
         unsealed: Callable[[], list[ScheduledCall]],
         finish: Callable[[Iterable[str], RequestStatus], Any],
     ) -> None:
-        self._book = book
-        self._store = book.store
+        self._call_table = call_table
+        self._store = call_table.store
         self._pool = pool
-        self._keeping = keeping
+        self._keeping = snapshots
         self._max_pinned_blocks = max_pinned_blocks
         self._unsealed = unsealed
         self._finish = finish
@@ -97,7 +97,7 @@ class Operations:
         message = self._store.find(session, message_id)
         if message is None:
             return None
-        if running := message.own.encoders & self._book.calls.keys():
+        if running := message.own.encoders & self._call_table.calls.keys():
             # The client's abort is still under way.
             self._finish(list(running), RequestStatus.FINISHED_ABORTED)
         if num_tokens:
@@ -137,14 +137,14 @@ class Operations:
         """The numbers of a session, without its messages."""
         return store_stats.counts(self._store, session)
 
-    def let_go(self) -> None:
+    def drop_idle(self) -> None:
         """Drop all keys and values that no running call reads; see `MessageStore.empty`."""
         self._finish([call.id for call in self._unsealed()], RequestStatus.FINISHED_ABORTED)
         self._store.empty()
 
     def _pool_stats(self) -> dict[str, int]:
         tier, hidden = self._store.tier, self._store.hidden
-        waiting = self._book.waiting.values()
+        waiting = self._call_table.waiting.values()
         return {
             "num_free_blocks": self._pool.get_num_free_blocks(),
             "num_pool_blocks": self._pool.num_gpu_blocks,
@@ -152,15 +152,15 @@ class Operations:
             "num_host_blocks_used": tier.num_used if tier else 0,
             "num_hidden_bytes": hidden.num_bytes if hidden else 0,
             "max_hidden_bytes": hidden.max_bytes if hidden else 0,
-            "num_calls": len(self._book.calls),
-            "num_calls_waiting": self._book.num_parked
-            + sum(not self._book.is_ready(call) for call in waiting),
+            "num_calls": len(self._call_table.calls),
+            "num_calls_waiting": self._call_table.num_parked
+            + sum(not self._call_table.is_ready(call) for call in waiting),
         }
 
     def _withdraw_encodings(self, encodings: set[Encoding]) -> None:
         """Do not seal or encode again what is given up, unless a call waits for it."""
         ended = True
         while ended:  # what ends leaves its own parents to nobody
-            found = [self._book.calls.get(r) for e in encodings for r in e.encoders]
+            found = [self._call_table.calls.get(r) for e in encodings for r in e.encoders]
             idle = [c.id for c in found if c and c.is_internal and not c.encoding.num_waiting]
             ended = self._finish(idle, RequestStatus.FINISHED_ABORTED)

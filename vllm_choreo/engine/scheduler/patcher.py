@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.stager import Stager
-from vllm_choreo.repair.runs import Runs
+from vllm_choreo.repair.runs import TokenRanges
 from vllm_choreo.store.encoding import Encoding
 
 
@@ -18,11 +18,11 @@ class Patcher:
         stager: writes patches by layers.
     """
 
-    def __init__(self, book: CallBook, pool: BlockPool) -> None:
-        self._book = book
+    def __init__(self, call_table: CallTable, pool: BlockPool) -> None:
+        self._call_table = call_table
         self._pool = pool
-        self._block_size = book.block_size
-        self.stager = Stager(book, pool)
+        self._block_size = call_table.block_size
+        self.stager = Stager(call_table, pool)
 
     def num_blocks(self, encoding: Encoding) -> int:
         """That are free now and will not be when the patch has its place."""
@@ -35,7 +35,7 @@ class Patcher:
         layers. What has its place by layers is written before the step being planned. Keys
         that were moved to positions which the model does not know are copied, all of them.
         """
-        patch, store = encoding.patch, self._book.store
+        patch, store = encoding.patch, self._call_table.store
         assert patch is not None
         blocks, position = list(patch.source.blocks), self._position(encoding)
         private = self._private(encoding)
@@ -66,10 +66,10 @@ class Patcher:
         """Of token 0: that of the source, unless the model cannot be asked for it."""
         assert encoding.patch is not None
         position = encoding.patch.source.stored_position
-        is_known = 0 <= position <= self._book.max_model_len - encoding.num_tokens
+        is_known = 0 <= position <= self._call_table.max_model_len - encoding.num_tokens
         return position if is_known else 0
 
-    def _is_overwritten(self, index: int, num_tokens: int, runs: Runs) -> bool:
+    def _is_overwritten(self, index: int, num_tokens: int, runs: TokenRanges) -> bool:
         """Whether one run has all tokens of a block."""
         first, last = index * self._block_size, min((index + 1) * self._block_size, num_tokens)
         return any(start <= first and last <= stop for start, stop in runs)

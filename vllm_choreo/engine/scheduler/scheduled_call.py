@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.request import Request
 
-from vllm_choreo.repair.runs import Run
+from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Encoding, StoredMessage
@@ -61,7 +61,7 @@ class ScheduledCall:
     parents: tuple[Encoding, ...]
     params: ChoreoParams | None
     serves: ScheduledCall | None = None
-    run: Run | None = None
+    run: TokenRange | None = None
     plan: CallPlan | None = None
     watching: Watching | None = None
     admitted: bool = False

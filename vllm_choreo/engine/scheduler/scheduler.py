@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's schedulers, in which requests may be choreographed calls.
 
-Here stands when something happens; what happens stands in `arrival`, `room`, `seal`, `refuse` and
-`operations`, and what the calls are in `call_book`.
+Here stands when something happens; what happens stands in `arrival`, `block_reserver`, `seal`,
+`refuse` and `operations`, and what the calls are in `call_table`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from vllm_choreo.engine.query_scaling import scales_queries
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.arrival import Arrivals
 from vllm_choreo.engine.scheduler.block_manager import ChoreoKVCacheManager
-from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.block_reserver import BlockReserver
+from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.internal import InternalRequests
-from vllm_choreo.engine.scheduler.keeper import Keeper
-from vllm_choreo.engine.scheduler.keeper import operations as keeping_operations
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
 from vllm_choreo.engine.scheduler.operations import Operations
 from vllm_choreo.engine.scheduler.patcher import Patcher
 from vllm_choreo.engine.scheduler.refuse import Refusals
-from vllm_choreo.engine.scheduler.room import Room
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.seal import Sealer
+from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
+from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
 from vllm_choreo.engine.step import BlockMove, ChoreoStep, attention_of
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.store.hidden import HiddenBook
+from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.session_copies import SessionCopies
 from vllm_choreo.store.store import MessageStore
@@ -70,31 +70,31 @@ class _Choreographed(Scheduler):
             ),
         )
         self.store.tier = self._host_tier()
-        self.store.hidden = self._hidden_book()
+        self.store.hidden = self._hidden_index()
         min_run_tokens = 1 if self.vllm_config.speculative_config is None else 2
-        self.book = CallBook(self.store, self.max_model_len, min_run_tokens)
+        self.call_table = CallTable(self.store, self.max_model_len, min_run_tokens)
         in_place = self.choreo_config.reposition == "in_place"
-        self.mover = KeyMover(self.book, manager.block_pool) if in_place else None
+        self.mover = KeyMover(self.call_table, manager.block_pool) if in_place else None
         # vLLM's constructor names its manager class; the subclass only adds methods.
         manager.__class__ = ChoreoKVCacheManager
         assert isinstance(manager, ChoreoKVCacheManager)
-        manager.book, manager.mover = self.book, self.mover
-        self._make_rooms(manager)
-        manager.let_go = self.operations.let_go
+        manager.call_table, manager.mover = self.call_table, self.mover
+        self._make_parts(manager)
+        manager.drop_idle = self.operations.drop_idle
         manager.runs_alone = lambda request: self.running == [request]
 
-    def _make_rooms(self, manager: ChoreoKVCacheManager) -> None:
+    def _make_parts(self, manager: ChoreoKVCacheManager) -> None:
         self.adapters = adapters = Adapters()
         pool = manager.block_pool
         self.refusals = Refusals(
             f"the KV cache of {pool.num_gpu_blocks} blocks of {self.block_size} tokens"
         )
         num_groups = len(self.kv_cache_config.kv_cache_groups)
-        self.arrivals = Arrivals(self.book, adapters, self.vllm_config, num_groups)
+        self.arrivals = Arrivals(self.call_table, adapters, self.vllm_config, num_groups)
         shared = (self.refusals, adapters, self.internal)
-        self.patcher = Patcher(self.book, pool)
-        self.room = Room(
-            self.book,
+        self.patcher = Patcher(self.call_table, pool)
+        self.reserver = BlockReserver(
+            self.call_table,
             pool,
             *shared,
             self.patcher,
@@ -103,14 +103,14 @@ class _Choreographed(Scheduler):
             finish=self.finish_requests,
             is_idle=lambda: not self.running,
         )
-        self.sealer = Sealer(self.book, manager, *shared, enqueue=super().add_request)
-        self.keeper = Keeper(
+        self.sealer = Sealer(self.call_table, manager, *shared, enqueue=super().add_request)
+        self.snapshots = SnapshotServer(
             self.store, pool, adapters, self.max_model_len, self.vllm_config.lora_config
         )
         self.operations = Operations(
-            self.book,
+            self.call_table,
             pool,
-            keeping=keeping_operations(self.keeper),
+            snapshots=snapshot_operations(self.snapshots),
             max_pinned_blocks=self._num_blocks(self.choreo_config.pinned_share),
             unsealed=self._unsealed,
             finish=self.finish_requests,
@@ -130,13 +130,13 @@ class _Choreographed(Scheduler):
         num_blocks = self.choreo_config.num_host_blocks(block_bytes)
         return HostTier(num_blocks, self.store.residency.block_copies) if num_blocks else None
 
-    def _hidden_book(self) -> HiddenBook | None:
+    def _hidden_index(self) -> HiddenStateIndex | None:
         model, max_bytes = self.vllm_config.model_config, self.choreo_config.hidden_bytes
         if not max_bytes:
             return None
         num_layers = model.hf_text_config.num_hidden_layers
         row_bytes = model.get_hidden_size() * model.dtype.itemsize
-        return HiddenBook(num_layers, row_bytes, self.block_size, max_bytes)
+        return HiddenStateIndex(num_layers, row_bytes, self.block_size, max_bytes)
 
     def _num_blocks(self, share: float) -> int:
         """A part of the KV cache, in blocks."""
@@ -161,7 +161,7 @@ class _Choreographed(Scheduler):
             queue.insert(queue.index(other), request)
 
     def _enqueue_waiting_request(self, request: Request) -> None:
-        if not self.book.is_parked(request.request_id):
+        if not self.call_table.is_parked(request.request_id):
             super()._enqueue_waiting_request(request)
 
     def _enqueue_by_arrival(self, request: Request) -> None:
@@ -177,7 +177,9 @@ class _Choreographed(Scheduler):
     def get_num_unfinished_requests(self) -> int:
         """As vLLM's: a call that waits for what is not known yet needs no step."""
         is_paused = self._pause_state != PauseState.UNPAUSED
-        return super().get_num_unfinished_requests() + (not is_paused and len(self.book.woken))
+        return super().get_num_unfinished_requests() + (
+            not is_paused and len(self.call_table.woken)
+        )
 
     # -- a step ----------------------------------------------------------------------------
 
@@ -186,11 +188,11 @@ class _Choreographed(Scheduler):
         self.has_preempted = False
         if self.choreo_config.tenant_share < 1:
             self.store.keep_to_share(self._num_blocks(self.choreo_config.tenant_share))
-        self.room.prepare_waiting()
+        self.reserver.prepare_waiting()
         output = super().schedule(*args, **kwargs)
         # Travels to the workers with the rest of the step.
         output.choreo = self._choreo_step(output)
-        if not output.num_scheduled_tokens and self.book.calls and not self._can_progress():
+        if not output.num_scheduled_tokens and self.call_table.calls and not self._can_progress():
             self._refuse_what_never_fits()
         else:
             self.num_idle_steps = 0
@@ -199,8 +201,8 @@ class _Choreographed(Scheduler):
     def _choreo_step(self, output: SchedulerOutput) -> ChoreoStep:
         started = [req.req_id for req in output.scheduled_new_reqs]
         started += output.scheduled_cached_reqs.resumed_req_ids
-        calls = self.book.calls
-        spans = {r: self.book.spans(calls[r]) for r in started if r in calls}
+        calls = self.call_table.calls
+        spans = {r: self.call_table.spans(calls[r]) for r in started if r in calls}
         if self.mover is not None:
             self.mover.withdraw_all()
         copies = self.store.take_block_copies()
@@ -213,7 +215,7 @@ class _Choreographed(Scheduler):
             copies.saves,
             copies.loads,
             stages,
-            {r: self.book.kept_hidden(calls[r]) for r in spans if calls[r].encoding.keeps},
+            {r: self.call_table.kept_hidden(calls[r]) for r in spans if calls[r].encoding.keeps},
             hidden.take_forgotten() if hidden else (),
             self.adapters.take_reloads(),
         )
@@ -221,17 +223,17 @@ class _Choreographed(Scheduler):
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if request.request_id in self.refusals:
             return False
-        call = self.book.calls.get(request.request_id)
-        if call is not None and not self.book.is_ready(call):
+        call = self.call_table.calls.get(request.request_id)
+        if call is not None and not self.call_table.is_ready(call):
             return False
         return super()._handle_blocked_waiting_request(request)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
         self.has_preempted = True
-        call = self.book.calls.get(request.request_id)
+        call = self.call_table.calls.get(request.request_id)
         if call is not None:
-            self.book.preempted(call)
+            self.call_table.preempted(call)
 
     def _can_progress(self) -> bool:
         """Whether a later step may find more room than the one just planned, which runs nothing.
@@ -243,7 +245,7 @@ class _Choreographed(Scheduler):
             or self._pause_state != PauseState.UNPAUSED
             or self.refusals
             or self.has_preempted  # vLLM starts nothing in such a step
-            or self.room.has_begun
+            or self.reserver.has_begun
             or self.deferred_frees
             # What was preempted comes back when its last step has been processed.
             or any(request.num_in_flight_tokens for request in self.waiting)
@@ -254,14 +256,14 @@ class _Choreographed(Scheduler):
             # They hold blocks and got none: let go; the messages are encoded again when read.
             self.finish_requests([call.id for call in unsealed], RequestStatus.FINISHED_ABORTED)
             return
-        if self.keeper.is_holding:
+        if self.snapshots.is_holding:
             # It lets go as soon as its bytes are read or written. A save whose client has gone
             # would be waited for, for ever.
             self.num_idle_steps += 1
-            if self.num_idle_steps < _MAX_IDLE_STEPS or self.keeper.revoke():
+            if self.num_idle_steps < _MAX_IDLE_STEPS or self.snapshots.revoke():
                 return
         # One that waits for its grammar has not been tried yet.
-        self.room.refuse_too_large(
+        self.reserver.refuse_too_large(
             self.waiting, lambda status: not self._is_blocked_waiting_status(status)
         )
 
@@ -270,21 +272,21 @@ class _Choreographed(Scheduler):
     def _free_request(
         self, request: Request, *args: Any, **kwargs: Any
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        call = self.book.calls.get(request.request_id)
+        call = self.call_table.calls.get(request.request_id)
         report = self.sealer.close(call) if call is not None else None
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
         return ({**(kv_params or {}), **report} if report else kv_params), ec_params
 
     def _unsealed(self) -> list[ScheduledCall]:
         """Seals whose step has not been planned yet."""
-        calls = self.book.calls
+        calls = self.call_table.calls
         return [calls[r.request_id] for r in self.kv_holding_waiting if self.internal.includes(r)]
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         if told := attention_of(model_runner_output):
-            self.book.told(told)
+            self.call_table.told(told)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for per_client in outputs.values():
             per_client.outputs = [
@@ -292,7 +294,7 @@ class _Choreographed(Scheduler):
             ]
         if self.refusals:
             self.refusals.answer(outputs, self.finish_requests)
-            self.room.end_unneeded()
+            self.reserver.end_unneeded()
         return outputs
 
 

@@ -11,7 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.block_manager import ChoreoKVCacheManager
-from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.refuse import Refusals
 from vllm_choreo.engine.scheduler.report import report_of
@@ -33,7 +33,7 @@ class Sealer:
 
     def __init__(
         self,
-        book: CallBook,
+        call_table: CallTable,
         manager: ChoreoKVCacheManager,
         refusals: Refusals,
         adapters: Adapters,
@@ -41,7 +41,7 @@ class Sealer:
         *,
         enqueue: Callable[[Request], None],
     ) -> None:
-        self._book = book
+        self._call_table = call_table
         self._manager = manager
         self._refusals = refusals
         self._adapters = adapters
@@ -58,13 +58,13 @@ class Sealer:
         )
         blocks = self._manager.get_blocks(call.id).blocks[0]
         if call.is_decode and (complete or stopped):
-            self._book.finish_decode(call, blocks)
+            self._call_table.finish_decode(call, blocks)
         report, encoding, message = None, call.encoding, call.message
         if encoding.is_known and call.plan is not None and not call.is_internal:
             report = {"choreo": report_of(call)}
         failure = None if complete or stopped else f"its request ended as {request.status.name}"
-        with self._book.passing_on(call):
-            self._book.close(call, self._refusals.reason(call.id) or failure)
+        with self._call_table.passing_on(call):
+            self._call_table.close(call, self._refusals.reason(call.id) or failure)
             # An open message is not known: it has no last token yet.
             if call.is_decode and encoding.is_known and encoding.num_encoded and not message.freed:
                 self._seal(call, blocks)
@@ -81,11 +81,11 @@ class Sealer:
             return  # it cannot be completed; who reads it is told
         assert finished.plan is not None
         request = self._internal.make(encoding, finished.request)
-        call = self._book.open_encode(request, encoding, None)
-        has_plan = self._book.resolve(call)
+        call = self._call_table.open_encode(request, encoding, None)
+        has_plan = self._call_table.resolve(call)
         assert has_plan, "what has been generated was planned"
-        self._book.take_over(call, finished)
+        self._call_table.take_over(call, finished)
         request.num_computed_tokens = finished.plan.base + encoding.num_encoded
-        num_blocks = -(-request.num_computed_tokens // self._book.block_size)
+        num_blocks = -(-request.num_computed_tokens // self._call_table.block_size)
         self._manager.inherit(request, blocks[:num_blocks])
         self._enqueue(request)

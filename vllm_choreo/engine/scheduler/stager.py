@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.step import StageRun, Watch, request_spans
 from vllm_choreo.repair.layers import middle_layers
@@ -26,8 +26,8 @@ class Stager:
     write may be in the very step.
     """
 
-    def __init__(self, book: CallBook, pool: BlockPool) -> None:
-        self._book = book
+    def __init__(self, call_table: CallTable, pool: BlockPool) -> None:
+        self._call_table = call_table
         self._pool = pool
         self._runs: list[StageRun] = []
         self._written: set[Encoding] = set()
@@ -44,10 +44,10 @@ class Stager:
 
     def add(self, encoding: Encoding) -> None:
         """Have a patch written that has its place. It counts as written from now on."""
-        plan, patch, store = encoding.plan, encoding.patch, self._book.store
+        plan, patch, store = encoding.plan, encoding.patch, self._call_table.store
         assert plan is not None and patch is not None and patch.layers is not None
         ((start, stop),) = patch.runs
-        blocks = self._book.patch_blocks(encoding, stop)
+        blocks = self._call_table.patch_blocks(encoding, stop)
         self._hold(blocks)
         positions = [parent.stored_position for parent in encoding.parents]
         assert encoding.token_ids is not None
@@ -65,19 +65,19 @@ class Stager:
                 lora=encoding.adapter.request if encoding.adapter else None,
             )
         )
-        store.written(encoding, (start, stop))
+        store.on_written(encoding, (start, stop))
         self._written.add(encoding)
 
     def num_scratch_blocks(self, call: ScheduledCall) -> int:
         """That a call needs in order to look at its parents."""
-        return -(-call.request.num_prompt_tokens // self._book.block_size)
+        return -(-call.request.num_prompt_tokens // self._call_table.block_size)
 
     def watch(self, call: ScheduledCall) -> None:
         """Have a call look at its parents. Its keys and values are of no use afterwards."""
-        hidden, watching, request = self._book.store.hidden, call.watching, call.request
+        hidden, watching, request = self._call_table.store.hidden, call.watching, call.request
         assert hidden is not None and watching is not None and request.prompt_token_ids is not None
         parents = zip(call.parents, watching.plan.parents, strict=True)
-        blocks = [block for p, span in parents for block in self._book.span_blocks(p, span)]
+        blocks = [block for p, span in parents for block in self._call_table.span_blocks(p, span)]
         self._hold(blocks)
         scratch = self._pool.get_new_blocks(self.num_scratch_blocks(call))
         self._held += scratch
@@ -87,7 +87,7 @@ class Stager:
         self._runs.append(
             StageRun(
                 layers=((0, layers[-1] + 1),),
-                spans=request_spans(watching.plan, positions, self._book.block_size),
+                spans=request_spans(watching.plan, positions, self._call_table.block_size),
                 blocks=tuple(block.block_id for block in (*blocks, *scratch)),
                 first=watching.plan.base,
                 token_ids=tuple(request.prompt_token_ids),
@@ -110,7 +110,7 @@ class Stager:
     def _are_written(self, encodings: Iterable[Encoding]) -> bool:
         """Whether all can be read before this step."""
         return all(
-            e.is_resident and (e in self._written or self._book.store.is_settled(e))
+            e.is_resident and (e in self._written or self._call_table.store.is_settled(e))
             for e in encodings
         )
 
@@ -120,6 +120,6 @@ class Stager:
         self._held += blocks
 
     def _key(self, source: Encoding) -> int:
-        hidden = self._book.store.hidden
+        hidden = self._call_table.store.hidden
         assert hidden is not None, "or the call would have been refused"
         return hidden.key(source)

@@ -5,7 +5,7 @@
     SamplingParams(extra_args={"forced_tokens": [17, 4, 2]}, max_tokens=3)
 
 To replay a recorded workflow, and to compare two ways of computing the same tokens. What the model
-would have said in their place can be kept, see `engine.kept`.
+would have said in their place can be kept, see `engine.captured_logprobs`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
-from vllm_choreo.engine import kept
+from vllm_choreo.engine import captured_logprobs
 
 KEY = "forced_tokens"
 
@@ -75,7 +75,7 @@ class ForcedTokens(LogitsProcessor):
                 tokens.append(request.tokens[position])
                 if request.kept_as is not None:
                     said = logits[row].log_softmax(-1, dtype=torch.float32)
-                    kept.keep(request.kept_as, position, said.cpu().numpy())
+                    captured_logprobs.keep(request.kept_as, position, said.cpu().numpy())
         if rows:
             where = torch.tensor(rows, device=logits.device)
             logits.index_fill_(0, where, float("-inf"))
@@ -87,7 +87,7 @@ class ForcedTokens(LogitsProcessor):
 def _state(params: Any, prompt: Sequence[int] | None, sampled: Sequence[int]) -> _Forced | None:
     extra = params.extra_args or {}
     tokens = extra.get(KEY)
-    return None if tokens is None else _Forced(tokens, sampled, extra.get(kept.KEY))
+    return None if tokens is None else _Forced(tokens, sampled, extra.get(captured_logprobs.KEY))
 
 
 def _refuse(reason: str, value: Any) -> NoReturn:

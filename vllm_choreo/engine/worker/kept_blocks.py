@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's share of keys and values that are saved and loaded: bytes of blocks.
 
-The bytes are those of a chunk of `keep/tensors.py`: parts one after the other, each
+The bytes are those of a chunk of `snapshot/tensors.py`: parts one after the other, each
 `[num_tokens, num_kv_heads, head_size]`. A worker reads the heads that it has; it is handed all.
 """
 
@@ -91,8 +91,8 @@ class KeptBlocks:
 def _placed(tensor: torch.Tensor) -> Any:
     """To be indexed and copied where it is; what lies on the host as numpy's array of its bits.
 
-    numpy copies with one thread, which is faster than the digest (`keep/streams.py`). More threads,
-    such as torch's, would take the digest's core, and wait for one another.
+    numpy copies with one thread, which is faster than the digest (`snapshot/streams.py`). More
+    threads, such as torch's, would take the digest's core, and wait for one another.
     """
     return tensor.view(_BITS[tensor.element_size()]).numpy() if tensor.is_cpu else tensor
 

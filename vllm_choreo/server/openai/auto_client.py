@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-from vllm_choreo.api.adapters import Placed
+from vllm_choreo.api.adapters import WithAdapter
 from vllm_choreo.api.outcomes import Outcome
 from vllm_choreo.auto.parts import Split
 from vllm_choreo.errors import ChoreoError, TooLongError, UnsupportedOptionError
@@ -102,7 +102,7 @@ class AutoClient(CallClient):
 
     def _adapter(self, named: Any) -> Any:
         # As text, the whole chat is encoded by the adapter, wherever else it may be worn.
-        return Placed(named) if self._options.mode == "choreo" else named
+        return WithAdapter(named) if self._options.mode == "choreo" else named
 
     async def _outputs(self) -> AsyncGenerator[Any, None]:
         await self.submit()

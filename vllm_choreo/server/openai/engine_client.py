@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_choreo.api.adapters import Placed
+from vllm_choreo.api.adapters import WithAdapter
 from vllm_choreo.api.outcomes import Outcome, engine_prompt, metrics_of
 from vllm_choreo.api.pending import Pending
 from vllm_choreo.errors import ChoreoError, PrefixError, UnsupportedOptionError
@@ -120,7 +120,7 @@ class CallClient:
 
     def _adapter(self, named: Any) -> Any:
         """That of the call: `model` names the one of a whole workflow, of which it is a part."""
-        return Placed(named)
+        return WithAdapter(named)
 
     async def _outputs(self) -> AsyncGenerator[Any, None]:
         """VLLM's outputs; the last one when the message is complete."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.files import write_text
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 from vllm_choreo.workflows.record.check import check_form
 from vllm_choreo.workflows.record.likeliest import Likeliest, likeliest_of
 from vllm_choreo.workflows.record.transcript import Transcript
@@ -62,7 +62,7 @@ class Recording:
         parts: by `PARTS`, in the order of the files.
     """
 
-    base: BaseModel
+    base: ModelIdentity
     mode: str
     digest: str
     parts: Mapping[str, tuple[RecordedRun, ...]]
@@ -82,7 +82,9 @@ class Recording:
             for part in PARTS
         }
         _check_split(parts)
-        base = BaseModel(**{name: about["base"][name] for name in ("name", "weights", "tokenizer")})
+        base = ModelIdentity(
+            **{name: about["base"][name] for name in ("name", "weights", "tokenizer")}
+        )
         return cls(base, about["mode"], digest.hexdigest(), parts)
 
 
@@ -102,7 +104,7 @@ class Recorder:
     """
 
     folder: Path
-    base: BaseModel
+    base: ModelIdentity
     mode: str = "baseline"
     shares: Sequence[float] = SHARES
     settings: Mapping[str, Any] = field(default_factory=dict)

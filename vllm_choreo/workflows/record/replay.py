@@ -17,14 +17,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from vllm_choreo.api.passing import Item, Passing
+from vllm_choreo.api.facade_wrapper import FacadeWrapper, Item
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.workflows.record.transcript import Transcript
 
 
-class Replay(Passing):
+class Replay(FacadeWrapper):
     """A `Facade` that hands every call to `c`, with forced tokens.
 
     Args:

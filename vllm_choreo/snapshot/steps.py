@@ -34,7 +34,7 @@ class Ask:
 
 def operation(name: str, *args: Any) -> Ask:
     """An operation of the scheduler, `keep_` before its name left out."""
-    return Ask("operation", (f"keep_{name}", *args))
+    return Ask("operation", (f"snapshot_{name}", *args))
 
 
 def workers(method: str, *args: Any) -> Ask:

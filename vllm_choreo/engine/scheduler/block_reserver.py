@@ -12,7 +12,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_choreo.engine.scheduler.adapters import Adapters, replaced
-from vllm_choreo.engine.scheduler.call_book import CallBook
+from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.patcher import Patcher
 from vllm_choreo.engine.scheduler.refuse import Refusals
@@ -21,7 +21,7 @@ from vllm_choreo.errors import ChoreoError, LimitError
 from vllm_choreo.store.encoding import Encoding
 
 
-class Room:
+class BlockReserver:
     """Prepares waiting calls at the beginning of a step.
 
     Args:
@@ -38,7 +38,7 @@ class Room:
 
     def __init__(
         self,
-        book: CallBook,
+        call_table: CallTable,
         pool: BlockPool,
         refusals: Refusals,
         adapters: Adapters,
@@ -50,8 +50,8 @@ class Room:
         finish: Callable[..., Any],
         is_idle: Callable[[], bool],
     ) -> None:
-        self._book = book
-        self._store = book.store
+        self._call_table = call_table
+        self._store = call_table.store
         self._pool = pool
         self._refusals = refusals
         self._adapters = adapters
@@ -75,15 +75,15 @@ class Room:
         self._end_lost_runs()
         oldest, free = None, None
         self._enter_woken()
-        waiting = self._book.in_turn()
+        waiting = self._call_table.in_turn()
         for index, call in enumerate(waiting):  # grows: by what encodes again, and who is woken
-            if call.id not in self._book.calls or call.beneficiary.id in self._refusals:
+            if call.id not in self._call_table.calls or call.beneficiary.id in self._refusals:
                 continue
             try:
-                is_resolved = self._book.resolve(call)
+                is_resolved = self._call_table.resolve(call)
                 for woken in self._enter_woken():
                     insort(waiting, woken, index + 1, key=attrgetter("number"))
-                if not is_resolved or self._book.is_ready(call):
+                if not is_resolved or self._call_table.is_ready(call):
                     continue
                 if free is None:
                     oldest, free = call, self._free_blocks()
@@ -96,7 +96,7 @@ class Room:
 
     def _enter_woken(self) -> list[ScheduledCall]:
         """Put calls into vLLM's queue whose parents are known now."""
-        woken = self._book.take_woken()
+        woken = self._call_table.take_woken()
         for call in woken:
             self._enqueue_woken(call.request)
         return woken
@@ -139,13 +139,13 @@ class Room:
     def refuse_too_large(self, waiting: Iterable[Request], is_tried: Callable[..., bool]) -> None:
         """Nothing can get on: the first call that could not be begun is too large."""
         for request in waiting:
-            call = self._book.calls.get(request.request_id)
+            call = self._call_table.calls.get(request.request_id)
             if call is None or not is_tried(request.status):
                 continue
             if error := self.short.get(call):
                 self._refusals.refuse(call.beneficiary.id, error)
                 return
-            if call in self.short or self._book.is_ready(call):
+            if call in self.short or self._call_table.is_ready(call):
                 self._refusals.too_large(call.beneficiary)
                 return
 
@@ -153,15 +153,15 @@ class Room:
         """Tell all who wait for what cannot be encoded again, and for what is encoded with it."""
         assert encoding.adapter is not None
         error = replaced(encoding.adapter, encoding.message.id)
-        for call in self._book.readers_of(encoding):
+        for call in self._call_table.readers_of(encoding):
             if not call.is_internal:
                 self._refusals.refuse(call.id, error)
 
     def end_unneeded(self) -> None:
         """End what is encoded again for calls that have ended; that leaves more of the kind."""
-        unneeded = self._book.unneeded
+        unneeded = self._call_table.unneeded
         while unneeded:
-            ended = [call.id for call in unneeded if call.id in self._book.calls]
+            ended = [call.id for call in unneeded if call.id in self._call_table.calls]
             unneeded.clear()
             self._finish(ended, RequestStatus.FINISHED_ABORTED)
 
@@ -172,7 +172,7 @@ class Room:
         would wait for one more step.
         """
         late: set[Encoding] = set()
-        for wanted in self._book.missing(call):
+        for wanted in self._call_table.missing(call):
             if late.isdisjoint(wanted.parents):
                 yield wanted
             if not (wanted.is_resident or wanted.encoders):
@@ -214,7 +214,7 @@ class Room:
         """Blocks that are free, or would be if all that is idle were evicted, and not promised."""
         promised = sum(
             -(-call.encoding.num_tokens // self._store.block_size)
-            for call in self._book.waiting.values()
+            for call in self._call_table.waiting.values()
             if call.is_internal and call.run is None
         )
         idle = self._store.residency.num_idle_blocks
@@ -234,15 +234,15 @@ class Room:
             return []
         self.has_begun = True
         if is_first:
-            self._book.count_served(serves.beneficiary)
-            if self._book.runs_in_circles(serves.beneficiary):
+            self._call_table.count_served(serves.beneficiary)
+            if self._call_table.runs_in_circles(serves.beneficiary):
                 self._refusals.too_large(serves.beneficiary)
         if encoding.patch:
             return [] if encoding.patch.layers else self._write_runs(encoding, serves)
         self._store.totals["encoded_again_messages"] += 1
         self._store.totals["encoded_again_tokens"] += encoding.num_tokens - encoding.num_encoded
         request = self._internal.make(encoding, serves.request)
-        call = self._book.open_encode(request, encoding, serves)
+        call = self._call_table.open_encode(request, encoding, serves)
         self._enqueue(request, serves.request)
         return [call]
 
@@ -263,7 +263,7 @@ class Room:
         for start, stop in patch.runs:
             first = patch.start - patch.start % size
             request = self._internal.make(encoding, serves.request, first, stop)
-            calls.append(self._book.open_run(request, encoding, (start, stop), serves))
+            calls.append(self._call_table.open_run(request, encoding, (start, stop), serves))
             self._enqueue(request, serves.request)
         return calls
 
@@ -287,7 +287,7 @@ class Room:
         """A patch that made room for others is begun anew; what was to be written into it ends."""
         lost = [
             call.id
-            for call in self._book.waiting.values()
+            for call in self._call_table.waiting.values()
             if call.run is not None and call.run not in call.encoding.unwritten
         ]
         if lost:

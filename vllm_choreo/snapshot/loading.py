@@ -11,18 +11,18 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from vllm_choreo.errors import ChoreoError, KeptError
-from vllm_choreo.keep.byte_bar import ByteBar
-from vllm_choreo.keep.manifest import Manifest, checked_manifest, data_files
-from vllm_choreo.keep.origin import Origin, shape_of
-from vllm_choreo.keep.signature import differences, is_same_text, is_variant
-from vllm_choreo.keep.steps import Ask, Steps, operation, session, workers
-from vllm_choreo.keep.storage import MANIFEST, KeptFolder
-from vllm_choreo.keep.streams import ReadAhead
-from vllm_choreo.keep.tensors import Chunk, KVShape, check_header, chunks, header_size
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.other_model import OTHER_MODEL
 from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.semantics.provenance import Trace
+from vllm_choreo.snapshot.byte_bar import ByteBar
+from vllm_choreo.snapshot.manifest import Manifest, checked_manifest, data_files
+from vllm_choreo.snapshot.origin import Origin, shape_of
+from vllm_choreo.snapshot.signature import differences, is_same_text, is_variant
+from vllm_choreo.snapshot.steps import Ask, Steps, operation, session, workers
+from vllm_choreo.snapshot.storage import MANIFEST, KeptFolder
+from vllm_choreo.snapshot.streams import ReadAhead
+from vllm_choreo.snapshot.tensors import Chunk, KVShape, check_header, chunks, header_size
 from vllm_choreo.wire.messages import message_of
 
 ON_MISMATCH = ("refuse", "encode", "variant")

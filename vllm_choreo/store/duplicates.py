@@ -13,7 +13,7 @@ from vllm_choreo.store.encoding import Encoding
 _LATEST = 16
 
 
-class Twins:
+class Duplicates:
     """All encodings that are not given up, by their digests, in the order in which they came.
 
     All of them, for which one is given up first is not known: a message that one session frees is
@@ -31,25 +31,29 @@ class Twins:
     def discard(self, encoding: Encoding) -> None:
         """Nobody starts from it any more."""
         if encoding.digest in self._by_digest:
-            twins = self._by_digest[encoding.digest]
-            twins.pop(encoding, None)
-            if not twins:
+            duplicates = self._by_digest[encoding.digest]
+            duplicates.pop(encoding, None)
+            if not duplicates:
                 del self._by_digest[encoding.digest]
 
     def clear(self) -> None:
         """Forget all."""
         self._by_digest.clear()
 
-    def fullest(self, encoding: Encoding, may_share: Callable[[Encoding], bool]) -> Encoding | None:
+    def most_resident(
+        self, encoding: Encoding, may_share: Callable[[Encoding], bool]
+    ) -> Encoding | None:
         """Of the other ones of its digest that it may start from, one that holds most."""
         assert encoding.digest is not None
-        twins = self._by_digest.get(encoding.digest, {})
-        latest = list(islice(reversed(twins), _LATEST))
+        duplicates = self._by_digest.get(encoding.digest, {})
+        latest = list(islice(reversed(duplicates), _LATEST))
         # The first one may be whoever keeps it for all others.
-        found = [*latest, *islice(twins, 1)] if len(twins) > _LATEST else latest
-        able = [twin for twin in found if twin is not encoding and may_share(twin)]
-        return max(able, key=lambda twin: twin.num_encoded, default=None)
+        found = [*latest, *islice(duplicates, 1)] if len(duplicates) > _LATEST else latest
+        able = [
+            duplicate for duplicate in found if duplicate is not encoding and may_share(duplicate)
+        ]
+        return max(able, key=lambda duplicate: duplicate.num_encoded, default=None)
 
     def __iter__(self) -> Iterator[Encoding]:
-        for twins in self._by_digest.values():
-            yield from twins
+        for duplicates in self._by_digest.values():
+            yield from duplicates

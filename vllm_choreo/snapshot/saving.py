@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError, KeptError, LimitError, PoolFullError, TooLongError
-from vllm_choreo.keep.byte_bar import ByteBar
-from vllm_choreo.keep.manifest import FORMAT, data_files, manifest_bytes, read_manifest
-from vllm_choreo.keep.origin import Origin, joined, shape_of
-from vllm_choreo.keep.steps import Ask, Steps, operation, workers
-from vllm_choreo.keep.storage import KeptFolder, settle
-from vllm_choreo.keep.streams import Digested
-from vllm_choreo.keep.tensors import KVShape, chunks, header_bytes
 from vllm_choreo.semantics.message import Kept, Message
+from vllm_choreo.snapshot.byte_bar import ByteBar
+from vllm_choreo.snapshot.manifest import FORMAT, data_files, manifest_bytes, read_manifest
+from vllm_choreo.snapshot.origin import Origin, joined, shape_of
+from vllm_choreo.snapshot.steps import Ask, Steps, operation, workers
+from vllm_choreo.snapshot.storage import KeptFolder, settle
+from vllm_choreo.snapshot.streams import Digested
+from vllm_choreo.snapshot.tensors import KVShape, chunks, header_bytes
 from vllm_choreo.wire.messages import record_json
 
 
@@ -37,7 +37,7 @@ def saving(
         PoolFullError: a message whose keys and values were evicted does not come back.
         LimitError: more bytes.
     """
-    told = yield operation("tell", origin.session, [message.id for message in messages])
+    told = yield operation("describe", origin.session, [message.id for message in messages])
     try:
         folder.make()
         try:
@@ -46,7 +46,7 @@ def saving(
             folder.withdraw()
             raise
     finally:
-        yield operation("told", told["ticket"])
+        yield operation("release_ticket", told["ticket"])
 
 
 def _save(
@@ -102,7 +102,7 @@ def _manifest(
 
 
 class _Writer:
-    """Keys and values of what `keep_tell` told.
+    """Keys and values of what `snapshot_describe` tells.
 
     Attributes:
         data: the entry of each encoding that was written, by its number.
@@ -155,7 +155,7 @@ class _Writer:
         try:
             yield from self._stream(number, held, shape, bar)
         finally:
-            is_whole = yield operation("let_go", held["ticket"])
+            is_whole = yield operation("release", held["ticket"])
         if not is_whole:
             raise PoolFullError(
                 "calls needed the room of the message while it was saved: save when less is "

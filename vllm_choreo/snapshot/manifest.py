@@ -35,7 +35,7 @@ from hashlib import blake2b, sha256
 from typing import Any, NamedTuple
 
 from vllm_choreo.errors import KeptError
-from vllm_choreo.keep.storage import MANIFEST, KeptFolder
+from vllm_choreo.snapshot.storage import MANIFEST, KeptFolder
 
 FORMAT = 5
 # So that the key can serve other purposes, too.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages that are saved and loaded: what the scheduler does for it, between steps.
 
-Files are the facade's (`keep/`), bytes the workers' (`engine/worker/kept_blocks.py`). Here blocks
-are held while they are read, and found for what comes; a message has its name when all is there.
+Files are the facade's (`snapshot/`), bytes the workers' (`engine/worker/kept_blocks.py`). Here
+blocks are held while they are read, and found for what comes; a message has its name when all is
+there.
 
-    save    tell -> hold -> (workers read) -> let_go
+    save    describe -> hold -> (workers read) -> release
     load    begin -> place -> (workers write) -> ... -> enter, or give_up
 """
 
@@ -28,7 +29,7 @@ from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.store import MessageStore
 
 
-class Keeper:
+class SnapshotServer:
     """
     Args:
         max_model_len: what is longer could not be encoded again.
@@ -50,7 +51,7 @@ class Keeper:
         self._lora_config = lora_config
         self._tickets = itertools.count()
         # With the layers of which they kept hidden states when they were told.
-        self._told: dict[int, list[tuple[Encoding, tuple[int, ...]]]] = {}
+        self._described: dict[int, list[tuple[Encoding, tuple[int, ...]]]] = {}
         self._held: dict[int, Encoding] = {}
         self._loads: dict[int, Rebuilt] = {}
 
@@ -65,8 +66,8 @@ class Keeper:
 
     # -- saving ------------------------------------------------------------------------------
 
-    def tell(self, session: str, message_ids: Sequence[str]) -> dict[str, Any]:
-        """The recipes of messages, and a ticket for `hold`, until `told`.
+    def describe(self, session: str, message_ids: Sequence[str]) -> dict[str, Any]:
+        """The recipes of messages, and a ticket for `hold`, until `release_ticket`.
 
         Returns:
             `recipes`: see `store/recipes.py`; `own`: the encodings of the messages, in their order;
@@ -78,7 +79,7 @@ class Keeper:
         messages = [self._store.get(session, m, "messages") for m in message_ids]
         encodings, recipes = recipes_of(messages)
         ticket = next(self._tickets)
-        self._told[ticket] = [(encoding, encoding.keeps) for encoding in encodings]
+        self._described[ticket] = [(encoding, encoding.keeps) for encoding in encodings]
         return {
             "ticket": ticket,
             "recipes": recipes,
@@ -86,18 +87,18 @@ class Keeper:
             "resident": [n for n, encoding in enumerate(encodings) if encoding.is_resident],
         }
 
-    def told(self, ticket: int) -> None:
-        """The ticket of `tell` is not needed any more."""
-        self._told.pop(ticket, None)
+    def release_ticket(self, ticket: int) -> None:
+        """The ticket of `describe` is not needed any more."""
+        self._described.pop(ticket, None)
 
     def hold(self, ticket: int, number: int) -> dict[str, Any] | None:
-        """Keep the blocks of an encoding where they are, until `let_go`; None: it is not there.
+        """Keep the blocks of an encoding where they are, until `release`; None: it is not there.
 
         Returns:
             `ticket`, `blocks`: their ids, `stored_position`, and `hidden`: the key of what layers
             were given, or None.
         """
-        encoding, layers = self._told[ticket][number]
+        encoding, layers = self._described[ticket][number]
         hidden = self._hidden_key(encoding)
         if not encoding.is_resident or (layers and hidden is None):
             return None
@@ -112,7 +113,7 @@ class Keeper:
             "hidden": hidden,
         }
 
-    def let_go(self, ticket: int) -> bool:
+    def release(self, ticket: int) -> bool:
         """End what `hold` began; returns whether the blocks stayed where they were until now."""
         encoding = self._held.pop(ticket, None)
         if encoding is None:
@@ -125,7 +126,7 @@ class Keeper:
         """Let go of all that is read: calls need the room. Returns whether that was anything."""
         tickets = list(self._held)
         for ticket in tickets:
-            self.let_go(ticket)
+            self.release(ticket)
         return bool(tickets)
 
     # -- loading -----------------------------------------------------------------------------
@@ -229,21 +230,21 @@ class Keeper:
 
         What nobody can name keeps them only while it is encoded again.
         """
-        book = self._store.hidden
+        hidden = self._store.hidden
         for encoding, entry in zip(rebuilt.encodings, entries, strict=True):
             layers = tuple(entry["keeps"])
-            if book is None or not layers:
+            if hidden is None or not layers:
                 continue
             if encoding.is_given_up:
                 encoding.keeps = layers if encoding.is_entered else ()
                 continue
             try:
-                book.check(layers, encoding.num_tokens)
+                hidden.check(layers, encoding.num_tokens)
             except ChoreoError:
                 for reserved in rebuilt.encodings:
-                    book.give_up(reserved)
+                    hidden.give_up(reserved)
                 raise
-            book.keep(encoding, layers, encoding.num_tokens)
+            hidden.keep(encoding, layers, encoding.num_tokens)
 
     def _hidden_key(self, encoding: Encoding) -> int | None:
         """Under which workers keep what layers are given; None: nothing is kept."""
@@ -251,10 +252,12 @@ class Keeper:
 
     def _share(self, encoding: Encoding) -> bool:
         """Take the blocks of a whole one of the same digest, if there is one."""
-        twin = self._store.twins.fullest(encoding, lambda twin: twin.is_resident)
-        if twin is None:
+        duplicate = self._store.duplicates.most_resident(
+            encoding, lambda duplicate: duplicate.is_resident
+        )
+        if duplicate is None:
             return False
-        self._hold(encoding, twin.blocks, twin.stored_position)
+        self._hold(encoding, duplicate.blocks, duplicate.stored_position)
         return True
 
     def _hold(self, encoding: Encoding, blocks: Sequence[Any], stored_position: int) -> None:
@@ -289,7 +292,17 @@ class Keeper:
         return self._adapters.of_weights(weights) or Adapter(weights, request)
 
 
-def operations(keeper: Keeper) -> dict[str, Callable[..., Any]]:
+def operations(server: SnapshotServer) -> dict[str, Callable[..., Any]]:
     """What facades ask for by name."""
-    names = ("tell", "told", "hold", "let_go", "begin", "place", "unplace", "enter", "give_up")
-    return {f"keep_{name}": getattr(keeper, name) for name in names}
+    names = (
+        "describe",
+        "release_ticket",
+        "hold",
+        "release",
+        "begin",
+        "place",
+        "unplace",
+        "enter",
+        "give_up",
+    )
+    return {f"snapshot_{name}": getattr(server, name) for name in names}

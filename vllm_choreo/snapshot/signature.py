@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from vllm_choreo.trained_adapter import BaseModel
+from vllm_choreo.trained_adapter import ModelIdentity
 
 # What recipes depend on: to another tokenizer the same numbers are other texts.
 _OF_TEXT = "tokenizer"
@@ -21,7 +21,7 @@ def signature(vllm_config: Any) -> dict[str, Any]:
         vllm_config: the engine's.
 
     Returns:
-        `name`, for a reader; `weights`, `tokenizer`: digests, see `BaseModel`; `architecture`;
+        `name`, for a reader; `weights`, `tokenizer`: digests, see `ModelIdentity`; `architecture`;
         `dtype`, `quantization`, `load_format`; `rotation`: the parameters of RoPE.
     """
     model = vllm_config.model_config
@@ -43,8 +43,8 @@ def signature(vllm_config: Any) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def _base_model(model: str) -> BaseModel:
-    return BaseModel.of(model)
+def _base_model(model: str) -> ModelIdentity:
+    return ModelIdentity.of(model)
 
 
 def differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:

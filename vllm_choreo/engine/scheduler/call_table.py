@@ -22,7 +22,7 @@ from vllm_choreo.engine.scheduler.report import report_of
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.step import KeptHidden, RequestSpans, request_spans
 from vllm_choreo.errors import CyclicParentsError, ParentFailedError, RepairError
-from vllm_choreo.repair.runs import Run
+from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.positions import ParentPlan
 from vllm_choreo.semantics.provenance import trace_of
@@ -34,7 +34,7 @@ from vllm_choreo.store.store import MessageStore
 _ROUNDS = 8
 
 
-class CallBook:
+class CallTable:
     """The calls in flight. Knows messages and plans; queues and allocation are the scheduler's.
 
     Attributes:
@@ -106,7 +106,7 @@ class CallBook:
         return self._enter(ScheduledCall(request, encoding, encoding.parents, None, serves))
 
     def open_run(
-        self, request: Request, encoding: Encoding, run: Run, serves: ScheduledCall
+        self, request: Request, encoding: Encoding, run: TokenRange, serves: ScheduledCall
     ) -> ScheduledCall:
         """Enter a call that writes one run of a patch."""
         return self._enter(ScheduledCall(request, encoding, encoding.parents, None, serves, run))
@@ -289,7 +289,7 @@ class CallBook:
             for block in self.span_blocks(parent, span)
         ]
 
-    def share_twin(self, call: ScheduledCall) -> None:
+    def share_duplicate(self, call: ScheduledCall) -> None:
         """Let a call that is about to start begin with what another of the same digest has."""
         encoding, params = call.encoding, call.beneficiary.params
         # A copy that is encoded for the first time is new, too.
@@ -343,7 +343,7 @@ class CallBook:
         encoding, num_encoded = call.encoding, up_to - call.plan.base
         if call.run is not None:
             if num_encoded >= call.run[1] and call.run in encoding.unwritten:
-                self.store.written(encoding, call.run)
+                self.store.on_written(encoding, call.run)
         elif encoding.is_known and not encoding.is_resident and num_encoded >= encoding.num_tokens:
             own = blocks[call.plan.base // self.block_size :]
             self.store.hold(encoding, own, encoding.num_tokens)
@@ -372,7 +372,7 @@ class CallBook:
         if call.run is None:
             self.store.residency.drop(encoding)
         elif call.run not in encoding.unwritten:
-            self.store.residency.not_written(encoding, call.run)
+            self.store.residency.on_unwritten(encoding, call.run)
 
     def spans(self, call: ScheduledCall) -> RequestSpans:
         """What the worker must know; valid for as long as the call stays admitted."""
@@ -455,7 +455,7 @@ class CallBook:
             call.message.open_report = report_of(call)
             self.store.fail_if_lost(call.message)
         else:
-            self.store.known(encoding)
+            self.store.mark_final(encoding)
         if not call.admitted:
             return
         num_encoded = min(request.num_computed_tokens, request.num_tokens - 1) - base

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_choreo.keep.tensors import Chunk, KVShape
+from vllm_choreo.snapshot.tensors import Chunk, KVShape
 
 
 @dataclass(frozen=True)

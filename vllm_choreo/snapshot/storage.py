@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from vllm_choreo.errors import KeptError, UnknownKeptError
-from vllm_choreo.keep import file_locks
+from vllm_choreo.snapshot import file_locks
 
 MANIFEST = "manifest.json"
 # Data, or a manifest that was not put into its place: when its save began, and which it was.

@@ -14,7 +14,7 @@ from vllm_choreo.semantics.message import Message
 Item = dict[str, Any]  # of a list of calls: what one is given, and its options
 
 
-class Passing:
+class FacadeWrapper:
     """A `Facade` that hands calls to `c`; subclasses change them, or what comes of them.
 
     Args:
@@ -48,7 +48,7 @@ class Passing:
         return made
 
 
-class PassingSession(Passing):
+class PassingSession(FacadeWrapper):
     """The same in front of a session, which ends with this one."""
 
     def __init__(self, c: SessionFacade) -> None:
@@ -72,4 +72,4 @@ def _made(
 
 
 if TYPE_CHECKING:
-    _is_one: type[Facade] = Passing
+    _is_one: type[Facade] = FacadeWrapper

@@ -56,7 +56,7 @@ def digest(token_ids: Sequence[int], adapter: str = "") -> bytes:
     return made.value()
 
 
-class MessageBook:
+class MessageTable:
     """The messages of one tenant, by what they hold.
 
     Args:
