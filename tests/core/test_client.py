@@ -758,7 +758,7 @@ def test_a_request_of_the_callers_own_is_aborted_with_its_call(is_late: bool) ->
         if not is_late:
             await c.cancel([pending])
         assert engine.aborted == ["own"] and not engine.running
-        assert engine.operations == [("end", c.session, pending.id, 0)]
+        assert engine.operations == [("end", c.session, pending.id, 0, "own")]
         with pytest.raises(ChoreoError, match="ended"):
             await pending
 

@@ -493,6 +493,26 @@ def test_who_reads_an_open_message_that_is_freed_is_told(
     assert "freed" in (stepped.error("reader") or {})["message"]
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_who_is_refused_a_name_ends_nothing_of_who_has_it(
+    is_complete: bool, start: Callable[..., Stepped]
+) -> None:
+    """Its client goes away before it hears so, and tells that it keeps nothing."""
+    stepped = start(**ROOMY)
+    stepped.submit("name", [5, 6], "decode", 3, open_end=not is_complete)
+    stepped.step(6 if is_complete else 1)
+    assert stepped.operate("end", "name", 0, "another request") is None
+    message = stepped.scheduler.store.get(stepped.session, "name")
+    assert message.failure is None
+    if is_complete:
+        assert stepped.operate("end", "name", 0) is None, "it is complete: nothing is open"
+        assert message.failure is None
+    else:
+        stepped.abort("name")
+        assert stepped.operate("end", "name", 0, message.request) is None
+        assert message.failure is not None
+
+
 def test_a_message_fails_once(start: Callable[..., Stepped]) -> None:
     """Its client aborts its request, and tells then that it keeps nothing of it."""
     stepped = start(**ROOMY)

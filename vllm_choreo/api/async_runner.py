@@ -196,7 +196,7 @@ class AsyncRunner:
     async def _abort(self, call: PlannedCall, queue: Any) -> None:
         await self._llm.abort(queue.request_id, internal=True)
         if call.params.open_end:
-            await self.utility("end", *end_arguments(call, None))
+            await self.utility("end", *end_arguments(call, None), queue.request_id)
 
     def _forget(self, pending: Sequence[Pending], result: Result) -> None:
         for handle in pending:

@@ -48,6 +48,7 @@ class StoredMessage:
     Attributes:
         tenant: with whose messages its own encoding is shared.
         reader: with whose its copies are, if not the tenant's.
+        request: id of the engine's request that makes it; empty if it was loaded.
         own: its encoding by the call that made it.
         copies: its other encodings, by digest.
         open_report: what its call reported, while the client has not told yet how many of the
@@ -61,6 +62,7 @@ class StoredMessage:
     session: str
     tenant: str = ""
     reader: str = ""
+    request: str = ""
     open_report: dict[str, Any] | None = None
     pinned_until: float = 0.0
     failure: str | None = None

@@ -167,16 +167,18 @@ class Run:
         for request_id, running in list(self._running.items()):
             name = running.name if isinstance(running, Ordinary) else running.call.name
             if name == abort.name:
+                ids = self._engine.output_processor.external_req_ids.get(request_id, [])
                 self._engine.abort_request([request_id])
                 del self._running[request_id]
                 self._counts["aborted"] += 1
                 if isinstance(running, Made):
-                    self._aborted(running)
+                    self._aborted(running, *ids)
 
-    def _aborted(self, made: Made) -> None:
+    def _aborted(self, made: Made, request: str = "") -> None:
+        """Tell that nothing of it is kept, if the client must; `request`: the engine's id."""
         made.is_aborted, made.state = True, "failed"
         if made.call.stop:
-            self.operation("end", made.call.session, made.id, 0)
+            self.operation("end", made.call.session, made.id, 0, request)
         message = self._message_of(made)
         # It may have been complete before its answer went out.
         if message is not None and not message.failure and made.tokens is not None:

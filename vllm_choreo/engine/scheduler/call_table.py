@@ -90,6 +90,7 @@ class CallTable:
         most_tokens = min(most_tokens, self.max_model_len)
         check_room(self.store.hidden, params.keep_hidden, most_tokens)
         message = self.store.create(params.session, name, adapter, params.tenant, params.reader)
+        message.request = request.request_id
         encoding = message.own
         encoding.parents, encoding.trace = parents, trace
         if self.store.hidden and params.keep_hidden:

@@ -88,19 +88,27 @@ class Operations:
             self._store.evict(encoding)
         return sum(not encoding.is_copy for encoding in idle)
 
-    def end(self, session: str, message_id: str, num_tokens: int) -> dict[str, Any] | None:
+    def end(
+        self, session: str, message_id: str, num_tokens: int, request: str | None = None
+    ) -> dict[str, Any] | None:
         """Complete an open message with its first `num_tokens` tokens; with none, fail it.
+
+        Args:
+            session, message_id: names of the message.
+            num_tokens: tokens that the client keeps.
+            request: id of the request that makes the message. Another one, which was refused
+                because the name is taken, ends nothing of the message that has it.
 
         Returns:
             The report of its call, or None if there is no such message that is still open.
         """
         message = self._store.find(session, message_id)
-        if message is None:
+        if message is None or (request is not None and message.request != request):
             return None
         if running := message.own.encoders & self._call_table.calls.keys():
             # The client's abort is still under way.
             self._finish(list(running), RequestStatus.FINISHED_ABORTED)
-        if num_tokens:
+        if num_tokens or message.own.is_known:
             return self._store.end(message, num_tokens)
         self._store.fail(message, "it was ended by the client")
         return None
