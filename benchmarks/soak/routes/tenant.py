@@ -229,7 +229,9 @@ class Requests:
         prompts = [f'<prompt schema="{schema}">{part}</prompt>' for part in _PROMPTS]
         prompts += ["<" * 100, "<a>" * 50, '<?xml version="1.0"?><prompt schema="x"/>']
         if path.endswith(("/save", "/load")):
-            names = [tenant.marker, other.marker, "k1", "k2", "..", ".x", "a/b", "x" * 129, "é"]
+            names = [tenant.marker, "k1", "k2", "..", ".x", "a/b", "x" * 129, "é"]
+            # Saved under that name, it would be a word of its own, too.
+            names += [other.marker] if path.endswith("/load") else []
             return {"name": lambda: rng.choice(names)}
         if path.endswith("/schemas"):
             made = [_schema(f"s{rng.randrange(3)}", "t5"), _schema(tenant.marker, tenant.marker)]
