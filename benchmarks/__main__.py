@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short form of the benchmarks, then one page from their CSV files.
+"""The short form of the benchmarks, then the tables of RESULTS.md from their CSV files.
 
 python -m benchmarks            about a quarter of an hour on 2 idle cores
 python -m benchmarks ttft       some of them
-python -m benchmarks --page     write RESULTS.md again from the CSV files
+python -m benchmarks --page     measure nothing; fill the tables of RESULTS.md
 """
 
 from __future__ import annotations
@@ -13,30 +13,9 @@ import subprocess
 import sys
 import time
 
-from benchmarks.attention import page as attention
-from benchmarks.checkouts import page as checkouts
-from benchmarks.frontier import page as frontier
 from benchmarks.harness.record import BENCHMARKS, RESULTS, RESULTS_PAGE
-from benchmarks.keep import page as keep
-from benchmarks.memory import page as memory
-from benchmarks.mixed import page as mixed
-from benchmarks.on_ramps import page as on_ramps
-from benchmarks.ordinary import page as ordinary
-from benchmarks.planner import workers_page as workers
-from benchmarks.planner.moves import page as moves
-from benchmarks.planner.rivals import page as rivals
-from benchmarks.pml import page as pml
-from benchmarks.policies import page as policies
-from benchmarks.quality import page as quality
-from benchmarks.scaling import page as scaling
-from benchmarks.soak import page as soak
-from benchmarks.soak.routes import page as soak_routes
-from benchmarks.sweep import page as sweep
-from benchmarks.training import leakage_page as leakage
-from benchmarks.training import page as training
-from benchmarks.ttft import page as ttft
-from benchmarks.variants import page as variants
-from benchmarks.workflows import page as workflows
+from benchmarks.harness.tables import filled
+from benchmarks.tables import TABLES
 
 _WORKFLOWS = "benchmarks.workflows --questions 1 --answer-tokens 6 --verdict-tokens 2"
 # Each in a process of its own: engines leave global state behind.
@@ -65,7 +44,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "memory": ("benchmarks.memory",),
     "session": ("benchmarks.memory.long_session",),
     "attention": tuple(
-        f"{attention.COMMAND} {RESULTS}/span_attention_{number}.csv" for number in (1, 2)
+        f"benchmarks.attention --rounds 7 --csv {RESULTS}/span_attention_{number}.csv"
+        for number in (1, 2)
     ),
 }
 
@@ -74,44 +54,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 _BROADER = ("processes", "sweep", "scaling", "ttft", "policies", "mixed", "server", "quality")
 _ASKED_FOR = (*_BROADER, "memory", "session", "soak", "frontier", "rivals", "workers", "moves")
 _DEFAULT = [name for name in COMMANDS if name not in _ASKED_FOR]
-
-SECTIONS = (
-    workflows.section,
-    sweep.section,
-    ttft.section,
-    scaling.section,
-    attention.shared_reading_section,
-    policies.section,
-    memory.section,
-    memory.long_session_section,
-    ordinary.section,
-    checkouts.section,
-    mixed.section,
-    mixed.http_section,
-    soak.section,
-    soak_routes.section,
-    quality.section,
-    frontier.section,
-    training.section,
-    leakage.section,
-    pml.section,
-    keep.section,
-    on_ramps.section,
-    rivals.section,
-    workers.section,
-    moves.section,
-    variants.section,
-    attention.section,
-)
-
-INTRODUCTION = """\
-# Benchmarks
-
-Written by `make bench` (`python -m benchmarks`) from the CSV files in `results/`; do not edit.
-Model: SmolLM2-135M-Instruct, float32. Outputs are compared before anything is timed, the sides of
-a comparison take turns, and a comparison of times is made twice (passes), unless its section names
-the number of runs.
-Under each table: the command that made its numbers, the date and the machine."""
 
 
 def main() -> int:
@@ -143,9 +85,8 @@ def _run(name: str) -> bool:
 
 
 def write_page() -> None:
-    """RESULTS.md, from whatever CSV files are there."""
-    sections = [section() for section in SECTIONS]
-    RESULTS_PAGE.write_text("\n\n".join([INTRODUCTION, *filter(None, sections)]) + "\n")
+    """Fill the tables of RESULTS.md from the CSV files; its sentences stay as they are."""
+    RESULTS_PAGE.write_text(filled(RESULTS_PAGE.read_text(), TABLES))
 
 
 if __name__ == "__main__":

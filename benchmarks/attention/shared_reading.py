@@ -15,9 +15,10 @@ import statistics
 import sys
 from typing import Any
 
-from benchmarks.attention.page import shared_reading_section
 from benchmarks.attention.shared_work import make_work, measure, planning_times
+from benchmarks.attention.tables import TABLES
 from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.tables import as_text
 
 # Readers, tokens of all messages, query heads, KV heads, head size (SmolLM2-135M, Llama-3.1-8B).
 SHAPES = [(n, 4000, *heads) for heads in ((9, 3, 64), (32, 8, 128)) for n in (2, 4, 8, 16, 32)]
@@ -36,7 +37,7 @@ def main() -> int:
     write_csv("shared_reading", rows, **record())
     plans = [{"pass": n, **planning_times(31)} for n in range(1, args.passes + 1)]
     write_csv("shared_reading_planning", plans, **record())
-    print(shared_reading_section())
+    print(as_text(TABLES[name] for name in ("shared_reading", "shared_reading_planning")))
     return 0
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.attention.page import PLANNED
 from vllm_choreo.engine.step import RequestSpans
 from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
 from vllm_choreo.ops import (
@@ -21,6 +20,7 @@ from vllm_choreo.ops import (
     span_attention,
 )
 
+PLANNED = (32, 16, 250)  # requests, spans of each, tokens of a span
 BLOCK_SIZE = 32
 MESSAGES = 8
 CACHE_BYTES = 400e6  # of all layers together: many times the CPU's last cache

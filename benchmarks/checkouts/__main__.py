@@ -17,10 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkouts import page
+from benchmarks.checkouts.bars import FIGURES, OTHER, THIS, bars_reached
+from benchmarks.checkouts.tables import TABLES
 from benchmarks.harness.child import Child
 from benchmarks.harness.record import BENCHMARKS, record, write_csv
 from benchmarks.harness.stats import median
+from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 
 CHILD = Path(__file__).with_name("child.py")
@@ -32,8 +34,8 @@ def main() -> int:
     for number in range(1, args.passes + 1):
         rows += _pass(number, args)
     write_csv("checkouts", rows, **record())
-    print(page.section())
-    return int(not page.bars_reached(rows))
+    print(as_text(TABLES.values()))
+    return int(not bars_reached(rows))
 
 
 def _arguments() -> argparse.Namespace:
@@ -56,7 +58,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _pass(number: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    folders = {page.THIS: BENCHMARKS.parent, page.OTHER: args.against.resolve()}
+    folders = {THIS: BENCHMARKS.parent, OTHER: args.against.resolve()}
     rows = []
     with contextlib.ExitStack() as stack:
         children = {
@@ -66,11 +68,11 @@ def _pass(number: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         for name, child in children.items():
             if not child.ask("kernels"):
                 raise SystemExit(f"{name} has no kernels: build them there, see --help")
-            for what in page.FIGURES:  # what is done once only shall not be timed
+            for what in FIGURES:  # what is done once only shall not be timed
                 child.ask(what)
         for turn in range(args.turns):
             for name in in_turn(list(children), number + turn):
-                found = {what: children[name].ask(what) for what in page.FIGURES}
+                found = {what: children[name].ask(what) for what in FIGURES}
                 rows.append(
                     {
                         "pass": number,

@@ -12,11 +12,14 @@ import argparse
 import sys
 
 from benchmarks.frontier.measure import Reader
-from benchmarks.frontier.page import section
+from benchmarks.frontier.picture import draw
+from benchmarks.frontier.points import points_of
 from benchmarks.frontier.rules import BUDGETS
+from benchmarks.frontier.tables import TABLES
 from benchmarks.frontier.tasks import TASKS
 from benchmarks.harness.engine import FORCED, start_choreo_engine
-from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.record import read_csv, record, write_csv
+from benchmarks.harness.tables import as_text
 
 
 def main() -> int:
@@ -42,7 +45,8 @@ def main() -> int:
             rows += [{"task": task, "problem": number, **row} for row in reader.rows()]
             reader.close()
         write_csv("frontier", rows, **record())
-    print(section())
+    draw(points_of(read_csv("frontier")))
+    print(as_text(TABLES.values()))
     return 0
 
 

@@ -89,11 +89,28 @@ def read_csv(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def machine_line(rows: Sequence[Mapping[str, str]]) -> str:
-    """The machine of a CSV file, and the command that wrote it."""
-    row = rows[0]
-    return (
-        f"`{row['command']}`, {row['date']}. {row['cpu']}, {row['cores']} cores, "
-        f"{row['threads']} threads, kernels {row['isa']}, Python {row['python']}, torch "
-        f"{row['torch']}, vLLM {row['vllm']}, vllm-choreo {row['vllm_choreo']}."
+def machines_in_words(rows: Sequence[Mapping[str, str]]) -> str:
+    """The commands that wrote rows of CSV files, by the machine and versions that they ran on."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        machine = ", ".join(form.format(row[key]) for key, form in _MACHINE.items() if row.get(key))
+        found.setdefault(machine, []).append(f"`{row['command']}`" if "command" in row else "")
+    lines = (
+        ", ".join([*filter(None, dict.fromkeys(commands)), machine])
+        for machine, commands in found.items()
     )
+    return " ".join(f"{line}." for line in lines)
+
+
+_MACHINE = {
+    "date": "{}",
+    "cpu": "{}",
+    "cores": "{} cores",
+    "cpus": "{} cores",
+    "threads": "{} threads",
+    "isa": "kernels {}",
+    "python": "Python {}",
+    "torch": "torch {}",
+    "vllm": "vLLM {}",
+    "vllm_choreo": "vllm-choreo {}",
+}

@@ -11,8 +11,10 @@ import sys
 
 from benchmarks.harness.engine import start_choreo_engine
 from benchmarks.harness.record import read_csv, record, write_csv
+from benchmarks.harness.tables import as_text
+from benchmarks.keep.bars import bar_reached
 from benchmarks.keep.measure import MESSAGE_TOKENS, measure
-from benchmarks.keep.page import bar_reached, section
+from benchmarks.keep.tables import TABLES
 
 
 def main() -> int:
@@ -25,7 +27,7 @@ def main() -> int:
     llm = start_choreo_engine(3, max_model_len=longest, max_num_batched_tokens=2048)
     rows = [row for n in args.tokens for row in measure(llm, n, args.message_tokens, args.turns)]
     write_csv("keep", rows, **record())
-    print(section())
+    print(as_text(TABLES.values()))
     return int(not bar_reached(read_csv("keep")))
 
 

@@ -22,9 +22,12 @@ from benchmarks.harness.engine import (
     start_choreo_engine,
 )
 from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
-from benchmarks.memory.page import MODES, NUM_CALLS, NUM_MESSAGES, section
+from benchmarks.memory.tables import MODES, TABLES
 
+NUM_CALLS = 8
+NUM_MESSAGES = 8
 HEADER = "Answer:"
 
 
@@ -43,7 +46,7 @@ def main() -> int:
             rows.append({"pass": number, "mode": mode, **_measure(llm, mode, args)})
             print(rows[-1], flush=True)
     write_csv("memory", rows, **record())
-    print(section())
+    print(as_text([TABLES["memory"]]))
     return int(any(row["copies"] > 1 for row in rows if row["mode"] == "choreo"))
 
 

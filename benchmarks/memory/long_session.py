@@ -29,8 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.record import record, write_csv
-from benchmarks.memory.page import LONG_SESSION as CSV
-from benchmarks.memory.page import flat, long_session_section
+from benchmarks.harness.tables import as_text
+from benchmarks.memory.bars import flat
+from benchmarks.memory.picture import draw_long_session
+from benchmarks.memory.tables import LONG_SESSION as CSV
+from benchmarks.memory.tables import TABLES
 
 # Calls per turn, a list for each generation.
 DOCUMENTS, NOTES, ANSWERS = 40, 30, 30
@@ -58,7 +61,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows = _run(_start_engine(Path(folder)), args.mode, args.calls)
     write_csv(CSV[args.mode], rows, **record())
-    print(long_session_section())
+    if args.mode == "choreo":
+        draw_long_session(rows)
+    print(as_text(TABLES[name] for name in CSV.values()))
     return int(not flat(rows))
 
 

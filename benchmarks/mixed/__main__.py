@@ -24,9 +24,12 @@ from benchmarks.harness.engine import forced, start_choreo_engine
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.stats import median
 from benchmarks.harness.steps import StepWatch
+from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
-from benchmarks.mixed import page
+from benchmarks.mixed.bars import bar_reached, in_words, steps_in_words
 from benchmarks.mixed.load import Load
+from benchmarks.mixed.picture import draw
+from benchmarks.mixed.tables import TABLES
 from benchmarks.mixed.work import SIDES, SLOTS
 
 
@@ -44,12 +47,13 @@ def main() -> int:
             for side in in_turn(SIDES, number + turn):
                 for row in bench.run(side, args.requests, seed=turn):
                     requests.append({"pass": number, "turn": turn, "side": side, **row})
-            print(f"pass {number} turn {turn}: {page.in_words(requests)}", flush=True)
+            print(f"pass {number} turn {turn}: {in_words(requests)}", flush=True)
         steps += _kernels(bench, number, args.repeats)
     write_csv("mixed", requests, **record())
     write_csv("mixed_steps", steps, **record())
-    print(page.section())
-    return int(not page.bar_reached(requests))
+    draw(requests)
+    print(as_text(TABLES[name] for name in ("mixed", "mixed_steps")))
+    return int(not bar_reached(requests))
 
 
 def _arguments() -> argparse.Namespace:
@@ -96,7 +100,7 @@ def _kernels(bench: Load, number: int, repeats: int) -> list[dict[str, Any]]:
                 seconds = _seconds_beside(bench, side, batch)
                 row = {"pass": number, "repeat": repeat, "batch": batch.title, "side": side}
                 rows.append({**row, "step_s": round(seconds, 6)})
-        print(f"pass {number}: {batch.title}: {page.steps_in_words(rows, batch.title)}",
+        print(f"pass {number}: {batch.title}: {steps_in_words(rows, batch.title)}",
               flush=True)  # fmt: skip
     return rows
 

@@ -27,8 +27,10 @@ from benchmarks.harness.completions import stream_completion
 from benchmarks.harness.engine import draw_tokens
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.serving import Server, start_server
+from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
-from benchmarks.mixed import page
+from benchmarks.mixed.bars import bar_reached, in_words
+from benchmarks.mixed.tables import TABLES
 from benchmarks.mixed.work import (
     ANSWER_TOKENS,
     HEADER_TOKENS,
@@ -59,8 +61,8 @@ def main() -> int:
     ):
         asyncio.run(_measure(server, args, rows))
     write_csv("server", rows, **record())
-    print(page.http_section())
-    return int(not page.bar_reached(rows))
+    print(as_text([TABLES["server"]]))
+    return int(not bar_reached(rows))
 
 
 async def _measure(server: Server, args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
@@ -74,7 +76,7 @@ async def _measure(server: Server, args: argparse.Namespace, rows: list[dict[str
             for side in in_turn(SIDES, number):
                 found = await load.run(side, args.requests, seed=number)
                 rows += [{"pass": number, "turn": 0, "side": side, **row} for row in found]
-            print(f"pass {number}: {page.in_words(rows)}", flush=True)
+            print(f"pass {number}: {in_words(rows)}", flush=True)
 
 
 class _Load:

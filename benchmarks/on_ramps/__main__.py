@@ -13,6 +13,8 @@ import sys
 
 from benchmarks.harness.engine import empty_caches, forced, start_choreo_engine
 from benchmarks.harness.record import read_csv, record, write_csv
+from benchmarks.harness.tables import as_text
+from benchmarks.on_ramps.bars import bars_reached
 from benchmarks.on_ramps.chats import (
     NUM_AGENTS,
     NUM_DOCUMENTS,
@@ -22,7 +24,7 @@ from benchmarks.on_ramps.chats import (
     measure_retrieval,
     retrieval,
 )
-from benchmarks.on_ramps.page import bars_reached, section
+from benchmarks.on_ramps.tables import TABLES
 
 
 def main() -> int:
@@ -52,7 +54,7 @@ def main() -> int:
         history = [long_text(tokenizer, size, 50 + seed) for seed in range(NUM_AGENTS)]
         agents = measure_agents(llm, lambda: Bot(llm, one_token), history)
         write_csv("on_ramps_agents", agents, **record())
-    print(section())
+    print(as_text(TABLES.values()))
     return int(not bars_reached(read_csv("on_ramps_retrieval"), read_csv("on_ramps_agents")))
 
 

@@ -19,8 +19,11 @@ from typing import Any
 
 from benchmarks.harness.child import Child
 from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
-from benchmarks.ordinary import engine, page
+from benchmarks.ordinary import engine
+from benchmarks.ordinary.bars import bar_reached
+from benchmarks.ordinary.tables import TABLES
 
 
 def main() -> int:
@@ -31,8 +34,8 @@ def main() -> int:
     args = parser.parse_args()
     rows = [row for n in range(1, args.passes + 1) for row in _pass(n, args)]
     write_csv("ordinary", rows, **record())
-    print(page.section())
-    return int(not page.bar_reached(rows))
+    print(as_text(TABLES.values()))
+    return int(not bar_reached(rows))
 
 
 def _pass(number: int, args: argparse.Namespace) -> list[dict[str, Any]]:

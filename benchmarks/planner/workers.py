@@ -19,11 +19,14 @@ from typing import Any
 
 from benchmarks.harness.engine import BLOCK_SIZE
 from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.planner.rivals.text import WIDTH
 from benchmarks.planner.rivals.ways import Ran, planned_on
 from benchmarks.planner.rivals.workloads import Workload, add_sizes, workload
-from benchmarks.planner.workers_page import COUNTS, NAME, SEMANTICS, section
+from benchmarks.planner.tables import COUNTS, NAME, TABLES
+
+SEMANTICS = ("exact", "choreo")
 
 
 def main() -> int:
@@ -36,7 +39,7 @@ def main() -> int:
         for semantics in SEMANTICS:
             rows += _turns(name, one, semantics, args.turns)
             write_csv(NAME, rows, **record())
-    print(section())
+    print(as_text(TABLES.values()))
     return 0
 
 

@@ -13,8 +13,10 @@ import sys
 
 from benchmarks.harness.engine import start_choreo_engine
 from benchmarks.harness.record import read_csv, record, write_csv
+from benchmarks.harness.tables import as_text
 from benchmarks.pml import answers, first_token
-from benchmarks.pml.page import bar_reached, section
+from benchmarks.pml.bars import bar_reached
+from benchmarks.pml.tables import TABLES
 
 # Beside the document: an instruction, a question, a token, and padding to whole blocks.
 ROOM_TOKENS = 192
@@ -47,7 +49,7 @@ def main() -> int:
         write_csv("pml_first_token", rows, **record())
     if args.limit:
         write_csv("pml_answers", answers.measure(llm, args.limit), **record())
-    print(section())
+    print(as_text(TABLES.values()))
     return int(not bar_reached(read_csv("pml_first_token")))
 
 

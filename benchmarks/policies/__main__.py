@@ -19,10 +19,14 @@ from benchmarks.harness.engine import kv_block_bytes, start_choreo_engine
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.stats import median
 from benchmarks.harness.steps import read_bandwidth
+from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
-from benchmarks.policies import drift, page
+from benchmarks.policies import drift
+from benchmarks.policies.bars import added_share, bar_reached
 from benchmarks.policies.patterns import PATTERNS, POLICIES, Pattern
+from benchmarks.policies.picture import draw_drift
 from benchmarks.policies.reading import MESSAGE_TOKENS, Reading
+from benchmarks.policies.tables import TABLES
 
 READERS = (1, 8, 16)
 
@@ -48,9 +52,11 @@ def main() -> int:
     }
     write_csv("policies", calls, **speeds, **record())
     write_csv("policies_repositioned", shares, **record())
-    write_csv("policies_drift", drift.measure(args.seeds), **record())
-    print(page.section())
-    return int(not page.bar_reached(shares))
+    drifts = drift.measure(args.seeds)
+    write_csv("policies_drift", drifts, **record())
+    draw_drift(drifts)
+    print(as_text(TABLES.values()))
+    return int(not bar_reached(shares))
 
 
 def _arguments() -> argparse.Namespace:
@@ -120,7 +126,7 @@ def _repositioned(bench: Reading, number: int, pairs: int) -> list[dict[str, Any
                         "step_s": round(median(steps), 7),
                     }
                 )
-        share = page.added_share(rows, readers, number)
+        share = added_share(rows, readers, number)
         print(f"pass {number}: {readers} readers: repositioned costs {share:+.2%}", flush=True)
     return rows
 

@@ -14,8 +14,9 @@ import sys
 
 from benchmarks.harness.engine import start_choreo_engine
 from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.tables import as_text
 from benchmarks.quality import agreement, answers
-from benchmarks.quality.page import section
+from benchmarks.quality.tables import TABLES
 from benchmarks.quality.tasks import TASKS
 from vllm_choreo.workflows.problems import load_jsonl, word_problems
 
@@ -39,7 +40,7 @@ def main() -> int:
             problems = word_problems(args.questions, answers.SEED)
         debates = agreement.measure(llm, [problem.question for problem in problems])
         write_csv("quality_agreement", debates, **record())
-    print(section())
+    print(as_text(TABLES.values()))
     return 0
 
 

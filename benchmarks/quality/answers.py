@@ -9,8 +9,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.quality import agreement
-from benchmarks.quality.page import BASELINE, CHOREO, WITHOUT_NOTE
-from benchmarks.quality.tasks import MODES, TASKS, WAYS, Task, Way, score
+from benchmarks.quality.tasks import (
+    BASELINE,
+    CHOREO,
+    MODES,
+    TASKS,
+    WAYS,
+    WITHOUT_NOTE,
+    Task,
+    Way,
+    score,
+)
 from vllm_choreo.judge.stats import bootstrap_interval, wilson_interval
 from vllm_choreo.workflows.chat import assistant, system, user
 from vllm_choreo.workflows.problems import Problem, key_values

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks.quality.page import ALONE, BASELINE, CHOREO, EXACT, NO_DOCUMENTS
 from vllm_choreo.workflows.problems import (
     Problem,
     fact_pairs,
@@ -15,6 +14,14 @@ from vllm_choreo.workflows.problems import (
     sentence_facts,
 )
 from vllm_choreo.workflows.problems.grading import coverage, is_correct
+
+# How documents reached the reader, as the rows of the CSV files name it.
+BASELINE = "baseline"
+EXACT = "exact"
+CHOREO = "choreo"
+ALONE = "choreo, each document alone"
+NO_DOCUMENTS = "baseline without documents"
+WITHOUT_NOTE = "choreo, documents without the note"
 
 
 class Task(NamedTuple):

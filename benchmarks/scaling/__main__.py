@@ -19,11 +19,13 @@ from typing import Any
 
 from benchmarks.harness.engine import BLOCK_SIZE, start_choreo_engine
 from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
-from benchmarks.scaling import page
 from benchmarks.scaling import rows as figures
+from benchmarks.scaling.picture import draw_decode, draw_first_token
 from benchmarks.scaling.readers import CHUNK_TOKENS, MESSAGE_TOKENS, Readers
 from benchmarks.scaling.stock_prefix import StockPrefix
+from benchmarks.scaling.tables import TABLES
 
 READERS = (1, 2, 4, 8, 16, 32)
 FIRST_TOKEN_SIDES = ("choreo", "prefix", "text")
@@ -54,8 +56,11 @@ def main() -> int:
         stock.close()
     write_csv("scaling_first_token", first, **record())
     write_csv("scaling_decode", decode, **record())
-    write_csv("scaling_machine", [bench.speeds()], **record())
-    print(page.section())
+    speeds = bench.speeds()
+    write_csv("scaling_machine", [speeds], **record())
+    draw_first_token(first)
+    draw_decode(first, decode, speeds)
+    print(as_text(TABLES.values()))
     return int(not figures.bars_reached(decode))
 
 

@@ -25,9 +25,10 @@ from typing import Any
 
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.serving import Server, start_server
+from benchmarks.harness.tables import as_text
 from benchmarks.soak.judge import Judge
-from benchmarks.soak.page import COUNTED, section
 from benchmarks.soak.routes.run import soak as routes
+from benchmarks.soak.tables import COUNTED, TABLES
 from benchmarks.soak.users import DOC_TOKENS, DOCS, ChoreoUser, Notes, OrdinaryUser, run_all
 
 PARTS = ("load", "routes")
@@ -45,7 +46,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             row = soak(Path(folder), args.clients, 60 * args.minutes)
         write_csv("soak", [row], **record())
-        print(section())
+        print(as_text(TABLES.values()))
         status |= bool(row["wrong_tokens"] or row["failures"] or row["blocks_leaked"])
     if "routes" in parts:
         status |= routes(args.requests, args.senders, args.seed)

@@ -25,10 +25,14 @@ from benchmarks.harness.cost_model import CostModel
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.sides import ON_ONE_ENGINE, Room, Side, passes, replay_in_turn
 from benchmarks.harness.stats import median
-from benchmarks.sweep import page
+from benchmarks.harness.tables import as_text
+from benchmarks.sweep.bars import BARS, bars_reached
+from benchmarks.sweep.picture import draw
+from benchmarks.sweep.tables import TABLES
 from vllm_choreo.workflows.record.transcript import Transcript
 
 SIZES = (2, 4, 8, 16)
+STAGES = ("task", "candidates", "votes", "answer")
 SHOWN = ("kind", "candidates", "voters", "rep", "stock_s", "choreo_s")
 ROOM = Room(kv_cache_gib=8, max_model_len=8192)  # 16 voters' own copies of 16 candidates fit
 QUESTION = (
@@ -59,8 +63,9 @@ def main() -> int:
                 replay_in_turn(sides, path, 0)  # what is done once only shall not be timed
             rows += _pass(sides, path, number, args, model)
     write_csv("sweep", rows, **record())
-    print(page.section())
-    return int(not page.bars_reached(rows))
+    draw(rows)
+    print(as_text(TABLES.values()))
+    return int(not bars_reached(rows))
 
 
 def _pass(
@@ -82,7 +87,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="lengths as in the paper; hours")
     parser.add_argument("--processes", action="store_true", help="against stock vLLM")
-    parser.add_argument("--kinds", nargs="+", choices=page.BARS, default=list(page.BARS))
+    parser.add_argument("--kinds", nargs="+", choices=BARS, default=list(BARS))
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--passes", type=int, help="6; with --processes: 1")
     parser.add_argument("--candidate-tokens", type=int, default=48)
@@ -122,7 +127,7 @@ def _figures(
     for name, run in (("stock", stock), ("choreo", choreo)):
         row[f"{name}_s"] = round(run.seconds, 4)
         row[f"{name}_expected_prefill_s"] = round(model.prefill_seconds(run), 4)
-        for stage in page.STAGES:
+        for stage in STAGES:
             row[f"{name}_{stage}_s"] = round(_stage_seconds(run, stage), 4)
         votes = [s.message.metrics.ttft for s in run.steps if s.stage == "votes"]
         row[f"{name}_vote_ttft_s"] = round(median(votes), 4)

@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.record import read_csv, record, write_csv
+from benchmarks.harness.tables import as_text
 from benchmarks.training import stages
-from benchmarks.training.page import NAME, section
+from benchmarks.training.picture import draw
+from benchmarks.training.tables import TABLES
 from vllm_choreo.trained_adapter import PLACEMENTS
 
+NAME = "training"
 _MIXED = "writer"  # of the mixture, and of two epochs
 
 
@@ -47,7 +50,8 @@ def main() -> int:
             rows += stages.evaluate(args.work, recorded[task], [], [controls[task]])
         told = [{**row, "minutes": _minutes(args.work, row["arm"]), **record()} for row in rows]
         write_csv(NAME, stages.merged(read_csv(NAME), told))
-    print(section())
+    draw(read_csv(NAME), NAME)
+    print(as_text([TABLES[NAME]]))
     return 0
 
 

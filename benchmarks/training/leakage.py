@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.record import record, write_csv
-from benchmarks.training.leakage_page import NAME, section
+from benchmarks.harness.tables import as_text
+from benchmarks.training.tables import TABLES
 from vllm_choreo.api.facade_wrapper import FacadeWrapper, Item
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.cli.evaluate.arms import Arm, arms_of
@@ -35,6 +36,7 @@ from vllm_choreo.workflows.prisoners_dilemma import NAMES, STRATEGIES, SYSTEM
 from vllm_choreo.workflows.record.transcript import Transcript
 from vllm_choreo.workflows.together import all_made, run_together
 
+NAME = "training_leakage"
 _WORKFLOW = "prisoners_dilemma"
 _TOLD = ("none", "always cooperate", "always defect")  # as played, and forced again
 _READER, _SPEAKER = NAMES
@@ -62,7 +64,7 @@ def main() -> int:
         rows.append({"arm": arm.name.removeprefix("+ "), "games": len(games), **ends})
         print(rows[-1], flush=True)
     write_csv(NAME, rows, **record())
-    print(section())
+    print(as_text([TABLES[NAME]]))
     return 0
 
 

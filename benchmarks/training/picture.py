@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.pictures import BLUE, GREEN, INK, ORANGE, PALE, RED, panels, save_picture
@@ -16,13 +15,13 @@ _COLOURS = dict(zip(PLACEMENTS, (BLUE, ORANGE, GREEN), strict=True))
 _MIXTURE, _OTHERS = "mixture's writer", "other tasks' writers"
 
 
-def draw(rows: Sequence[Row], sets: Sequence[str], name: str) -> Path:
-    """Write it.
-
-    Args:
-        rows: of all sets, with answers that are right or wrong.
-        sets: from top to bottom.
-    """
+def draw(rows: Sequence[Row], name: str) -> None:
+    """Draw the sets all of whose answers are right or wrong, from top to bottom."""
+    unknown = {row["set"] for row in rows if not row["accuracy"]}
+    rows = [row for row in rows if row["set"] not in unknown]
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    if not sets:
+        return
     titles = ["right answers, less those of the text, points", "of the distance to the text, gone"]
     figure, (answers, distance) = panels(titles, height=1.2 + 0.6 * len(sets))
     for axes in (answers, distance):
@@ -46,7 +45,7 @@ def draw(rows: Sequence[Row], sets: Sequence[str], name: str) -> Path:
             distance.plot(100 * float(row["kl_gap_closed"]), place + shift, "o", **dot)
     known = dict(zip(*answers.get_legend_handles_labels()[::-1], strict=True))
     figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=6, fontsize=8)
-    return save_picture(figure, name)
+    save_picture(figure, name)
 
 
 def _kind(row: Row) -> tuple[str, str, float] | None:

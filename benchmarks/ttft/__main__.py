@@ -19,9 +19,11 @@ from benchmarks.harness.engine import empty_caches, forced, start_choreo_engine
 from benchmarks.harness.probes import QUESTION, ROLES, chain_tokens, step_times
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.stats import median
+from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
-from benchmarks.ttft import breakdown, page
-from benchmarks.ttft.page import MODES
+from benchmarks.ttft import breakdown
+from benchmarks.ttft.bars import MODES, bar_reached, ttfts
+from benchmarks.ttft.tables import TABLES
 
 
 def main() -> int:
@@ -40,8 +42,8 @@ def main() -> int:
     write_csv("ttft", rows, **record())
     write_csv("ttft_steps", steps, **record())
     write_csv("ttft_parts", parts, **record())
-    print(page.section())
-    return int(min(page.ratios_of(rows).values()) < page.BAR)
+    print(as_text(TABLES.values()))
+    return int(not bar_reached(rows))
 
 
 def _arguments() -> argparse.Namespace:
@@ -88,7 +90,7 @@ def _pass(llm: Any, number: int, args: argparse.Namespace) -> list[dict[str, Any
             rows += [_row(number, rep, mode, step) for step in decodes]
         if texts["choreo"] != texts["baseline"]:
             raise SystemExit("the modes did not generate the same tokens: their times mean nothing")
-        late = {m: median(page.ttfts(rows, m, number, rep)) * 1e3 for m in MODES}
+        late = {m: median(ttfts(rows, m, number, rep)) * 1e3 for m in MODES}
         print(f"pass {number} rep {rep}: {late}", flush=True)
     return rows
 

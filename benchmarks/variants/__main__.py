@@ -18,9 +18,10 @@ from typing import Any
 
 from benchmarks.harness.engine import BLOCK_SIZE, set_environment
 from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.variants.load import Pair, run
-from benchmarks.variants.page import section
+from benchmarks.variants.tables import TABLES
 from benchmarks.variants.writing import write_documents
 from vllm_choreo.repair.layers import entries_of
 from vllm_choreo.repair.pair import layers_text
@@ -50,7 +51,7 @@ def main() -> int:
         pair = _pair(args, Path(kept))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         asyncio.run(_measure(args, pair))
-    print(section())
+    print(as_text(TABLES.values()))
     return 0
 
 

@@ -32,16 +32,19 @@ from benchmarks.harness.sides import (
     passes,
     replay_in_turn,
 )
-from benchmarks.workflows import page
+from benchmarks.harness.tables import as_text
+from benchmarks.workflows.bars import FULL_ANSWER_TOKENS, bars_reached, is_full
+from benchmarks.workflows.tables import CHECK, DECIDED, TABLES
 from vllm_choreo.workflows.record.transcript import Transcript
 
+SIDES = ("choreo", "repaired", "baseline")  # on one engine
 ROOM = Room(kv_cache_gib=3, max_model_len=8192)
 ADVICE = "\n\nReason step by step, and put the final answer in \\boxed{}."
 
 
 def main() -> int:
     args = _arguments()
-    name = page.CHECK if args.processes else page.DECIDED
+    name = CHECK if args.processes else DECIDED
     tasks: list[tuple[str, Path]] = []
     runs: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
@@ -57,8 +60,8 @@ def main() -> int:
             runs += _pass(sides, tasks, number, CostModel(found))
             write_csv(name, runs, **record())
             write_csv(f"{name}_steps", steps, **record())
-    print(page.section())
-    return int(page.is_full(runs) and not args.processes and not page.bars_reached(runs))
+    print(as_text([TABLES[name]]))
+    return int(is_full(runs) and not args.processes and not bars_reached(runs))
 
 
 def _arguments() -> argparse.Namespace:
@@ -70,10 +73,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--answer-tokens", type=int, default=64)
     parser.add_argument("--verdict-tokens", type=int, default=16, help="votes and moderator")
     if "--full" in sys.argv:
-        lengths = {"answer_tokens": page.FULL_ANSWER_TOKENS, "verdict_tokens": 100}
+        lengths = {"answer_tokens": FULL_ANSWER_TOKENS, "verdict_tokens": 100}
         parser.set_defaults(questions=3, **lengths)
     args = parser.parse_args()
-    args.sides = list(IN_PROCESSES if args.processes else page.SIDES)
+    args.sides = list(IN_PROCESSES if args.processes else SIDES)
     args.passes = args.passes or (2 if args.processes else 6)
     return args
 

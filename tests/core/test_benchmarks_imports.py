@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house of the benchmarks: who imports whom, and what the page is made of."""
+"""The house of the benchmarks: who imports whom."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from benchmarks.on_ramps import page
+from benchmarks.on_ramps import bars
 from benchmarks.on_ramps.chats import Bot, measure_agents, measure_retrieval, retrieval
 from vllm_choreo import Choreography
 from vllm_choreo.errors import ChoreoError, DeniedMessageError
@@ -128,9 +128,9 @@ def test_the_benchmark(llm: Any) -> None:
     bot.close()
     reused = [int(row["reused_tokens"]) for row in rows if row["side"] == "choreo"]
     assert reused[0] == 0 and all(count >= 5 * 40 for count in reused[1:])
-    assert page.first_token_ratio(rows)[0] > 0.0
-    assert page.bars_reached(rows, []), "short prompts have no bar"
+    assert bars.first_token_ratio(rows) > 0.0
+    assert bars.bars_reached(rows, []), "short prompts have no bar"
     systems = [words(500 + n, 20) for n in range(4)]
     blocks = measure_agents(llm, make, [words(400 + n, 64) for n in range(4)], systems)
-    assert page.blocks_ratio([{k: str(v) for k, v in row.items()} for row in blocks]) > 1.0
+    assert bars.blocks_ratio([{k: str(v) for k, v in row.items()} for row in blocks]) > 1.0
     assert blocks[0]["agents"] == len(systems)

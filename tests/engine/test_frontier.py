@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.frontier import page, rules, tasks
+from benchmarks.frontier import picture, points, rules, tasks
 from benchmarks.frontier.measure import Reader
 from benchmarks.harness.engine import FORCED
 
@@ -52,10 +52,10 @@ def test_every_rule_is_measured_against_the_text(
         {**{name: str(value) for name, value in row.items()}, "task": "look-up", "problem": "0"}
         for row in rows
     ]
-    points = page.points_of(told)["look-up"]
-    mean, low, high = page.against_first(points, ("first", 0.25))
+    found_points = points.points_of(told)["look-up"]
+    mean, low, high = points.against_first(found_points, ("first", 0.25))
     assert abs(mean) < 1e-9 and low <= mean <= high, "no better than itself"
-    page.draw({"look-up": points})
+    picture.draw({"look-up": found_points})
     assert (tmp_path / "frontier.png").stat().st_size > 1000
 
 

@@ -16,7 +16,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from benchmarks.keep import measure, page
+from benchmarks.keep import bars, measure
 from tests.engine.oracle import random_tokens
 from tests.engine.test_tiers import BLOCK_GIB
 from vllm_choreo import Choreography
@@ -571,9 +571,9 @@ def test_the_benchmark_measures_what_it_says(llm: Any, monkeypatch: pytest.Monke
     (row,) = measure.measure(llm, 96, 48, 1)
     assert row["messages"] == 2 and min(row["encode_s"], row["save_s"], row["load_s"]) > 0
     short = {key: str(value) for key, value in row.items()}
-    assert page.bar_reached([short]), "short messages have no bar"
+    assert bars.bar_reached([short]), "short messages have no bar"
     slow = {**short, "tokens": "8000", "encode_s": "10.0", "load_s": "1.0"}
-    assert not page.bar_reached([slow]) and page.bar_reached([{**slow, "load_s": "0.1"}])
+    assert not bars.bar_reached([slow]) and bars.bar_reached([{**slow, "load_s": "0.1"}])
 
 
 def test_examples_of_the_documentation_run(

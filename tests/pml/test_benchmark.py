@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of prompts from schemas without an engine: its schemas, and its page."""
+"""The benchmark of prompts from schemas without an engine: its schemas, and its bar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pml import answers, page, texts
+from benchmarks.pml import answers, bars, texts
 from vllm_choreo.pml.structure import check_documents
 
 
@@ -35,14 +35,14 @@ def test_long_documents_have_the_length_that_is_asked_for_and_differ() -> None:
     check_documents([schema, texts.long_prompt("long", texts.NUM_ROLES - 1)])
 
 
-def test_the_page_tells_ratios_and_whether_the_bar_is_reached() -> None:
+def test_ratios_decide_whether_the_bar_is_reached() -> None:
     def row(tokens: int, side: str, seconds: float) -> dict[str, Any]:
         cells = {"document_tokens": tokens, "in_flight": 1, "side": side, "median_s": seconds}
         return {key: str(value) for key, value in cells.items()}
 
     rows = [row(5000, "text", 10.0), row(5000, "cached", 0.08), row(300, "text", 1.0)]
     rows.append(row(300, "cached", 0.1))
-    assert page.ratios(rows)[5000, 1][0] == pytest.approx(125)
-    assert page.bar_reached(rows), "short documents have no bar"
-    assert not page.bar_reached([*rows, row(8000, "text", 1.0), row(8000, "cached", 0.1)])
-    assert page.bar_reached([])
+    assert bars.ratio(rows, 5000) == pytest.approx(125)
+    assert bars.bar_reached(rows), "short documents have no bar"
+    assert not bars.bar_reached([*rows, row(8000, "text", 1.0), row(8000, "cached", 0.1)])
+    assert bars.bar_reached([])

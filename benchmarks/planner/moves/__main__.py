@@ -20,8 +20,9 @@ from typing import Any
 
 from benchmarks.harness.engine import set_environment
 from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
-from benchmarks.planner.moves.page import ENCODED, MOVED, NAME, section
+from benchmarks.planner.moves.tables import ENCODED, MOVED, NAME, TABLES
 
 _HEADER = "\nIn short:"
 _SAMPLING = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
@@ -37,7 +38,7 @@ def main() -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # each engine in a process of its own
     rows = asyncio.run(_measured(args))
     write_csv(NAME, rows, **record())
-    print(section())
+    print(as_text(TABLES.values()))
     return 0
 
 

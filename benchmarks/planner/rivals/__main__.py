@@ -24,9 +24,11 @@ from typing import Any
 
 from benchmarks.harness.engine import BLOCK_SIZE, set_environment
 from benchmarks.harness.record import read_csv, record, write_csv
+from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
-from benchmarks.planner.rivals.page import BARS, NAME, SWEEP, Batch, batches, reached, section
+from benchmarks.planner.rivals.bars import BARS, Batch, batches, reached
 from benchmarks.planner.rivals.served import stock_server
+from benchmarks.planner.rivals.tables import NAME, SWEEP, TABLES
 from benchmarks.planner.rivals.text import WIDTH
 from benchmarks.planner.rivals.ways import ABLATIONS, SERVED, SWEPT, WAYS, Engines
 from benchmarks.planner.rivals.workloads import NAMES, Workload, add_sizes, trading_days, workload
@@ -49,7 +51,7 @@ def main() -> int:
     set_environment()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # calls overlap in an engine of its own
     rows = asyncio.run(compare(args))
-    print(section())
+    print(as_text(TABLES.values()))
     if args.sweep:
         return 0
     return int(any(found < BARS[bar] for bar, (found, _) in reached(rows).items()))

@@ -25,10 +25,11 @@ from typing import Any
 
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.serving import Server, start_server
+from benchmarks.harness.tables import as_text
 from benchmarks.soak.routes.machine import ROLES, Machine, forge, kill, processes
-from benchmarks.soak.routes.page import section
 from benchmarks.soak.routes.probe import Calm, gauges, left_over, probe_tokens, quantile
 from benchmarks.soak.routes.sender import Sender, Tally
+from benchmarks.soak.routes.tables import TABLES
 
 KEYS = ("alpha", "beta", "gamma")
 SETTINGS = {
@@ -67,7 +68,7 @@ def soak(num_requests: int, num_senders: int, seed: int) -> int:
                 print(f"problem: {problem}", file=sys.stderr, flush=True)
     write_csv("soak_lives", lives, **record())
     write_csv("soak_routes", _rows(tally), **record())
-    print(section())
+    print(as_text(TABLES.values()))
     return int(bool(tally.problems))
 
 

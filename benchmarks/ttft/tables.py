@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of the time to first token, and of where it goes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from benchmarks.harness.tables import Rows, Table, Values, middle, of, ratio, spread
+from benchmarks.ttft.bars import BAR, MODES, ttfts
+
+_BASELINE, _CHOREO = (partial(ttfts, mode=mode) for mode in MODES)
+
+
+def _ms(seconds: Values) -> Values:
+    return lambda rows: [1e3 * value for value in seconds(rows)]
+
+
+def _late(rows: Rows) -> Rows:
+    return [row for row in rows if int(row["round"]) > 1]
+
+
+TABLES = {
+    "ttft": Table(
+        "ttft",
+        {"pass": "pass"},
+        {
+            "baseline, ms": spread(_ms(_BASELINE), ".0f"),
+            "choreographed, ms": spread(_ms(_CHOREO), ".0f"),
+            "ratio": ratio(_BASELINE, _CHOREO, ".1f"),
+            "bar": lambda rows: BAR,
+        },
+    ),
+    "ttft_parts": Table(
+        "ttft_parts",
+        {"part": "part"},
+        {f"{mode}, ms": middle(of("ms", mode=mode), ".1f") for mode in MODES},
+        rows=_late,
+    ),
+}

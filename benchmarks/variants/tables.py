@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of variants, alone and under load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.harness.stats import median, percentile
+from benchmarks.harness.tables import Cell, Rows, Table, of
+from benchmarks.variants.load import OWN
+
+
+def rates_met(rows: Rows) -> list[float]:
+    """The rates at which nine of ten first tokens of a side came within the target."""
+    found = []
+    for rate in sorted({float(row["rate"]) for row in rows} - {0.0}):
+        if percentile(of("ttft_s", rate=rate)(rows), 0.9) <= float(rows[0]["target_s"]):
+            found.append(rate)
+    return found
+
+
+def _columns(rows: Rows) -> Mapping[str, Cell]:
+    """Columns for the rates that were measured; 0 is one request at a time."""
+    rates = sorted({float(row["rate"]) for row in rows})
+    titles = {rate: f"{rate:g} per second, ms" if rate else "one at a time, ms" for rate in rates}
+    times = {title: _times(rate) for rate, title in titles.items()}
+    columns: dict[str, Cell] = {"highest rate met": lambda one: max(rates_met(one), default="none")}
+    if 0.0 in rates:
+        columns["own / this, alone"] = _against_own(rows)
+    return {**times, **columns}
+
+
+def _times(rate: float) -> Cell:
+    """Milliseconds: median, and within which nine of ten came."""
+
+    def cell(rows: Rows) -> str:
+        found = of("ttft_s", 1e3, rate=rate)(rows)
+        return f"{median(found):,.0f}, {percentile(found, 0.9):,.0f}" if found else ""
+
+    return cell
+
+
+def _against_own(rows: Rows) -> Cell:
+    """Ratios of first tokens that come one at a time, pass by pass."""
+
+    def cell(one: Rows) -> str:
+        if one[0]["side"] == OWN:
+            return ""
+        found = []
+        for number in sorted({row["pass"] for row in one}):
+            where = {"rate": 0.0, "pass": number}
+            own, this = of("ttft_s", side=OWN, **where)(rows), of("ttft_s", **where)(one)
+            found.append(f"{median(own) / median(this):.2f}")
+        return ", ".join(found)
+
+    return cell
+
+
+TABLES = {"variants": Table("variants", {"side": "side"}, _columns)}
