@@ -9,11 +9,11 @@ import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes: nothing."""
+    """Add no argument to the parser: `main` takes none."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print it as JSON, to be imported into Grafana; the exit status, 0."""
+    """Print the dashboard as JSON, to be imported into Grafana; return the exit status, 0."""
     file = importlib.resources.files("vllm_choreo.server") / "dashboard.json"
     sys.stdout.write(file.read_text(encoding="utf-8"))
     return 0

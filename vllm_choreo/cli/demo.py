@@ -94,7 +94,7 @@ ones included. Both modes ran in turn, each from an empty prefix cache."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes."""
+    """Add the arguments of `main` to the parser."""
     parser.add_argument(
         "--model", metavar="MODEL", help="model folder or name (default: the small test model)"
     )
@@ -135,7 +135,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run_all(llm: Any, tasks: Sequence[DemoTask]) -> list[dict[str, Transcript]]:
-    """Each task in both modes, the modes taking turns at being the first."""
+    """Run each task in both modes, which take turns at being the first."""
     from tqdm import tqdm
 
     warm_up(LocalEngine(llm), MODES)
@@ -191,7 +191,7 @@ def _run_task(llm: Any, task: DemoTask, mode: str, on_step: Callable[[Step], Non
 
 
 def _check_comparable(run: dict[str, Transcript]) -> None:
-    """Both modes made the same calls and generated equally much, or the times mean nothing."""
+    """Check that both modes made the same calls and generated equally much."""
     made = [
         [(step.stage, step.author, len(step.message.generated_token_ids)) for step in t.steps]
         for t in run.values()
@@ -201,7 +201,7 @@ def _check_comparable(run: dict[str, Transcript]) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What one mode took for the tasks of a workflow.
+    """Sums and medians of one mode over the tasks of a workflow.
 
     Attributes:
         calls, encoded, reused, generated: sums over the tasks; the last three in tokens.
@@ -291,7 +291,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _write_numbers(runs: Sequence[dict[str, Transcript]], folder: Path) -> Path:
-    """Every call of every run, with the versions and the machine that it was measured on."""
+    """Write every call of every run, with the versions and the machine that it was measured on."""
     import torch
     import vllm
 
@@ -324,7 +324,7 @@ def _write_numbers(runs: Sequence[dict[str, Transcript]], folder: Path) -> Path:
 def _write_answers(
     tasks: Sequence[DemoTask], runs: Sequence[dict[str, Transcript]], folder: Path
 ) -> Path:
-    """The answers of both modes beside each other."""
+    """Write the answers of both modes beside each other."""
     path = folder / "answers.md"
     parts = []
     for task, run in zip(tasks, runs, strict=True):

@@ -14,7 +14,7 @@ from vllm_choreo.workflows.record.recording import Recorder, Recording
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes."""
+    """Add the arguments of `main` to the parser."""
     parser.add_argument(
         "recorded", type=Path, metavar="RECORDED", help="folder of `vllm-choreo record`"
     )

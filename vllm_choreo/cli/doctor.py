@@ -29,7 +29,7 @@ MAX_MODEL_LEN = 1024
 
 @dataclass(frozen=True, eq=False)
 class CaseRun:
-    """A case that was run: the engine's message, and what the reference is asked."""
+    """A case that was run: the engine's message, and the same for the reference to encode."""
 
     message: Any
     made: Made
@@ -37,10 +37,10 @@ class CaseRun:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one choreographed answer compares.
+    """Comparison of one choreographed answer with HuggingFace's.
 
     Attributes:
-        agreed, num_tokens: of the generated tokens, those that HuggingFace chooses as well.
+        agreed, num_tokens: generated tokens that HuggingFace chooses as well, and all of them.
         difference: largest difference in log-probability over the five best tokens of each.
     """
 
@@ -55,7 +55,7 @@ class Verdict:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes."""
+    """Add the arguments of `main` to the parser."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -174,7 +174,7 @@ def _describe(kind: tuple[Any, ...]) -> str:
 
 
 def _run_cases(llm: Any) -> list[tuple[str, CaseRun]]:
-    """A handful of choreographed calls that no prefix cache could serve, but for the first."""
+    """Run some choreographed calls that no prefix cache could serve, but for the first."""
     from vllm import SamplingParams
 
     from vllm_choreo import Choreography

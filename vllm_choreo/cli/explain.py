@@ -21,7 +21,7 @@ _STATES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes."""
+    """Add the arguments of `main` to the parser."""
     parser.add_argument(
         "--chat",
         type=Path,
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
 def forecaster_of(
     tokenizer: Any, model: str, min_tokens: int | None, block_size: int
 ) -> Forecaster:
-    """Of a model's tokenizer.
+    """Forecaster with a model's tokenizer.
 
     Args:
         model: its folder or name, for the tokens that end its answers.

@@ -20,7 +20,7 @@ _RIGHT = (False, True, True, False, False, True, True, False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes."""
+    """Add the arguments of `main` to the parser."""
     parser.add_argument(
         "file",
         nargs="?",
@@ -51,10 +51,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def read_stats(path: Path) -> dict[str, Any]:
-    """What `json.dump(c.stats(), file)` wrote.
+    """Read a file of `json.dump(c.stats(), file)`.
 
     Raises:
-        ChoreoError: it is no such file.
+        ChoreoError: the file cannot be read, or holds no block map.
     """
     try:
         stats = json.loads(path.read_text())
@@ -73,7 +73,7 @@ def read_stats(path: Path) -> dict[str, Any]:
 
 
 def _run_example(model: str | None) -> dict[str, Any]:
-    """A document, two readers at different places, and an answer that reads one of them."""
+    """Run an example: a document, two readers at different places, an answer that reads one."""
     from vllm_choreo.cli.doctor import start_engine
     from vllm_choreo.smallmodel.embedded import embedded_model
 
@@ -102,7 +102,7 @@ def block_map(stats: Mapping[str, Any]) -> str:
     """The map as text: one row per message, and what the columns mean.
 
     Args:
-        stats: of `Choreography.stats`, in mode "choreo".
+        stats: data of `Choreography.stats`, in mode "choreo".
     """
     rows = [_HEADER, *(_row(message, stats["block_size"]) for message in stats["messages"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
@@ -153,7 +153,7 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _name(message_id: str) -> str:
-    """Without the session: all messages of a map are of one tenant's, or of few."""
+    """Message id without its session: all messages of a map are of one tenant's, or of few."""
     return message_id.rpartition("/")[2]
 
 

@@ -13,7 +13,7 @@ from vllm_choreo.errors import ChoreoError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes."""
+    """Add the arguments of `main` to the parser."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     save = actions.add_parser("save", help="encode texts, each a message, and save them")
     save.add_argument("files", nargs="+", type=Path, metavar="FILE", help="text, in UTF-8")
@@ -44,9 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """
+    """Save texts, load them, or show what a folder holds.
+
     Args:
-        args: `action`, and what it takes.
+        args: `action`, and its arguments.
 
     Returns:
         The exit status: 1 if a file that is shown is damaged.
@@ -134,7 +135,7 @@ def _show(uri: str, key_file: str) -> int:
 
 
 def _state(folder: Any, entry: Mapping[str, Any]) -> str:
-    """Whether keys and values of a message are there and right."""
+    """Describe a message's keys and values: a recipe, damaged, or their size."""
     from vllm_choreo.errors import KeptError
     from vllm_choreo.snapshot.streams import ReadAhead
 

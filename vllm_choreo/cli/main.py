@@ -32,10 +32,10 @@ class Command(Protocol):
     """A module with one subcommand. It imports what it needs when it runs, and no sooner."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Tell the parser what `main` takes."""
+        """Add the arguments of `main` to the parser."""
 
     def main(self, args: argparse.Namespace) -> int:
-        """Run it; the exit status."""
+        """Run the subcommand; return the exit status."""
 
 
 _COMMANDS: dict[str, tuple[Command, str]] = {

@@ -10,7 +10,7 @@ from vllm_choreo.smallmodel.sources import DEFAULT, SOURCES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes."""
+    """Add the arguments of `main` to the parser."""
     parser.add_argument(
         "path", nargs="?", type=Path, metavar="PATH", help="folder to make (default: in the cache)"
     )

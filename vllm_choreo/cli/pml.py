@@ -26,7 +26,7 @@ _LAYOUTS = ("schema", "compact")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes."""
+    """Add the arguments of `main` to the parser."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in _ACTIONS.items():
         own = actions.add_parser(name, help=text, description=text)
@@ -87,7 +87,7 @@ def _read(path: Path) -> list[Any]:
     """The schemas and prompts of a file.
 
     Raises:
-        ChoreoError: it cannot be read, or is none; the message begins with the file's name.
+        ChoreoError: the file cannot be read or parsed; the message begins with its name.
     """
     from vllm_choreo.pml.markup import parse
 

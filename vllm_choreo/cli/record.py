@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
 def _record(
     args: argparse.Namespace, model: str, recorder: Recorder, left: Sequence[tuple[Path, Task]]
 ) -> list[str]:
-    """Run what is left; the errors of runs that failed."""
+    """Run what is left; return the errors of runs that failed."""
     from tqdm import tqdm
 
     llm = start_engine(
@@ -113,13 +113,13 @@ def _record(
 
 
 def _problems(task: Task) -> list[str]:
-    """What tells the problems of a task from all others; a game is one by itself."""
+    """Digests that tell the problems of a task from all others; a game is one by itself."""
     texts = ["\n".join([problem.question, *problem.documents]) for problem in task.problems]
     return [blake2b(text.encode(), digest_size=16).hexdigest() for text in texts or [task.id]]
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What all runs have in common. More of them may be added later, so not how many there are."""
+    """Settings that all runs have in common, but for their number: more may be added later."""
     names = ["workflow", "seed", "temperature", "max_tokens", "logprobs"]
     names += [name for name in ("set", *OPTIONS.get(args.workflow, {})) if hasattr(args, name)]
     names += ["short_tokens"] if args.short_tokens else []

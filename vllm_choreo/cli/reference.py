@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HuggingFace says to a choreographed call, with no rotation of anybody's.
+"""HuggingFace's answer to a choreographed call, with no rotation of anybody's.
 
 A key at another position is had by encoding the message anew with everything that it attends to
 shifted along, which by definition changes nothing else: HuggingFace places the keys itself.
@@ -60,7 +60,7 @@ class Reference:
         self._memo: dict[tuple[Made, int], tuple[Any, Any]] = {}
 
     def logits(self, made: Made) -> Any:
-        """Float32 `[n, vocab_size]` of a message; row i predicts the token after token i."""
+        """A message's logits, float32 `[n, vocab_size]`; row i predicts the token after token i."""
         return self._encode(made, made.new_offset)[1]
 
     def forget(self) -> None:
@@ -103,11 +103,11 @@ class Reference:
         return own, logits
 
     def _masks(self, positions: Any, key_positions: Any) -> Any:
-        """What is added to the scores, `[1, 1, n, num_keys]`; by kind of layer if there are kinds.
+        """Masks to add to the scores, `[1, 1, n, num_keys]`; by kind of layer if there are kinds.
 
         Args:
-            positions: int64 `[n]`, of the new tokens, which are the last keys, too.
-            key_positions: int64 `[num_keys]`, where they are seen.
+            positions: int64 `[n]`, positions of the new tokens, which are the last keys, too.
+            key_positions: int64 `[num_keys]`, positions where the keys are seen.
         """
         import torch
 
@@ -131,10 +131,10 @@ class Reference:
 
 
 def num_unlike_greedy(logits: Any, num_given: int, generated: Sequence[int]) -> int:
-    """How many generated tokens are neither the reference's best, nor tie with it.
+    """Number of generated tokens that are neither the reference's best, nor tie with it.
 
     Args:
-        logits: float32 `[n, vocab_size]` of given and generated tokens.
+        logits: float32 `[n, vocab_size]`, logits of given and generated tokens.
         num_given: tokens before the generated ones.
     """
     return sum(

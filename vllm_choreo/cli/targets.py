@@ -12,8 +12,8 @@ def target_given(text: str, names: Container[str], says: str) -> tuple[str, floa
     """A target as an argument gives it.
 
     Args:
-        names: that it may have; an `agreement` is at most 1.
-        says: which these are, for the error.
+        names: names that it may have; an `agreement` is at most 1.
+        says: text that lists the names, for the error.
 
     Raises:
         RepairError: no such target, or no number from 0 on behind it.

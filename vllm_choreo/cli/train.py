@@ -16,7 +16,7 @@ PICTURE = "curves.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes; defaults are those of `TrainSettings`."""
+    """Add the arguments of `main` to the parser; defaults are those of `TrainSettings`."""
     add = parser.add_argument
     add("recorded", type=Path, metavar="RECORDED", help="folder of `vllm-choreo record`")
     add("--model", metavar="MODEL", help="model folder or name (default: the small test model)")
@@ -100,7 +100,7 @@ class _Bar:
         self._bar.close()
 
     def show(self, standing: Any) -> None:
-        """What `train` reports."""
+        """Show the progress that `train` reports."""
         self._bar.total = standing.num_steps
         if not self._bar.n:  # what was done before took none of this run's time
             self._bar.n = self._bar.initial = standing.step

@@ -32,11 +32,11 @@ def choreo_config(
     """AG2's config for OpenAI's API, with a client that names parents.
 
     Args:
-        model: the name under which the server serves it.
-        base_url: of the server, with "/v1".
-        api_key: one of those that the server was started with; None if it asks for none.
-        conversations: shared with other configs; None: of its own, in mode "choreo".
-        options: of `ag2.config.OpenAIConfig`.
+        model: name under which the server serves the model.
+        base_url: URL of the server, with "/v1".
+        api_key: one of the keys that the server was started with; None if it asks for none.
+        conversations: conversations shared with other configs; None: new ones, in mode "choreo".
+        options: further arguments of `ag2.config.OpenAIConfig`.
     """
     # The SDK insists on a key.
     key = "none" if api_key is None else api_key

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server answered to a chat request, read from its bytes: whole, or a stream."""
+"""Answers of a server to chat requests, read from their bytes: whole, or a stream."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """
+    """An answer to a chat request.
+
     Attributes:
-        is_message: whether it is a message of a session, and complete.
-        header, tokens: of the message: what was encoded, and what was generated.
-        content: its text; "" if it has none.
+        is_message: whether the answer is a message of a session, and complete.
+        header, tokens: token ids of the message that were encoded, and that were generated.
+        content: text of the answer; "" if it has none.
         tool_calls: name and arguments of each; arguments are JSON.
-        usage: as the answer tells; empty if it does not.
+        usage: the answer's usage; empty if it tells none.
     """
 
     is_message: bool
@@ -36,7 +37,7 @@ class ChatAnswer:
         return int(self.usage.get("total_tokens", 0)) - int(cached)
 
     def is_told_by(self, message: Mapping[str, Any]) -> bool:
-        """Whether a message of a chat says what this answer said, and nothing else."""
+        """Return whether a message of a chat says what this answer said, and nothing else."""
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         return (
             bool(self.tokens)
@@ -47,7 +48,7 @@ class ChatAnswer:
 
 
 def read_answer(content: bytes) -> ChatAnswer:
-    """The answer that `content` holds: JSON, or server-sent events."""
+    """Read an answer from JSON or from server-sent events."""
     is_message = False
     usage: Mapping[str, Any] = {}
     header: list[int] = []
@@ -71,7 +72,7 @@ def read_answer(content: bytes) -> ChatAnswer:
 
 
 def _parts(content: bytes) -> Iterator[dict[str, Any]]:
-    """Its JSON objects. An answer that broke off has those that came."""
+    """JSON objects of an answer; of one that broke off those that came."""
     lines = content.splitlines() if content.startswith(b"data:") else [content]
     for line in lines:
         data = line.removeprefix(b"data:").strip()

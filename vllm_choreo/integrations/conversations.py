@@ -52,11 +52,11 @@ class HttpRequest:
 
 
 class Refused(Exception):
-    """The server's answer to a `HttpRequest` is an error.
+    """Error that the server answered to a `HttpRequest`.
 
     Attributes:
-        error: of the answer's body.
-        response: as it came.
+        error: error object of the answer's body.
+        response: response of the HTTP client.
     """
 
     def __init__(self, error: Mapping[str, Any], response: Any) -> None:
@@ -70,19 +70,19 @@ Asking = Generator[HttpRequest, Any, Any]
 
 @dataclass(frozen=True)
 class _Piece:
-    """A run of the rendered tokens that is to be a parent; `name`: the answer that it is."""
+    """Rendered tokens that are to be one parent; `name`: that of the answer that they are."""
 
     tokens: tuple[int, ...]
     name: str | None = None
 
 
 class Conversations:
-    """Chats over one session of a server, with whatever their messages have in common.
+    """Chats over one session of a server, which share the messages that they have in common.
 
     Args:
         mode: "choreo": every message is encoded for itself, and read in any order; "exact": as
             plain text would be, and answers are those of plain text; "off": requests are plain.
-        session: the id of a session that is open already; None: one is opened, in this mode.
+        session: id of a session that is open already; None: one is opened, in this mode.
 
     Attributes:
         encoded_tokens: tokens that the server ran for these chats, as its answers tell: those of
@@ -110,12 +110,12 @@ class Conversations:
         self._renderings: dict[str, list[tuple[int, ...]]] = {}
 
     def is_ours(self, body: Mapping[str, Any]) -> bool:
-        """Whether a chat request is to be choreographed here, and does not name parents itself."""
+        """Return whether to choreograph a chat request here: it names no parents itself."""
         xargs = body.get("vllm_xargs") or {}
         return self.mode != "off" and not any(key.startswith("choreo_") for key in xargs)
 
     def has_lost(self, error: Mapping[str, Any]) -> bool:
-        """Whether an error says that messages are gone; if so they are forgotten."""
+        """Return whether an error says that messages are gone; forget them if so."""
         is_lost = error.get("type") in _LOST
         if is_lost:
             self._forget()
@@ -124,11 +124,12 @@ class Conversations:
         return is_lost
 
     def prepare(self, body: Mapping[str, Any], is_cut: bool = True) -> Asking:
-        """The request that names its parents.
+        """Prepare a chat request that names its parents.
 
         Args:
-            body: of a request to /v1/chat/completions.
-            is_cut: False: all of it is the header, for the server renders it otherwise.
+            body: body of a request to /v1/chat/completions.
+            is_cut: cut the chat into parents; False: all of it is the header, for the server
+                renders it otherwise.
 
         Returns:
             The body to send.
@@ -157,8 +158,8 @@ class Conversations:
         """Remember an answer.
 
         Args:
-            sent: the body of its request.
-            answer: with the tokens that were generated.
+            sent: body of the request that it answers.
+            answer: answer with its generated tokens.
         """
         self.encoded_tokens += answer.encoded_tokens
         xargs = sent.get("vllm_xargs") or {}
@@ -190,7 +191,7 @@ class Conversations:
     # -- cutting -------------------------------------------------------------------------------
 
     def _pieces(self, plain: Mapping[str, Any], named: Sequence[str | None]) -> Asking:
-        """The messages that can be parents, in order: what a rendering of the chat begins with."""
+        """Cut the beginning of the chat's rendering into messages that can be parents, in order."""
         whole = (yield HttpRequest("POST", "/tokenize", plain))["tokens"]
         pieces: list[_Piece] = []
         at = 0
@@ -209,9 +210,9 @@ class Conversations:
     def _rendered(
         self, plain: Mapping[str, Any], index: int, whole: Sequence[int], at: int
     ) -> Asking:
-        """The tokens of a message, which are those of `whole` from `at` on; None: none of its own.
+        """The tokens of a message, found in `whole` from `at` on; None: it has none of its own.
 
-        They may be more than the message's: those of messages before it that have none.
+        They include those of messages right before it that have none of their own.
         """
         messages = plain["messages"]
         digest = _digest(messages[index])
@@ -235,7 +236,7 @@ class Conversations:
     def _as_answer(
         self, tokens: tuple[int, ...], message: Mapping[str, Any], named: str | None
     ) -> Iterable[_Piece]:
-        """A turn of the assistant: the answer that it is, and what the template puts behind it."""
+        """Cut a turn of the assistant into its answer and what the template puts behind that."""
         for length in sorted(self._lengths, reverse=True):
             name = self._by_tokens.get(tokens[:length])
             if name is not None:
@@ -253,7 +254,7 @@ class Conversations:
     # -- encoding ------------------------------------------------------------------------------
 
     def _encode(self, session: str, pieces: Sequence[_Piece]) -> Asking:
-        """The names of the pieces, once the server has all of them."""
+        """Have the server encode the pieces that it lacks, and return the names of all."""
         names: list[str] = []
         calls: dict[str, Any] = {}
         for piece in pieces:

@@ -15,11 +15,12 @@ _OF_THE_BODY = ("content-length", "content-type", "transfer-encoding")
 
 
 class ChatExchange:
-    """
+    """A chat request of the SDK, and the requests to the server that it becomes.
+
     Args:
-        conversations: that the chat belongs to.
-        request: of httpx, as the SDK made it.
-        body: of the request, as JSON.
+        conversations: conversations that the chat belongs to.
+        request: request of httpx, as the SDK made it.
+        body: the request's body, as JSON.
     """
 
     def __init__(self, conversations: Conversations, request: Any, body: dict[str, Any]) -> None:
@@ -31,13 +32,13 @@ class ChatExchange:
 
     @classmethod
     def of(cls, conversations: Conversations, request: Any) -> ChatExchange | None:
-        """The exchange of a request; None: it is no chat."""
+        """The exchange of a request; None if it is no chat."""
         if request.method != "POST" or not request.url.path.endswith(_CHAT):
             return None
         return cls(conversations, request, json.loads(request.content))
 
     def steps(self) -> Asking:
-        """What to ask the server before; returns the request of the chat itself."""
+        """Yield the requests to make before the chat; return the request of the chat itself."""
         if not self._conversations.is_ours(self._body):
             return self._request
         self._sent = yield from self._conversations.prepare(self._body, self._is_cut)
@@ -55,7 +56,7 @@ class ChatExchange:
         return answer
 
     def refusal(self, refused: Refused) -> Any:
-        """The answer of a chat of which a part was refused."""
+        """The response to a chat of which a part was refused."""
         response = refused.response
         if not response.is_success:
             return response
@@ -64,7 +65,7 @@ class ChatExchange:
         return type(response)(status, json={"error": refused.error}, request=self._request)
 
     def is_to_be_repeated(self, response: Any) -> bool:
-        """Whether the request may be made again, for what it named was not there."""
+        """Return whether the request may be made again, for what it named was not there."""
         if response.is_success:
             return False
         error = _error(response)
@@ -74,13 +75,13 @@ class ChatExchange:
         return self._conversations.has_lost(error)
 
     def heard(self, response: Any, content: bytes | None = None) -> None:
-        """The server has answered; `content` are the bytes of a response that is a stream."""
+        """Remember the server's answer; `content`: the bytes of a response that is a stream."""
         if response.is_success:
             answer = read_answer(response.content if content is None else content)
             self._conversations.answered(self._sent, answer)
 
     def request(self, ask: HttpRequest) -> Any:
-        """The request of httpx for `ask`, under the same key and with the same patience."""
+        """The request of httpx for `ask`, with the key and the timeouts of the chat's request."""
         kept = {k: v for k, v in self._request.headers.items() if k.lower() not in _OF_THE_BODY}
         url = self._request.url.copy_with(path=self._root + ask.path, query=None)
         body = {} if ask.body is None else {"json": ask.body}
@@ -89,7 +90,7 @@ class ChatExchange:
 
 
 class Listener:
-    """Collects the bytes of a streamed answer, and says what they were when it ends."""
+    """Collector of the bytes of a streamed answer, which hands them over when it ends."""
 
     def __init__(self, chat: ChatExchange, response: Any) -> None:
         self._chat, self._response = chat, response
@@ -97,12 +98,12 @@ class Listener:
         self._has_ended = False
 
     def hear(self, chunk: bytes) -> bytes:
-        """Take a chunk, and give it on."""
+        """Keep a chunk and return it."""
         self._content += chunk
         return chunk
 
     def end(self) -> None:
-        """There is no more; may be said twice."""
+        """Hand the answer over; may be called twice."""
         if not self._has_ended:
             self._has_ended = True
             self._chat.heard(self._response, bytes(self._content))

@@ -33,18 +33,18 @@ _OF_ITS_OWN = ("host", "port", "uds", "api_key", "plugin", "api_server_count", "
 
 
 class InProcessServer:
-    """Starts vLLM's server with the plugin, on a thread of this process; `close` ends it.
+    """vLLM's server with the plugin, on a thread of this process; `close` ends it.
 
     As with every engine of vLLM's, a script that makes one is guarded by
     `if __name__ == "__main__":`, for the engine's own process imports it.
 
     Args:
         model: folder or name.
-        options: of `vllm serve`, with underscores: `max_model_len=4096`, `choreo_auto="exact"`;
-            see `words_of`.
+        options: options of `vllm serve`, with underscores: `max_model_len=4096`,
+            `choreo_auto="exact"`; see `words_of`.
 
     Attributes:
-        model: the name by which requests call it.
+        model: name by which requests call the model.
         base_url, api_key: OpenAI's clients insist on both; the socket alone decides who is reached.
 
     Raises:
@@ -99,7 +99,7 @@ class InProcessServer:
     def http_async_client(
         self, conversations: Conversations | None = None
     ) -> ChoreoAsyncHttpClient:
-        """The same for `AsyncOpenAI`."""
+        """A client for `AsyncOpenAI`; see `http_client`."""
         _, transport = transports(self._socket)
         return ChoreoAsyncHttpClient(conversations, transport=transport)
 
@@ -144,7 +144,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def _parsed(model: str, options: Mapping[str, Any]) -> Any:
-    """What the command line of `vllm serve` would make of the options."""
+    """Parse options as the command line of `vllm serve` does."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser

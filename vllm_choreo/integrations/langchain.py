@@ -42,7 +42,7 @@ class ChatChoreo(ChatOpenAI):
     Args:
         mode: "choreo": messages are encoded for themselves; "exact": answers are those of plain
             text; "off": requests are plain, and vLLM's prefix caching does what it can.
-        conversations: of another instance, to share its messages, and its mode.
+        conversations: conversations of another instance, to share its messages, and its mode.
         server: an `InProcessServer`, in place of `base_url`, `api_key` and `model`.
         http_client, http_async_client: a `ChoreoHttpClient` and a `ChoreoAsyncHttpClient` of your
             own, say with a proxy; they bring their conversations with them.
@@ -89,7 +89,7 @@ class ChatChoreo(ChatOpenAI):
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """A session cannot be written down."""
+        """Return False: a session cannot be written down."""
         return False
 
     @property
@@ -101,7 +101,7 @@ class ChatChoreo(ChatOpenAI):
         self.http_client.end_session()
 
     async def aend_session(self) -> None:
-        """As `end_session`."""
+        """Free all messages on the server, asynchronously; see `end_session`."""
         await self.http_async_client.end_session()
 
     def bind_tools(
@@ -112,7 +112,7 @@ class ChatChoreo(ChatOpenAI):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """As `ChatOpenAI.bind_tools`, but strict unless you say False.
+        """Extend `ChatOpenAI.bind_tools`: tools are strict unless you say False.
 
         The server then holds arguments to their schema; else to JSON alone, which small models
         fill as they like.

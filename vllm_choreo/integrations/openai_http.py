@@ -26,9 +26,7 @@ _httpx: Any = importlib.import_module(DefaultHttpxClient.__bases__[0].__module__
 
 
 def transports(socket: str) -> tuple[Any, Any]:
-    """Transports to a server at the Unix socket of this path: for the plain client below, and for
-    the asynchronous one.
-    """
+    """Transports to a server's Unix socket, by its path: synchronous and asynchronous."""
     return _httpx.HTTPTransport(uds=socket), _httpx.AsyncHTTPTransport(uds=socket)
 
 
@@ -36,9 +34,9 @@ class ChoreoHttpClient(DefaultHttpxClient):
     """A `DefaultHttpxClient` of OpenAI's SDK, for a server with the plugin.
 
     Args:
-        conversations: shared with other clients, so that agents read one another's messages; None:
-            of its own, in mode "choreo".
-        options: of `openai.DefaultHttpxClient`.
+        conversations: conversations shared with other clients, so that agents read one another's
+            messages; None: new ones, in mode "choreo".
+        options: further arguments of `openai.DefaultHttpxClient`.
     """
 
     def __init__(self, conversations: Conversations | None = None, **options: Any) -> None:
@@ -47,7 +45,7 @@ class ChoreoHttpClient(DefaultHttpxClient):
         self._last: ChatExchange | None = None
 
     def send(self, request: Any, **options: Any) -> Any:
-        """As the base class; a chat is sent with its parents named."""
+        """Extend the base class: a chat is sent with its parents named."""
         chat = ChatExchange.of(self.conversations, request)
         if chat is None:
             return super().send(request, **options)
@@ -77,7 +75,7 @@ class ChoreoHttpClient(DefaultHttpxClient):
         return response
 
     def _run(self, chat: ChatExchange, steps: Asking) -> Any:
-        """What `steps` return.
+        """Make the requests that `steps` yield, and return what `steps` return.
 
         Raises:
             Refused: the server has refused what was asked.
@@ -100,7 +98,7 @@ class ChoreoAsyncHttpClient(DefaultAsyncHttpxClient):
         self._last: ChatExchange | None = None
 
     async def send(self, request: Any, **options: Any) -> Any:
-        """As the base class; a chat is sent with its parents named."""
+        """Extend the base class: a chat is sent with its parents named."""
         chat = ChatExchange.of(self.conversations, request)
         if chat is None:
             return await super().send(request, **options)
@@ -130,7 +128,7 @@ class ChoreoAsyncHttpClient(DefaultAsyncHttpxClient):
         return response
 
     async def _run(self, chat: ChatExchange, steps: Asking) -> Any:
-        """As that of the twin."""
+        """Make the requests that `steps` yield, as the synchronous twin does."""
         reply: Any = None
         try:
             while True:

@@ -34,9 +34,9 @@ def frequency_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
 def _correct(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """The module's cosines and sines, `[1, num_tokens, dim]` each, made again precisely.
+    """Return the module's cosines and sines, `[1, num_tokens, dim]` each, computed precisely.
 
-    What has another form stays as it is.
+    Output of another form is returned as it is.
     """
     positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     is_plain = isinstance(output, tuple) and len(output) == 2 and positions.dim() == 2

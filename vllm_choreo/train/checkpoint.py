@@ -17,12 +17,12 @@ FILE_NAME = "checkpoint.pt"
 
 
 def random_states() -> dict[str, Any]:
-    """Those of the generators that dropout draws from."""
+    """States of the random generators that dropout draws from."""
     return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """As `random_states` found them."""
+    """Set the random generators to the states of `random_states`."""
     torch.set_rng_state(states["cpu"])
     torch.cuda.set_rng_state_all(states["cuda"])
 
@@ -39,10 +39,10 @@ def save_checkpoint(folder: Path, identity: Mapping[str, Any], state: Mapping[st
 
 
 def load_checkpoint(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of a folder's checkpoint; None: there is none.
+    """The state in a folder's checkpoint; None if there is no checkpoint.
 
     Raises:
-        ChoreoError: it is that of another training, or damaged.
+        ChoreoError: the checkpoint is of another training, or damaged.
     """
     path = folder / FILE_NAME
     if not path.exists():
@@ -64,7 +64,11 @@ def load_checkpoint(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any]
 
 
 def check_identity(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises ChoreoError: what the folder holds is of other data, settings or versions."""
+    """Check that a folder's training is of the model, data, settings and versions that are wanted.
+
+    Raises:
+        ChoreoError: some of them differ.
+    """
     differing = [name for name in wanted if found.get(name) != wanted[name]]
     if differing:
         raise ChoreoError(

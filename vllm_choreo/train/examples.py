@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded runs as examples: their calls, and what the text said; several of them in a packing."""
+"""Recorded runs as examples: their calls and the text's distributions; several in one packing."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NUM_LIKELIEST = 64  # of a text's tokens, where the recording has none
 
 @dataclass(frozen=True)
 class Example:
-    """One run.
+    """One recorded run to learn from.
 
     Attributes:
-        name: of its file.
-        calls: as if choreographed.
-        teacher: what the text said of every generated token; None: not recorded.
+        name: name of its file, with the part.
+        calls: all calls, as if choreographed.
+        teacher: the text's distribution at every generated token; None: not recorded.
     """
 
     name: str
@@ -71,14 +71,22 @@ def _teacher(likeliest: Likeliest | None) -> Teacher | None:
 
 
 def check_examples(model: PackedModel, examples: Iterable[Example]) -> None:
-    """Raises ChoreoError: one has tokens, or is longer, than the model knows; names it."""
+    """Check that the model has every token and position of the examples.
+
+    Raises:
+        ChoreoError: an example has a token or a position that the model lacks; names the example.
+    """
     for example in examples:
         with _named(example.name):
             model.check(pack(example.calls))
 
 
 def check_worn(examples: Iterable[Example], placement: str) -> None:
-    """Raises ChoreoError: no call would wear an adapter of this placement, so none can learn."""
+    """Check that some call would wear an adapter of this placement.
+
+    Raises:
+        ChoreoError: no call would, so none can learn.
+    """
     calls = (call for example in examples for call in example.calls)
     if not any(wears_adapter(placement, call.is_decode) for call in calls):
         raise ChoreoError(
@@ -91,7 +99,7 @@ def check_worn(examples: Iterable[Example], placement: str) -> None:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Errors say which run they are about."""
+    """Prefix errors with the name of the run that they are about."""
     try:
         yield
     except ChoreoError as error:
@@ -134,12 +142,12 @@ def packed_together(examples: Sequence[Example], pack_tokens: int) -> Iterator[l
 
 
 def order(num_examples: int, batch: int, seed: int, epoch: int) -> list[list[int]]:
-    """The numbers of the examples of every batch of an epoch: a function of these numbers alone."""
+    """Numbers of the examples of every batch of an epoch, determined by the arguments alone."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     numbers = torch.randperm(num_examples, generator=generator).tolist()
     return [numbers[start : start + batch] for start in range(0, num_examples, batch)]
 
 
 def counts(examples: Mapping[str, Sequence[Example]]) -> dict[str, int]:
-    """How many examples each part has."""
+    """Number of examples of each part."""
     return {part: len(listed) for part, listed in examples.items()}

@@ -21,13 +21,13 @@ class PackedModel:
     """A causal language model, taken over for packed transcripts.
 
     Args:
-        model: of `transformers`, or a `PeftModel` with one LoRA adapter. It is switched to our
-            attention and runs nothing else from then on.
+        model: a model of `transformers`, or a `PeftModel` with one LoRA adapter. It is switched to
+            our attention and runs nothing else from then on.
 
     Attributes:
         model: the same object, for its parameters, device and modes.
-        rotations: of every attention layer, proven by running the model.
-        has_adapter: whether it is a `PeftModel`.
+        rotations: rotation of every attention layer, proven by running the model.
+        has_adapter: whether the model is a `PeftModel`.
 
     Raises:
         UnsupportedModelError: its positions or its attention cannot be choreographed; says why.
@@ -55,10 +55,10 @@ class PackedModel:
         rows: torch.Tensor | None = None,
         adapted: Sequence[bool] | None = None,
     ) -> torch.Tensor:
-        """One forward of all calls; differentiable.
+        """Run one forward of all calls; differentiable.
 
         Args:
-            packing: of one transcript, on the model's device.
+            packing: calls of one transcript or several, on the model's device.
             rows: int64 `[num_rows]`, the packed rows whose logits are wanted; None: all.
             adapted: for each call, whether the adapter encodes it; None: all calls.
 
@@ -92,12 +92,17 @@ class PackedModel:
 
     @property
     def device(self) -> torch.device:
-        """That of the model's weights."""
+        """Device of the model's weights."""
         device: torch.device = self.model.device
         return device
 
     def check(self, packing: Packing) -> None:
-        """Raises ChoreoError, TooLongError: as `logits`, of the packing alone."""
+        """Check that the model has every token and position of a packing.
+
+        Raises:
+            ChoreoError: tokens that the model does not have.
+            TooLongError: a position beyond the model's context.
+        """
         largest = int(packing.token_ids.max())
         if largest >= self._vocab_size:
             raise ChoreoError(

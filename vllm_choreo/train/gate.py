@@ -30,7 +30,7 @@ def gate_adapter(model: Any) -> None:
 
 
 def _gate(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """`output`: what the adapter adds, `[1, num_tokens, num_out]`."""
+    """Multiply what the adapter adds, `[1, num_tokens, num_out]`, by 1 or 0 for each token."""
     adapted = carried().adapted
     return output if adapted is None else output * adapted[:, None].to(output.dtype)
 

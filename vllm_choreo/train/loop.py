@@ -39,14 +39,14 @@ _PACKAGES = ("torch", "transformers", "peft")
 
 @dataclass
 class TrainState:
-    """How far a training is.
+    """Progress of a training.
 
     Attributes:
-        num_steps: of the optimiser, if it does not end early.
-        step: how many are done.
+        num_steps: steps of the optimiser, if the training does not end early.
+        step: steps that are done.
         curves: "train" and "development", lists of `[step, nats per token]`.
         best: development loss of the best weights.
-        worse: evaluations since then.
+        worse: evaluations since the best one.
     """
 
     num_steps: int
@@ -70,13 +70,13 @@ def train(
 
     Args:
         model: folder or name of the base model, the one that recorded.
-        recording: of the workflow that the adapter is for.
+        recording: runs of the workflow that the adapter is for.
         out: folder of the adapter; is made.
         on_step: called after each step and each evaluation.
         checkpoint_seconds: least time between two checkpoints, but for those at evaluations.
 
     Returns:
-        What is in `out`, with the weights that had the smallest development loss.
+        The adapter in `out`, with the weights that had the smallest development loss.
 
     Raises:
         ChoreoError: the recording does not suit the model or cannot be learnt from, the model
@@ -142,7 +142,7 @@ class _Loop:
         self._pause, self._saved = checkpoint_seconds, time.monotonic()
 
     def run(self, state: Mapping[str, Any] | None) -> None:
-        """Go on until the last epoch or until nothing gets better; ends with the best weights."""
+        """Train until the last epoch or until patience ends, then set the best weights."""
         standing = self.standing
         if state is None:
             self._evaluate()
@@ -169,7 +169,7 @@ class _Loop:
         return [runs[i] for i in batches[number]]
 
     def _is_time_to_evaluate(self) -> bool:
-        """At the end of each of so many equal parts of an epoch."""
+        """Return whether this step ends one of the `evaluations` equal parts of an epoch."""
         number = self.standing.step % self._per_epoch or self._per_epoch
         parts = [i * self._settings.evaluations // self._per_epoch for i in (number - 1, number)]
         return parts[0] != parts[1]
@@ -207,10 +207,10 @@ def _identity(base: ModelIdentity, recording: Recording, settings: TrainSettings
 
 
 def _finished(out: Path, identity: Mapping[str, Any]) -> TrainedAdapter | None:
-    """What was trained here before; makes the folder.
+    """The adapter that was trained in a folder before, or None; makes the folder.
 
     Raises:
-        ChoreoError: it holds something else.
+        ChoreoError: the folder holds something else.
     """
     if (out / ADAPTER_FILE).exists():
         done = TrainedAdapter.load(out)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training makes small: the surprise at recorded outputs, and the distance to the text."""
+"""Losses of training: the surprise at recorded outputs, and the distance to the text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST = 1e-7  # of the probability of all other tokens: float32 knows no less b
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """What the text says of every trained token: the likeliest tokens, and the rest as one.
+    """The text's distribution at every trained token: the likeliest tokens, and the rest as one.
 
     Attributes:
         token_ids: int64 `[num_trained, k]`.
@@ -30,7 +30,7 @@ class Teacher:
 
     @classmethod
     def joined(cls, teachers: Sequence[Teacher]) -> Teacher:
-        """Row after row; `k` is the smallest of them."""
+        """Concatenate the rows of teachers, cut to the smallest `k`."""
         k = min(teacher.token_ids.shape[1] for teacher in teachers)
         return cls(
             torch.cat([teacher.token_ids[:, :k] for teacher in teachers]),
@@ -38,12 +38,12 @@ class Teacher:
         )
 
     def to(self, device: torch.device | str) -> Teacher:
-        """The same on a device."""
+        """The same teacher on a device."""
         return Teacher(self.token_ids.to(device), self.logprobs.to(device))
 
 
 def adapted_calls(packing: Packing, placement: str) -> tuple[bool, ...]:
-    """For each call, whether an adapter of this placement encodes it; see `wears_adapter`.
+    """Return for each call whether an adapter of this placement encodes it; see `wears_adapter`.
 
     Raises:
         ChoreoError: no such placement.
@@ -52,7 +52,7 @@ def adapted_calls(packing: Packing, placement: str) -> tuple[bool, ...]:
 
 
 def text_logprobs(model: PackedModel, packing: Packing) -> torch.Tensor:
-    """What the frozen model without adapter says of every trained token, reading text.
+    """Log-probabilities at every trained token, by the frozen model that reads text unadapted.
 
     Returns:
         Float32 `[num_trained, vocab_size]`, without gradient; the rows of `trained_rows`.
@@ -71,12 +71,12 @@ def text_logprobs(model: PackedModel, packing: Packing) -> torch.Tensor:
 def trained_logprobs(
     model: PackedModel, packing: Packing, adapted: Sequence[bool] | None = None
 ) -> torch.Tensor:
-    """What the choreographed calls say of every trained token: float32 `[num_trained, vocab]`."""
+    """Log-probabilities at every trained token, choreographed: float32 `[num_trained, vocab]`."""
     return model.logits(packing, packing.trained_rows, adapted).float().log_softmax(-1)
 
 
 def cross_entropy(logprobs: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Nats per recorded token."""
+    """Mean surprise at the recorded tokens, in nats per token."""
     return F.nll_loss(logprobs, packing.trained_ids)
 
 
@@ -88,7 +88,7 @@ def divergence(logprobs: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
 def likeliest_divergence(logprobs: torch.Tensor, teacher: Teacher) -> torch.Tensor:
     """`divergence` where all but the teacher's tokens count as one: nats per token.
 
-    At most that over the whole vocabulary, and equal to it if the teacher has all of it.
+    It is at most the one over the whole vocabulary, and equal to it if the teacher has all tokens.
     """
     found = logprobs.gather(1, teacher.token_ids)
     text = teacher.logprobs.exp()

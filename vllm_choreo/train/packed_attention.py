@@ -34,11 +34,11 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class Scores:
-    """How a layer turns products of queries and keys into weights.
+    """Numbers by which a layer turns products of queries and keys into weights.
 
     Attributes:
         scale: factor of the products.
-        softcap: they are bounded by `softcap * tanh(score / softcap)`; None: not.
+        softcap: bound of the products, by `softcap * tanh(score / softcap)`; None: no bound.
         dropout: probability that a weight is dropped; 0 outside of training.
     """
 
@@ -48,7 +48,7 @@ class Scores:
 
 
 class Carried(Protocol):
-    """What a forward carries to its attention layers.
+    """State that a forward carries to its attention layers.
 
     `adapted`: bool `[num_tokens]`, the tokens on which a LoRA adapter acts; None: on all.
     """
@@ -80,7 +80,7 @@ def carrying(value: Carried) -> Iterator[None]:
 
 
 def carried() -> Carried:
-    """What the running forward carries.
+    """State that the running forward carries.
 
     Raises:
         UnsupportedModelError: the model was called by other means than ours.
@@ -97,9 +97,9 @@ def carried() -> Carried:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For `torch.utils.checkpoint`: what is carried now is carried when a layer runs again.
+    """Contexts for `torch.utils.checkpoint`: a layer that runs again finds what is carried now.
 
-    That may be in another thread, and after the forward.
+    It may run in another thread, and after the forward.
     """
     return carrying(carried()), carrying(carried())
 
@@ -137,7 +137,7 @@ def packed_attention(
         `[1, num_tokens, num_heads, head_size]`, and None for the weights.
 
     Raises:
-        UnsupportedModelError: the layer asks for what is not computed here.
+        UnsupportedModelError: the layer asks for an option that is not computed here.
     """
     unknown = {name for name, option in options.items() if option is not None} - _HARMLESS
     if attention_mask is not None:
@@ -170,9 +170,9 @@ class PackedAttention:
     """One forward of a packing: reads the parents' keys where each call sees them.
 
     Attributes:
-        packing: of all calls, on the model's device.
-        rotations: of each attention layer; None: keys do not turn.
-        adapted: see `Carried`.
+        packing: all calls of the forward, on the model's device.
+        rotations: rotation of each attention layer; None: its keys do not turn.
+        adapted: tokens on which an adapter acts, see `Carried`.
     """
 
     packing: Packing
@@ -188,7 +188,7 @@ class PackedAttention:
         value: torch.Tensor,
         scores: Scores,
     ) -> torch.Tensor:
-        """See `Carried`."""
+        """Attend call by call, each to the keys that it reads; see `Carried`."""
         packing = self.packing
         keys = self._turned(self.rotations[module], key[:, packing.key_rows])
         values = value[:, packing.key_rows]

@@ -36,8 +36,8 @@ class PackedCall:
     """One call with every number resolved.
 
     Attributes:
-        token_ids: the header or tokens, then what was generated.
-        parents: of earlier calls; any order, gaps, overlaps, repetitions.
+        token_ids: the header or tokens, then the generated ones.
+        parents: spans of earlier calls; any order, gaps, overlaps, repetitions.
         new_offset: position of the first token.
         num_generated: how many tokens at the end were generated, hence are trained on; 0 for a
             prefill.
@@ -80,7 +80,7 @@ class Packing:
     """Calls in one sequence. Tensors are int64 on one device; `to` moves them.
 
     Attributes:
-        calls: in an order in which parents come first.
+        calls: all calls, in an order in which parents come first.
         token_ids, positions: `[num_tokens]`, of the packed sequence.
         starts: first row of each call, then `num_tokens`.
         key_rows: `[num_keys]`, packed rows of the keys that call 0 reads (parents as listed, then
@@ -111,10 +111,10 @@ class Packing:
 
     @cached_property
     def masks(self) -> tuple[torch.Tensor | None, ...]:
-        """Of each call: bool `[num_queries, num_keys]`, True where attended; None: all causal.
+        """Mask of each call: bool `[num_queries, num_keys]`, True where attended; None: all causal.
 
-        Every parent's token, and of the own ones those up to the query: causal, aligned at the
-        bottom right.
+        A query attends to every parent's token, and to the call's own up to itself: causal,
+        aligned at the bottom right.
         """
         return tuple(self._mask(i) if call.parents else None for i, call in enumerate(self.calls))
 
@@ -141,7 +141,7 @@ class Packing:
         return self.token_ids[self.trained_rows + 1]
 
     def to(self, device: torch.device | str) -> Packing:
-        """The same on a device."""
+        """The same packing on a device."""
         return replace(
             self,
             token_ids=self.token_ids.to(device),
@@ -151,7 +151,7 @@ class Packing:
         )
 
     def per_token(self, flags: Sequence[bool]) -> torch.Tensor:
-        """A flag per call as bool `[num_tokens]`.
+        """Spread a flag per call over its tokens: bool `[num_tokens]`.
 
         Raises:
             ChoreoError: not one flag per call.
@@ -204,10 +204,10 @@ def pack(calls: Sequence[PackedCall]) -> Packing:
 
 
 def pack_as_text(packing: Packing) -> Packing:
-    """Every call that generated, as the text that it stands for: no parents, no rotation.
+    """Pack each call that generated as the text that it stands for: no parents, no rotation.
 
-    The tokens of its parents as listed, then its own, from position 0. The trained rows come in
-    the same order, for the same tokens, as in `packing`.
+    A text is the tokens of the parents as listed, then the call's own, from position 0. The trained
+    rows come in the same order, for the same tokens, as in `packing`.
     """
     texts = []
     for call in packing.calls:

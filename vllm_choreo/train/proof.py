@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""By how much does each layer turn its keys per position? Declared by the model, proven by running.
+"""Proof of how far each layer turns its keys per position, as the model declares it, by running.
 
 The model runs copies of one token, each a call of its own, at several positions. A token that sees
 nothing but itself is given its own value, so nothing depends on the position but the rotation: its
@@ -36,10 +36,10 @@ _TYPES_THAT_VARY = ("dynamic", "longrope")
 
 @dataclass(eq=False)
 class LayerRecord:
-    """Carried by a forward of calls of one token each: records, and gives each its own value.
+    """Record of a forward of calls of one token each; gives each token its own value.
 
     Attributes:
-        seen: of each layer its queries, keys and values, float64 `[heads, num_tokens, d]`.
+        seen: queries, keys and values of each layer, float64 `[heads, num_tokens, d]`.
     """
 
     adapted: torch.Tensor | None = None
@@ -53,7 +53,7 @@ class LayerRecord:
         value: torch.Tensor,
         scores: Scores,
     ) -> torch.Tensor:
-        """See `Carried`."""
+        """Record queries, keys and values, and return the values; see `Carried`."""
         self.seen[module] = tuple(x.double() for x in (query, key, value))
         return value.repeat_interleave(query.shape[0] // value.shape[0], dim=0)
 
@@ -85,7 +85,7 @@ def declared_rotations(model: torch.nn.Module) -> list[Rotation]:
 
 
 def _rope_types(module: torch.nn.Module) -> list[str]:
-    """What a rotary module says of its scaling: one word, or one for each kind of layer."""
+    """Kinds of scaling that a rotary module names: one, or one for each kind of layer."""
     kinds = getattr(module, "rope_type", None)
     return list(kinds.values()) if isinstance(kinds, dict) else [kinds] if kinds else []
 
@@ -95,7 +95,7 @@ def prove_rotations(model: Any) -> dict[torch.nn.Module, Rotation | None]:
     """The rotation of every attention layer; None where keys do not turn.
 
     Args:
-        model: of `transformers`; its attention is `packed_attention.NAME`.
+        model: a model of `transformers` whose attention is `packed_attention.NAME`.
 
     Raises:
         UnsupportedModelError: positions, or calls beside one another, act in any other way.
@@ -145,7 +145,7 @@ def _refused(reason: str, value: str) -> UnsupportedModelError:
 
 
 def _record(model: Any, positions: Sequence[int], first: int) -> tuple[LayerRecord, torch.Tensor]:
-    """What layers do with token 7 at each position, and the logits; `first` is at the first."""
+    """Run token 7 at each position, `first` at the first one; return the record and the logits."""
     last = model.config.get_text_config().vocab_size - 1
     tokens = [min(first, last), *[min(7, last)] * (len(positions) - 1)]
     calls = [PackedCall((token,), (), at) for token, at in zip(tokens, positions, strict=True)]
@@ -186,7 +186,7 @@ def _match(
 
 
 def _error(x: torch.Tensor, at: torch.Tensor, rotation: Rotation | None) -> float:
-    """Largest deviation from what stands at position 0, turned by `rotation`."""
+    """Largest relative deviation from the entries at position 0, turned by `rotation`."""
     start = x[:, :1].expand_as(x)
     if rotation is not None:
         if rotation.rotary_dim > x.shape[-1]:

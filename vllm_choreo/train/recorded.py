@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recorded workflow to the calls of a packed forward, placed as choreography places them."""
+"""Calls of a packed forward from a recorded workflow, placed as choreography places them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def calls_of(transcript: Transcript) -> list[PackedCall]:
 
     Raises:
         UnknownMessageError: a call reads a message that the transcript lacks.
-        ChoreoError: it says nothing of places that the calls must have asked for.
+        ChoreoError: the transcript lacks offsets that its calls must have asked for.
     """
     numbers: dict[str, int] = {}
     calls: list[PackedCall] = []
@@ -34,7 +34,11 @@ def calls_of(transcript: Transcript) -> list[PackedCall]:
 
 
 def check_recorded_as_text(transcript: Transcript) -> None:
-    """Raises ChoreoError: what was generated is not what the text gives, or nothing was."""
+    """Check that a transcript has outputs, generated from text.
+
+    Raises:
+        ChoreoError: it was recorded in another mode than text, or nothing was generated.
+    """
     if transcript.mode not in TEXT_MODES:
         raise ChoreoError(
             f"outputs to be learnt are those of a run in mode {' or '.join(TEXT_MODES)}; record "
@@ -74,7 +78,7 @@ def _call_of(message: Message, numbers: dict[str, int], calls: list[PackedCall])
 
 
 def _check_places(transcript: Transcript, message: Message, call: PackedCall) -> None:
-    """A choreographed message stands where its call asked; else the file is of before that."""
+    """Check that a choreographed message stands where its call asked; old files lack offsets."""
     if transcript.mode == "choreo" and message.position != call.new_offset:
         raise ChoreoError(
             f"message {message.id!r} stands at {message.position}, but by what the transcript says "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an adapter is trained: every number that a run depends on, but for the data and the model."""
+"""Settings of a training: every number that it depends on, but for the data and the model."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """
+    """Choices that a training depends on, beside the data and the model.
+
     Attributes:
-        placement: see `wears_adapter`.
+        placement: calls that wear the adapter, see `wears_adapter`.
         loss: "kl": nats from the text's distribution; "ce": surprise at the recorded tokens.
-        rank, alpha, dropout: of LoRA; the defaults are those of Bai and Eisner, "Accelerating
-            Language Model Workflows with Prompt Choreography".
-        targets: the linear layers that it changes, by the ends of their names.
-        learning_rate: the largest one.
-        schedule, warmup: how it falls, as `transformers.get_scheduler` names it, and the share of
-            all steps in which it grows.
-        epochs: how often every run is seen, at most.
+        rank, alpha, dropout: numbers of LoRA; the defaults are those of Bai and Eisner,
+            "Accelerating Language Model Workflows with Prompt Choreography".
+        targets: linear layers that LoRA changes, by the ends of their names.
+        learning_rate: largest learning rate.
+        schedule, warmup: fall of the learning rate, as `transformers.get_scheduler` names it, and
+            the share of all steps in which it grows.
+        epochs: passes over all runs, at most.
         batch: runs per step of the optimiser.
-        pack_tokens: a batch is cut into forwards of so many tokens, if its runs allow.
+        pack_tokens: most tokens of the forwards into which a batch is cut, if its runs allow.
         clip: greatest norm of a step's gradient.
-        patience: so many evaluations without a smaller development loss end the training.
-        evaluations: per epoch.
-        seed: of the adapter's first weights, the order of the runs and dropout.
-        dtype: of the base model; the adapter is trained in float32.
+        patience: evaluations without a smaller development loss that end the training.
+        evaluations: evaluations per epoch.
+        seed: random seed of the adapter's first weights, the order of the runs and dropout.
+        dtype: type of the base model's weights; the adapter is trained in float32.
         device: "cpu" or "cuda".
         save_memory: run each layer once more in the backward pass instead of keeping activations.
 
     Raises:
-        ChoreoError: a value that none of this can have.
+        ChoreoError: a setting has a value that is not allowed.
     """
 
     placement: str

@@ -22,12 +22,12 @@ from vllm_choreo.train.settings import TrainSettings
 
 
 class Training:
-    """What changes while an adapter is trained.
+    """An adapter in training: its weights, its optimiser and its schedule.
 
     Args:
-        model: see `adapted_model`.
-        settings: of the run.
-        num_steps: that the schedule is made for.
+        model: model of `adapted_model`.
+        settings: settings of the training.
+        num_steps: steps that the schedule is made for.
     """
 
     def __init__(self, model: PackedModel, settings: TrainSettings, num_steps: int) -> None:
@@ -44,7 +44,7 @@ class Training:
         )
 
     def step(self, batch: Sequence[Example]) -> float:
-        """One step of the optimiser on a batch; its loss in nats per token."""
+        """Make one step of the optimiser on a batch; return its loss in nats per token."""
         self.model.model.train()
         total = self._accumulate(batch, is_training=True)
         torch.nn.utils.clip_grad_norm_(self.weights.values(), self.settings.clip)
@@ -60,7 +60,7 @@ class Training:
             return self._accumulate(examples, is_training=False)
 
     def _accumulate(self, examples: Sequence[Example], is_training: bool) -> float:
-        """The mean over all trained tokens, forward after forward."""
+        """Mean loss over all trained tokens, forward after forward."""
         num_trained = sum(call.num_generated for e in examples for call in e.calls)
         total = 0.0
         for group in packed_together(examples, self.settings.pack_tokens):
@@ -90,7 +90,7 @@ class Training:
                 weight.copy_(snapshot[name])
 
     def state(self) -> dict[str, Any]:
-        """All that later steps depend on."""
+        """State that later steps depend on: weights, optimiser, schedule and random generators."""
         return {
             "weights": self.snapshot(),
             "optimizer": self._optimizer.state_dict(),
@@ -99,7 +99,7 @@ class Training:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """As `state` found it."""
+        """Set what `state` returned."""
         self.restore(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])

@@ -34,7 +34,7 @@ def branch_solve_merge(
     """Write one story; see `vllm_choreo.workflows`. The answer is the merged story.
 
     Args:
-        concepts: at least two words; `data.grading.coverage` tells how many the story uses.
+        concepts: at least two words; `problems.grading.coverage` tells how many the story uses.
         variant: "baseline", "serial" or "parallel": see `variants`.
 
     Raises:
@@ -74,7 +74,7 @@ def _solve(
 
 
 def _as_text(c: Facade, log: Transcript, first: Message, second: Message) -> list[Message]:
-    """Both stories encoded again, as one text."""
+    """Encode both stories again, as one text."""
     one = log.add("as text", "story 1", c.prefill(first.token_ids, role="story"))
     two = log.add("as text", "story 2", c.prefill(second.token_ids, parents=[one], role="story"))
     return [one, two]

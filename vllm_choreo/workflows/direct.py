@@ -44,7 +44,7 @@ def question_of(workflow: str, inputs: Mapping[str, Any]) -> str:
         inputs: the arguments of its function.
 
     Raises:
-        ChoreoError: it is about nothing that one call could answer.
+        ChoreoError: the workflow has no one question that a call could answer.
     """
     if "question" in inputs:
         return "\n\n".join([*inputs.get("documents", ()), inputs["question"]])

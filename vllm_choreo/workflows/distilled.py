@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run of a workflow as one direct call: the question, and the answer that the workflow came to.
 
-Who is trained on such calls shows whether the workflow is needed when it is used (Bai & Eisner,
+A model trained on such calls shows whether the workflow is needed when it is used (Bai & Eisner,
 *Prompt Choreography*, section 4.1, "distilled baseline").
 """
 
@@ -20,7 +20,7 @@ def as_direct(transcript: Transcript, encode: Callable[[str], Sequence[int]]) ->
     """The run of `direct` that says what a workflow's run came to; of several answers the first.
 
     Args:
-        transcript: of the workflow.
+        transcript: a run of the workflow.
         encode: text to token ids, without special tokens added.
 
     Raises:

@@ -30,7 +30,7 @@ def document_qa(
     """Ask one question about all documents; see `vllm_choreo.workflows`. One answer.
 
     Args:
-        question: what is asked after the documents.
+        question: question that is asked after the documents.
         documents: at least one.
         opening: how the answer begins, for models too small to find its form by themselves.
 

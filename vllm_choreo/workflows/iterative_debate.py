@@ -44,9 +44,9 @@ def iterative_debate(
     """Run a debate; see `vllm_choreo.workflows`. The answer is the moderator's.
 
     Args:
-        question: what is debated.
+        question: question of the debate.
         rounds: how often each side may speak.
-        verdict_params: of the moderator's verdicts; None: as `sampling_params`.
+        verdict_params: sampling parameters of the moderator's verdicts; None: `sampling_params`.
         restate: the moderator is told the question once more, after all that it reads.
     """
     inputs: dict[str, Any] = {"question": question, "rounds": rounds, "restate": restate}
@@ -98,7 +98,7 @@ def _say(
 
 
 def is_settled(verdict: str) -> bool:
-    """Whether the first of the words "stop" and "continue" is "stop"; without either, no.
+    """Return whether the first of the words "stop" and "continue" is "stop"; without either, no.
 
     "Do not stop" and "don't stop" mean that the debate goes on.
     """

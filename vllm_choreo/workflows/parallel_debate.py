@@ -34,8 +34,8 @@ def parallel_debate(
     """Run a debate; see `vllm_choreo.workflows`. The answers are each agent's last one.
 
     Args:
-        question: what is debated.
-        agents: how many there are; or one system prompt for each.
+        question: question of the debate.
+        agents: number of agents, or one system prompt for each.
         rounds: how often each agent speaks.
         restate: whoever revises is told the question once more, after all that it reads.
     """
@@ -73,7 +73,7 @@ def _names(count: int) -> list[str]:
 
 
 def _roles(c: Facade, log: Transcript, agents: int | Sequence[str]) -> list[list[Message]]:
-    """What each agent reads before all else: its role, or nothing."""
+    """Messages that each agent reads before all else: its role, or none."""
     if isinstance(agents, int):
         return [[] for _ in range(agents)]
     messages = c.prefill([{"tokens": system(text)} for text in agents], role="agent")

@@ -74,11 +74,11 @@ def prisoners_dilemma(
     "baseline" nothing leaks, for text carries nothing but itself.
 
     Args:
-        strategies: of either agent, told by its system prompt: "none", "always cooperate" or
+        strategies: each agent's own, told by its system prompt: "none", "always cooperate" or
             "always defect".
-        leak: what an utterance carries: "both", "system", "plan" or "none".
+        leak: context that an utterance carries: "both", "system", "plan" or "none".
         rounds: how often each agent speaks.
-        decision_params: of the decisions; None: as `sampling_params`.
+        decision_params: sampling parameters of the decisions; None: `sampling_params`.
 
     Raises:
         ChoreoError: no such strategy, or no such leak.
@@ -150,7 +150,7 @@ def _speak(
 def _as_heard(
     c: Facade, log: Transcript, leak: str, speaker: _Agent, said: Message, public: Sequence[Message]
 ) -> Message:
-    """The utterance with what it may carry; encoded again unless that is all."""
+    """The utterance with the context that it may carry; encoded again unless that is all."""
     if leak == "both":
         return said
     carried: dict[str, list[Message]] = {
@@ -190,5 +190,5 @@ def decision(text: str) -> str:
 
 
 def payoffs(first: str, second: str) -> tuple[int, int] | None:
-    """What either player gets, in points; None if one of them is undecided."""
+    """Points that each player gets; None if one of them is undecided."""
     return PAYOFFS.get((first, second))

@@ -15,7 +15,7 @@ def seeded(sampling_params: Any, number: int) -> Any:
     Args:
         sampling_params: `vllm.SamplingParams`, a dict of their fields for a server, or None;
             without a seed they are left as they are, for then every call is random by itself.
-        number: of the call in its workflow, less than 1000.
+        number: number of the call in its workflow, less than 1000.
     """
     if isinstance(sampling_params, Mapping):
         seed = sampling_params.get("seed")

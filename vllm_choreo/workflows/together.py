@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs side by side on one facade: what they ask for at a time goes in one list of calls.
+"""Programs side by side on one facade: calls that they make at a time go in one list.
 
 A step that decodes for one program reads the weights as often as one that decodes for eight.
 """
@@ -24,11 +24,11 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class _Asked:
-    """What one program waits for.
+    """Calls that one program waits for.
 
     Attributes:
-        seat: of the program.
-        kind: the method of the facade.
+        seat: number of the program.
+        kind: method of the facade.
         items: its calls, one dict each; or the messages to free.
         answer: the messages, one for each call.
     """
@@ -47,7 +47,7 @@ class _Seat(FacadeWrapper):
         self._number, self._inbox = number, inbox
 
     def free(self, *messages: Any) -> None:
-        """See `Choreography.free`."""
+        """Free messages; see `Choreography.free`."""
         self._ask("free", messages)
 
     def _prefill(self, calls: list[Item]) -> list[Message]:
@@ -72,7 +72,7 @@ def run_together(
         programs: each makes calls of the facade that it is given.
 
     Returns:
-        What each returned, or the error that it ended with; the others go on.
+        The result of each, or the error that it ended with; the others go on.
 
     Raises:
         BaseException: what else a program or the facade raised, Ctrl-C included; all have ended.
@@ -96,7 +96,11 @@ def run_together(
 
 
 def all_made(results: Sequence[Made | ChoreoError]) -> list[Made]:
-    """What `run_together` returned, where each is needed. Raises ChoreoError: the first of them."""
+    """The results of `run_together`, where all are needed.
+
+    Raises:
+        ChoreoError: the first error among them.
+    """
     made: list[Made] = []
     for result in results:
         if isinstance(result, ChoreoError):
@@ -144,7 +148,7 @@ def _freed(c: Facade, messages: Sequence[Any]) -> Sequence[Any]:
 
 
 def _tell(waiting: Sequence[_Asked], results: Sequence[Any]) -> None:
-    """Each its own part of the results; the first error in it, if there is one."""
+    """Give each its own part of the results, or the first error in that part."""
     start = 0
     for asked in waiting:
         part = list(results[start : start + len(asked.items)])

@@ -38,10 +38,10 @@ def tree_of_thoughts(
     """Run one level of the tree; see `vllm_choreo.workflows`. One answer.
 
     Args:
-        question: what is to be solved.
+        question: question to be solved.
         candidates: how many thoughts are voted on.
-        voters: how many there are, all alike; or one system prompt for each.
-        vote_params: of the votes; None: as `sampling_params`.
+        voters: number of voters, all alike; or one system prompt for each.
+        vote_params: sampling parameters of the votes; None: `sampling_params`.
         restate: votes and the answer are told the question once more, after all that they read.
     """
     inputs: dict[str, Any] = {"question": question, "candidates": candidates, "voters": voters}
@@ -73,7 +73,7 @@ def tree_of_thoughts(
 
 
 def _roles(c: Facade, log: Transcript, voters: int | Sequence[str]) -> list[list[Message]]:
-    """What each voter reads before all else: its role, or nothing. Equal roles are one message."""
+    """Messages that each voter reads before all else: its role, or none. Equal roles are one."""
     if isinstance(voters, int):
         return [[] for _ in range(voters)]
     texts = list(dict.fromkeys(voters))

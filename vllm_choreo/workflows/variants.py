@@ -20,7 +20,11 @@ VARIANTS = ("baseline", "serial", "parallel")
 
 
 def check_variant(variant: str) -> None:
-    """Raises ChoreoError: no such variant."""
+    """Check that there is such a variant.
+
+    Raises:
+        ChoreoError: there is none.
+    """
     if variant not in VARIANTS:
         raise ChoreoError(f"variant must be one of {VARIANTS}", parameter="variant", value=variant)
 

@@ -36,7 +36,7 @@ MIN_RUNS = 2  # one half tells what blocks buy, the other one whether that is so
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes."""
+    """Add the arguments of `main` to the parser."""
     add = parser.add_argument
     add(
         "transcripts",
@@ -112,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _tasks(args: argparse.Namespace) -> list[Task]:
-    """Of one workflow; those of files have their recorded runs.
+    """Tasks of one workflow; those of files have their recorded runs.
 
     Raises:
         ChoreoError: none, too few, or of several workflows.

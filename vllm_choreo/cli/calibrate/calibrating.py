@@ -46,13 +46,13 @@ def calibrate(
     """Replay runs, print a table, write the numbers, a page, and a policy if one is to be taken.
 
     Args:
-        llm: forces tokens, in this process.
-        tasks: of one workflow, two or more, with recorded runs.
-        model: folder or name of the engine's.
-        rules, budgets: of the rungs.
+        llm: engine in this process, which forces tokens.
+        tasks: two or more tasks of one workflow, with recorded runs.
+        model: folder or name of the engine's model.
+        rules, budgets: repair rules, and budgets of policies, one rung for each.
         target: see `target_of`.
         out: an existing folder.
-        seed: of what is drawn.
+        seed: random seed of the blocks that are drawn.
 
     Returns:
         The exit status: 0, or 1 if no rung reaches the target.
@@ -109,7 +109,7 @@ def _policy(rung: Rung, climbed: Climbed, workflow: str, model: str) -> Policy:
 
 
 def _advice(chosen: Climbed | None, target: str, out: Path) -> str:
-    """What to do, in a sentence."""
+    """Advice to the user, in a sentence."""
     if chosen is None:
         return (
             f"No rung reaches {target}: encode everything anew (mode exact), or train an adapter "

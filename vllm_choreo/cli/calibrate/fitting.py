@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a first half of the runs tells: what each block buys, and what rungs should buy."""
+"""Fit to the first half of the runs: what each block buys, and what rungs should buy."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ DRAWS = 3
 
 @dataclass
 class Fit:
-    """What was found on some runs.
+    """Findings on some runs.
 
     Attributes:
-        gains: nats per call that repairs a block.
-        tokens, counts: of each block, in all calls together (of those that read the same, once),
-            and how many calls can repair it.
-        readers: the roles of calls that read, and of what they read.
-        kl: without repair, in nats, and `num_tokens` that were generated, and `num_reused`.
+        gains: nats that a block gains per call that repairs it.
+        tokens, counts: tokens of each block, in all calls together (of those that read the same,
+            once), and how many calls can repair it.
+        readers: roles of calls that read, and of the messages that they read.
+        kl: KL to the text without repair, in nats, summed over the tokens.
+        num_tokens, num_reused: tokens that were generated, and tokens that were read.
     """
 
     gains: dict[Key, float] = field(default_factory=dict)
@@ -58,12 +59,12 @@ class Fit:
             self.tokens.update(keys_of(call.role, call.parents, BLOCK, NUM_BLOCKS))
 
     def masks(self, budget: float) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Of a policy; the budget is a share of the reused tokens."""
+        """Masks of a policy; the budget is a share of the reused tokens."""
         keys = bought(self.gains, self.tokens, self.counts, budget * self.num_reused)
         return masks_of(keys, self.readers)
 
     def predicted(self, share_of: Callable[[Key], float]) -> float:
-        """KL to the text in nats per token, if of each block such a share is repaired."""
+        """KL to the text in nats per token, if `share_of` each block is repaired."""
         regained = sum(share_of(key) * gain * self.counts[key] for key, gain in self.gains.items())
         return max(0.0, self.kl - regained) / self.num_tokens
 
@@ -72,8 +73,8 @@ def fit(llm: Any, tasks: Sequence[Task], seed: int, on_replay: Callable[[], None
     """Replay runs, and find what each block buys.
 
     Args:
-        tasks: with recorded runs.
-        seed: of what is drawn.
+        tasks: tasks with recorded runs.
+        seed: random seed of the blocks that are drawn.
         on_replay: called after each replay; there are `2 + DRAWS` of each run.
 
     Raises:

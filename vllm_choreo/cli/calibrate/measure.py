@@ -21,12 +21,12 @@ BLOCK, NUM_BLOCKS = 16, 16
 
 @dataclass(frozen=True)
 class Heard:
-    """A replay.
+    """Measures of one replay.
 
     Attributes:
-        calls: those that generate, in order.
-        kl: of each, KL(text || this) in nats, summed over its tokens.
-        same: of each, at how many tokens the likeliest one is the text's.
+        calls: calls that generate, in order.
+        kl: KL(text || this) of each call in nats, summed over its tokens.
+        same: number of each call's tokens at which the likeliest one is the text's.
         num_encoded: tokens that all calls encoded before they generated any.
         num_reused: tokens that all calls read; of those that read the same, once.
         ttft: seconds to the first token, the mean of calls that generate.
@@ -43,12 +43,12 @@ class Heard:
 
     @property
     def num_tokens(self) -> int:
-        """That were generated."""
+        """Tokens that were generated."""
         return sum(len(call.message.generated_token_ids) for call in self.calls)
 
 
 def distinct(calls: Sequence[Call]) -> list[Call]:
-    """The first of those calls of a role that read the same: what one repairs, the others share."""
+    """First of the calls of each role that read the same: what one repairs, the others share."""
     first: dict[Any, Call] = {}
     for call in calls:
         first.setdefault((call.role, call.message.parents), call)
@@ -59,8 +59,8 @@ class Replays:
     """The replays of one run on an engine.
 
     Args:
-        llm: forces tokens, in this process.
-        task: with its recorded run.
+        llm: engine in this process, which forces tokens.
+        task: task with its recorded run.
     """
 
     def __init__(self, llm: Any, task: Task) -> None:
@@ -70,7 +70,7 @@ class Replays:
         self._text, _ = self._replay("baseline", None, None)
 
     def heard(self, repair: Any = None, choose: Choose | None = None) -> Heard:
-        """Choreographed, with a session's rule, or with blocks chosen call by call."""
+        """Replay choreographed, with a session's rule, or with blocks chosen call by call."""
         said, calls = self._replay("choreo", repair, choose)
         decodes = tuple(call for call in calls if call.message.generated_token_ids)
         pairs = list(zip(self._text, said, strict=True))

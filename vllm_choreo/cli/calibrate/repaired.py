@@ -34,10 +34,10 @@ class Repaired(FacadeWrapper):
     Args:
         c: a facade, in any mode.
         choose: see `Choose`; None: the session's own rule.
-        block, num_blocks: of a `Policy`.
+        block, num_blocks: tokens of a block, and blocks of a message, as in a `Policy`.
 
     Attributes:
-        calls: in order.
+        calls: calls that were made, in order.
     """
 
     def __init__(self, c: Facade, choose: Choose | None, block: int, num_blocks: int) -> None:
@@ -93,7 +93,7 @@ def _read(parents: Sequence[Message]) -> tuple[ReadParent, ...]:
 
 
 def policy_choice(masks: Mapping[str, Mapping[str, Sequence[int]]]) -> Choose:
-    """What a policy with these masks chooses."""
+    """The choice of a policy with these masks."""
 
     def choose(role: str, parents: Sequence[ReadParent]) -> frozenset[Key]:
         return frozenset(

@@ -25,10 +25,10 @@ class Rung:
     """One way of repairing.
 
     Attributes:
-        name: for a reader; that of a rule is the rule.
-        rule: of a session; None where there are masks.
-        masks: of a policy; None where there is a rule.
-        budget: of a policy.
+        name: name for a reader; that of a rule is the rule.
+        rule: rule of a session; None where there are masks.
+        masks: masks of a policy; None where there is a rule.
+        budget: budget of a policy, a share of the reused tokens.
         predicted: KL to the text, nats per token, as the first half of the runs tells; None where
             it tells nothing.
     """
@@ -42,15 +42,15 @@ class Rung:
 
 @dataclass(frozen=True)
 class Climbed:
-    """What a rung comes to on the runs that were kept back: means of runs, KL of all tokens.
+    """Results of a rung on the runs that were kept back: means of runs, KL of all tokens.
 
     Attributes:
-        name, predicted: of the rung.
-        kl, kl_low, kl_high: to the text, nats per token, with the bootstrap's interval of runs.
+        name, predicted: name and prediction of the rung.
+        kl, kl_low, kl_high: KL to the text, nats per token, with the bootstrap's interval of runs.
         agreement: share of the tokens at which the likeliest one is the text's.
         encoded: tokens per run, before any are generated.
-        share: of the reused tokens, those that are encoded for repair.
-        ttft: seconds.
+        share: share of the reused tokens that is encoded for repair.
+        ttft: seconds to the first token.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Climbed:
 
 
 def rungs_of(found: Fit, rules: Sequence[str], budgets: Sequence[float]) -> list[Rung]:
-    """Nothing, the rules, a policy for each budget, everything."""
+    """The rungs in order: nothing, the rules, a policy for each budget, everything."""
     rungs = [Rung(AS_STORED, AS_STORED, predicted=found.kl / found.num_tokens)]
     for text in rules:
         given = rule_given(text)
@@ -82,7 +82,7 @@ def rungs_of(found: Fit, rules: Sequence[str], budgets: Sequence[float]) -> list
 
 
 def _predicted(found: Fit, given: Any) -> float | None:
-    """Of a rule whose blocks are known beforehand, or drawn."""
+    """Predicted KL of a rule whose blocks are known beforehand, or drawn; else None."""
     if isinstance(given, Mapping) and given.get("by") == "random":
         return found.predicted(lambda key: float(given["share"]))
     name, _, count = str(given).partition(":")
@@ -141,7 +141,7 @@ def _ratio(pairs: Sequence[Any]) -> float:
 def prediction_error(climbed: Sequence[Climbed]) -> float | None:
     """Mean of |predicted - found| over the rungs but the last, as a share of what there is to gain.
 
-    That is the distance to the text without repair; None: there is none.
+    There is the KL to the text without repair to gain; None if that is 0.
     """
     gap = climbed[0].kl
     errors = [abs(rung.predicted - rung.kl) for rung in climbed[:-1] if rung.predicted is not None]

@@ -29,10 +29,10 @@ class Arm:
 
     Attributes:
         name: unique.
-        mode: of `Choreography`.
-        adapter: its folder, or None.
-        placement: which calls wear it; None: there is none.
-        trained: what training wrote into the folder; None: nothing.
+        mode: mode of `Choreography`.
+        adapter: folder of its adapter, or None.
+        placement: calls that wear the adapter; None: there is none.
+        trained: training's record in the folder; None: there is none.
         is_direct: one call takes the place of the workflow: the question, and the answer.
         repair: the rule of its calls, as `Choreography` takes it; None: none.
         restates: the workflow asks its question once more after what is read.
@@ -57,7 +57,7 @@ class Arm:
         return Choreography(llm, self.mode, **options)
 
     def run(self, c: Any, workflow: str, task: Task) -> Transcript:
-        """The workflow, or the one call in its place, in a session of `open`."""
+        """Run the workflow, or the one call in its place, in a session of `open`."""
         if self.is_direct:
             question = question_of(workflow, task.inputs)
             opening, params = task.inputs.get("opening", ""), task.inputs["sampling_params"]
@@ -67,13 +67,13 @@ class Arm:
 
     @property
     def says_the_same(self) -> bool:
-        """Whether its calls are those of the text, so that their distributions can be compared."""
+        """True if its calls are those of the text, so that their distributions can be compared."""
         return not self.is_direct and not self.restates
 
     def replayed(
         self, c: Any, workflow: str, task: Task, said: Transcript
     ) -> tuple[Transcript, list[np.ndarray]]:
-        """The arm generating what a run has said, and its distributions there: see `Measured`."""
+        """Replay a run's tokens with this arm; also return its distributions, see `Measured`."""
         measured = Measured(c)
         with Replay(measured, said) as replay:
             ran = program_of(workflow)(replay, **task.inputs)
@@ -91,11 +91,11 @@ def arms_of(
     """The arms of an evaluation, in the order in which they are shown.
 
     Args:
-        adapters: folders of those that are worn by the workflow.
-        distilled: of those that are worn by the one call which takes its place.
-        placement: of folders without `choreo_train.json`.
+        adapters: folders of adapters that the workflow wears.
+        distilled: folders of adapters that the one call in its place wears.
+        placement: placement of adapters whose folders have no `choreo_train.json`.
         repairs: rules, as text.
-        restates: also text and choreography that ask the question once more.
+        restates: add text and choreography that ask the question once more.
 
     Raises:
         RepairError: a text is no rule of a session.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What arms make of problems: their answers, and how far what they say is from the text."""
+"""Judgement of arms on problems: their answers, and their distance to the text."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def judge(
     measures_kl: bool,
     on_run: Callable[[int], None] = lambda _: None,
 ) -> list[dict[str, Judged] | ChoreoError]:
-    """What arms make of problems that are run side by side.
+    """Judge arms on problems that are run side by side.
 
     Args:
-        llm: forces tokens, in this process.
+        llm: engine in this process, which forces tokens.
         workflow: the name of its function.
         tasks: the problems.
         arms: the text, and others.
@@ -40,7 +40,7 @@ def judge(
         on_run: called after each arm, with the number of problems that it was run on.
 
     Returns:
-        For each problem what each arm made of it, by name; or the error of one that failed.
+        For each problem the judgement of each arm, by name; or the error of one that failed.
     """
     text, *others = arms
     begin = partial(Bench, workflow=workflow, text=text, measures_kl=measures_kl)
@@ -72,13 +72,13 @@ class Bench:
         c: a session of the text's, in which it is run at once.
         workflow: the name of its function.
         task: the problem.
-        text: the arm.
+        text: the arm of the text.
         said: the run whose tokens are forced where distributions are compared; None: the text's.
         measures_kl: compare distributions at all.
 
     Attributes:
         task: see above.
-        text: what it made of the problem.
+        text: judgement of the text on the problem.
         said: see above.
 
     Raises:
@@ -105,15 +105,15 @@ class Bench:
             self.text = self._compared(self.text, self._base)
 
     def judged(self, c: Any, arm: Arm) -> Judged:
-        """What an arm makes of the problem, and how far what it says is from the text.
+        """Judge an arm's answers to the problem, and its distance to the text.
 
-        What it says is measured in the same session: equal messages are encoded once.
+        The distance is measured in the same session: equal messages are encoded once.
 
         Args:
             c: a session of the arm's.
 
         Raises:
-            ChoreoError: it fails.
+            ChoreoError: the arm fails.
         """
         found = _judged(self.task, arm.run(c, self._workflow, self.task))
         if not (self._base and arm.says_the_same):
@@ -122,10 +122,10 @@ class Bench:
         return self._compared(found, said)
 
     def replayed(self, c: Any, arm: Arm) -> Judged:
-        """The same of an arm that is not asked for answers of its own: those forced are the text's.
+        """Judge an arm's distance to the text alone, with the tokens of `said` forced.
 
         Raises:
-            ChoreoError: it fails, or distributions are not compared.
+            ChoreoError: the arm fails, or distributions are not compared.
         """
         assert self._base is not None
         ran, found = arm.replayed(c, self._workflow, self.task, self.said)

@@ -24,7 +24,7 @@ from vllm_choreo.trained_adapter import PLACEMENTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes."""
+    """Add the arguments of `main` to the parser."""
     add = parser.add_argument
     add(
         "recorded",

@@ -44,8 +44,8 @@ def judge_all(
     """Judge all sets on an engine, print a table and write what was found.
 
     Args:
-        llm: started with forced tokens, and room for the arms' adapters.
-        judged: empty still.
+        llm: engine with forced tokens, and room for the arms' adapters.
+        judged: sets, without results as yet.
         out: an existing folder.
         measures_kl: compare distributions with the text's.
         num_together: problems that are run side by side.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-choreo evaluate` leaves behind: the numbers as JSON and CSV, a page, a table.
+"""Results of `vllm-choreo evaluate`: the numbers as JSON and CSV, a page, a table.
 
 `evaluation.json` holds everything: the page is drawn from it.
 """
@@ -28,11 +28,11 @@ FORMAT = 1  # of evaluation.json
 
 @dataclass
 class JudgedSet:
-    """What arms made of a set of problems.
+    """Results of arms on a set of problems.
 
     Attributes:
-        set, arms: as they were given.
-        problems: those that all arms have run, and what each made of it.
+        set, arms: problems to run, and arms that run them.
+        problems: problems that all arms have run, with the judgement of each arm by name.
     """
 
     set: HeldOutSet
@@ -40,7 +40,7 @@ class JudgedSet:
     problems: list[tuple[Task, dict[str, Judged]]] = field(default_factory=list)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One per arm: see `rows_of`, and the placement of its adapter."""
+        """One row per arm: see `rows_of`; with the placement of its adapter."""
         found = {arm.name: [judged[arm.name] for _, judged in self.problems] for arm in self.arms}
         placements = {arm.name: arm.placement for arm in self.arms}
         return [{**row, "placement": placements[row["arm"]]} for row in rows_of(found)]
@@ -56,11 +56,11 @@ class JudgedSet:
 
 
 def save(judged: Sequence[JudgedSet], facts: Mapping[str, str], out: Path) -> dict[str, Any]:
-    """Write `evaluation.json`, `evaluation.csv` and `index.html`; what the first holds.
+    """Write `evaluation.json`, `evaluation.csv` and `index.html`; return what the first holds.
 
     Args:
         judged: at least one set, each with a problem.
-        facts: of the engine, by name.
+        facts: facts about the engine, by name.
         out: an existing folder.
     """
     evaluation = {
@@ -106,7 +106,7 @@ def _problem_json(task: Task, judged: Mapping[str, Judged]) -> dict[str, Any]:
 
 
 def _adapters_json(judged: Sequence[JudgedSet]) -> list[dict[str, Any]]:
-    """What training says of each adapter."""
+    """Adapters of the arms, with training's record of each."""
     arms = {arm.name: arm for one in judged for arm in one.arms if arm.adapter is not None}
     return [
         {"arm": name, "placement": arm.placement, **(asdict(arm.trained) if arm.trained else {})}
@@ -115,7 +115,7 @@ def _adapters_json(judged: Sequence[JudgedSet]) -> list[dict[str, Any]]:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What is by role, as text."""
+    """A row whose values by role are JSON text."""
     return {
         key: json.dumps(value) if isinstance(value, dict) else value for key, value in row.items()
     }

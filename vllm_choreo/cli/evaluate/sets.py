@@ -25,7 +25,7 @@ class HeldOutSet:
     """Problems on which a workflow is judged.
 
     Attributes:
-        name: for a reader.
+        name: name for a reader.
         workflow: the name of its function.
         tasks: at least one.
     """

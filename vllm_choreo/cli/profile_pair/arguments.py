@@ -30,7 +30,7 @@ MIN_PROBLEMS = 2  # one half tells which layers matter, the other one whether th
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `main` takes."""
+    """Add the arguments of `main` to the parser."""
     add = parser.add_argument
     add(
         "writer",
@@ -127,7 +127,7 @@ def _tried(args: argparse.Namespace) -> tuple[Ranges, ...]:
     """The choices of layers that are given.
 
     Raises:
-        ChoreoError: one is none, or a layer map is asked for, too.
+        ChoreoError: one names no layers, or a layer map is asked for, too.
     """
     given = args.layers or ()
     if given and args.layer_map:
@@ -146,7 +146,7 @@ def _tried(args: argparse.Namespace) -> tuple[Ranges, ...]:
 def _written(
     model: str, max_model_len: int, sets: list[HeldOutSet], folder: Path
 ) -> dict[int, Path]:
-    """What the writer has encoded, by an engine that has ended."""
+    """Encode all problems in the writer's engine, and end it; return the folders of `write_all`."""
     from tqdm import tqdm
 
     from vllm_choreo.cli.profile_pair.models import write_all
@@ -162,7 +162,7 @@ def _written(
 
 
 def _is_model(given: str) -> bool:
-    """A folder of a model, or its name; not that of an adapter."""
+    """Return whether `given` is the folder or the name of a model, and not of an adapter."""
     folder = Path(given).expanduser()
     if folder.is_dir():
         return not (folder / PEFT_FILES[0]).exists()
@@ -170,7 +170,8 @@ def _is_model(given: str) -> bool:
 
 
 def _adapter(given: str) -> Path | None:
-    """
+    """Folder of an adapter; None for the model itself.
+
     Raises:
         AdapterError: it is no folder, or that of an adapter which some calls alone wear.
     """
@@ -194,10 +195,10 @@ def _adapter(given: str) -> Path | None:
 
 
 def _halves(sets: list[HeldOutSet]) -> tuple[HeldOutSet, list[HeldOutSet]]:
-    """What is profiled with, and what tells whether that holds: the first set is cut in two.
+    """Cut the first set in two, to profile with one half; the other and further sets check it.
 
     Raises:
-        ChoreoError: it has one problem alone.
+        ChoreoError: the first set has one problem alone.
     """
     first, *others = sets
     if len(first.tasks) < MIN_PROBLEMS:

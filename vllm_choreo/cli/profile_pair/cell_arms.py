@@ -19,7 +19,7 @@ from vllm_choreo.trained_adapter import ModelIdentity, adapter_weights
 
 
 class Divided(PassingSession):
-    """A session where what reads nothing is the writer's, and all else the reader's.
+    """A session where prefills without parents are the writer's, and all else the reader's.
 
     Args:
         c: a session without an adapter of its own; ends with this one.
@@ -44,11 +44,11 @@ class Divided(PassingSession):
 
 @dataclass(frozen=True)
 class CellArm(Arm):
-    """The reader, to which messages are the writer's but for some layers.
+    """The reader, which reads the writer's messages and encodes some layers of them anew.
 
     Attributes:
         writer, reader: folders of adapters; None: the model itself.
-        layers: that the reader encodes anew.
+        layers: layers that the reader encodes anew.
     """
 
     writer: Path | None = None
@@ -71,7 +71,7 @@ class AdapterPair:
 
     Attributes:
         writer, reader: their folders; None: the model itself.
-        model: of the engine, its folder or name.
+        model: folder or name of the engine's model.
     """
 
     writer: Path | None
@@ -85,20 +85,20 @@ class AdapterPair:
         return Arm(TEXT, "baseline", self.reader, placement)
 
     def arm(self, layers: Ranges) -> CellArm:
-        """A cell."""
+        """The arm of a cell."""
         return CellArm(
             cell_name(layers), "choreo", writer=self.writer, reader=self.reader, layers=layers
         )
 
     @property
     def names(self) -> dict[str, str]:
-        """For a reader."""
+        """Names for the page."""
         folders = {"writer": self.writer, "reader": self.reader}
         return {name: path.name if path else "the model" for name, path in folders.items()}
 
     @property
     def identity(self) -> dict[str, Any]:
-        """As a profile has it."""
+        """Model and weights of the adapters, as fields of a profile."""
         folders = {"writer": self.writer, "reader": self.reader}
         weights = {name: path and adapter_weights(path) for name, path in folders.items()}
         return {"model": ModelIdentity.of(self.model), **weights}
@@ -120,5 +120,5 @@ class Pair(Protocol):
 
 
 def cell_name(layers: Ranges) -> str:
-    """Of a cell as an arm: without layers it is what all others are to improve on."""
+    """Name of a cell as an arm: without layers it is what all others are to improve on."""
     return layers_text(layers) if layers else CHOREOGRAPHED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which choices of layers are tried: a coarse grid, then what lies next to the best of it.
+"""Choices of layers that are tried: a coarse grid, then what lies next to the best of it.
 
 Blocks are contiguous, `reuse → recompute → reuse`, for where reading turns into computing the
 writer's hidden states take the place of the reader's; one more block may begin at layer 0, which is
@@ -43,7 +43,7 @@ def finer(around: Iterable[Ranges], step: int, num_layers: int) -> list[Ranges]:
 
 
 def steps(num_layers: int, parts: int = PARTS) -> list[int]:
-    """By how many layers ends are moved, round by round."""
+    """Numbers of layers by which ends are moved, round by round."""
     step, found = max(1, round(num_layers / parts)), []
     while step > 1:
         step //= 2
@@ -52,7 +52,7 @@ def steps(num_layers: int, parts: int = PARTS) -> list[int]:
 
 
 def joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Those that touch or overlap as one."""
+    """Join ranges that touch or overlap."""
     found: list[tuple[int, int]] = []
     for first, stop in sorted(ranges):
         if found and first <= found[-1][1]:

@@ -25,7 +25,7 @@ from vllm_choreo.trained_adapter import ModelIdentity
 
 
 class _Given(PassingSession):
-    """A session that has messages which read nothing made by `_given`."""
+    """A session whose prefills without parents are made by `_given`."""
 
     def _prefill(self, calls: list[Item]) -> list[Message]:
         return [
@@ -38,10 +38,10 @@ class _Given(PassingSession):
 
 
 class Writing(_Given):
-    """Keeps hidden states of what is given, and remembers it.
+    """A session that keeps prefills without parents, and their hidden states.
 
     Attributes:
-        given: messages, in order.
+        given: messages without parents, in order.
     """
 
     def __init__(self, c: Any, layers: Iterable[int]) -> None:
@@ -56,7 +56,7 @@ class Writing(_Given):
 
 
 class Fetching(_Given):
-    """Takes what is given from a folder that a writer has saved, in its order; again and again."""
+    """A session that takes prefills without parents from a writer's folder, in order, in cycles."""
 
     def __init__(self, c: Any, folder: Path) -> None:
         super().__init__(c)
@@ -76,8 +76,8 @@ def write_all(
 
     Args:
         llm: the writer's engine.
-        folder: for a folder of each problem.
-        on_run: called after each.
+        folder: parent of the folders, one for each problem.
+        on_run: called after each problem.
 
     Returns:
         The folder of each, by the `id()` of its task.
@@ -101,11 +101,11 @@ def write_all(
 
 @dataclass(frozen=True)
 class ModelCellArm(Arm):
-    """The reader, to which messages are the writer's but for some layers.
+    """The reader, which reads the writer's messages and encodes some layers of them anew.
 
     Attributes:
-        folders: of what the writer has encoded, see `write_all`.
-        layers: that the reader encodes anew.
+        folders: folders of `write_all`, with what the writer has encoded.
+        layers: layers that the reader encodes anew.
     """
 
     folders: Mapping[int, Path] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class ModelPair:
 
     Attributes:
         writer, reader: folders or names.
-        folders: of what the writer has encoded, see `write_all`.
+        folders: folders of `write_all`, with what the writer has encoded.
     """
 
     writer: str
@@ -138,12 +138,12 @@ class ModelPair:
         return Arm(TEXT, "baseline")
 
     def arm(self, layers: Ranges) -> ModelCellArm:
-        """A cell."""
+        """The arm of a cell."""
         return ModelCellArm(cell_name(layers), "choreo", folders=self.folders, layers=layers)
 
     @property
     def names(self) -> dict[str, str]:
-        """For a reader."""
+        """Names for the page."""
         return {
             "writer": ModelIdentity.of(self.writer).name,
             "reader": ModelIdentity.of(self.reader).name,
@@ -151,6 +151,6 @@ class ModelPair:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """As a profile has it: calls of the reader wear no adapter."""
+        """Model and writer's weights, as fields of a profile; the reader wears no adapter."""
         weights = ModelIdentity.of(self.writer).weights
         return {"model": ModelIdentity.of(self.reader), "writer": weights, "reader": None}

@@ -33,16 +33,16 @@ class Profiling:
     """Problems of one set, on which a pair is tried.
 
     Args:
-        llm: forces tokens, in this process, with room for the adapters and for hidden states.
-        pair: the two.
-        problems: one at least.
+        llm: engine in this process, which forces tokens, with room for adapters and hidden states.
+        pair: writer and reader.
+        problems: set of one problem at least.
         on_run: called after replays and runs, with the number of their problems.
         num_together: problems that are run side by side; of models one, for each has a store.
 
     Attributes:
         text: the reader's own encoding, problem by problem.
-        found: what each choice of layers made of the problems, no answers of its own.
-        answered: the same of those that were asked for answers.
+        found: judgements of each choice of layers, mostly without answers of its own.
+        answered: judgements of the choices that were asked for answers.
         num_read: tokens that a call reads, the mean of those that generate.
     """
 
@@ -67,13 +67,13 @@ class Profiling:
         self.replay([PLAIN])
 
     def replay(self, choices: Iterable[Ranges]) -> None:
-        """How far each choice is from the reader's own encoding; those that are known stay."""
+        """Measure how far each choice is from the reader's own encoding; known ones stay."""
         for layers in choices:
             if layers not in self.found:
                 self.found[layers] = self._made(Bench.replayed, layers)
 
     def answer(self, choices: Iterable[Ranges]) -> None:
-        """The same with answers of its own, which takes twice as long."""
+        """Measure each choice with answers of its own, which takes twice as long."""
         for layers in choices:
             if layers not in self.answered:
                 self.answered[layers] = self.found[layers] = self._made(Bench.judged, layers)
@@ -98,11 +98,11 @@ class Profiling:
         return all_made(results)
 
     def cells(self) -> list[Cell]:
-        """Those that were tried, the plain reading first."""
+        """Cells that were tried, the plain reading first."""
         return [self._cell(layers) for layers in self.found]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of those with answers, and of the reader's own encoding, as an evaluation has them."""
+        """Rows of an evaluation: the reader's own encoding, and the cells with answers."""
         plain = self.answered.get(PLAIN) or self.found[PLAIN]
         others = {cell_name(layers): found for layers, found in self.answered.items() if layers}
         return rows_of({TEXT: self.text, CHOREOGRAPHED: plain, **others})
@@ -136,7 +136,7 @@ def search(profiling: Profiling, num_layers: int) -> None:
 
 
 def promising(best: Sequence[Cell], num_layers: int) -> list[Cell]:
-    """Of a frontier, the cells where it bends most: those farthest under the line between its ends.
+    """The cells where a frontier bends most: those farthest under the line between its ends.
 
     The line is that of reading as it is (no layer, all is lost) to encoding all (nothing is lost).
     """
@@ -146,10 +146,10 @@ def promising(best: Sequence[Cell], num_layers: int) -> list[Cell]:
 
 
 def map_layers(profiling: Profiling, num_layers: int, counts: Sequence[int]) -> dict[str, Any]:
-    """What each layer gains alone, and what the best of them gain together, apart.
+    """Measure what each layer gains alone, and what the best of them gain together, apart.
 
     Args:
-        counts: how many layers are put together (the paper's figure 11).
+        counts: numbers of layers that are put together (the paper's figure 11).
 
     Returns:
         `gains`: of each layer, the share of the distance that it closes; `scattered`: cells.

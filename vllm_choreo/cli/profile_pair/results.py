@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a profiled pair to what is left behind: `pair.json`, the numbers, a page, a table."""
+"""Results of a profiled pair: `pair.json`, the numbers, a page, a table."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def target_of(text: str) -> tuple[str, float]:
 def reached(cells: Sequence[Cell], target: tuple[str, float], num_layers: int) -> Cell | None:
     """The cell to take: the cheapest that is near enough, or the nearest that is fast enough.
 
-    None: none is, or only encoding everything anew.
+    None: no cell reaches the target, or only encoding everything anew does.
     """
     name, value = target
     fit = [c for c in pareto(cells) if c.num_layers < num_layers and _TARGETS[name](c, value)]
@@ -67,13 +67,13 @@ def reached(cells: Sequence[Cell], target: tuple[str, float], num_layers: int) -
 
 @dataclass(frozen=True)
 class Tried:
-    """What was tried.
+    """Choices of layers that were tried, on all sets.
 
     Attributes:
-        found: on the problems that are profiled with.
-        checked: of other sets, the name and the rows of each.
-        layer_map: see `map_layers`; None: not asked for.
-        num_layers: of the model.
+        found: results on the problems that are profiled with.
+        checked: name and rows of each of the other sets.
+        layer_map: data of `map_layers`; None: not asked for.
+        num_layers: layers of the model.
     """
 
     found: Profiling
@@ -95,7 +95,7 @@ def measure(
     """Try layers, the best of them on other problems, too.
 
     Args:
-        llm: forces tokens, in this process, with room for the adapters and for hidden states.
+        llm: engine in this process, which forces tokens, with room for adapters and hidden states.
         learnt: problems that are profiled with.
         others: sets that have no part in that, on which the frontier is tried.
         tried: choices of layers that are tried alone; none: they are searched for.
@@ -132,8 +132,8 @@ def write_results(
     """Print a table, write the numbers and a page, and the profile, which a session reads by.
 
     Args:
-        llm: of the reader.
-        pair: the two.
+        llm: engine of the reader.
+        pair: writer and reader.
         tried: see `measure`.
         target: see `target_of`.
         out: an existing folder.
@@ -192,7 +192,7 @@ def _map_json(layer_map: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, 
 
 
 def _advice(chosen: Cell | None, target: str, out: Path, text: Sequence[Judged]) -> str:
-    """What to do, in a sentence; `text`: the reader's own encoding."""
+    """Advice to the user, in a sentence; `text`: the reader's own encoding."""
     if chosen is None:
         return f"No choice of layers reaches {target}: encode everything anew (mode exact)."
     if not chosen.layers:

@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check_server(args: argparse.Namespace) -> None:
-    """Refuse what does not go together."""
+    """Refuse arguments that do not go together."""
     if args.server is None:
         if args.api_key is not None:
             raise ChoreoError("--api-key is for a server: give --server, too")
@@ -75,7 +75,7 @@ def _engine(args: argparse.Namespace, options: Mapping[str, Any]) -> Engine:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of choreographed runs; refuses what no run would have, and a placement of nothing."""
+    """Options of choreographed runs; refuses those of no run, and a placement of no adapter."""
     if args.placement is not None and args.adapter is None:
         raise ChoreoError("--placement is that of an adapter: give --adapter, too")
     options = {
@@ -106,10 +106,10 @@ def run_tasks(
     """Run every task in every mode on an engine.
 
     Args:
-        engine: in this process, or a server.
+        engine: an engine in this process, or a server.
         tasks: at least one.
         workflow: the name of its function.
-        modes: of `Choreography`.
+        modes: modes of `Choreography`.
         out: an existing folder for the transcripts and `index.html`.
 
     Returns:
@@ -141,7 +141,7 @@ def _run_all(
     results: list[Result],
     errors: list[str],
 ) -> None:
-    """Append to `results` and `errors`."""
+    """Run every task in every mode; append to `results` and `errors`."""
     from tqdm import tqdm
 
     with tqdm(unit=" call", leave=False) as bar:
@@ -181,7 +181,11 @@ def _file_name(number: int, num_tasks: int, mode: str, modes: Sequence[str]) -> 
 
 
 def make_folder(path: Path) -> None:
-    """Raises ChoreoError: it cannot be made."""
+    """Make a folder and its parents.
+
+    Raises:
+        ChoreoError: it cannot be made.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

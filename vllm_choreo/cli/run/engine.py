@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-choreo run` runs on: an engine in this process, or a server.
+"""Engines of `vllm-choreo run`: one in this process, or a server.
 
 The engine is quiet and tells the times that the page shows. A server is taken as it is.
 """
@@ -25,7 +25,7 @@ HIDDEN_MEMORY_GIB = 1.0
 
 
 class Engine(Protocol):
-    """What a workflow is run on."""
+    """Engine or server that a workflow is run on."""
 
     def open(self, mode: str) -> Any:
         """A session: a `Choreography`, or what has its methods."""
@@ -34,7 +34,7 @@ class Engine(Protocol):
         """Sampling parameters as `open(mode).decode` takes them."""
 
     def facts(self, modes: Sequence[str]) -> dict[str, str]:
-        """What the page says about it."""
+        """Facts about the engine, for the page."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class LocalEngine:
     """An engine in this process.
 
     Attributes:
-        llm: see `start_engine`.
-        options: of choreographed runs, further ones of `Choreography`: an adapter, a rule of
+        llm: engine of `start_engine`.
+        options: further options of `Choreography` for choreographed runs: an adapter, a rule of
             repair. Text is the model's alone.
     """
 
@@ -75,8 +75,8 @@ class Server:
     """A server, which others may use at the same time. Needs neither vllm nor torch here.
 
     Attributes:
-        base_url, api_key: as of `ChoreoClient`.
-        options: as of `LocalEngine`; an adapter is a name that the server knows.
+        base_url, api_key: arguments of `ChoreoClient`.
+        options: same as those of `LocalEngine`; an adapter is a name that the server knows.
     """
 
     base_url: str
@@ -106,7 +106,7 @@ def _of_mode(mode: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _facts_of(options: Mapping[str, Any]) -> dict[str, str]:
-    """What a page says of the options of choreographed runs."""
+    """Facts about the options of choreographed runs, for a page."""
     facts = {}
     if options.get("adapter") is not None:
         placement = options.get("placement")
@@ -121,7 +121,7 @@ def memory_for(rules: Iterable[Any]) -> dict[str, Any]:
     """Options of `start_engine`: memory for hidden states, if one of the rules needs it.
 
     Args:
-        rules: as `Choreography` takes them, or None.
+        rules: repair rules as `Choreography` takes them, or None.
     """
     if not any(map(runs_some_layers, rules)):
         return {}
@@ -140,12 +140,12 @@ def start_engine(
     Args:
         model: folder or name; None: the small test model.
         max_model_len: the context, in tokens.
-        forces_tokens: load what replays need.
-        adapters: folders of those that it will be asked for.
+        forces_tokens: load the logits processor that replays need.
+        adapters: folders of adapters that it will be asked for.
         options: further ones of `vllm.LLM`.
 
     Raises:
-        AdapterError: one of them is no adapter.
+        AdapterError: one of the folders is no adapter.
         ChoreoError: vLLM does not start with this model.
     """
     from vllm_choreo.smallmodel.embedded import embedded_model
@@ -199,14 +199,14 @@ def stop_engine(llm: Any) -> None:
 
 
 def warm_up(engine: Engine, modes: Sequence[str]) -> None:
-    """One short call in each mode: what is done once only shall not be timed."""
+    """Make one short call in each mode: what is done once only shall not be timed."""
     for mode in modes:
         with engine.open(mode) as c:
             first_call(c, engine.sampling(max_tokens=4))
 
 
 def first_call(c: Any, params: Any) -> None:
-    """A short call that reads a message, for the engine to load what the session needs.
+    """Make a short call that reads a message, for the engine to load what the session needs.
 
     Args:
         c: the session.

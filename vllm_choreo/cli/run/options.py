@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_workflows(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """One subcommand for each workflow: its own arguments, and those of `common`."""
+    """Add one subcommand for each workflow: its own arguments, and those of `common`."""
     workflows = parser.add_subparsers(dest="workflow", required=True, metavar="WORKFLOW")
     for workflow, text in WORKFLOWS.items():
         own = workflows.add_parser(workflow, parents=[common], help=text, description=text)
@@ -125,7 +125,7 @@ def _add_problems(parser: argparse.ArgumentParser, sets: tuple[str, ...]) -> Non
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The model of an engine in this process, and its context."""
+    """Add arguments for the model of an engine in this process, and its context."""
     parser.add_argument(
         "--model", metavar="MODEL", help="model folder or name (default: the small test model)"
     )
@@ -161,7 +161,7 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
 
 
 def add_repair(parser: argparse.ArgumentParser, of: str, **options: Any) -> None:
-    """A rule of repair; `of` says of which runs."""
+    """Add an argument for a rule of repair; `of` says of which runs."""
     parser.add_argument(
         "--repair",
         metavar="RULE",
@@ -172,7 +172,7 @@ def add_repair(parser: argparse.ArgumentParser, of: str, **options: Any) -> None
 
 
 def add_together(parser: argparse.ArgumentParser, default: int, what: str) -> None:
-    """How many problems are run side by side; `what` says what that does."""
+    """Add an argument for the number of problems side by side; `what` says what that does."""
     parser.add_argument(
         "--together",
         type=positive,
@@ -186,7 +186,7 @@ def repair_of(text: str) -> Any:
     """The rule that an argument gives, as `Choreography` takes it.
 
     Raises:
-        RepairError: it gives none, or runs, which are those of one call.
+        RepairError: the text gives no rule, or runs, which are those of one call.
     """
     given = text if names_file(text) else rule_given(text)
     session_rule(given, "choreo")
@@ -194,7 +194,7 @@ def repair_of(text: str) -> Any:
 
 
 def add_sampling(parser: argparse.ArgumentParser, temperature: float | None, default: str) -> None:
-    """How many problems, and how answers are sampled; `default` says what `temperature` means."""
+    """Add arguments for the number of problems and for sampling; `default` is of `temperature`."""
     add = parser.add_argument
     add("--limit", type=positive, metavar="N", help="run N problems only (default: 3, or the file)")
     add("--seed", type=natural, metavar="N", help="of the problems and of sampling (default: 0)")
@@ -221,7 +221,7 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float | None, def
 
 
 def add_out(parser: argparse.ArgumentParser, default: str, text: str) -> None:
-    """The folder that a command writes."""
+    """Add an argument for the folder that a command writes."""
     parser.add_argument(
         "--out",
         type=Path,
@@ -232,12 +232,20 @@ def add_out(parser: argparse.ArgumentParser, default: str, text: str) -> None:
 
 
 def positive(text: str) -> int:
-    """An int of at least 1. Raises argparse.ArgumentTypeError: it is none."""
+    """Read an int of at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is none.
+    """
     return _whole(text, 1)
 
 
 def natural(text: str) -> int:
-    """An int of at least 0. Raises argparse.ArgumentTypeError: it is none."""
+    """Read an int of at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is none.
+    """
     return _whole(text, 0)
 
 

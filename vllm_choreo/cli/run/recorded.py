@@ -100,7 +100,11 @@ def _task(data: dict[str, Any], transcript: Transcript, path: Path) -> Task:
 
 
 def _argument(name: str, value: Any) -> Any:
-    """An input of the workflow; raises ValueError: it is of another type than it takes."""
+    """An input of the workflow, read from plain data.
+
+    Raises:
+        ValueError: the value is of another type than the workflow takes.
+    """
     place = f"inputs.{name}"
     if not name.endswith("_params"):
         if name in INPUTS:

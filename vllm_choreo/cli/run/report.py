@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-choreo run` leaves behind: transcripts, the page, and a table of sums."""
+"""Results of `vllm-choreo run`: transcripts, the page, and a table of sums."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _by_task(results: Sequence[Result]) -> list[tuple[Task, list[Result]]]:
 
 
 def question_of(task: Task, inputs: Mapping[str, Any]) -> str:
-    """What was asked, for a reader; of a game, how it was set up."""
+    """The question, for a reader; of a game, how it was set up."""
     if task.problems:
         return "\n\n".join(problem.question for problem in task.problems)
     settings = {
@@ -65,7 +65,7 @@ def question_of(task: Task, inputs: Mapping[str, Any]) -> str:
 
 
 def facts_of(engine: Mapping[str, str], modes: Sequence[str], task: Task) -> dict[str, str]:
-    """What the page says about the run as a whole; `engine` is what the engine's facts say."""
+    """Facts about the run as a whole, for the page; `engine`: the engine's facts."""
     facts = {**engine, "mode": " and ".join(modes)}
     if task.recorded is not None:
         return {**facts, "tokens": "replayed"}

@@ -23,10 +23,10 @@ class Task:
     """One run of a workflow.
 
     Attributes:
-        id: of the problem.
+        id: id of the problem.
         source: the set or file that it is from.
         inputs: the arguments of the workflow's function, but for `c` and `on_step`.
-        problems: what is known of the right answer; two in `multi_qa`, none in a game.
+        problems: problems with their right answers; two in `multi_qa`, none in a game.
         recorded: the run whose tokens are to be generated again; None: sample.
     """
 
@@ -41,13 +41,13 @@ class Task:
         return [_expected(problem) for problem in self.problems]
 
     def is_right(self, answers: Sequence[str]) -> bool | None:
-        """Whether most of the answers are right, on each problem; None if nobody knows."""
+        """Return whether most of the answers are right, on each problem; None if nobody knows."""
         if not self.problems:
             return None
         return all(_most_right(problem, answers) for problem in self.problems)
 
     def coverage(self, answers: Sequence[str]) -> float | None:
-        """How much of what is asked for the answers hold, from 0 to 1; None if nobody knows.
+        """Share of what is asked for that the answers hold, from 0 to 1; None if nobody knows.
 
         Of several problems the share that most answers have right; of concepts the share that
         occurs, in the mean of the answers.
@@ -79,7 +79,7 @@ def transcript_json(task: Task, transcript: Transcript) -> dict[str, Any]:
 
 
 def about_task(task: Task) -> dict[str, Any]:
-    """What is known of the right answer, as plain data."""
+    """A task's problems with their right answers, as plain data."""
     return {"id": task.id, "source": task.source, "problems": [asdict(p) for p in task.problems]}
 
 

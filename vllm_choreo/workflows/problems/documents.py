@@ -31,7 +31,7 @@ _FOODS = (
 
 
 def key_values(num: int, seed: int = 0, num_documents: int = 4) -> list[Problem]:
-    """Each document is a name and its number; one of them is asked for. Kind "trivia".
+    """Documents of a name and its number each; one number is asked for. Kind "trivia".
 
     Raises:
         ValueError: no documents, or more than there are names.
@@ -56,7 +56,7 @@ def key_values(num: int, seed: int = 0, num_documents: int = 4) -> list[Problem]
 def stated_numbers(num: int, seed: int = 0) -> list[Problem]:
     """Questions that hold their own answer. Kind "trivia".
 
-    For who is to answer several of them, or is to hear what others answered.
+    For workflows that answer several of them, or whose agents read each other's answers.
     """
 
     def draw(rng: random.Random, problem_id: str) -> Problem:
@@ -68,7 +68,7 @@ def stated_numbers(num: int, seed: int = 0) -> list[Problem]:
 
 
 def sentence_facts(num: int, seed: int = 0, num_documents: int = 4) -> list[Problem]:
-    """Each document says three things of a person; the job of one is asked for. Kind "trivia".
+    """Documents that say three things of a person each; one job is asked for. Kind "trivia".
 
     Raises:
         ValueError: no documents, or more than there are jobs.
@@ -97,7 +97,7 @@ def sentence_facts(num: int, seed: int = 0, num_documents: int = 4) -> list[Prob
 
 
 def fact_pairs(num: int, seed: int = 0, num_documents: int = 3) -> list[Problem]:
-    """As `key_values`, but two of the numbers are asked for, each after its name. Kind "trivia".
+    """Documents of `key_values`; two numbers are asked for, each after its name. Kind "trivia".
 
     Raises:
         ValueError: fewer than two documents, or more than there are names.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a text gives the right answer, compared as is usual for the set that it comes from.
+"""Comparison of a text with the right answer, as is usual for the set that it comes from.
 
 | kind | compared |
 |---|---|
@@ -28,12 +28,12 @@ _ARTICLES = frozenset(("a", "an", "the"))
 
 
 def is_correct(kind: Kind, text: str, answers: Sequence[str]) -> bool:
-    """Whether `text`, a whole answer with its reasoning, is right.
+    """Return whether `text`, a whole answer with its reasoning, is right.
 
     Args:
-        kind: of the problem.
-        text: what was generated.
-        answers: of the problem; of kind "concepts" the concepts, all of which must occur.
+        kind: kind of the problem.
+        text: generated text.
+        answers: answers of the problem; of kind "concepts" the concepts, all of which must occur.
 
     Raises:
         ValueError: no such kind.
@@ -62,7 +62,7 @@ def final_number(text: str) -> Fraction | None:
 
 
 def final_answer(text: str) -> str | None:
-    """What a solution comes to, as it is written there.
+    """The final answer of a solution, as it is written there.
 
     The first that there is: the last box; what follows the last "####"; what follows the last
     "answer is"; the last formula between dollar signs; the last number.
@@ -81,7 +81,7 @@ def final_answer(text: str) -> str | None:
 
 
 def contains_any(text: str, answers: Sequence[str]) -> bool:
-    """Whether an answer stands in `text` as whole words; case, articles, accents do not count.
+    """Return whether `text` has an answer as whole words; case, articles, accents do not count.
 
     Articles count in an answer that has no other words. One without letters and digits must stand
     there as it is.

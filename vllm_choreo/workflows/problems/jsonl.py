@@ -39,7 +39,7 @@ class DataError(ValueError):
 
     Attributes:
         path, line: the file, and the line from 1; 0 if it is the file as a whole.
-        field: of the row; empty if it is the row as a whole.
+        field: field of the row; empty if it is the row as a whole.
     """
 
     def __init__(self, message: str, path: Path, line: int = 0, field: str = "") -> None:
@@ -49,7 +49,7 @@ class DataError(ValueError):
 
 
 class _FieldError(Exception):
-    """A field is not what it should be; the row that it is in is known further out."""
+    """A field that is not what it should be; the caller knows in which row it is."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ def load_jsonl(path: str | Path, limit: int | None = None) -> list[Problem]:
     """The problems of a file in their order; rows without an `id` are `file/line`.
 
     Args:
-        path: of a file with one JSON object a line, in UTF-8; empty lines are skipped.
+        path: file with one JSON object a line, in UTF-8; empty lines are skipped.
         limit: read that many rows at most.
 
     Raises:
@@ -103,7 +103,7 @@ _Parts = tuple[Kind, str, tuple[str, ...], tuple[str, ...]]
 
 
 def _parts(row: Mapping[str, Any]) -> _Parts:
-    """Kind, question, answers, documents."""
+    """Kind, question, answers and documents of a row."""
     if "concepts" in row:
         concepts = _strings(row, "concepts")
         return "concepts", concepts_question(concepts), concepts, ()
@@ -147,7 +147,7 @@ def _gold(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...]]:
 
 
 def _records(row: Mapping[str, Any]) -> _Parts:
-    """Pairs of keys and values, and a key to look up."""
+    """Parts of a row with pairs of keys and values, and a key to look up."""
     pairs = row["ordered_kv_records"]
     if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
         raise _FieldError("ordered_kv_records", "must be a list of pairs of strings")

@@ -33,7 +33,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def math_equal(left: str, right: str) -> bool:
-    r"""Whether two answers are the same: in normal form, as numbers, or part for part.
+    r"""Return whether two answers are the same: in normal form, as numbers, or part for part.
 
     Tuples and intervals are compared entry by entry. Nothing is computed beyond fractions of
     numbers: `\frac{2}{4}` is 0.5, but `\sqrt{4}` is not 2.
@@ -71,14 +71,14 @@ def normalized_math(text: str) -> str:
 
 
 def _without_units(text: str) -> str:
-    r"""Words after a number or formula: `12\text{ cm}^2`, `12 square units`."""
+    r"""Remove words after a number or formula: `12\text{ cm}^2`, `12 square units`."""
     before = r"(?<=[\d})])"
     text = re.sub(rf"{before}\s*{_TEXT}(?:\^\{{?\d\}}?)?$", "", text)
     return re.sub(rf"{before}\s+[A-Za-z]{{2,}}(?:\s[A-Za-z]+)*(?:\^\{{?\d\}}?)?$", "", text)
 
 
 def _braced_arguments(text: str) -> str:
-    r"""`\frac12`, `\frac1{23}` and `\sqrt3` with braces around every argument."""
+    r"""Put braces around every argument of `\frac12`, `\frac1{23}` and `\sqrt3`."""
     text = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text)
     text = re.sub(r"\\frac(\w)(\w)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac(\w)\{", r"\\frac{\1}{", text)

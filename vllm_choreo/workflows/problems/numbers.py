@@ -31,7 +31,7 @@ def number(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """Typographic minus signs, and commas as LaTeX writes them between thousands."""
+    """Replace typographic minus signs, and LaTeX's signs and commas between thousands."""
     text = text.replace("−", "-").replace("–", "-").replace("\\$", "$").replace("\\%", "%")
     return text.replace("{,}", ",").replace(",\\!", ",")
 

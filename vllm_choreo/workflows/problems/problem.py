@@ -43,7 +43,7 @@ def draw_distinct(
     """`num` problems of which no two ask the same; a longer set begins with the shorter one.
 
     Args:
-        name: of the set; ids are `name/seed/number`.
+        name: name of the set; ids are `name/seed/number`.
         num: how many, at least 0.
         seed: the same name and seed give the same problems, everywhere.
         draw: makes one problem from a generator of random numbers and an id.

@@ -51,7 +51,7 @@ def concept_lists(num: int, seed: int = 0, size: int = 30) -> list[Problem]:
 
 
 def concepts_question(concepts: tuple[str, ...]) -> str:
-    """What is asked of a writer, for a list of concepts from any source."""
+    """The task of a writer, for a list of concepts from any source."""
     return (
         "Write a short, coherent story that uses all of the following words: "
         f"{', '.join(concepts)}."

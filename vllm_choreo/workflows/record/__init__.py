@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a workflow did, kept and run again; on the client's side."""
+"""Records of workflows, kept and run again; on the client's side."""

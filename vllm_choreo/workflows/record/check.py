@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether data read from JSON have the form of a transcript; errors name the place.
+"""Check of data read from JSON against the form of a transcript; errors name the place.
 
 A form is a type, `None`, a dict of forms by key, `[form]` for a list of any length, or a tuple of
 forms of which one must fit.
@@ -49,7 +49,11 @@ _TRANSCRIPT = {
 
 
 def check_transcript(data: Any) -> None:
-    """Raises ValueError: some part of it is missing, or of another type than `to_json` writes."""
+    """Check that data have the form of a transcript.
+
+    Raises:
+        ValueError: some part is missing, or of another type than `to_json` writes.
+    """
     check_form(data, _TRANSCRIPT, "the file")
     for i, step in enumerate(data["steps"]):
         for name, form in _PLACES.items():
@@ -67,7 +71,11 @@ def check_transcript(data: Any) -> None:
 
 
 def check_form(value: Any, form: Any, place: str) -> None:
-    """Raises ValueError: a value, found at `place`, is not of a form."""
+    """Check that a value, found at `place`, is of a form.
+
+    Raises:
+        ValueError: it is not.
+    """
     if isinstance(form, dict):
         if not isinstance(value, Mapping):
             raise _wrong(value, form, place)
@@ -85,7 +93,7 @@ def check_form(value: Any, form: Any, place: str) -> None:
 
 
 def _fits(value: Any, form: Any) -> bool:
-    """Of one value: 1 may be meant as 1.0; but no bool is a number."""
+    """Return whether one value is of a form: 1 may be meant as 1.0, but no bool is a number."""
     if isinstance(form, tuple):
         return any(_fits(value, one) for one in form)
     if isinstance(form, list):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The likeliest tokens of a run, at every token that it generated: what a student is to match."""
+"""The likeliest tokens at every token that a run generated, which a student is to match."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _DIGITS = 6  # of a log-probability
 
 @dataclass(frozen=True)
 class Likeliest:
-    """Of all generated tokens of a transcript, call after call.
+    """The likeliest tokens at each generated token of a transcript, call after call.
 
     Attributes:
         token_ids: `[num_generated][k]`, the likeliest first.
-        logprobs: natural, of these.
+        logprobs: natural log-probabilities of these tokens.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -33,7 +33,7 @@ class Likeliest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], transcript: Transcript) -> Likeliest:
-        """That of `to_json`.
+        """Read the data of `to_json`.
 
         Raises:
             ValueError: the data have another form, or do not fit to the transcript.
@@ -51,7 +51,7 @@ class Likeliest:
 
 
 def likeliest_of(transcript: Transcript) -> Likeliest | None:
-    """Of a run whose calls asked for `logprobs`; None: some call did not."""
+    """The likeliest tokens of a run whose calls asked for `logprobs`; None: some call did not."""
     rows: list[Mapping[int, Any]] = []
     for step in transcript.decodes():
         if not step.message.logprobs:

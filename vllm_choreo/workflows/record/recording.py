@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of recorded runs, split by problem: what training is given.
+"""A folder of recorded runs, split by problem: the data of training.
 
     folder/record.json               the model, the mode, the shares; what else the recorder says
     folder/train/00000.json          a transcript, its problems, the likeliest tokens of its text
@@ -35,14 +35,14 @@ _RUN = {"problems": [str]}
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run.
+    """One recorded run.
 
     Attributes:
-        name: of its file, with the part.
-        transcript: of the text.
-        problems: what it was about; runs of which one problem is the same are in the same part.
-        likeliest: of every generated token, the tokens that the text made likeliest; None: they
-            were not recorded.
+        name: name of its file, with the part.
+        transcript: transcript of the run as text.
+        problems: problems of the run; runs that have one in common are in the same part.
+        likeliest: tokens that the text made likeliest, at every generated token; None: they were
+            not recorded.
     """
 
     name: str
@@ -57,9 +57,9 @@ class Recording:
 
     Attributes:
         base: the model that generated.
-        mode: of `Choreography`.
-        digest: of all files, hexadecimal.
-        parts: by `PARTS`, in the order of the files.
+        mode: mode of `Choreography`.
+        digest: digest of all files, hexadecimal.
+        parts: runs of each of `PARTS`, in the order of the files.
     """
 
     base: ModelIdentity
@@ -69,10 +69,10 @@ class Recording:
 
     @classmethod
     def load(cls, folder: str | Path) -> Recording:
-        """Read what a `Recorder` wrote.
+        """Read the folder of a `Recorder`.
 
         Raises:
-            ChoreoError: it is no such folder, a file is damaged, or a problem is in two parts.
+            ChoreoError: it is no recorder's, a file is damaged, or two parts share a problem.
         """
         folder = Path(folder).expanduser()
         digest = blake2b(digest_size=16)
@@ -90,14 +90,14 @@ class Recording:
 
 @dataclass
 class Recorder:
-    """Writes runs into a folder.
+    """Writer of runs into a folder.
 
     Args:
-        folder: is made, or holds what was recorded before with the same arguments.
+        folder: folder that is made, or that holds runs of before with the same arguments.
         base: the model that generates.
-        mode: of `Choreography`: "baseline" or "exact", for what is generated is to be learnt.
-        shares: of the runs, for each of `PARTS`.
-        settings: what else was the same for all runs, as plain data.
+        mode: "baseline" or "exact" of `Choreography`, for what is generated is to be learnt.
+        shares: share of the runs for each of `PARTS`.
+        settings: further settings that all runs have in common, as plain data.
 
     Raises:
         ChoreoError: the folder holds something else.
@@ -144,7 +144,7 @@ class Recorder:
         part already. Call it for all runs, in the same order each time.
 
         Args:
-            problems: what tells the run's problems from all others, as texts.
+            problems: texts that tell the run's problems from all others.
 
         Raises:
             ChoreoError: two of them are in different parts.
@@ -173,7 +173,7 @@ class Recorder:
         """Write a run to the file that `place` gave it; whole or not at all.
 
         Args:
-            about: more to be told of it, as plain data; `vllm-choreo run` tells its "task".
+            about: more to be saved with the run, as plain data; `vllm-choreo run` saves its "task".
         """
         if transcript.mode != self.mode:
             raise ChoreoError(

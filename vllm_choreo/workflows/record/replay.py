@@ -29,8 +29,8 @@ class Replay(FacadeWrapper):
 
     Args:
         c: a facade, in any mode.
-        transcript: of the same program, with the same inputs. Who reads whom is not compared: a
-            variant of a workflow that differs in that alone can be replayed.
+        transcript: a run of the same program, with the same inputs. Who reads whom is not
+            compared: a variant of a workflow that differs in that alone can be replayed.
 
     As a context manager it checks at the end that all recorded calls were made. It does not close
     `c`. A call that was not recorded, and an engine that does not know forced tokens, raise
@@ -47,7 +47,7 @@ class Replay(FacadeWrapper):
         return super()._prefill(calls)
 
     def _decode(self, calls: list[Item]) -> list[Message]:
-        """Of the sampling parameters, only what is reported counts."""
+        """Force the recorded tokens; of the sampling parameters only those of the output count."""
         recorded = self._next("decode", calls)
         made = super()._decode(
             [
@@ -60,7 +60,11 @@ class Replay(FacadeWrapper):
         ]
 
     def finish(self) -> None:
-        """Raises ChoreoError: calls were recorded that the program did not make."""
+        """Check that the program made all recorded calls.
+
+        Raises:
+            ChoreoError: calls were recorded that it did not make.
+        """
         left = len(self._recorded) - self._count
         if left:
             raise _differs(f"the program ended {left} calls before the recorded one")
@@ -78,7 +82,7 @@ class Replay(FacadeWrapper):
             self.finish()
 
     def _next(self, kind: str, items: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """The recorded messages of the next calls, which must be these."""
+        """The recorded messages of the next calls, which must be `items`."""
         recorded = self._recorded[self._count : self._count + len(items)]
         if len(recorded) < len(items):
             raise _differs(f"the program makes more than the {len(self._recorded)} recorded calls")
@@ -92,7 +96,7 @@ class Replay(FacadeWrapper):
 
 
 def _begins(message: Message, given: Any) -> bool:
-    """Whether the message is `given`, text or token ids, and what was generated after it."""
+    """Return whether the message is `given`, text or token ids, and its generated part."""
     if isinstance(given, str):
         return message.text == given + message.generated_text
     return message.token_ids == (*given, *message.generated_token_ids)

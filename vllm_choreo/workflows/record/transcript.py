@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a workflow did: its calls in order, with messages, parents and times; also as JSON."""
+"""Transcripts of workflows: calls in order, with messages, parents and times; also as JSON."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FORMAT = 1  # of the JSON form
 
 @dataclass(frozen=True)
 class Step:
-    """One call.
+    """One call of a workflow.
 
     Attributes:
         stage: the part of the workflow, for example "round 2"; its calls ran in parallel.
         author: who wrote the message, for example "agent 1".
-        message: with its parents, usage and times.
+        message: its message, with parents, usage and times.
     """
 
     stage: str
@@ -38,13 +38,13 @@ class Transcript:
 
     Attributes:
         workflow: the name of its function.
-        mode: of the `Choreography` that it ran on.
+        mode: mode of the `Choreography` that it ran on.
         inputs: the arguments of the function by name, without `c` and `on_step`.
         on_step: called with each step when it is done.
-        steps: in the order of their submission.
-        answers: what the workflow came to.
+        steps: calls in the order of their submission.
+        answers: outcome of the workflow.
         seconds: wall clock from the first call to the answers.
-        start: of that clock, `time.perf_counter`; 0 in a transcript that was loaded.
+        start: start of that clock, `time.perf_counter`; 0 in a transcript that was loaded.
     """
 
     workflow: str
@@ -107,7 +107,7 @@ class Transcript:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Transcript:
-        """The transcript of `to_json`; its messages are records, no engine knows them.
+        """Read the data of `to_json`; the messages are records, no engine knows them.
 
         Raises:
             ValueError: the data are of another format, or not as `to_json` writes them; names
@@ -133,7 +133,7 @@ class Transcript:
 
     @classmethod
     def load(cls, path: Path) -> Transcript:
-        """Read what `save` wrote."""
+        """Read the file of `save`."""
         return cls.from_json(json.loads(path.read_text("utf-8")))
 
 
