@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Cutter`: the parts of a chat that a model's own renderer has made tokens of."""
+"""`Cutter`: makes parts of a chat that a model's own renderer has made tokens of."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DEFAULT_MIN_TOKENS = 16
 
 
 class Cutter:
-    """Cuts rendered chats.
+    """Cutter of rendered chats.
 
     Args:
-        tokenizer: of transformers; one that does not tell characters of tokens cuts nothing.
+        tokenizer: tokenizer of transformers; one that tells no characters of tokens cuts nothing.
         ends: the tokens that end what the model generates, see `end_tokens`.
         min_tokens: shorter parts are joined with their neighbours.
     """
@@ -37,14 +37,14 @@ class Cutter:
         contents: Sequence[Content],
         min_tokens: int | None = None,
     ) -> Split:
-        """The parts of a chat.
+        """Cut a chat into parts.
 
         Args:
-            token_ids: as it was rendered for the model.
-            text: the same, if the renderer made text of it first.
+            token_ids: tokens of the chat, as it was rendered for the model.
+            text: the same as text, if the renderer made text of it first.
             marks: the same with marks, as text or tokens.
-            contents: of the marks, see `marked`.
-            min_tokens: instead of the cutter's own.
+            contents: contents of the marks, see `marked`.
+            min_tokens: the least tokens of a part; None: the cutter's own.
         """
         if not getattr(self._tokenizer, "is_fast", False):
             return Split(tuple(token_ids), reason="tokenizer")
@@ -66,10 +66,10 @@ class Cutter:
 
 
 def end_tokens(tokenizer: Any, generation_config: Mapping[str, Any]) -> frozenset[int]:
-    """The tokens that end what a model generates.
+    """Tokens that end what a model generates.
 
     Args:
-        generation_config: of the model, as a dict; its `eos_token_id` is an id or a list of them.
+        generation_config: the model's, as a dict; its `eos_token_id` is an id or a list of them.
     """
     told = generation_config.get("eos_token_id")
     listed = told if isinstance(told, Sequence) else [told]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `choreo_auto` would reuse of recorded chats, from their tokens alone."""
+"""Forecast of the tokens that `choreo_auto` would reuse of recorded chats, without an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SeenPart:
     """A part of a request.
 
     Attributes:
-        role: of its message; "": it has no text.
+        role: role of its message; "": it has no text.
         messages: indices of the messages of the chat that it holds.
         num_tokens: its length.
         state: "new"; "same": known, behind the same parts as before; "moved": known, but encoded
@@ -38,15 +38,15 @@ class SeenPart:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one request would reuse, in tokens.
+    """Number of tokens that one request would reuse.
 
     Attributes:
-        num_tokens: of its prompt.
-        prefix: that vLLM's prefix caching finds, in whole blocks.
-        exact: that mode "exact" reuses.
-        choreo: that mode "choreo" reuses.
-        parts: of the prompt; none: it is served as text.
-        reason: why there are none, or "".
+        num_tokens: tokens of its prompt.
+        prefix: tokens that vLLM's prefix cache holds, in whole blocks.
+        exact: tokens that mode "exact" reuses.
+        choreo: tokens that mode "choreo" reuses.
+        parts: parts of the prompt; none: it is served as text.
+        reason: the reason why there are none, or "".
     """
 
     num_tokens: int
@@ -58,17 +58,17 @@ class Forecast:
 
     @property
     def may_differ(self) -> bool:
-        """Whether the answer of mode "choreo" may be another than that of the text."""
+        """True if the answer of mode "choreo" may be another than that of the text."""
         return any(part.state == "moved" for part in self.parts)
 
 
 class Forecaster:
-    """Follows recorded requests, all of one tenant, as a server would.
+    """Forecaster of recorded requests, all of one tenant, which follows them as a server would.
 
     Args:
-        tokenizer: of the model, with its chat template.
+        tokenizer: tokenizer of the model, with its chat template.
         cutter: cuts its chats.
-        block_size: of the engine's KV cache, in tokens.
+        block_size: tokens in a block of the engine's KV cache.
     """
 
     def __init__(self, tokenizer: Any, cutter: Cutter, block_size: int = 16) -> None:
@@ -83,12 +83,12 @@ class Forecaster:
         self._chains: dict[str, set[tuple[str, ...]]] = {}
 
     def request(self, chat: Chat, answer: str | None, **rendering: Any) -> Forecast:
-        """The next request.
+        """Forecast the next request.
 
         Args:
             chat: its messages.
-            answer: that was given; None: it is not known.
-            rendering: what the chat template is told, such as `tools`.
+            answer: the answer that was given; None: it is not known.
+            rendering: variables of the chat template, such as `tools`.
 
         Raises:
             ChoreoError: the template refuses the chat.
@@ -141,7 +141,7 @@ class Forecaster:
         return Forecast(len(split.token_ids), prefix, exact, choreo, tuple(parts), reason)
 
     def _made(self, plan: ChatPlan) -> None:
-        """Every part is encoded behind those before it now, in mode "exact" as a copy."""
+        """Note that every part is encoded behind those before it, in mode "exact" as a copy."""
         for piece in plan.new:
             self._book.add(piece.entry)
         ids = tuple(entry.message_id for entry in plan.parents)
@@ -170,7 +170,7 @@ class Forecaster:
 
     @staticmethod
     def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-        """How many tokens two texts begin with in common."""
+        """Number of tokens that two texts begin with in common."""
         shared = 0
         for a, b in zip(one, other, strict=False):
             if a != b:
@@ -184,7 +184,7 @@ class Forecaster:
 
 
 def requests_of(recorded: Any) -> Iterator[tuple[Chat, str | None, dict[str, Any]]]:
-    """The requests of a recording: their chats, answers and what the template is told.
+    """Requests of a recording: their chats, their answers and the variables of the template.
 
     Args:
         recorded: an object with `messages` (and `tools`), or a list of such. Each answer in a chat

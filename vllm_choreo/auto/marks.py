@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's chat template writes around the contents of a chat.
+"""Text that a model's chat template writes around the contents of a chat.
 
 A template is a program over a whole conversation: it may drop, trim, join or reorder what it is
 given. So the chat is rendered a second time, with a mark in place of each content, and what stands
@@ -30,8 +30,8 @@ class Content:
 
     Attributes:
         message: index of its message.
-        role: of the message.
-        text: as it was given; the template may trim or cut it.
+        role: role of the message.
+        text: the text as it was given; the template may trim or cut it.
     """
 
     message: int
@@ -41,7 +41,7 @@ class Content:
 
 @dataclass(frozen=True)
 class ContentPlace:
-    """Where a content stands in a rendered chat: its characters `start … stop-1`."""
+    """Place of a content in a rendered chat: its characters `start … stop-1`."""
 
     content: Content
     start: int
@@ -49,11 +49,10 @@ class ContentPlace:
 
 
 def marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Content]]:
-    """The same chat with a mark in place of each content, and the contents by the number of their
-    marks.
+    """Chat with a mark in place of each content, and the contents by the numbers of their marks.
 
     Args:
-        messages: as the OpenAI API has them; a content is text, or a list with texts
+        messages: messages in the form of the OpenAI API; a content is text, or a list with texts
             (`{"type": "text", "text": …}`). Empty ones and all else stay as they are.
     """
     contents: list[Content] = []
@@ -81,12 +80,12 @@ def _is_text(item: Any) -> bool:
 
 
 def places(rendered: str, rendered_marks: str, contents: Sequence[Content]) -> list[ContentPlace]:
-    """Where the contents stand in the rendered chat, in the order in which they stand there.
+    """Places of the contents in the rendered chat, in the order in which they stand there.
 
     Args:
         rendered: the chat.
         rendered_marks: the same with marks.
-        contents: by the numbers of the marks.
+        contents: the contents, by the numbers of the marks.
 
     Returns:
         The places up to the first content that is rendered otherwise than its mark: none, if that
@@ -110,13 +109,13 @@ def places(rendered: str, rendered_marks: str, contents: Sequence[Content]) -> l
 
 
 def _glues(rendered_marks: str) -> tuple[list[str], list[int]]:
-    """What stands before, between and after the marks, and their numbers in order."""
+    """Texts before, between and after the marks, and the numbers of the marks in order."""
     pieces = _MARKS.split(rendered_marks)
     return pieces[::2], [int(number[:9]) for number in pieces[1::2]]
 
 
 def _end(rendered: str, start: int, text: str, glue: str, is_last: bool) -> int | None:
-    """Where the content that starts at `start` ends; None: what follows it is nowhere."""
+    """End of the content that starts at `start`; None: the glue behind it is nowhere."""
     # What templates make of a content, the commonest first.
     for form in (text, text.strip(), text.lstrip(), text.rstrip()):
         stop = start + len(form)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a chat reads: the parts of it that are known as messages, and those to be encoded."""
+"""Plan of a chat: the parts of it that are known as messages, and those to be encoded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AUTO_MODES = ("exact", "choreo", "off")
 
 
 def check_auto(value: object, parameter: str) -> str:
-    """Raises ChoreoError: it is none of `AUTO_MODES`."""
+    """Return a mode, or raise ChoreoError if it is none of `AUTO_MODES`."""
     if value not in AUTO_MODES:
         raise ChoreoError(f"choose one of {AUTO_MODES}", parameter=parameter, value=value)
     return str(value)
@@ -25,10 +25,10 @@ class NewPart:
     """A part of a chat that no message holds yet.
 
     Attributes:
-        number: of the part in the chat.
-        part: as it is encoded: see `plan_chat`.
-        token_ids: of the part.
-        entry: for the message that is made of it.
+        number: index of the part in the chat.
+        part: the part as it is encoded, see `plan_chat`.
+        token_ids: tokens of the part.
+        entry: entry of the message that is made of it.
     """
 
     number: int
@@ -39,14 +39,14 @@ class NewPart:
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """What a chat reads.
+    """Messages that a chat reads, and parts that are to be encoded for it.
 
     Attributes:
         parents: the messages of its parts, in order; those of `new` are still to be made.
         new: the parts that no message holds yet, in order; each is encoded behind all before it.
         header: the tokens behind all parts.
-        reason: why the chat has no parts, or "".
-        context: the digest of all parts: that of the answer.
+        reason: the reason why the chat has no parts, or "".
+        context: the digest of all parts: the context of the answer.
     """
 
     parents: list[Entry] = field(default_factory=list)
@@ -57,16 +57,16 @@ class ChatPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole chat."""
+        """Tokens of the whole chat."""
         return sum(entry.num_tokens for entry in self.parents) + len(self.header)
 
     @property
     def num_new_tokens(self) -> int:
-        """That are to be encoded before the header."""
+        """Tokens that are to be encoded before the header."""
         return sum(len(piece.token_ids) for piece in self.new)
 
     def num_padded_tokens(self, block_size: int) -> int:
-        """What its parents take of the context, for each of them takes whole blocks."""
+        """Positions of the context that its parents take, for each of them takes whole blocks."""
         return sum(-(-entry.num_tokens // block_size) * block_size for entry in self.parents)
 
     def report(self) -> dict[str, int]:
@@ -97,9 +97,9 @@ def plan_chat(
     behind the same text, if there is any.
 
     Args:
-        split: of the chat.
-        book: of the tenant; messages that are gone are forgotten.
-        adapter: the name of the one that encodes the request, or "".
+        split: parts of the chat.
+        book: the tenant's messages; those that are gone are forgotten.
+        adapter: name of the adapter that encodes the request, or "".
         is_live: whether the message of an entry is still there.
         new_id: gives the ids of messages to be made.
     """

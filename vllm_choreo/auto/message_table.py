@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which messages of a tenant hold which tokens: the least recently used go first.
+"""Messages of a tenant, by the tokens that they hold: the least recently used go first.
 
-The book knows ids and digests, not messages: whoever has them makes and frees them.
+The table knows ids and digests, not messages: whoever has them makes and frees them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hashlib import blake2b
 
 @dataclass(eq=False)
 class Entry:
-    """A message that the book knows.
+    """A message that the table knows.
 
     Attributes:
         key: the digest of its tokens, and of the adapter that encoded it.
         context: the digest of what stood before it where it was made.
         message_id: its id.
         num_tokens: its length.
-        is_answer: it was generated.
+        is_answer: whether it was generated.
         num_users: requests that read it; it is not given up while there is one.
     """
 
@@ -35,32 +35,32 @@ class Entry:
 
 
 class Digest:
-    """Of tokens, as they come, and of the name of the adapter that encodes them."""
+    """Digest of tokens, as they come, and of the name of the adapter that encodes them."""
 
     def __init__(self, adapter: str = "") -> None:
         self._made = blake2b(adapter.encode() + b"\0", digest_size=16)
 
     def update(self, token_ids: Sequence[int]) -> None:
-        """Go on with these."""
+        """Add tokens."""
         self._made.update(array("q", token_ids).tobytes())
 
     def value(self) -> bytes:
-        """Of all tokens so far."""
+        """Digest of all tokens so far."""
         return self._made.digest()
 
 
 def digest(token_ids: Sequence[int], adapter: str = "") -> bytes:
-    """Of tokens, and of the name of the adapter that encodes them."""
+    """Digest of tokens, and of the name of the adapter that encodes them."""
     made = Digest(adapter)
     made.update(token_ids)
     return made.value()
 
 
 class MessageTable:
-    """The messages of one tenant, by what they hold.
+    """Messages of one tenant, by the digests of their tokens.
 
     Args:
-        max_messages, max_tokens: that it keeps; more only while requests read them.
+        max_messages, max_tokens: the most that it keeps; more only while requests read them.
     """
 
     def __init__(self, max_messages: int, max_tokens: int) -> None:
@@ -74,14 +74,14 @@ class MessageTable:
         return len(self._entries)
 
     def find(self, key: bytes, context: bytes = b"") -> Entry | None:
-        """A message of this digest: the one that was made in this context, if there is any."""
+        """Find a message of this digest: the one that was made in this context, if there is any."""
         same = self._contexts.get(key)
         if same is None:
             return None
         return same.get(context) or next(iter(same.values()))
 
     def has(self, entry: Entry) -> bool:
-        """Whether the book knows just this message."""
+        """Return whether the table knows just this message."""
         return self._entries.get((entry.key, entry.context)) is entry
 
     def add(self, entry: Entry) -> None:
@@ -102,19 +102,19 @@ class MessageTable:
             self.num_tokens -= entry.num_tokens
 
     def enter(self, entries: Iterable[Entry]) -> None:
-        """A request reads these until it calls `leave`."""
+        """Count a request as reading these messages, until it calls `leave`."""
         for entry in entries:
             entry.num_users += 1
 
     def touch(self, entries: Sequence[Entry]) -> None:
-        """These are used, in this order."""
+        """Mark messages as used, in this order."""
         for entry in reversed(entries):
             # Copies of a message go with those before it: so what comes first goes last.
             if self.has(entry):
                 self._entries.move_to_end((entry.key, entry.context))
 
     def leave(self, entries: Iterable[Entry]) -> None:
-        """The request is over."""
+        """Count a request no more that has read these messages."""
         for entry in entries:
             assert entry.num_users > 0, "left more often than entered"
             entry.num_users -= 1
@@ -123,7 +123,7 @@ class MessageTable:
         """Give up messages that nobody reads, so that there is room for new ones.
 
         Returns:
-            Those that are given up, for the caller to free.
+            The messages that are given up, for the caller to free.
         """
         victims: list[Entry] = []
         for entry in list(self._entries.values()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tokens of a rendered chat are cut into parts.
+"""Parts into which the tokens of a rendered chat are cut.
 
     <|im_start|>system⏎Be brief.<|im_end|> | ⏎<|im_start|>user⏎What is green?<|im_end|> | ⏎<|im_…
     '------------- part -----------------'   '----------------- part -----------------'   header
@@ -31,7 +31,7 @@ class ChatPart:
     """Tokens `start … stop-1` of a chat.
 
     Attributes:
-        role: of the message of which it is; "": of none that has text, such as a tool call.
+        role: role of the last message whose content it holds; "": it holds none, as a tool call.
         messages: indices of the chat messages whose contents it holds.
     """
 
@@ -50,9 +50,9 @@ class Split:
     """A rendered chat in parts.
 
     Attributes:
-        token_ids: of the whole chat.
-        parts: one after the other from its first token on; they never hold its last one.
-        reason: why there are none, or "".
+        token_ids: tokens of the whole chat.
+        parts: parts one after the other from its first token on; they never hold its last one.
+        reason: the reason why there are none, or "".
     """
 
     token_ids: tuple[int, ...]
@@ -61,7 +61,7 @@ class Split:
 
     @property
     def header_start(self) -> int:
-        """The first token behind all parts."""
+        """Index of the first token behind all parts."""
         return self.parts[-1].stop if self.parts else 0
 
 
@@ -76,10 +76,10 @@ def split(
     """Cut a rendered chat into parts.
 
     Args:
-        token_ids: of the chat.
+        token_ids: tokens of the chat.
         offsets: the characters `start, stop` of each token in the text of the chat.
-        places: of the contents in that text, in order.
-        num_chars: of the text.
+        places: places of the contents in that text, in order.
+        num_chars: length of the text.
         ends: the tokens that end what a model generates.
         min_tokens: shorter parts are joined with their neighbours.
     """
@@ -100,7 +100,7 @@ def split(
 
 
 def joined_parts(parts: Sequence[Sequence[int]], min_tokens: int) -> Split:
-    """A prompt that is given in parts; what is behind the last cut is its header.
+    """Join the parts that a prompt is given in; behind the last cut is its header.
 
     Args:
         parts: the tokens of each, one at least.
@@ -115,7 +115,7 @@ def joined_parts(parts: Sequence[Sequence[int]], min_tokens: int) -> Split:
 def _parts(
     cuts: Sequence[int], starts: Sequence[int], places: Sequence[ContentPlace]
 ) -> list[ChatPart]:
-    """The parts between the cuts, each with the contents that begin in it."""
+    """Parts between the cuts, each with the contents that begin in it."""
     parts, start, at = [], 0, 0
     for stop in cuts:
         inside = []
@@ -129,7 +129,7 @@ def _parts(
 
 
 def _joined(parts: Sequence[ChatPart], min_tokens: int) -> list[ChatPart]:
-    """Runs of short parts become parts of at least `min_tokens`, as far as there are enough."""
+    """Join runs of short parts into parts of at least `min_tokens`, as far as there are enough."""
     joined: list[ChatPart] = []
     is_open = False  # the last one is short, and may be joined with the next
     for part in parts:

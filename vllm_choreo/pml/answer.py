@@ -11,7 +11,7 @@ from vllm_choreo.semantics.message import Message
 
 @dataclass(frozen=True)
 class PromptAnswer:
-    """What a prompt came to.
+    """Result of a prompt.
 
     Attributes:
         message: the prompt's last new text and what was generated; its parents are the modules.
@@ -23,5 +23,5 @@ class PromptAnswer:
 
     @property
     def text(self) -> str:
-        """What was generated."""
+        """Generated text."""
         return self.message.generated_text

@@ -21,11 +21,11 @@ from vllm_choreo.semantics.message import Piece
 
 
 class AsyncPromptCache:
-    """As `PromptCache`, for prompts that come one by one and overlap.
+    """A `PromptCache` for prompts that come one by one and overlap.
 
     Args:
         facade, tokenizer, chat_template, placeholder: see `PromptCache`.
-        book: what is registered, if it is kept elsewhere; instead of all but the facade.
+        book: schemas and handles that are kept elsewhere; instead of all but the facade.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class AsyncPromptCache:
         adapter: Any = None,
         encode: bool = False,
     ) -> SchemaLayout:
-        """See `PromptCache.register`."""
+        """Add a schema, see `PromptCache.register`."""
         made = self._book.register(schema, context=context, adapter=adapter)
         if encode:
             await self.encode(made.name)
         return made.layout
 
     async def encode(self, name: str) -> int:
-        """See `PromptCache.encode`."""
+        """Encode all of a schema that is not encoded yet; return of how many segments."""
         return await self.encode_keys(self._book.named(name).all_keys())
 
     async def encode_keys(self, keys: Iterable[EncodingKey]) -> int:
-        """Encode what is missing of these; returns how many there were.
+        """Encode what is missing of these; return how many encodings that were.
 
         All are handed to the engine at once, and each is encoded as soon as what it reads is. They
         are encoded to the end, whether or not the caller waits for it.
@@ -96,50 +96,50 @@ class AsyncPromptCache:
         return await self._facade.submit(**call)
 
     async def unregister(self, name: str) -> None:
-        """See `PromptCache.unregister`."""
+        """Forget a schema, and free its messages, see `PromptCache.unregister`."""
         if freed := self._book.unregister(name):
             await self._facade.free(*freed)
 
     async def pin(self, name: str, **options: Any) -> None:
-        """See `PromptCache.pin`."""
+        """Encode a schema, and evict its messages after all others, see `PromptCache.pin`."""
         await self.encode(name)
         await self._facade.pin(*self.messages(name), **options)
 
     async def evict(self, name: str) -> None:
-        """See `PromptCache.evict`."""
+        """Drop the keys and values of a schema; prompts encode them again."""
         await self._facade.evict(*self.messages(name))
 
     def messages(self, name: str) -> list[Any]:
-        """See `PromptCache.messages`."""
+        """Messages of the segments of a schema that are encoded."""
         self._book.named(name)
         return [handle for key, handle in self._book.handles.items() if key.schema == name]
 
     @property
     def encoded(self) -> frozenset[EncodingKey]:
-        """What is encoded of all schemas."""
+        """Encodings that there are, of all schemas."""
         return frozenset(self._book.handles)
 
     @property
     def schemas(self) -> dict[str, SchemaLayout]:
-        """The layouts of all schemas, by name."""
+        """Layouts of all schemas, by name."""
         return {name: schema.layout for name, schema in self._book.schemas.items()}
 
     def show(self, name: str) -> str:
-        """See `PromptCache.show`."""
+        """Show a schema as a tree, see `PromptCache.show`."""
         return outline(self._book.named(name).layout, self._book.handles)
 
     def plan(self, prompt: str | Prompt, **options: Any) -> PromptPlan:
-        """See `PromptCache.plan`."""
+        """Plan the calls that `decode` would make; raises as it does."""
         return self._book.asked(prompt, options).plan
 
     async def decode(self, prompt: str | Prompt, **options: Any) -> PromptAnswer:
-        """See `PromptCache.decode`; one prompt. Gather several: they run in one batch."""
+        """Generate after one prompt, see `PromptCache.decode`; gather several for one batch."""
         async with self._prepared(prompt, options) as (asked, call):
             message = await self._facade.decode(**call)
         return PromptAnswer(message, asked.plan.usage)
 
     async def stream_decode(self, prompt: str | Prompt, **options: Any) -> AsyncIterator[Piece]:
-        """As `decode`, piece by piece; the last one carries the message."""
+        """Generate after a prompt, piece by piece; the last piece carries the message."""
         async with (
             self._prepared(prompt, options) as (_, call),
             # Closed with this one: a caller who leaves early ends the call.
@@ -152,7 +152,7 @@ class AsyncPromptCache:
     async def _prepared(
         self, prompt: Any, options: Mapping[str, Any]
     ) -> AsyncIterator[tuple[AskedPrompt, dict[str, Any]]]:
-        """The last call of a prompt; those before it are on their way, and freed at the end."""
+        """Prepare the last call of a prompt; earlier ones are under way, and freed at the end."""
         asked = self._book.asked(prompt, options)
         await self.encode_keys(asked.plan.keys)
         self._book.check_same(asked)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model's own chat template writes around the turns of schemas and prompts.
+"""Text that the model's own chat template writes around the turns of schemas and prompts.
 
 A template is a program over a whole conversation. It is run on turns that hold a mark each; what
 stands between the marks is what it writes around them:
@@ -30,8 +30,8 @@ class ChatTemplate:
     """The chat template of a model.
 
     Args:
-        tokenizer: of transformers, or what has its `apply_chat_template`.
-        template: instead of the tokenizer's own.
+        tokenizer: tokenizer of transformers, or another object with its `apply_chat_template`.
+        template: the template to use instead of the tokenizer's own.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
@@ -40,10 +40,10 @@ class ChatTemplate:
         self._rendered = lru_cache(maxsize=256)(self._render)
 
     def around(self, roles: Sequence[str]) -> list[tuple[str, str]]:
-        """What is written before and after each turn of a conversation.
+        """Texts that are written before and after each turn of a conversation.
 
         Args:
-            roles: of its turns.
+            roles: roles of its turns.
 
         Raises:
             PmlError: the model has no template, or its template refuses such a conversation.
@@ -77,17 +77,16 @@ class ChatTemplate:
     def rest(
         self, kept: Sequence[tuple[str, str, str]], roles: Sequence[str], is_open: bool, ends: bool
     ) -> list[str]:
-        """What is written from the end of a schema's turns on.
+        """Texts that are written from the end of a schema's turns on.
 
         Args:
-            kept: role, what is before and what is after, of each turn of the schema that the prompt
-                has.
-            roles: of the prompt's own turns.
-            is_open: the last turn is what the answer begins with, and is not closed.
-            ends: the model's turn begins at the end.
+            kept: role, text before and text after, for each turn of the schema that the prompt has.
+            roles: roles of the prompt's own turns.
+            is_open: whether the answer begins with the last turn, which is not closed.
+            ends: whether the model's turn begins at the end.
 
         Returns:
-            What is before the first of the prompt's turns, between them, and after the last one.
+            The texts before the first of the prompt's turns, between them, and after the last one.
 
         Raises:
             PmlError: the schema's turns would be written otherwise in this prompt.
@@ -114,14 +113,14 @@ class ChatTemplate:
         return made
 
     def _end(self, roles: tuple[str, ...]) -> str | None:
-        """What ends a conversation; None: it may not end here, such as after the system's turn."""
+        """Text that ends a conversation; None: it may not end here, as after the system's turn."""
         try:
             return self._pieces(roles, False)[-1]
         except PmlError:
             return None
 
     def _pieces(self, roles: tuple[str, ...], ends: bool) -> list[str]:
-        """What is before the first mark, between them, and after the last one."""
+        """Texts before the first mark, between the marks, and after the last one."""
         text = self._rendered(roles, ends)
         pieces, start = [], 0
         for number, role in enumerate(roles):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a tree a schema or a prompt: names, what may stand where, how much there may be.
+"""Rules that make a tree a schema or a prompt: names, what may stand where, how much at most.
 
 The same rules for markup and for programs. What only a schema can tell of a prompt, such as whether
 it has the modules, is told when the prompt is planned.
@@ -55,7 +55,7 @@ _ORDER = (Use, Prompt, Turn)
 
 
 def check_schema(schema: Schema) -> Schema:
-    """The schema, if it is one.
+    """Return the schema, if it is one.
 
     Raises:
         PmlError: what is wrong, and where it was written.
@@ -70,7 +70,7 @@ def check_schema(schema: Schema) -> Schema:
 
 
 def check_prompt(prompt: Prompt) -> Prompt:
-    """The prompt, if it is one.
+    """Return the prompt, if it is one.
 
     Raises:
         PmlError: what is wrong, and where it was written.
@@ -81,7 +81,7 @@ def check_prompt(prompt: Prompt) -> Prompt:
 
 
 def own_items(owner: Any) -> Iterator[Any]:
-    """The children of a module or schema, those of its turns in place of the turns."""
+    """Children of a module or schema, those of its turns in place of the turns."""
     for child in owner.children:
         if isinstance(child, Turn):
             yield from child.children
@@ -90,7 +90,7 @@ def own_items(owner: Any) -> Iterator[Any]:
 
 
 def child_modules(owner: Any) -> Iterator[Module]:
-    """The modules right inside a module or schema, those of its turns and unions too."""
+    """Modules right inside a module or schema, those of its turns and unions too."""
     for child in own_items(owner):
         if isinstance(child, Module):
             yield child
@@ -102,7 +102,7 @@ def child_modules(owner: Any) -> Iterator[Module]:
 
 
 def _check_level(owner: Any, allowed_in: Any, has_turns: bool = True) -> None:
-    """Check what stands in a schema or module, and below."""
+    """Check all that stands in a schema or module, and below."""
     allowed = _IN_SCHEMA[type(allowed_in)]
     for child in owner.children:
         if not isinstance(child, allowed):
@@ -193,7 +193,7 @@ _Known = tuple[bool, tuple[tuple[int, str], ...]]
 def _paths(
     owner: Any, path: str, unions: tuple[tuple[int, str], ...]
 ) -> Iterator[tuple[str, _Known]]:
-    """What is known of every module, by its path."""
+    """Path of every module, and what is known of it."""
     is_cached = getattr(owner, "cache", True)
     for item in own_items(owner):
         is_union = isinstance(item, Union)
@@ -290,7 +290,7 @@ def _check_use(use: Use) -> None:
 
 
 def _check_size(root: Any, parameter: str) -> None:
-    """Refuse what is too deep or too large, before anything walks it by recursion."""
+    """Refuse a tree that is too deep or too large, before anything walks it by recursion."""
     level, depth, num_nodes, num_chars, num_turns = [root], 0, 0, 0, 0
     while level:
         depth += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt takes of its schemas, and its own text, as one row of items in the order of text.
+"""Pieces that a prompt takes of its schemas, and its own text, as one row in the order of text.
 
     <plan days="a week">   plan: "I have " (param days) "."  ->  stored  0…3   "I have "
       near the sea                                               fresh         "a week"
@@ -66,10 +66,10 @@ class Item:
     """One item of the row.
 
     Attributes:
-        content: what it is.
-        number: of the schema, among those of the prompt.
-        position: where its schema has it; None: right after the item before.
-        node: what an error points at.
+        content: tokens of a segment, tokens of the prompt, or a message.
+        number: index of its schema among those of the prompt.
+        position: position in its schema; None: right after the item before.
+        node: the node that an error points at.
     """
 
     content: Stored | Fresh | PassedMessage
@@ -80,10 +80,10 @@ class Item:
 
 @dataclass
 class ChosenRow:
-    """The items of a prompt.
+    """Items of a prompt.
 
     Attributes:
-        schemas: of the prompt and of those inside it.
+        schemas: schemas of the prompt and of those inside it.
         chosen: the paths of the modules that are taken, one set for each schema.
     """
 
@@ -100,11 +100,11 @@ def choose(
     lengths: Mapping[str, int | None],
     reorders: bool,
 ) -> ChosenRow:
-    """The row of a prompt.
+    """Make the row of a prompt.
 
     Args:
-        schemas: that prompts may name.
-        lengths: of the messages that are passed, by their names in the prompt.
+        schemas: schemas that prompts may name, by name.
+        lengths: tokens of the messages that are passed, by their names in the prompt.
         reorders: whether modules come in the prompt's order, or in the schema's.
 
     Raises:
@@ -137,7 +137,7 @@ class _Chooser:
         return self._row
 
     def _schema(self, prompt: Prompt) -> None:
-        """The modules of one schema, and what stands at the end of its prompt."""
+        """Add the modules that a prompt takes of its schema."""
         if prompt.schema not in self._known:
             raise UnknownSchemaError(
                 "there is no such schema: register it first",
@@ -203,7 +203,7 @@ class _Chooser:
     def _segment(
         self, laid: LaidModule, segment: Segment, arguments: Mapping[str, tuple[int, ...]], use: Any
     ) -> None:
-        """A segment, its arguments in place of what stands in for them."""
+        """Add a segment, its arguments in place of the tokens that stand in for them."""
         row: list[tuple[int, Stored | Fresh]] = []
         start = 0
         for param in segment.params:
@@ -222,7 +222,7 @@ class _Chooser:
     # -- new text ----------------------------------------------------------------------------
 
     def _end(self, prompt: Prompt) -> None:
-        """What stands after all modules: text, prompts of other schemas, turns."""
+        """Add what stands after all modules: text, prompts of other schemas, turns."""
         around: Iterator[str] | None = None
         for child in _Texts(prompt).at_end:
             if isinstance(child, Prompt):
@@ -239,7 +239,7 @@ class _Chooser:
         self._flush()
 
     def _around(self, prompt: Prompt) -> Iterator[str]:
-        """What the chat template writes before, between and after the prompt's own turns."""
+        """Texts that the chat template writes before, between and after the prompt's own turns."""
         own = [child.role for child in prompt.children if isinstance(child, Turn)]
         closing = prompt.children[-1] if prompt.children else None
         is_open = bool(own) and own[-1] == "assistant"
@@ -249,7 +249,7 @@ class _Chooser:
         return iter(self._chat.rest(self._turns, own, is_open, ends))
 
     def _new(self, contents: Sequence[Any]) -> None:
-        """New text and passed messages, right after the last item."""
+        """Add new text and passed messages, right after the last item."""
         for content in contents:
             if isinstance(content, Text):
                 self._write(content.text, content)
@@ -276,7 +276,7 @@ class _Chooser:
 
 
 class _Texts:
-    """Where the new text among the modules of a prompt, or inside one, stands."""
+    """Places of the new text among the modules of a prompt, or inside one."""
 
     def __init__(self, use: Any) -> None:
         self.before: dict[str, list[Any]] = {}
@@ -297,7 +297,7 @@ class _Texts:
 
 
 def _uses(laid: LaidModule, use: Any) -> dict[str, Use]:
-    """The modules that are taken right inside another one, in the prompt's order."""
+    """Modules that are taken right inside another one, in the prompt's order."""
     uses: dict[str, Use] = {}
     for child in use.children:
         if not isinstance(child, Use):

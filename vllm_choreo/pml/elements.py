@@ -44,7 +44,7 @@ class Element:
     children: list[Element | tuple[str, Place]] = field(default_factory=list)
 
     def content(self, has_edges: bool) -> list[Element | tuple[str, Place]]:
-        """The children, with white space by the rule of `whitespace`.
+        """Children, with white space by the rule of `whitespace`.
 
         Args:
             has_edges: whether white space at the element's own edges is dropped.
@@ -64,11 +64,11 @@ class Element:
 
 
 def read_element(markup: str, parameter: str) -> Element:
-    """The outermost element of a text.
+    """Read the outermost element of a text.
 
     Args:
         markup: the text.
-        parameter: what errors call it.
+        parameter: the name of the text in errors.
 
     Raises:
         PmlError: it is not well formed, or not allowed here; says where.
@@ -94,7 +94,7 @@ def read_element(markup: str, parameter: str) -> Element:
 
 
 class _Reader:
-    """Makes elements of what expat tells."""
+    """Maker of elements from what expat tells."""
 
     def __init__(self, parameter: str) -> None:
         self.root: Element | None = None
@@ -150,7 +150,7 @@ class _Reader:
         self._chunks.append(text)
 
     def _flush(self) -> None:
-        """The text before a tag is complete."""
+        """End the text before a tag."""
         if self._chunks:
             self._open[-1].children.append(("".join(self._chunks), self._text_place))
             self._chunks = []

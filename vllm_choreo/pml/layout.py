@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where everything of a schema stands: trees and a tokenizer in, positions out. No torch, no vllm.
+"""Positions of a schema's tokens: trees and a tokenizer in, positions out. No torch, no vllm.
 
     schema   text | module a          | text | union            | text
                     text  param  text          b | c (longer)
@@ -42,11 +42,11 @@ class Segment:
     """Tokens that are encoded as one message.
 
     Attributes:
-        path: of the module, () for the text that all prompts have.
-        index: which of the module's segments it is.
-        position: of the first token.
-        token_ids: placeholders included.
-        params: in their order.
+        path: path of the module; () for the text that all prompts have.
+        index: its index among the module's segments.
+        position: position of the first token.
+        token_ids: tokens, placeholders included.
+        params: parameters in their order.
     """
 
     path: tuple[str, ...]
@@ -57,7 +57,7 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """The position after the last token."""
+        """Position after the last token."""
         return self.position + len(self.token_ids)
 
 
@@ -66,12 +66,12 @@ class LaidModule:
     """A module, or the schema itself, with positions.
 
     Attributes:
-        node: what it is in the tree.
+        node: its node in the tree.
         path: the names from the schema's module down to it.
         start, stop: the positions that it takes, those of its modules included.
         items: segments, modules and unions, in their order.
-        turns: of the chat that it brings, each as `(role, before, after)`; by the index of the item
-            in which, or before which, it begins.
+        turns: turns of the chat that it brings, each as `(role, before, after)`, behind the index
+            of the item in which, or before which, it begins.
     """
 
     node: Any
@@ -87,12 +87,12 @@ class LaidModule:
 
     @property
     def segments(self) -> list[Segment]:
-        """Its own."""
+        """Segments of its own."""
         return [item for item in self.items if isinstance(item, Segment)]
 
     @cached_property
     def modules(self) -> dict[str, LaidModule]:
-        """Those right inside it, by name."""
+        """Modules right inside it, by name."""
         found = {}
         for item in self.items:
             for module in item.members if isinstance(item, LaidUnion) else [item]:
@@ -102,7 +102,7 @@ class LaidModule:
 
     @property
     def params(self) -> dict[str, int]:
-        """The lengths of its parameters, by name."""
+        """Lengths of its parameters, by name."""
         return {param.name: param.length for segment in self.segments for param in segment.params}
 
     def walk(self) -> Iterator[LaidModule]:
@@ -127,7 +127,7 @@ class SchemaLayout:
 
     Attributes:
         schema: the tree.
-        root: all of it.
+        root: all of it, as a module.
     """
 
     schema: Schema
@@ -139,7 +139,7 @@ class SchemaLayout:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Of all segments together."""
+        """Number of tokens of all segments together."""
         return sum(len(s.token_ids) for module in self.root.walk() for s in module.segments)
 
     @cached_property
@@ -147,7 +147,7 @@ class SchemaLayout:
         return sum(1 for _ in self.root.walk()) - 1
 
     def module(self, path: str) -> LaidModule:
-        """The module of a path such as "overseas/tokyo".
+        """Module of a path such as "overseas/tokyo".
 
         Raises:
             PmlError: there is none.
@@ -161,12 +161,12 @@ class SchemaLayout:
 
     @cached_property
     def scaffolds(self) -> list[Scaffold]:
-        """Those of the schema, in their order."""
+        """Scaffolds of the schema, in their order."""
         return [child for child in self.schema.children if isinstance(child, Scaffold)]
 
 
 class Tokens:
-    """Text as token ids.
+    """Encoder of text as token ids.
 
     Args:
         tokenizer: has `encode(text, add_special_tokens=False)`.
@@ -180,7 +180,8 @@ class Tokens:
 
     @cached_property
     def placeholder(self) -> int:
-        """
+        """Token that stands in for arguments.
+
         Raises:
             PmlError: there is none.
         """
@@ -192,11 +193,11 @@ class Tokens:
         raise PmlError("the tokenizer has no unknown token: name one", parameter="placeholder")
 
     def of(self, text: str) -> tuple[int, ...]:
-        """The token ids of a text, without special tokens added."""
+        """Token ids of a text, without special tokens added."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
     def of_param(self, param: Param) -> tuple[int, ...]:
-        """What stands in for an argument.
+        """Token ids that stand in for an argument.
 
         Raises:
             PmlError: the scaffold of the parameter is longer than the parameter.
@@ -224,7 +225,7 @@ def lay_out(schema: Schema, tokens: Tokens, chat: ChatTemplate) -> SchemaLayout:
 
 
 def _roles(node: Any) -> Iterator[str]:
-    """The roles of all turns, in the order in which they are written."""
+    """Roles of all turns, in the order in which they are written."""
     for child in getattr(node, "children", ()):
         if isinstance(child, Turn):
             yield child.role
@@ -232,7 +233,7 @@ def _roles(node: Any) -> Iterator[str]:
 
 
 class _Layer:
-    """Lays modules out, one after the other."""
+    """Layout of modules, one after the other."""
 
     def __init__(self, tokens: Tokens, turns: Iterator[tuple[str, str, str]]) -> None:
         self._tokens = tokens
@@ -270,7 +271,7 @@ class _Layer:
 
 
 class _Owner:
-    """What a module has so far: items that are complete, tokens of a segment, and text."""
+    """Parts of a module so far: items that are complete, tokens of a segment, and text."""
 
     def __init__(self, tokens: Tokens, path: tuple[str, ...], start: int) -> None:
         self.path = path
@@ -293,7 +294,7 @@ class _Owner:
         self.texts = []
 
     def cut(self) -> None:
-        """The segment ends here."""
+        """End the segment here."""
         self._end_text()
         if self._ids:
             index = self._num_segments

@@ -44,7 +44,7 @@ from vllm_choreo.pml.tree import (
 
 
 def parse(markup: str) -> list[Document]:
-    """The schemas and prompts of a text: its one outermost element, or those inside `<pml>`.
+    """Read the schemas and prompts of a text: its one outermost element, or those inside `<pml>`.
 
     Raises:
         PmlError: what is wrong, with line and column.
@@ -64,7 +64,7 @@ def parse(markup: str) -> list[Document]:
 
 
 def parse_schema(markup: str) -> Schema:
-    """The schema of a text.
+    """Read the schema of a text.
 
     Raises:
         PmlError: there is none, or as `parse`.
@@ -76,7 +76,7 @@ def parse_schema(markup: str) -> Schema:
 
 
 def parse_prompt(markup: str) -> Prompt:
-    """The prompt of a text.
+    """Read the prompt of a text.
 
     Raises:
         PmlError: there is none, or as `parse`.

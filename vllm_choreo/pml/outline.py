@@ -11,7 +11,7 @@ from vllm_choreo.pml.registered import ALONE, EncodingKey
 
 
 def outline(layout: SchemaLayout, encoded: Collection[EncodingKey] = ()) -> str:
-    """The tree of a schema, one line for each module, union and segment.
+    """Print the tree of a schema, one line for each module, union and segment.
 
     Args:
         encoded: the encodings that there are.

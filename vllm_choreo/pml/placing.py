@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the row of a prompt to calls: what is read from where, seen at which positions.
+"""Calls made of the row of a prompt: what is read from where, seen at which positions.
 
     layout="schema"    stored tokens and arguments stand where their schema has them; new text
                        stands after what precedes it, in the gap that modules which were not taken,
@@ -30,7 +30,7 @@ class Part:
         source: an encoding of a schema's segment; the number of an earlier call of the prompt; or
             the name of a message that is passed.
         start, stop: the tokens that are read; None: all of them.
-        offset: where it is seen; None: after the part before.
+        offset: position at which it is seen; None: after the part before.
     """
 
     source: EncodingKey | int | str
@@ -50,13 +50,13 @@ class FreshCall:
 
 @dataclass(frozen=True)
 class PromptUsage:
-    """Where the tokens of a prompt came from.
+    """Counts of the tokens of a prompt, by where they came from.
 
     Attributes:
-        module_tokens: read from modules, and from the text that all prompts have, as encoded once.
-        argument_tokens: of arguments.
-        new_tokens: of new text, of modules with cache="false", and what the chat template adds.
-        message_tokens: of messages that were passed, as far as their lengths are known.
+        module_tokens: tokens of modules, and of the text that all prompts have, as encoded once.
+        argument_tokens: tokens of arguments.
+        new_tokens: tokens of new text, of modules with cache="false", and of the chat template.
+        message_tokens: tokens of messages that were passed, as far as their lengths are known.
     """
 
     module_tokens: int
@@ -75,10 +75,10 @@ class PromptUsage:
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """The calls of a prompt: prefills, each of which may read those before it, then a decode.
+    """Calls of a prompt: prefills, each of which may read those before it, then a decode.
 
     Attributes:
-        parts: what the last call reads, in the order of text.
+        parts: parts that the last call reads, in the order of text.
         calls: the prefills; the last call, whose tokens are the header.
         usage: where the tokens came from.
     """
@@ -93,13 +93,13 @@ class PromptPlan:
 
     @property
     def keys(self) -> list[EncodingKey]:
-        """The encodings that it reads, each once."""
+        """Keys of the encodings that it reads, each once."""
         found = [part.source for part in self.parts if isinstance(part.source, EncodingKey)]
         return list(dict.fromkeys(found))
 
 
 def place(row: ChosenRow, layout: str) -> PromptPlan:
-    """The calls of a row.
+    """Plan the calls of a row.
 
     Raises:
         PmlError: no such layout; new text that does not fit into its gap; a prompt that does not
@@ -136,7 +136,7 @@ def place(row: ChosenRow, layout: str) -> PromptPlan:
 
 
 def _offsets(items: Sequence[Item]) -> list[int | None]:
-    """Where each item stands; None after a message of unknown length, for what follows it."""
+    """Position of each item; None for items after a message of unknown length."""
     placed: list[int | None] = []
     end: int | None = 0  # of the items so far
     number, base = 0, 0  # the schema, and where its position 0 is
@@ -168,7 +168,7 @@ def _known(end: int | None, item: Item) -> int:
 
 
 def _too_long(placed: Sequence[int | None], items: Sequence[Item], limit: int) -> PmlError:
-    """The items up to here do not end by `limit`."""
+    """Make the error that the items up to here do not end by `limit`."""
     last = len(placed) - 1
     first = last
     while first > 0 and items[first - 1].position is None:
@@ -187,7 +187,7 @@ def _too_long(placed: Sequence[int | None], items: Sequence[Item], limit: int) -
 def _joined(
     items: Sequence[Item], offsets: Sequence[int | None]
 ) -> list[tuple[list[Item], int | None]]:
-    """Items, of which fresh ones that stand one right after the other are one call."""
+    """Join fresh items that stand one right after the other: they are one call."""
     groups: list[tuple[list[Item], int | None]] = []
     end: int | None = -1  # of the group before; None: it is not known, and all follows closely
     for item, offset in zip(items, offsets, strict=True):

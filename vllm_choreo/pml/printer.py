@@ -28,7 +28,7 @@ _IN_ATTRIBUTE = _IN_TEXT | str.maketrans({'"': "&quot;", "\n": "&#10;", "\t": "&
 
 
 def to_markup(tree: Document) -> str:
-    """A schema or a prompt as markup; nothing is indented, for white space is text.
+    """Write a schema or a prompt as markup; nothing is indented, for white space is text.
 
     Raises:
         PmlError: it is none, or cannot be written.
@@ -57,7 +57,7 @@ def _written(node: Any, more: dict[str, str] | None = None) -> Iterator[str]:
 
 
 def _head(node: Any) -> tuple[str, dict[str, str]]:
-    """The element's name and its attributes."""
+    """Name and attributes of an element."""
     if isinstance(node, Schema):
         return "schema", {"name": node.name}
     if isinstance(node, Module):

@@ -53,7 +53,7 @@ def module(
     """Make a function a module, as a decorator.
 
     Args:
-        name: instead of the function's.
+        name: its name; None: the function's.
         cache: whether it is encoded once, or with each prompt.
 
     Raises:
@@ -85,48 +85,48 @@ def schema(content: Content | None = None, /, *, name: str | None = None) -> Any
 
 
 def param(length: int, scaffold: str = "") -> Param:
-    """A parameter, as the default of a module's argument; see `Param`."""
+    """Make a parameter, as the default of a module's argument; see `Param`."""
     return Param("", length, scaffold)
 
 
 def union(*modules: Module) -> Union:
-    """Modules of which a prompt takes one at most."""
+    """Make a union: modules of which a prompt takes one at most."""
     return Union(_items(modules))
 
 
 def scaffold(*modules: str) -> Scaffold:
-    """Modules, by their paths, that are also encoded together."""
+    """Make a scaffold: modules, by their paths, that are also encoded together."""
     return Scaffold(modules)
 
 
 def system(*content: Any) -> Turn:
-    """A system turn."""
+    """Make a system turn."""
     return Turn(_items(content), role="system")
 
 
 def user(*content: Any) -> Turn:
-    """A user turn."""
+    """Make a user turn."""
     return Turn(_items(content), role="user")
 
 
 def assistant(*content: Any) -> Turn:
-    """An assistant turn. Last in a prompt, it is how the answer begins."""
+    """Make an assistant turn. Last in a prompt, it is how the answer begins."""
     return Turn(_items(content), role="assistant")
 
 
 def use(module: Module | str, /, *content: Any, **arguments: str) -> Use:
-    """A module that a prompt takes, with those inside it, new text, and its arguments."""
+    """Take a module in a prompt, with those inside it, new text, and its arguments."""
     name = module if isinstance(module, str) else module.name
     return Use(_items(content, in_prompt=True), name=name, arguments=tuple(arguments.items()))
 
 
 def message(name: str) -> Passed:
-    """A message that is passed when the prompt is run."""
+    """Name a message that is passed when the prompt is run."""
     return Passed(name)
 
 
 def prompt(schema: Schema | str, /, *content: Any) -> Prompt:
-    """A prompt; a module without arguments may stand for its use.
+    """Make a prompt; a module without arguments may stand for its use.
 
     Raises:
         PmlError: it is no prompt.
@@ -156,7 +156,7 @@ def _items(content: Any, in_prompt: bool = False) -> tuple[Any, ...]:
 
 
 def _params(content: Content) -> dict[str, Param]:
-    """The parameters of a module, named as the function's arguments."""
+    """Parameters of a module, named as the function's arguments."""
     params = {}
     for name, argument in inspect.signature(content).parameters.items():
         if not isinstance(argument.default, Param):

@@ -29,7 +29,7 @@ class PromptCache:
     Args:
         facade: makes the messages; closing it frees them.
         tokenizer: the model's, of transformers: `encode`, `apply_chat_template`, `unk_token_id`.
-        chat_template: instead of the tokenizer's own.
+        chat_template: the template to use instead of the tokenizer's own.
         placeholder: the token that stands in for arguments; None: the unknown token, or a space.
     """
 
@@ -61,8 +61,9 @@ class PromptCache:
             schema: markup, or a `Schema`.
             context: "modules": each module is encoded alone; "schema": behind the text that is
                 always there with it.
-            adapter: that encodes its modules.
-            encode: now, with all its scaffolds; otherwise when a prompt first takes them.
+            adapter: the adapter that encodes its modules.
+            encode: whether to encode it now, with all its scaffolds; otherwise modules are encoded
+                when a prompt first takes them.
 
         Raises:
             NameTakenError: another schema of this name is registered.
@@ -74,7 +75,7 @@ class PromptCache:
         return made.layout
 
     def encode(self, name: str) -> int:
-        """Encode all of a schema that is not encoded yet; returns of how many segments."""
+        """Encode all of a schema that is not encoded yet; return of how many segments."""
         return self._encode(self._book.named(name).all_keys())
 
     def unregister(self, name: str) -> None:
@@ -96,23 +97,23 @@ class PromptCache:
         self._facade.evict(*self.messages(name))
 
     def messages(self, name: str) -> list[Any]:
-        """The messages of what is encoded of a schema."""
+        """Messages of the segments of a schema that are encoded."""
         self._book.named(name)
         return [handle for key, handle in self._book.handles.items() if key.schema == name]
 
     @property
     def schemas(self) -> dict[str, SchemaLayout]:
-        """The layouts of all schemas, by name."""
+        """Layouts of all schemas, by name."""
         return {name: schema.layout for name, schema in self._book.schemas.items()}
 
     def show(self, name: str) -> str:
-        """A schema as a tree, with tokens, positions, and what is encoded."""
+        """Show a schema as a tree, with tokens, positions, and what is encoded."""
         return outline(self._book.named(name).layout, self._book.handles)
 
     # -- prompts -----------------------------------------------------------------------------
 
     def plan(self, prompt: str | Prompt, **options: Any) -> PromptPlan:
-        """What `decode` would call, without calling it; raises as it does."""
+        """Plan the calls that `decode` would make; raises as it does."""
         return self._book.asked(prompt, options).plan
 
     def decode(self, prompt: Any, **options: Any) -> Any:
@@ -159,7 +160,7 @@ class PromptCache:
         return answers if is_list else answers[0]
 
     def _prefill(self, asked: Sequence[AskedPrompt], made: list[list[Any]]) -> None:
-        """Make what is encoded with each prompt, of all prompts at once, one after the other."""
+        """Prefill all but the last calls: the first of every prompt at once, then the second."""
         for number in range(max(len(one.plan.calls) for one in asked) - 1):
             chosen = [i for i, one in enumerate(asked) if number < len(one.plan.calls) - 1]
             calls = [
@@ -176,7 +177,7 @@ class PromptCache:
         return self._book.call(asked, asked.plan.calls[number], lambda number: own[number])
 
     def _encode(self, keys: Iterable[EncodingKey]) -> int:
-        """Encode what is missing of these, in as few rounds as may be."""
+        """Encode what is missing of these in as few rounds as may be; return how many that was."""
         waiting = self._book.missing(keys)
         count = len(waiting)
         while waiting:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schema that prompts can be made from: its layout, and the contexts of its segments.
+"""Schemas that prompts can be made from: the layout, and the contexts of segments.
 
 A segment has one encoding of its own, and one more for each scaffold that it belongs to:
 
@@ -43,9 +43,9 @@ class RegisteredSchema:
     """A schema with its layout.
 
     Attributes:
-        layout: where everything stands.
-        context: what its modules are encoded behind.
-        adapter: that encodes them, as a facade takes it; None: none.
+        layout: positions of its tokens.
+        context: one of `CONTEXTS`: which segments its modules are encoded behind.
+        adapter: the adapter that encodes them, as a facade takes it; None: none.
     """
 
     layout: SchemaLayout
@@ -63,7 +63,7 @@ class RegisteredSchema:
 
     @cached_property
     def _segments(self) -> dict[tuple[tuple[str, ...], int], Segment]:
-        """Those that are encoded once, by path and index."""
+        """Segments that are encoded once, by path and index."""
         return {
             (segment.path, segment.index): segment
             for module in self.layout.root.walk()
@@ -73,14 +73,14 @@ class RegisteredSchema:
 
     @cached_property
     def _by_path(self) -> dict[tuple[str, ...], list[Segment]]:
-        """Those, by the module that they are of."""
+        """Segments that are encoded once, by the path of their module."""
         found: dict[tuple[str, ...], list[Segment]] = {}
         for segment in self._segments.values():
             found.setdefault(segment.path, []).append(segment)
         return found
 
     def segment(self, key: EncodingKey) -> Segment:
-        """The segment of an encoding.
+        """Segment of an encoding.
 
         Raises:
             UnknownSchemaError: the key is that of another schema of the same name.
@@ -93,13 +93,13 @@ class RegisteredSchema:
         return found
 
     def needs(self, key: EncodingKey) -> list[EncodingKey]:
-        """The encodings that an encoding reads, in the order of their positions."""
+        """Encodings that an encoding reads, in the order of their positions."""
         position = self.segment(key).position
         together, stops = self._together(key.scaffold, key.path)
         return together[: bisect_right(stops, position)]
 
     def with_needs(self, keys: Iterable[EncodingKey]) -> list[EncodingKey]:
-        """These encodings and all that they read, each once, and after what it reads."""
+        """Add all encodings that these read, each once, and after those it reads."""
         longest: dict[tuple[int, tuple[str, ...]], tuple[list[EncodingKey], int]] = {}
         for key in keys:
             position = self.segment(key).position
@@ -114,9 +114,9 @@ class RegisteredSchema:
     def _together(
         self, scaffold: int, path: tuple[str, ...]
     ) -> tuple[list[EncodingKey], list[int]]:
-        """What is encoded together, in order of position, and where each ends.
+        """Encodings that are made together, in order of position, and the position where each ends.
 
-        Nothing of it overlaps: of a union, one module at most is in a scaffold, or around another.
+        None of them overlap: of a union, one module at most is in a scaffold, or around another.
         """
         group = _group(scaffold, path)
         if group not in self._groups:
@@ -127,7 +127,7 @@ class RegisteredSchema:
         return self._groups[group]
 
     def _paths(self, scaffold: int, path: tuple[str, ...]) -> set[tuple[str, ...]]:
-        """The modules whose segments are encoded together."""
+        """Paths of the modules whose segments are encoded together."""
         if scaffold != ALONE:
             return self.involved(scaffold)
         if self.context == "schema":
@@ -141,10 +141,10 @@ class RegisteredSchema:
         return {}
 
     def _check_size(self) -> None:
-        """Refuse what has too many encodings, or too many that read one another, by counting.
+        """Refuse a schema of too many encodings, or too many that read one another, by counting.
 
         Raises:
-            PmlError: it has.
+            PmlError: there are too many.
         """
         own = {path: len(segments) for path, segments in self._by_path.items()}
         groups = [self._paths(ALONE, path) for path in own]
@@ -166,7 +166,7 @@ class RegisteredSchema:
                 )
 
     def involved(self, scaffold: int) -> set[tuple[str, ...]]:
-        """The paths that a scaffold encodes: its modules, those around them, the text of all."""
+        """Paths that a scaffold encodes: its modules, those around them, the text of all."""
         return self._involved[scaffold]
 
     @cached_property
@@ -178,7 +178,7 @@ class RegisteredSchema:
         return made
 
     def scaffolds_of(self, chosen: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
-        """Which scaffold each path is read from, when these are chosen.
+        """Scaffold that each path is read from, when these are chosen.
 
         The largest scaffold of which all modules are chosen, then further ones that share no module
         with those before.
@@ -208,14 +208,14 @@ class RegisteredSchema:
 
 
 def _group(scaffold: int, path: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """What is encoded together: all of a scaffold, or what a module is encoded with."""
+    """Key of what is encoded together: all of a scaffold, or what a module is encoded with."""
     return scaffold, path if scaffold == ALONE else ()
 
 
 def registered(
     schema: Schema, tokens: Tokens, chat: ChatTemplate, **options: Any
 ) -> RegisteredSchema:
-    """A schema laid out.
+    """Lay a schema out, and check its size.
 
     Raises:
         PmlError: as `lay_out`, or no such context.

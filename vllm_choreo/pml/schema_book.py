@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bound cache of prompts keeps, whether its facade is awaited or not: schemas and handles.
+"""Schemas and handles of a bound cache of prompts, whether its facade is awaited or not.
 
 It makes the arguments of calls; who calls is `PromptCache`, `AsyncPromptCache` or the server.
 """
@@ -31,10 +31,10 @@ class AskedPrompt:
 
     Attributes:
         plan: its calls.
-        schemas: that it takes modules of.
-        messages: that are passed, by name.
+        schemas: schemas that it takes modules of.
+        messages: messages that are passed, by name.
         for_all: options of all its calls.
-        for_last: and of the last one.
+        for_last: options of the last one alone.
     """
 
     plan: PromptPlan
@@ -46,13 +46,13 @@ class AskedPrompt:
 
 @dataclass
 class SchemaBook:
-    """The schemas of a session, and what of them is encoded there.
+    """Schemas of a session, and what of them is encoded there.
 
     Attributes:
-        tokens, chat: of the model.
-        mode: of the session.
-        schemas: by name.
-        handles: the messages of what is encoded.
+        tokens, chat: tokenizer and chat template of the model.
+        mode: mode of the session.
+        schemas: registered schemas, by name.
+        handles: messages of the segments that are encoded, by their encodings.
     """
 
     tokens: Tokens
@@ -84,7 +84,7 @@ class SchemaBook:
         return self.schemas.setdefault(tree.name, made)
 
     def unregister(self, name: str) -> list[Any]:
-        """Forget a schema; the handles that are to be freed.
+        """Forget a schema; return the handles that are to be freed.
 
         Raises:
             UnknownSchemaError: there is none.
@@ -94,7 +94,8 @@ class SchemaBook:
         return [self.handles.pop(key) for key in [*self.handles] if key.schema == name]
 
     def named(self, name: str) -> RegisteredSchema:
-        """
+        """Schema of a name.
+
         Raises:
             UnknownSchemaError: there is no schema of that name.
         """
@@ -107,11 +108,11 @@ class SchemaBook:
     # -- encoding ----------------------------------------------------------------------------
 
     def missing(self, keys: Iterable[EncodingKey]) -> list[EncodingKey]:
-        """What is to be encoded for these, each after what it reads."""
+        """Encodings that are to be made for these, each after those it reads."""
         return [key for key in self.with_needs(keys) if key not in self.handles]
 
     def with_needs(self, keys: Iterable[EncodingKey]) -> list[EncodingKey]:
-        """These and all that they read, each after what it reads."""
+        """Add all encodings that these read, each after those it reads."""
         by_schema: dict[str, list[EncodingKey]] = {}
         for key in keys:
             by_schema.setdefault(key.schema, []).append(key)
@@ -122,7 +123,7 @@ class SchemaBook:
         ]
 
     def ready(self, keys: Iterable[EncodingKey]) -> list[EncodingKey]:
-        """Those of which all that they read is encoded."""
+        """Encodings of which all that they read is encoded."""
         return [
             key
             for key in keys
@@ -132,10 +133,10 @@ class SchemaBook:
     def encoding(
         self, key: EncodingKey, pending: dict[EncodingKey, Any] | None = None
     ) -> dict[str, Any]:
-        """The arguments of the prefill that encodes a segment.
+        """Arguments of the prefill that encodes a segment.
 
         Args:
-            pending: handles of what it reads and is not complete.
+            pending: handles of encodings that it reads and that are not complete.
         """
         schema, pending = self.named(key.schema), pending or {}
         segment, needs = schema.segment(key), schema.needs(key)
@@ -154,7 +155,7 @@ class SchemaBook:
     # -- prompts -----------------------------------------------------------------------------
 
     def asked(self, prompt: Any, options: Mapping[str, Any]) -> AskedPrompt:
-        """A prompt and its options.
+        """Plan a prompt with its options.
 
         Args:
             prompt: markup or a `Prompt`; or a dict with the key "prompt" and options of its own.
@@ -197,7 +198,8 @@ class SchemaBook:
         return place(row, layout), tuple(row.schemas)
 
     def check_same(self, asked: AskedPrompt) -> None:
-        """
+        """Check that the schemas of a prompt are still there.
+
         Raises:
             UnknownSchemaError: a schema of the prompt was deleted after it was planned.
         """
@@ -210,10 +212,10 @@ class SchemaBook:
     def call(
         self, asked: AskedPrompt, fresh: FreshCall, source: Callable[[int], Any]
     ) -> dict[str, Any]:
-        """The arguments of one call of a prompt, but for its tokens.
+        """Arguments of one call of a prompt, but for its tokens.
 
         Args:
-            source: the message of an earlier call of the prompt, by its number.
+            source: gives the message of an earlier call of the prompt, by its number.
         """
         parts = asked.plan.parts[: fresh.num_parts]
         call: dict[str, Any] = {
@@ -239,7 +241,7 @@ def _is_same(one: RegisteredSchema, other: RegisteredSchema) -> bool:
 
 
 def _length(named: Any) -> int | None:
-    """The tokens of a message, or of a part of one, as far as that is known here."""
+    """Number of tokens of a message, or of a part of one; None: it is not known here."""
     if isinstance(named, Sequence) and not isinstance(named, str):
         start, stop = (*named, None, None)[1:3]
         return stop - start if isinstance(start, int) and isinstance(stop, int) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schemas and prompts checked without a model: all but what depends on its tokens."""
+"""Check of schemas and prompts without a model: all but what depends on its tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from vllm_choreo.pml.tree import Document, Passed, Prompt, Schema, Text
 
 
 class TextAsToken:
-    """Stands in for a tokenizer: any text is one token, and any conversation has a template."""
+    """A stand-in for a tokenizer: any text is one token, and any conversation has a template."""
 
     unk_token_id = 0
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """One token."""
+        """Encode any text as one token."""
         return [1]
 
     def apply_chat_template(
         self, turns: Sequence[dict[str, str]], add_generation_prompt: bool, **options: Any
     ) -> str:
-        """Every turn begins with its role."""
+        """Render turns, each of which begins with its role."""
         text = "".join(f"[{turn['role']}]{turn['content']}" for turn in turns)
         return text + "[assistant]" * add_generation_prompt
 
@@ -35,7 +35,7 @@ def check_documents(documents: Sequence[Document], tokenizer: Any = None) -> Sch
 
     Args:
         documents: prompts may stand before their schemas.
-        tokenizer: of the model whose tokens are to be checked, too.
+        tokenizer: tokenizer of the model whose tokens are to be checked, too.
 
     Returns:
         A book with the schemas.
@@ -61,7 +61,7 @@ def check_documents(documents: Sequence[Document], tokenizer: Any = None) -> Sch
 
 
 def passed_names(prompt: Any) -> Iterator[str]:
-    """The names of the messages that a prompt expects to be passed."""
+    """Names of the messages that a prompt expects to be passed."""
     for child in getattr(prompt, "children", ()):
         if isinstance(child, Passed):
             yield child.name
@@ -69,7 +69,7 @@ def passed_names(prompt: Any) -> Iterator[str]:
 
 
 def num_new_chars(prompt: Any) -> int:
-    """How many characters of text a prompt brings, those of arguments included."""
+    """Number of characters of text that a prompt brings, those of arguments included."""
     own = sum(len(value) for _, value in getattr(prompt, "arguments", ()))
     own += len(prompt.text) if isinstance(prompt, Text) else 0
     return own + sum(map(num_new_chars, getattr(prompt, "children", ())))

@@ -23,7 +23,7 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class Place:
-    """Where something was written; lines and columns count from 1."""
+    """Place where something was written; lines and columns count from 1."""
 
     line: int
     column: int
@@ -46,7 +46,7 @@ class Param(_Node):
     """A place for an argument.
 
     Attributes:
-        name: of the argument, in prompts an attribute of the module's element.
+        name: name of the argument, in prompts an attribute of the module's element.
         length: the most tokens that an argument has.
         scaffold: the text that stands there if no argument is given, before unknown tokens.
     """
@@ -137,7 +137,7 @@ Document = Schema | Prompt
 
 
 def joined(children: Sequence[Any]) -> tuple[Any, ...]:
-    """Children with neighbouring texts made one and empty ones left out."""
+    """Join neighbouring texts of children, and leave empty ones out."""
     made: list[Any] = []
     for child in children:
         if isinstance(child, Text):
@@ -151,7 +151,7 @@ def joined(children: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def wrong(message: str, node: Any, parameter: str, value: Any = None) -> PmlError:
-    """An error that says where `node` was written, if it was."""
+    """Make an error that says where `node` was written, if it was."""
     place = node if isinstance(node, Place) else getattr(node, "place", None)
     where = f"line {place.line}, column {place.column}: " if place else ""
     return PmlError(where + message, parameter=parameter, value=value)

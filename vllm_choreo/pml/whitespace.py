@@ -18,7 +18,7 @@ XML_SPACE = " \t\r\n"
 
 
 def normalised(text: str, *, is_first: bool, is_last: bool) -> str:
-    """A text between two tags, by the rule.
+    """Text between two tags, by the rule.
 
     Args:
         is_first, is_last: whether it lies at an edge where white space is dropped.
@@ -35,8 +35,9 @@ def normalised(text: str, *, is_first: bool, is_last: bool) -> str:
 
 
 def _unindented(body: str, before: str) -> str:
-    """The body without the indentation that its lines share; `before` is that of the first one,
-    if it begins a line.
+    """Body without the indentation that its lines share.
+
+    `before` is the white space before it, which holds the first line's if that begins a line.
     """
     first, *others = body.split("\n")
     indents = [
@@ -50,7 +51,7 @@ def _unindented(body: str, before: str) -> str:
 
 
 def _common(indents: list[str]) -> str:
-    """The longest beginning that all have: that of the first and the last in their order."""
+    """Longest beginning that all have: that of the first and the last in their order."""
     if not indents:
         return ""
     first, last = min(indents), max(indents)

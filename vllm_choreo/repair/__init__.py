@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of its parents a call encodes anew: rules for both sides, and how they are found."""
+"""Rules of the tokens of its parents that a call encodes anew, for both sides; how to find them."""

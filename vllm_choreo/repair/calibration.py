@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From measured calls to a mask: what repairing each block buys, and which ones to buy.
+"""Masks made of measured calls: what repairing each block gains, and which blocks to repair.
 
 Each call is measured as it is, and some times with blocks repaired that are drawn at random: a
 factorial design, in which every measurement tells of all blocks at once. Gains are taken to add up:
@@ -31,9 +31,9 @@ class ReadParent(NamedTuple):
     """A parent of a measured call.
 
     Attributes:
-        role: of the parent.
-        num_tokens: that the call sees of it.
-        is_right: it was encoded with what the call reads before it: there is nothing to repair.
+        role: role of the parent.
+        num_tokens: tokens that the call sees of it.
+        is_right: whether it was encoded with what the call reads before it, and needs no repair.
     """
 
     role: str
@@ -51,7 +51,7 @@ class Trial(NamedTuple):
 def keys_of(
     role: str, parents: Sequence[ReadParent], block: int, num_blocks: int
 ) -> dict[Key, int]:
-    """What a call can repair, and how many tokens each takes."""
+    """Blocks that a call can repair, and how many tokens each takes."""
     tokens: dict[Key, int] = defaultdict(int)
     for parent in parents:
         if parent.is_right:
@@ -63,12 +63,12 @@ def keys_of(
 
 
 def drawn(keys: Iterable[Key], rng: random.Random) -> frozenset[Key]:
-    """Each with probability one half."""
+    """Draw each key with probability one half."""
     return frozenset(key for key in sorted(keys) if rng.random() < 0.5)
 
 
 def gains_of(trials: Sequence[Trial]) -> dict[Key, float]:
-    """What repairing each block buys, in nats per call.
+    """Gain of repairing each block, in nats per call.
 
     Calls of different roles do not tell of one another: their blocks are never repaired together.
     """
@@ -93,13 +93,13 @@ def _regressed(trials: Sequence[Trial]) -> dict[Key, float]:
 def bought(
     gains: Mapping[Key, float], tokens: Mapping[Key, int], counts: Mapping[Key, int], budget: float
 ) -> frozenset[Key]:
-    """The blocks to repair: those first that buy most for a token.
+    """Blocks to repair within a budget: those first that gain most per token.
 
     Args:
-        gains: nats per call; what buys nothing is left.
-        tokens: that each takes, in all calls together.
-        counts: how many calls there are that can repair it.
-        budget: in tokens of all calls together.
+        gains: nats per call; blocks that gain nothing are left.
+        tokens: tokens that each takes, in all calls together.
+        counts: number of calls that can repair it.
+        budget: tokens to repair at most, in all calls together.
     """
     useful = [key for key in tokens if gains.get(key, 0.0) > 0]
     useful.sort(key=lambda key: (-gains[key] * counts[key] / tokens[key], key))
@@ -114,7 +114,7 @@ def bought(
 def masks_of(
     keys: Iterable[Key], readers: Mapping[str, Iterable[str]]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The blocks by role of the call and of the parent; `readers` names all of these roles."""
+    """Blocks by role of the call and of the parent; `readers` names all of these roles."""
     masks: dict[str, dict[str, tuple[int, ...]]] = {
         role: dict.fromkeys(sorted(parents), ()) for role, parents in sorted(readers.items())
     }

@@ -21,7 +21,7 @@ class LayerRanges(NamedTuple):
 
     @property
     def entries(self) -> tuple[int, ...]:
-        """The layers that are given hidden states which were kept: layer 0 is given the tokens."""
+        """Layers that are given hidden states which were kept: layer 0 is given the tokens."""
         return entries_of(self.ranges)
 
     @property
@@ -29,16 +29,16 @@ class LayerRanges(NamedTuple):
         return self.ranges == ((0, self.num_layers),)
 
     def charged(self, num_tokens: int) -> int:
-        """As many tokens through all layers cost as much."""
+        """Number of tokens that cost as much if encoded in all layers."""
         num_run = sum(stop - first for first, stop in self.ranges)
         return -(-num_tokens * num_run // self.num_layers)
 
 
 def middle_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers of a model whose attention tells which tokens a call reads most."""
+    """Layers of a model whose attention tells which tokens a call reads most."""
     return tuple(dict.fromkeys(num_layers * part // 10 for part in (4, 5, 6)))
 
 
 def entries_of(ranges: tuple[Range, ...]) -> tuple[int, ...]:
-    """See `LayerRanges.entries`."""
+    """First layers of the ranges, without layer 0, see `LayerRanges.entries`."""
     return tuple(first for first, _ in ranges if first)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reading another variant's messages costs and loses, by the layers that are encoded anew.
+"""Cost and loss of reading another variant's messages, by the layers that are encoded anew.
 
 A pair are two variants of one model: the *writer* has encoded messages, the *reader* reads them
 (DroidSpeak, arXiv 2411.02820, 4.3). A profile holds one cell for each choice of layers that was
@@ -37,8 +37,8 @@ class Cell:
 
     Attributes:
         layers: ranges that the reader encodes anew; none: it reads what is stored.
-        quality_loss: of the distance (KL) between plain reading and the reader's own encoding, the
-            share that is left: 1 for none, 0 where nothing is lost.
+        quality_loss: share that is left of the distance (KL) between plain reading and the reader's
+            own encoding: 1 if no layer is encoded anew, 0 where nothing is lost.
         kl, kl_low, kl_high: KL(own encoding || this), nats per token, and its interval.
         encoded: tokens per problem that are encoded before any are generated.
         ttft: seconds, the mean of calls that generate.
@@ -58,34 +58,34 @@ class Cell:
 
     @property
     def num_layers(self) -> int:
-        """How many are run."""
+        """Number of layers that are run."""
         return num_run(self.layers)
 
     @property
     def rule(self) -> ByLayers | NoTokens:
-        """As a call repairs."""
+        """Rule by which a call repairs in these layers."""
         return ByLayers(self.layers) if self.layers else NoTokens()
 
     @property
     def name(self) -> str:
-        """For a reader."""
+        """Layers as text, for people."""
         return layers_text(self.layers)
 
 
 @dataclass(frozen=True)
 class PairProfile:
-    """What was measured of a pair, and which cell is to be taken.
+    """Measurements of a pair, and the cell to be taken.
 
     Attributes:
         model: the base of both adapters; of two whole models the reader.
         writer, reader: hex digests of weights, of an adapter's or of a whole model's; None: calls
             wear no adapter.
-        num_layers: of the model.
+        num_layers: layers of the model.
         num_read: tokens that a call read, the mean of those that generated.
-        cells: in the order in which they were measured.
-        target: what `chosen` was to reach.
+        cells: cells in the order in which they were measured.
+        target: goal that `chosen` was to reach.
         chosen: the layers of one of the cells; None: none reaches the target.
-        measured: on which problems and how, for a reader.
+        measured: problems and method of the measurement, for people.
     """
 
     model: ModelIdentity
@@ -100,7 +100,7 @@ class PairProfile:
 
     @property
     def chosen_cell(self) -> Cell:
-        """The cell that a session takes which asks for nothing else.
+        """Cell that a session takes which asks for nothing else.
 
         Raises:
             RepairError: none reaches the target.
@@ -116,7 +116,7 @@ class PairProfile:
         )
 
     def check_model(self, served: ModelIdentity) -> None:
-        """Raises RepairError: weights or tokenizer are not those of the profile."""
+        """Raise RepairError unless weights and tokenizer are those of the profile."""
         if not self.model.same_as(served):
             raise RepairError(
                 f"the pair was profiled with {self.model.name}; weights or tokenizer of the model "
@@ -126,7 +126,7 @@ class PairProfile:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written."""
+        """Profile as plain data, as its file holds it."""
         cells = [{**asdict(cell), "layers": _lists(cell.layers)} for cell in self.cells]
         chosen = None if self.chosen is None else _lists(self.chosen)
         return {"format": FORMAT, **asdict(self), "cells": cells, "chosen": chosen}
@@ -137,7 +137,7 @@ class PairProfile:
 
     @classmethod
     def from_json(cls, data: Any) -> PairProfile:
-        """What `to_json` has made.
+        """Make a profile of the plain data that `to_json` returns.
 
         Raises:
             RepairError: it is of another format; names the place.
@@ -169,7 +169,7 @@ class PairProfile:
 
 
 def pareto(cells: Sequence[Cell]) -> list[Cell]:
-    """Those for which no other runs as few layers and loses as little; by layers, fewest first."""
+    """Cells for which no other runs as few layers and loses as little; by layers, fewest first."""
     best: list[Cell] = []
     for cell in sorted(cells, key=lambda cell: (cell.num_layers, cell.quality_loss)):
         if not best or cell.quality_loss < best[-1].quality_loss:
@@ -178,17 +178,17 @@ def pareto(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def num_run(layers: Ranges) -> int:
-    """How many layers ranges hold."""
+    """Number of layers in the ranges."""
     return sum(stop - first for first, stop in layers)
 
 
 def entries(cells: Sequence[Cell]) -> tuple[int, ...]:
-    """The layers whose hidden states messages keep, so that any of the cells can be taken."""
+    """Layers whose hidden states messages keep, so that any of the cells can be taken."""
     return tuple(sorted({layer for cell in cells for layer in entries_of(cell.layers)}))
 
 
 def layers_text(layers: Ranges) -> str:
-    """Ranges for a reader; what is stored is "none"."""
+    """Ranges as text for people; "none" if there are none."""
     return ", ".join(f"{first}–{stop}" for first, stop in layers) or "none"
 
 

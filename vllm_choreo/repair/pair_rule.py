@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cell of a profile a call takes: by the loss that is allowed, a target, and the load.
+"""Choice of the cell of a profile that a call takes: by the allowed loss, a target, and the load.
 
     "pair.json"                                        the cell that the profile has chosen
     {"pair": "pair.json", "max_quality_loss": 0.1}     the cheapest that loses no more
@@ -37,12 +37,11 @@ class ChosenCell(NamedTuple):
 
 @dataclass(frozen=True)
 class PairRule:
-    """How a session's calls read another variant's messages.
+    """Rule by which a session's calls read another variant's messages.
 
     Attributes:
-        profile: of the two.
-        max_quality_loss: no cell that loses more is ever taken; None: that which the chosen one
-            loses.
+        profile: profile of the two variants.
+        max_quality_loss: no cell that loses more is ever taken; None: the loss of the chosen one.
         ttft: seconds within which first tokens are to come; None: any.
         is_strict: whether calls with an adapter that is neither of the pair are refused, or read
             what is stored.
@@ -74,7 +73,7 @@ class PairRule:
 
     @property
     def allowed(self) -> list[Cell]:
-        """The cells that may be taken: of more layers from each to the next, and of less loss."""
+        """Cells that may be taken: of more layers from each to the next, and of less loss."""
         if self.ttft is None and self.max_quality_loss is None:
             return [self.profile.chosen_cell]
         most = self.max_quality_loss
@@ -86,20 +85,20 @@ class PairRule:
 
     @property
     def keep_hidden(self) -> tuple[int, ...]:
-        """The layers whose hidden states messages keep, whatever is taken."""
+        """Layers whose hidden states messages keep, whatever is taken."""
         return entries(self.allowed)
 
     def check_model(self, served: ModelIdentity) -> None:
-        """Raises RepairError: weights or tokenizer are not those of the profile."""
+        """Raise RepairError unless the model is the profile's, or as a whole the writer."""
         if not self.is_written_by(served):
             self.profile.check_model(served)
 
     def is_written_by(self, served: ModelIdentity) -> bool:
-        """Whether a model is, as a whole, the writer."""
+        """Return whether a model is, as a whole, the writer."""
         return bool(served.weights) and served.weights == self.profile.writer
 
     def is_read_by(self, weights: str | None) -> bool:
-        """Whether a call is the reader's, and not the writer's.
+        """Return whether a call is the reader's, and not the writer's.
 
         Args:
             weights: digest of the call's adapter; None: it wears none; "": not known.
@@ -120,7 +119,9 @@ class PairRule:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PairRule:
-        """What `to_json` has made, or a session gives: `pair` is a profile, or as one is written.
+        """Make a rule of the data that `to_json` returns, or that a session gives.
+
+        `pair` in it is a profile, or the data of one.
 
         Raises:
             RepairError: it is of another form; names the place.
@@ -138,7 +139,7 @@ class PairRule:
         return cls(profile, data.get("max_quality_loss"), data.get("ttft"))
 
     def to_json(self) -> dict[str, Any]:
-        """As a session gives it, with the cells alone that may be taken."""
+        """Rule as a session gives it, with only the cells that may be taken, and the chosen one."""
         cells = self.allowed
         if self.profile.chosen is not None and self.profile.chosen_cell not in cells:
             cells = [*cells, self.profile.chosen_cell]
@@ -148,10 +149,10 @@ class PairRule:
 
 
 class PairChooser:
-    """Chooses call by call; a change for the better waits until it is sure to last.
+    """Chooser of a cell for each call; a change for the better waits until it is sure to last.
 
     Args:
-        rule: the session's.
+        rule: the session's rule.
 
     Attributes:
         counts: how often each cell was taken, by its name and the reason.
@@ -164,7 +165,7 @@ class PairChooser:
         self._last = len(self._cells) - 1
 
     def choose(self, num_read: int, num_before: int) -> ChosenCell:
-        """The cell for a call.
+        """Choose the cell for a call.
 
         Args:
             num_read: tokens that it reads.
@@ -189,7 +190,7 @@ class PairChooser:
         return ChosenCell(cell, "length" if is_long else "load")
 
     def _number(self, num_read: int, num_before: int) -> int:
-        """That of the best cell which is fast enough; of a better one than the last: amply so."""
+        """Number of the best cell that is fast enough; amply so, if better than the last."""
         assert self.rule.ttft is not None
         for number in range(len(self._cells) - 1, 0, -1):
             part = HYSTERESIS if number > self._last else 1.0
@@ -199,5 +200,5 @@ class PairChooser:
         return 0
 
     def seconds(self, cell: Cell, num_read: int, num_before: int) -> float:
-        """To the first token, as the profile tells: calls before it cost as much as this one."""
+        """Seconds to the first token by the profile, if calls before cost as much as this one."""
         return cell.ttft * num_read / self.rule.profile.num_read * (1 + num_before)

@@ -30,17 +30,17 @@ _MODEL = ("name", "weights", "tokenizer")
 
 @dataclass(frozen=True)
 class Policy:
-    """Which blocks are repaired.
+    """Blocks that the calls of a workflow repair.
 
     Attributes:
-        workflow: of which it was calibrated, for a reader.
-        model: with which.
+        workflow: name of the workflow on which it was calibrated, for people.
+        model: the model with which it was calibrated.
         block: tokens of a block.
         num_blocks: how many blocks a message has; the last one is all that is left.
-        masks: by role of the call and by role of the parent, the numbers of the blocks. All roles
-            of the workflow are there.
+        masks: numbers of the blocks, by role of the call and by role of the parent. All roles of
+            the workflow are there.
         budget: the share of reused tokens that it was to encode at most.
-        measured: what calibration found, by name, for a reader.
+        measured: findings of the calibration, by name, for people.
     """
 
     workflow: str
@@ -52,11 +52,11 @@ class Policy:
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def rule(self, role: str | None, parents: Sequence[str | None]) -> Rule:
-        """What a call repairs.
+        """Rule by which a call repairs.
 
         Args:
-            role: of the call.
-            parents: the role of each.
+            role: role of the call.
+            parents: the role of each parent.
 
         Raises:
             RepairError: a role that the workflow does not have, or none.
@@ -72,7 +72,7 @@ class Policy:
         return ClippedRuns(tuple(runs))
 
     def check_model(self, served: ModelIdentity) -> None:
-        """Raises RepairError: weights or tokenizer are not those of the calibration."""
+        """Raise RepairError unless weights and tokenizer are those of the calibration."""
         if not self.model.same_as(served):
             raise RepairError(
                 f"the policy was calibrated with {self.model.name}; weights or tokenizer of the "
@@ -82,7 +82,7 @@ class Policy:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written."""
+        """Policy as plain data, as its file holds it."""
         masks = {
             role: {parent: list(blocks) for parent, blocks in of_role.items()}
             for role, of_role in self.masks.items()
@@ -95,7 +95,7 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | Path) -> Policy:
-        """Read a file.
+        """Read a policy from a file.
 
         Raises:
             RepairError: it cannot be read, or is no policy.
@@ -104,7 +104,7 @@ class Policy:
 
     @classmethod
     def from_json(cls, data: Any) -> Policy:
-        """What `to_json` has made.
+        """Make a policy of the plain data that `to_json` returns.
 
         Raises:
             RepairError: it is of another format; names the place.
@@ -141,7 +141,7 @@ class Policy:
 
 
 def block_runs(blocks: Sequence[int], block: int, num_blocks: int) -> TokenRanges:
-    """The tokens of some blocks of a message, however long it is."""
+    """Tokens of some blocks of a message, however long it is."""
     return joined(
         (number * block, _END if number == num_blocks - 1 else (number + 1) * block)
         for number in blocks
@@ -149,7 +149,7 @@ def block_runs(blocks: Sequence[int], block: int, num_blocks: int) -> TokenRange
 
 
 def read_json(path: str | Path) -> Any:
-    """What a file holds that `repair=` names.
+    """Read the JSON of a file that `repair=` names.
 
     Raises:
         RepairError: it cannot be read.
@@ -161,7 +161,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def check_budget(share: Any) -> None:
-    """Raises RepairError: it is no share of tokens."""
+    """Raise RepairError unless it is a share of tokens."""
     is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
     if not is_number or not 0 <= share <= 1:
         raise RepairError(

@@ -34,13 +34,13 @@ from vllm_choreo.repair.weights import Weights, checked_weights
 
 
 class Seen(NamedTuple):
-    """What a call sees of one parent: tokens `start … stop-1` of its message.
+    """Tokens `start … stop-1` of the message of one parent, as a call sees them.
 
     The tokens of a message lie in blocks from its first one on.
 
     Attributes:
-        attention: that the call's own tokens give to each of these; None: nobody asked, or the
-            call reads the parent as it was encoded.
+        attention: attention that the call's own tokens give to each of these; None: nobody asked,
+            or the call reads the parent as it was encoded.
     """
 
     start: int
@@ -52,7 +52,7 @@ class Seen(NamedTuple):
         return self.stop - self.start
 
     def blocks(self, block_size: int) -> list[tuple[int, int]]:
-        """The blocks' parts that are seen, as runs that count from `start`."""
+        """Parts of blocks that are seen, as runs that count from `start`."""
         first = self.start - self.start % block_size
         return [
             (max(edge, self.start) - self.start, min(edge + block_size, self.stop) - self.start)
@@ -61,10 +61,10 @@ class Seen(NamedTuple):
 
 
 class Rule(Protocol):
-    """Chooses runs."""
+    """Choice of the runs of tokens that a call encodes anew."""
 
     def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
-        """One list per parent; indices count from the first token that the call sees.
+        """Runs to encode anew, one list per parent; indices count from the first token seen.
 
         Raises:
             RepairError: the rule does not fit these parents.
@@ -72,7 +72,7 @@ class Rule(Protocol):
         ...
 
     def to_json(self) -> Any:
-        """As a call gives it."""
+        """Rule as a call gives it."""
         ...
 
 
@@ -83,7 +83,7 @@ class GivenRuns:
     given: tuple[TokenRanges, ...]
 
     def check_count(self, num_parents: int) -> None:
-        """Raises RepairError: there is not one list per parent."""
+        """Raise RepairError unless there is one list per parent."""
         if len(self.given) != num_parents:
             raise RepairError(
                 f"repair holds one list of runs per parent: {num_parents} parents, "
@@ -102,7 +102,7 @@ class GivenRuns:
 
 @dataclass(frozen=True)
 class ClippedRuns(GivenRuns):
-    """TokenRanges as far as the call sees their parents, of which some may not be complete yet."""
+    """Given runs as far as the call sees their parents, some of which may not be complete yet."""
 
     def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         return tuple(
@@ -129,7 +129,7 @@ class FirstTokens:
 
 @dataclass(frozen=True)
 class NoTokens:
-    """None, where the session has a rule."""
+    """No token, for a call of a session that has a rule."""
 
     def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         return ((),) * len(parents)
@@ -140,7 +140,7 @@ class NoTokens:
 
 @dataclass(frozen=True)
 class Reweighted(NoTokens):
-    """None; parents behind the first count by other weights, see `Weights`."""
+    """No token; parents behind the first count by other weights, see `Weights`."""
 
     weights: Weights
 
@@ -161,8 +161,10 @@ class AllTokens:
 
 @dataclass(frozen=True)
 class ByLayers(AllTokens):
-    """Every token in ranges of layers (DroidSpeak, arXiv 2411.02820): the first layer of a range is
-    given the hidden states that it had when the parent was encoded; all other layers are as stored.
+    """Every token in ranges of layers (DroidSpeak, arXiv 2411.02820).
+
+    The first layer of a range is given the hidden states that it had when the parent was encoded;
+    all other layers are as stored.
     """
 
     ranges: tuple[Range, ...]
@@ -174,8 +176,9 @@ class ByLayers(AllTokens):
 
 @dataclass(frozen=True)
 class ByAttention:
-    """Blocks that get most attention per token, of all parents together as many as make up the
-    share. Parents of which no attention is known have no part in it.
+    """Blocks that get most attention per token, as many of all parents as make up the share.
+
+    Parents of which no attention is known have no part in it.
     """
 
     share: float
@@ -217,7 +220,7 @@ class RandomBlocks:
 def chosen_blocks(
     ranked: Sequence[tuple[int, tuple[int, int]]], share: float, num_parents: int
 ) -> tuple[TokenRanges, ...]:
-    """The best blocks whose tokens together are at most the share of all tokens.
+    """Best blocks whose tokens together are at most the share of all tokens.
 
     Args:
         ranked: all blocks, `(number of the parent, run)`, the best first.
@@ -237,7 +240,7 @@ _PLAIN: dict[str, type[NoTokens] | type[AllTokens]] = {"none": NoTokens, "all": 
 
 
 def rule_of(given: Any) -> Rule:
-    """The rule that a call gives as text, as an object, or as lists of runs.
+    """Rule that a call gives as text, as an object, or as lists of runs.
 
     Raises:
         RepairError: none of these.
@@ -255,7 +258,7 @@ def rule_of(given: Any) -> Rule:
 
 
 def rule_given(text: str) -> Any:
-    """A rule that is given in text: by its name, or as the JSON of an object or of lists of runs.
+    """Read a rule from text: its name, or the JSON of an object or of lists of runs.
 
     Returns:
         What `repair=` takes.
@@ -275,7 +278,7 @@ def rule_given(text: str) -> Any:
 
 
 def rule_text(given: Any) -> str:
-    """A rule, as `repair=` takes it, as the text that `rule_given` reads."""
+    """Write a rule, as `repair=` takes it, as the text that `rule_given` reads."""
     return given if isinstance(given, str) else json.dumps(given)
 
 

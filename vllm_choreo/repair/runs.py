@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenRanges of tokens: `(start, stop)` stands for tokens `start … stop-1`. Integers only."""
+"""Runs of tokens: `(start, stop)` stands for tokens `start … stop-1`. Integers only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TokenRanges = tuple[TokenRange, ...]
 
 
 def checked_runs(given: Any) -> tuple[TokenRanges, ...]:
-    """One list of runs per parent, as a call gives them; sorted, and those that touch joined.
+    """Runs of each parent, as a call gives them; sorted, and those that touch joined.
 
     Raises:
         RepairError: no list of lists of pairs, or runs that are empty, negative or overlap.
@@ -23,10 +23,11 @@ def checked_runs(given: Any) -> tuple[TokenRanges, ...]:
 
 
 def check_inside(runs: Sequence[TokenRanges], lengths: Sequence[int]) -> None:
-    """
+    """Check that no run ends behind its parent.
+
     Args:
-        runs: of each parent.
-        lengths: of the parents, as far as the call sees them, in tokens.
+        runs: runs of each parent.
+        lengths: number of tokens that the call sees of each parent.
 
     Raises:
         RepairError: a run ends behind its parent.
@@ -42,7 +43,7 @@ def check_inside(runs: Sequence[TokenRanges], lengths: Sequence[int]) -> None:
 
 
 def joined(runs: Iterable[TokenRange]) -> TokenRanges:
-    """The same tokens in ascending runs that do not touch; empty ones are left out."""
+    """Same tokens in ascending runs that do not touch; empty ones are left out."""
     found: list[TokenRange] = []
     for start, stop in sorted(run for run in runs if run[0] < run[1]):
         if found and start <= found[-1][1]:
@@ -53,12 +54,12 @@ def joined(runs: Iterable[TokenRange]) -> TokenRanges:
 
 
 def num_tokens(runs: Iterable[TokenRange]) -> int:
-    """Of all runs of one parent."""
+    """Number of tokens in all runs of one parent."""
     return sum(stop - start for start, stop in runs)
 
 
 def as_lists(runs: Iterable[TokenRanges]) -> list[list[list[int]]]:
-    """As JSON has them."""
+    """Runs as lists, as JSON has them."""
     return [[list(run) for run in of_parent] for of_parent in runs]
 
 

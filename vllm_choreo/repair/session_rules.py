@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `repair=` of a session may be: a rule, a policy, or the profile of a pair; also as files."""
+"""Values of `repair=` of a session: a rule, a policy, or the profile of a pair; also as files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SessionRule = Rule | Policy | PairRule
 
 
 def session_rule(given: Any, mode: str) -> SessionRule | None:
-    """What a session's calls repair.
+    """Rule by which a session's calls repair, or None.
 
     Raises:
         RepairError: no rule, runs, which are those of one call, or a session whose calls are all
@@ -45,7 +45,7 @@ def session_rule(given: Any, mode: str) -> SessionRule | None:
 
 
 def runs_some_layers(given: Any) -> bool:
-    """Whether a session's rule has an engine run a part of the layers, which takes memory there.
+    """Return whether a session's rule has the engine run some layers alone, which takes memory.
 
     Raises:
         RepairError: it is no rule.
@@ -54,14 +54,14 @@ def runs_some_layers(given: Any) -> bool:
 
 
 def names_file(given: Any) -> bool:
-    """Whether a rule is in a file, or a part of it."""
+    """Return whether a rule is in a file, or a part of it."""
     if isinstance(given, Mapping):
         return names_file(given.get("pair"))
     return isinstance(given, Path) or (isinstance(given, str) and given.endswith(SUFFIX))
 
 
 def check_sent(given: Any) -> None:
-    """Raises RepairError: a client names a file of the server's, or what it takes for one."""
+    """Raise RepairError if a client names a file: a server opens none for its clients."""
     if names_file(given):
         raise RepairError(
             "a server opens no file for its clients: send what it holds, as ChoreoClient does, or "

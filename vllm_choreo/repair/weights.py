@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other weights for what was encoded apart. Neither torch nor vllm."""
+"""Other weights of attention to parents that were encoded apart. Neither torch nor vllm."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _MIN, _MAX = 0.1, 10.0
 
 
 class Weights(NamedTuple):
-    """How a call attends to all parents but the first (APE, arXiv 2502.05431, 3).
+    """Weights of a call's attention to all parents but the first (APE, arXiv 2502.05431, 3).
 
     Attributes:
-        temperature: of the scores of their tokens.
-        scale: of the log-sum-exp of all of these, beside the temperature.
+        temperature: temperature of the scores of their tokens.
+        scale: factor of the log-sum-exp of all of these, beside the temperature.
     """
 
     temperature: float
@@ -25,12 +25,12 @@ class Weights(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """Of that log-sum-exp, before it is merged with the rest."""
+        """Factor of that log-sum-exp, before it is merged with the rest."""
         return self.temperature * self.scale
 
 
 def checked_weights(given: Any) -> Weights:
-    """Of what a call gives.
+    """Weights that a call gives, checked.
 
     Raises:
         RepairError: it is no temperature and scale, or one that is out of bounds.

@@ -7,13 +7,12 @@ from typing import Any
 
 
 class ByteBar:
-    """
-    Args:
-        what: is done.
-        num_bytes: in all.
-        shown: None: on a terminal.
+    """A progress bar of bytes. Use as a context.
 
-    Use as a context.
+    Args:
+        what: the name of what is done.
+        num_bytes: bytes in all.
+        shown: whether it is shown; None: on a terminal.
     """
 
     def __init__(self, what: str, num_bytes: int, shown: bool | None) -> None:

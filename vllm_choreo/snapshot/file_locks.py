@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locks on files of a local disk, which end with the process that holds them, however it ends.
 
-They are those of `flock`: of an open file, and of no name. Who has locked a file that was removed
+They are locks of `flock`: on an open file, and on no name. Who has locked a file that was removed
 since has locked nothing, and is told so. Storage without such locks has none to give: then
 `try_lock` has nothing locked, and nothing is removed that a lock should have kept.
 """
@@ -16,7 +16,7 @@ def lock_shared(path: str) -> int | None:
     """Lock a file against `try_lock`, which is waited for; None: it is not there, or no locks are.
 
     Returns:
-        What `unlock` takes.
+        The lock, for `unlock`.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -40,7 +40,7 @@ def try_lock(path: str) -> int | None:
 
 
 def unlock(lock: int | None) -> None:
-    """End what one of the others began."""
+    """End a lock of one of the other functions, if there is one."""
     if lock is not None:
         os.close(lock)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key that tells what one has saved oneself from what others have written.
+"""Keys that tell messages that one has saved oneself from those that others have written.
 
 A manifest has a digest that is keyed with it (`manifest.py`). Whoever has the key is believed: keys
 and values that he has saved are shared with whoever sends the same text. Those of others are read
@@ -28,7 +28,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def key_of_file(path: str) -> bytes:
-    """The key that the setting names.
+    """Read the key from the file that the setting names.
 
     Raises:
         ChoreoError: the file cannot be read, or holds none.
@@ -49,15 +49,15 @@ def key_of_file(path: str) -> bytes:
 
 
 def key_of_secret(secret: bytes) -> bytes:
-    """That of a server whose folder has this secret."""
+    """Key of a server whose folder has this secret."""
     return hmac.new(secret, b"vllm-choreo keep key", sha256).digest()
 
 
 def own_key(path: str) -> bytes | None:
-    """That of a program: of the setting's file, else of the user's own, which is made if need be.
+    """Key of a program: of the setting's file, else of the user's own, which is made if need be.
 
     Args:
-        path: that the setting names, or "".
+        path: the file that the setting names, or "".
 
     Returns:
         None: there is none, and none can be made; a warning says so.

@@ -57,13 +57,14 @@ def loading(
     on_mismatch: str,
     progress: bool | None,
 ) -> Steps[list[Message]]:
-    """
+    """Load the messages of a folder into a session.
+
     Args:
-        folder: with a manifest.
+        folder: a folder with a manifest.
         target: the session and engine that the messages go to.
-        tenant: as the engine knows it.
-        names_of: the ids that messages will have, of the session that they were in and their ids
-            there.
+        tenant: name of the tenant, as the engine knows it.
+        names_of: gives the ids that messages will have, by the session that they were in and their
+            ids there.
         admit: has the session know messages, or raises.
         check_open: raises if the session is closed.
         on_mismatch: "refuse", "encode" or "variant".
@@ -74,8 +75,8 @@ def loading(
 
     Raises:
         UnknownKeptError: nothing was saved here.
-        KeptError: another tenant's, or it does not fit; names the file.
-        ChoreoError: it does not fit into the context, or into the session.
+        KeptError: the messages are another tenant's, or do not fit; names the file.
+        ChoreoError: they do not fit into the context, or into the session.
     """
     check_on_mismatch(on_mismatch)
     into = _Into(target, tenant, names_of, admit, check_open)
@@ -92,7 +93,7 @@ def loading(
 
 
 class _Into(NamedTuple):
-    """Where messages go to; see `loading`."""
+    """Target of a load; see `loading`."""
 
     target: Origin
     tenant: str
@@ -108,7 +109,7 @@ def _load(
     on_mismatch: str,
     progress: bool | None,
 ) -> Steps[list[Message]]:
-    """Messages of one manifest. Raises as `loading`."""
+    """Load the messages of one manifest; raises as `loading`."""
     kept, target = manifest.kept, into.target
     is_same = _check_origin(kept, target, folder, on_mismatch)
     ids = [message["id"] for message in kept["messages"]]
@@ -145,9 +146,9 @@ def _load(
 def _believed(
     entry: Mapping[str, Any], is_trusted: bool, is_same: bool, on_mismatch: str
 ) -> dict[str, Any]:
-    """An entry of an encoding: with its data, or as a recipe; and whether the data is untrusted.
+    """Entry of an encoding: with its data, or as a recipe; and whether the data is untrusted.
 
-    A recipe is: what this engine makes of it, it has made itself.
+    A recipe never is: this engine makes its keys and values itself.
     """
     is_untrusted = entry["is_untrusted"] or not is_trusted
     is_left = not is_same if on_mismatch != "variant" else False
@@ -157,7 +158,7 @@ def _believed(
 
 
 def check_on_mismatch(given: Any) -> None:
-    """Raises ChoreoError: no such choice."""
+    """Raise ChoreoError unless it is one of `ON_MISMATCH`."""
     if given not in ON_MISMATCH:
         raise ChoreoError(f"choose one of {ON_MISMATCH}", parameter="on_mismatch", value=given)
 
@@ -165,7 +166,7 @@ def check_on_mismatch(given: Any) -> None:
 def _check_origin(
     kept: Mapping[str, Any], target: Origin, folder: KeptFolder, on_mismatch: str
 ) -> bool:
-    """Whether the engine's model has made the keys and values.
+    """Return whether the engine's model has made the keys and values.
 
     Raises:
         KeptError: not even the recipes fit, what does not fit is to be refused, or another model
@@ -199,8 +200,9 @@ def _check_origin(
 
 
 def _of_other_model(recipes: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Recipes whose encodings are another model's, with or without an adapter: to this one each of
-    these is one more adapter, which is not here.
+    """Recipes whose encodings are another model's, with or without an adapter.
+
+    To this model each of these is one more adapter, which is not here.
     """
     name, weights = str(model["name"]), str(model["weights"] or model["name"])
     others = [f"{name} with {adapter['name']}" for adapter in recipes["adapters"]]
@@ -266,7 +268,7 @@ def _messages(
 
 
 class _Reader:
-    """Brings keys and values into the engine, and believes them when all of a file was right."""
+    """Reader of keys and values into the engine, which believes those of a file if all is right."""
 
     def __init__(self, folder: KeptFolder, target: Origin, ticket: int, on_mismatch: str) -> None:
         self._folder = folder
@@ -327,7 +329,7 @@ class _Reader:
     def _write(
         self, chunk: Chunk, piece: memoryview, place: Mapping[str, Any], shape: KVShape
     ) -> Ask | None:
-        """What has a chunk written; None: there is no place for it, nor a need."""
+        """Call of the workers that writes a chunk; None: there is no place for it, nor a need."""
         parts, rows = (chunk.first, chunk.last), (chunk.start, chunk.stop)
         if layers := shape.hidden_layers(*parts):
             key = place["hidden"]
@@ -344,7 +346,7 @@ class _Reader:
 
 @contextmanager
 def _unfit_if_missing(folder: KeptFolder, name: str) -> Iterator[None]:
-    """A file that cannot be read is as good as damaged."""
+    """Raise Unfit for a file that cannot be read: it is as good as damaged."""
     try:
         with folder.naming(name):
             yield

@@ -56,16 +56,16 @@ _RECORD = {
 
 
 def tenant_digest(tenant: str) -> str:
-    """How a manifest names a tenant, whom it does not tell."""
+    """Digest by which a manifest names a tenant, without telling its name."""
     return blake2b(tenant.encode(), digest_size=16, person=b"choreo-keep").hexdigest()
 
 
 class Manifest(NamedTuple):
-    """What a folder holds.
+    """Manifest of a folder, as it was read.
 
     Attributes:
-        kept: what the file says.
-        is_trusted: whether who has the key of the folder has written it.
+        kept: the recipes and messages: the entry `kept` of the file.
+        is_trusted: whether somebody with the key of the folder has written it.
         content: the bytes of the file.
     """
 
@@ -75,10 +75,10 @@ class Manifest(NamedTuple):
 
 
 def manifest_bytes(kept: Mapping[str, Any], keep_key: bytes | None = None) -> bytes:
-    """The file of what is kept.
+    """Bytes of the manifest of recipes and messages.
 
     Args:
-        keep_key: of whoever saves; None: it will be untrusted.
+        keep_key: key of whoever saves; None: the manifest will be untrusted.
     """
     digest = _digest(kept)
     keyed = None if keep_key is None else _keyed(digest, keep_key)
@@ -86,15 +86,15 @@ def manifest_bytes(kept: Mapping[str, Any], keep_key: bytes | None = None) -> by
 
 
 def read_manifest(folder: KeptFolder) -> dict[str, Any]:
-    """What is kept in a folder, whoever has written it. Raises as `checked_manifest`."""
+    """Read what is kept in a folder, whoever has written it; raises as `checked_manifest`."""
     return checked_manifest(folder).kept
 
 
 def checked_manifest(folder: KeptFolder) -> Manifest:
-    """What is kept in a folder, and whether it is trusted.
+    """Read what is kept in a folder, and whether it is trusted.
 
     Raises:
-        UnknownKeptError: nothing is.
+        UnknownKeptError: nothing is kept there.
         KeptError: the manifest is damaged, or of another format.
     """
     content = folder.manifest()
@@ -118,7 +118,7 @@ def checked_manifest(folder: KeptFolder) -> Manifest:
 
 
 def data_files(kept: Mapping[str, Any]) -> set[str]:
-    """The names of the files that hold keys and values."""
+    """Names of the files that hold keys and values."""
     return {entry["data"]["file"] for entry in kept["encodings"] if entry["data"]}
 
 
@@ -140,7 +140,7 @@ def _is_written_with(keep_key: bytes | None, digest: str, keyed: Any) -> bool:
 
 
 def _check(kept: Mapping[str, Any]) -> None:
-    """Raises ValueError, TypeError or KeyError: the engine could not take it."""
+    """Raise ValueError, TypeError or KeyError if the engine could not take it."""
     for trace_number, trace in enumerate(kept["traces"]):
         _texts(trace["id"])
         origin = [] if trace["origin"] is None else [trace["origin"]]
@@ -202,7 +202,7 @@ def _check_encoding(
 
 
 def _check_weights(weights: Any) -> None:
-    """The bounds are those of a call: others would end in a worker."""
+    """Check weights by the bounds of a call: others would fail in a worker."""
     if weights is None:
         return
     temperature, scale = weights
@@ -211,7 +211,8 @@ def _check_weights(weights: Any) -> None:
 
 
 def _check_layers(patch: Mapping[str, Any], kept: Sequence[int]) -> None:
-    """
+    """Check that a patch's layers are ranges, and begin with hidden states that are kept.
+
     Args:
         kept: layers whose hidden states the patch's source keeps.
     """

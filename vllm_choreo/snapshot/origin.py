@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where messages come from or go to: a session, an engine, and workers that share the heads."""
+"""Origin or target of messages: a session, an engine, and workers that share the heads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vllm_choreo.snapshot.tensors import Chunk, KVShape
 
 @dataclass(frozen=True)
 class Origin:
-    """Where messages come from.
+    """Session and engine that messages come from or go to.
 
     Attributes:
-        session, tenant: whose they are; `tenant` as a manifest names it.
-        signature: of the engine.
+        session, tenant: session and tenant of the messages; `tenant` as a manifest names it.
+        signature: signature of the engine, see `signature.py`.
         num_ranks: workers that share the heads.
-        num_heads: that have keys, in all workers together.
-        vocab_size: of the model.
+        num_heads: heads that have keys, in all workers together.
+        vocab_size: number of tokens that the model knows.
     """
 
     session: str
@@ -33,7 +33,7 @@ class Origin:
 
 
 def _stride(origin: Origin) -> int:
-    """So many workers have the same heads, where there are more workers than heads."""
+    """Number of workers that have the same heads: above 1 where workers outnumber heads."""
     return max(1, origin.num_ranks // origin.num_heads)
 
 
@@ -47,7 +47,7 @@ def all_heads(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> list[list[
 
 
 def shape_of(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> KVShape:
-    """From what each worker tells. Raises KeptError as `KVShape.of`."""
+    """Shape of keys and values, from what each worker tells; raises KeptError as `KVShape.of`."""
     hidden_dtype, hidden_size = shapes[0]["hidden"]
     return KVShape.of(
         shapes[0]["dtype"], all_heads(shapes, origin), (hidden_dtype, int(hidden_size))
@@ -55,7 +55,7 @@ def shape_of(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> KVShape:
 
 
 def joined(found: Sequence[bytes], chunk: Chunk, shape: KVShape, origin: Origin) -> Any:
-    """The bytes of all heads, of what each worker has of them."""
+    """Bytes of a chunk with all heads, from those that each worker has."""
     apart = found[:: _stride(origin)]
     if len(apart) == 1:
         return apart[0]

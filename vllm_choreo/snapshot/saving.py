@@ -25,17 +25,18 @@ def saving(
     encodings: bool,
     progress: bool | None,
 ) -> Steps[Kept]:
-    """
+    """Save messages into a folder.
+
     Args:
-        messages: of the session, complete.
-        folder: what it holds is replaced when all is written.
+        messages: complete messages of the session.
+        folder: the target; its content is replaced when all is written.
         encodings: whether keys and values are kept, too.
         progress: see `ByteBar`.
 
     Raises:
         KeptError: the storage failed; what it held before is as it was.
         PoolFullError: a message whose keys and values were evicted does not come back.
-        LimitError: more bytes.
+        LimitError: there is no room for so many bytes.
     """
     told = yield operation("describe", origin.session, [message.id for message in messages])
     try:
@@ -57,7 +58,7 @@ def _save(
     encodings: bool,
     progress: bool | None,
 ) -> Steps[Kept]:
-    """The files; who asks for them removes them if this raises."""
+    """Write the files; the caller removes them if this raises."""
     replaced = _files_of(folder)
     writer = _Writer(folder, origin, told)
     if encodings:
@@ -70,7 +71,7 @@ def _save(
 
 
 def _files_of(folder: KeptFolder) -> set[str]:
-    """The data that a manifest names, which is there before the save."""
+    """Names of the data files that the manifest names before the save."""
     try:
         return data_files(read_manifest(folder))
     except KeptError:
@@ -102,7 +103,7 @@ def _manifest(
 
 
 class _Writer:
-    """Keys and values of what `snapshot_describe` tells.
+    """Writer of keys and values of the encodings that `snapshot_describe` tells.
 
     Attributes:
         data: the entry of each encoding that was written, by its number.
@@ -190,7 +191,7 @@ class _Writer:
         }
 
     def _about(self, entry: Mapping[str, Any]) -> dict[str, str]:
-        """Whose weights made it: said in the file itself, for whoever finds it alone."""
+        """Metadata of a file: whose weights made it, for whoever finds the file alone."""
         model, about = self._origin.signature, {"format": str(FORMAT), "message": entry["message"]}
         about |= {"model": str(model["name"]), "model_weights": str(model["weights"])}
         if entry["adapter"] is not None:
@@ -200,7 +201,7 @@ class _Writer:
 
 
 def check_size(num_bytes: int, max_bytes: float) -> None:
-    """Raises LimitError: there is no room for so many bytes."""
+    """Raise LimitError if there is no room for so many bytes."""
     if num_bytes > max_bytes:
         raise LimitError(
             f"there is room for {int(max_bytes)} bytes more: delete what you have saved, save "
@@ -211,7 +212,8 @@ def check_size(num_bytes: int, max_bytes: float) -> None:
 
 
 def check_mode_keeps(mode: str) -> None:
-    """
+    """Check that a session in this mode has messages to keep.
+
     Raises:
         ChoreoError: a session in baseline mode has texts alone.
     """

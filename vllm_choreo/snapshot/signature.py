@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keys and values depend on besides their recipe: the model, and how it is run."""
+"""Properties that keys and values depend on besides recipes: the model, and how it is run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _OF_TEXT = "tokenizer"
 
 
 def signature(vllm_config: Any) -> dict[str, Any]:
-    """That of an engine.
+    """Signature of an engine.
 
     Args:
-        vllm_config: the engine's.
+        vllm_config: configuration of the engine.
 
     Returns:
         `name`, for a reader; `weights`, `tokenizer`: digests, see `ModelIdentity`; `architecture`;
-        `dtype`, `quantization`, `load_format`; `rotation`: the parameters of RoPE.
+        `dtype`, `quantization`; `is_dummy`: the weights are drawn at random; `rotation`: the
+        parameters of RoPE.
     """
     model = vllm_config.model_config
     base = _base_model(model.model)
@@ -48,7 +49,7 @@ def _base_model(model: str) -> ModelIdentity:
 
 
 def differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """What differs between the model whose keys were kept, and that of an engine; in words."""
+    """Differences between the model whose keys were kept and that of an engine, in words."""
     names = [name for name in mine if name != "name"]
     if kept.get("weights") or mine["weights"]:
         found = names
@@ -62,13 +63,13 @@ def differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
 
 
 def is_variant(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
-    """Whether two models differ in their weights alone."""
+    """Return whether two models differ in their weights alone."""
     same = [name for name in mine if name not in ("name", "weights")]
     return all(kept.get(name) == mine[name] for name in same)
 
 
 def is_same_text(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
-    """Whether the numbers of tokens mean the same texts."""
+    """Return whether the numbers of tokens mean the same texts."""
     return bool(kept.get(_OF_TEXT) == mine[_OF_TEXT])
 
 

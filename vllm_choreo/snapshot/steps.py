@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Ask:
-    """What the engine is asked for.
+    """A request to the engine, yielded by a generator.
 
     Attributes:
         what: "operation", of the scheduler; "workers", a method of each; "encode": have messages
@@ -33,17 +33,17 @@ class Ask:
 
 
 def operation(name: str, *args: Any) -> Ask:
-    """An operation of the scheduler, `keep_` before its name left out."""
+    """Ask for an operation of the scheduler; `snapshot_` before its name is left out."""
     return Ask("operation", (f"snapshot_{name}", *args))
 
 
 def workers(method: str, *args: Any) -> Ask:
-    """A method of the workers."""
+    """Ask for a method of the workers."""
     return Ask("workers", (method, *args))
 
 
 def session(function: Callable[..., Any], *args: Any) -> Ask:
-    """A function of the session."""
+    """Ask for a function of the session."""
     return Ask("session", (function, *args))
 
 
@@ -63,10 +63,10 @@ def _advance(steps: Steps[_T], answer: Any, error: BaseException | None) -> Ask 
 
 
 def drive(steps: Steps[_T], answer: Callable[[Ask], Any]) -> _T:
-    """Run to the end.
+    """Run a generator to the end.
 
     Args:
-        answer: what an `Ask` is answered with.
+        answer: gives the answer to an `Ask`.
     """
     found = _advance(steps, None, None)
     while isinstance(found, Ask):
@@ -80,7 +80,7 @@ def drive(steps: Steps[_T], answer: Callable[[Ask], Any]) -> _T:
 
 
 async def drive_async(steps: Steps[_T], answer: Callable[[Ask], Awaitable[Any]]) -> _T:
-    """Run to the end, in a thread wherever the engine is not asked."""
+    """Run a generator to the end, in a thread wherever the engine is not asked."""
     found = await _in_thread(steps, None, None)
     while isinstance(found, Ask):
         told, error = None, None
@@ -93,7 +93,7 @@ async def drive_async(steps: Steps[_T], answer: Callable[[Ask], Awaitable[Any]])
 
 
 async def _in_thread(steps: Steps[_T], told: Any, error: BaseException | None) -> Ask | _Done[_T]:
-    """One step; a caller that is cancelled meanwhile has it raised where the next answer comes."""
+    """Take one step; a caller's cancellation meanwhile is raised where the next answer comes."""
     step = asyncio.ensure_future(asyncio.to_thread(_advance, steps, told, error))
     try:
         return await asyncio.shield(step)

@@ -43,14 +43,15 @@ _DISK_BLOCK = 4096
 
 
 class KeptFolder:
-    """
+    """A folder of kept messages, and of the files of one save.
+
     Args:
         uri: a path, or any URL of fsspec's.
-        label: what errors call the folder; None: its URI.
-        max_bytes: that a save may write.
-        keep_key: of whoever saves and loads: what was saved with another one is untrusted. None:
-            all is, see `keys.py`.
-        options: of fsspec's file system, such as credentials.
+        label: the folder's name in errors; None: its URI.
+        max_bytes: bytes that a save may write.
+        keep_key: key of whoever saves and loads: a manifest written with another one is untrusted.
+            None: all are, see `keys.py`.
+        options: options of fsspec's file system, such as credentials.
 
     Raises:
         KeptError: no such storage, or a package for it is missing.
@@ -90,7 +91,8 @@ class KeptFolder:
     # -- reading -----------------------------------------------------------------------------
 
     def manifest(self) -> bytes:
-        """
+        """Read the manifest.
+
         Raises:
             UnknownKeptError: nothing was saved here.
             KeptError: it cannot be read.
@@ -102,10 +104,10 @@ class KeptFolder:
 
     @contextmanager
     def reading(self, names: Collection[str]) -> Iterator[None]:
-        """Keep the files that a manifest names, which has been read, from being removed by a save.
+        """Keep a save from removing the files that a manifest names, which has been read.
 
-        One that has removed them by now has put another manifest into its place. Where there are
-        no locks, it may do so meanwhile.
+        A save that has removed them by now has put another manifest into its place. Where there
+        are no locks, it may do so meanwhile.
         """
         lock = None
         if self._is_local and names:
@@ -116,7 +118,7 @@ class KeptFolder:
             file_locks.unlock(lock)
 
     def text(self, name: str) -> str | None:
-        """A small file; None: it is not there. Raises KeptError: it cannot be read."""
+        """Read a small file; None: it is not there. Raises KeptError if it cannot be read."""
         with self.naming(name):
             try:
                 content: bytes = self._fs.cat_file(self._at(name))
@@ -125,14 +127,14 @@ class KeptFolder:
         return content.decode(errors="replace").strip()
 
     def open(self, name: str) -> tuple[Any, int]:
-        """A file to be read, and its length in bytes. Raises KeptError: it cannot be read."""
+        """Open a file to read; also its length in bytes. Raises KeptError if it cannot be read."""
         with self.naming(name):
             path = self._at(name)
             self._check_plain(name)
             return self._fs.open(path, "rb"), int(self._fs.size(path))
 
     def sizes(self) -> dict[str, int]:
-        """The folders in this one, and the bytes that each takes, whatever lies there."""
+        """Folders in this one, and the bytes that each takes, whatever lies there."""
         found = dict.fromkeys(self.names(), 0)
         with self.naming(""):
             entries = self._fs.find(self._path, withdirs=True, detail=True) if found else {}
@@ -143,7 +145,7 @@ class KeptFolder:
         return found
 
     def names(self) -> list[str]:
-        """The folders in this one, such as the operator's has one for each tenant."""
+        """Names of the folders in this one; the operator's has one for each tenant."""
         with self.naming(""):
             if not self._fs.isdir(self._path):
                 return []
@@ -160,7 +162,7 @@ class KeptFolder:
             self._fs.makedirs(self._path, exist_ok=True)
 
     def create(self) -> tuple[str, Any]:
-        """A file of a name that was never there: the name, and the file to be written."""
+        """Open a file to write it, of a name that was never there; return the name and the file."""
         name = f"{self._generation}-{len(self._written):05d}.safetensors"
         with self.naming(name):
             file = self._open_new(name)
@@ -168,7 +170,7 @@ class KeptFolder:
         return name, file
 
     def _open_new(self, name: str) -> Any:
-        """A file to be written; the first one of a save is locked until it is published."""
+        """Open a file to write it; the first one of a save is locked until it is published."""
         file = self._fs.open(self._at(name), "wb")
         if self._is_local and self._lock is None:
             self._lock = file_locks.lock_open_file(file.fileno())
@@ -178,7 +180,7 @@ class KeptFolder:
         """Put a manifest in the place of the old one; from now on its messages are the kept ones.
 
         Args:
-            replaced: data that the old one named.
+            replaced: data files that the old one named.
         """
         with self.naming(MANIFEST):
             part = self._at(f"{MANIFEST}.{self._generation}")
@@ -208,9 +210,7 @@ class KeptFolder:
             self._fs.mv(part, self._at(name))
 
     def withdraw(self) -> None:
-        """Remove what this save has written, and the folder if it has made it; unless all of it is
-        published.
-        """
+        """Remove the files of this save, and the folder if it made it, unless it is published."""
         if not self._is_published:
             self._remove([self._at(name) for name in self._written])
             if self._is_new:
@@ -234,10 +234,11 @@ class KeptFolder:
         self._lock = None
 
     def _clean(self, content: bytes, replaced: set[str]) -> None:
-        """Remove what no manifest names and nobody uses.
+        """Remove files that no manifest names and nobody uses.
 
         Args:
-            content: of the manifest that was published.
+            content: bytes of the manifest that was published.
+            replaced: data files that the one before named, and this one does not.
         """
         try:
             entries = self._fs.ls(self._path, detail=True, refresh=True)
@@ -264,7 +265,7 @@ class KeptFolder:
                     self._remove([self._at(name) for name in idle])
 
     def _is_idle(self, names: list[str], locked: ExitStack) -> bool:
-        """Whether nobody writes or loads a generation; then nobody does so until `locked` ends."""
+        """Return whether nobody writes or loads a generation, nor will until `locked` ends."""
         if not self._is_local:
             return False
         data = [name for name in names if not name.startswith(MANIFEST)]
@@ -280,7 +281,7 @@ class KeptFolder:
                 continue  # it is not there, or the next save will
 
     def _check_plain(self, name: str) -> None:
-        """Raises OSError: a pipe or a device, from which one could read for ever."""
+        """Raise OSError for a pipe or a device, from which one could read for ever."""
         if self._is_local and not stat.S_ISREG(os.stat(self._at(name)).st_mode):
             raise OSError(errno.EINVAL, "it is no plain file")
 
@@ -289,7 +290,7 @@ class KeptFolder:
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:
-        """Errors of the storage name the file."""
+        """Turn errors of the storage into errors that name the file."""
         file = f"{self.label}/{name}" if name else self.label
         try:
             yield
@@ -315,7 +316,7 @@ def _disk_bytes(size: int) -> int:
 
 
 def settle(file: Any) -> None:
-    """Have the bytes of a local file on the disk: a crash of the machine may leave it empty."""
+    """Write a local file through to the disk: a crash of the machine may else leave it empty."""
     file.flush()
     try:
         os.fsync(file.fileno())

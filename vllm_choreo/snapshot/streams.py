@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are digested as they are written and read. To digest takes longer than to read, and
-than to put what was read into its place: neither waits for the other.
+"""Files that are digested as they are written and read.
+
+To digest takes longer than to read, and than to put the bytes read into their place: neither waits
+for the other.
 
     a thread     read 1   read 2     read 3     ...
     another               digest 1   digest 2   ...
@@ -29,14 +31,14 @@ class BackgroundDigest:
         self._latest = self._thread.submit(self._sha256.update, piece)
 
     def wait(self) -> None:
-        """Until all that was added is digested."""
+        """Wait until all pieces that were added are digested."""
         if self._latest is not None:
             self._latest.result()
             self._latest = None
 
     @property
     def sha256(self) -> str:
-        """Of all that was added."""
+        """Digest of all pieces that were added, in hex."""
         self.wait()
         return self._sha256.hexdigest()
 
@@ -45,10 +47,10 @@ class BackgroundDigest:
 
 
 class Digested:
-    """Writes a file and digests what it writes.
+    """Writer of a file that digests the bytes it writes.
 
     Args:
-        file: to be written; whoever opened it closes it.
+        file: the file to be written; whoever opened it closes it.
 
     Use as a context.
     """
@@ -71,15 +73,15 @@ class Digested:
 
     @property
     def sha256(self) -> str:
-        """Of what has been written."""
+        """Digest of all bytes that have been written, in hex."""
         return self._digest.sha256
 
 
 class ReadAhead:
-    """Reads and digests a file in pieces, the next one while the last one is used.
+    """Reader that digests a file in pieces, and reads the next one while the last one is used.
 
     Args:
-        file: to be read from its beginning.
+        file: the file to be read, from its beginning.
         buffers: two for the pieces, which grow. Files that are read one after the other can share
             them: fresh memory for each takes as long as reading it. None: its own.
 
@@ -101,12 +103,13 @@ class ReadAhead:
         self._file.close()
 
     def read(self, num_bytes: int) -> bytes:
-        """The next bytes; fewer where the file ends."""
+        """Read the next bytes; fewer where the file ends."""
         return bytes(self._added(self._fill(memoryview(bytearray(num_bytes)))))
 
     def pieces(self, sizes: Iterator[int]) -> Iterator[memoryview]:
-        """Pieces of these sizes, shorter where the file ends. One stays as it is until the next is
-        asked for.
+        """Read pieces of these sizes, shorter where the file ends.
+
+        A piece stays as it is until the next is asked for.
         """
         ahead: Future[memoryview] | None = None
         for number, size in enumerate(sizes):
@@ -119,13 +122,13 @@ class ReadAhead:
             yield self._added(ahead.result())
 
     def rest(self) -> None:
-        """Digest what follows."""
+        """Read the rest of the file and digest it."""
         while self.read(2**20):
             pass
 
     @property
     def sha256(self) -> str:
-        """Of what has been read."""
+        """Digest of all bytes that have been read, in hex."""
         return self._digest.sha256
 
     def _buffer(self, number: int, size: int) -> memoryview:

@@ -31,13 +31,13 @@ _MAX_HEADER_BYTES = 100 * 2**20
 
 @dataclass(frozen=True)
 class KVShape:
-    """What the keys and values of one token look like, and the hidden states that are kept of it.
+    """Shape of the keys and values of one token, and of the hidden states that are kept of it.
 
     Attributes:
-        dtype: of keys and values, torch's name, such as "float32".
-        layers: of each, the number of heads that have keys, and the size of a head.
-        hidden_dtype, hidden_size: of what a layer is given.
-        hidden: the layers of which that is kept, ascending.
+        dtype: dtype of keys and values by torch's name, such as "float32".
+        layers: `(num_kv_heads, head_size)` of each layer.
+        hidden_dtype, hidden_size: dtype and size of the hidden states that a layer is given.
+        hidden: layers whose hidden states are kept, ascending.
     """
 
     dtype: str
@@ -50,7 +50,8 @@ class KVShape:
     def of(
         cls, dtype: str, layers: Sequence[Sequence[int]], hidden: tuple[str, int] = ("float32", 0)
     ) -> KVShape:
-        """
+        """Make a shape of dtypes that files hold.
+
         Args:
             hidden: dtype and size of hidden states.
 
@@ -68,7 +69,7 @@ class KVShape:
         return cls(dtype, tuple((int(heads), int(size)) for heads, size in layers), *hidden)
 
     def keeping(self, hidden: Sequence[int]) -> KVShape:
-        """Of a message that keeps what these layers are given."""
+        """Shape for a message that keeps the hidden states of these layers."""
         return replace(self, hidden=tuple(hidden))
 
     @property
@@ -80,35 +81,35 @@ class KVShape:
         return self.num_kv_parts + len(self.hidden)
 
     def hidden_layers(self, first: int, last: int) -> tuple[int, ...]:
-        """Of the parts `first … last-1`; none if they hold keys and values."""
+        """Layers of the parts `first … last-1`; none if these hold keys and values."""
         start = self.num_kv_parts
         return self.hidden[first - start : last - start] if first >= start else ()
 
     def part_name(self, part: int) -> str:
-        """The tensor of a part."""
+        """Name of the tensor of a part."""
         if part >= self.num_kv_parts:
             return f"layers.{self.hidden[part - self.num_kv_parts]}.hidden"
         return f"layers.{part // 2}.{'values' if part % 2 else 'keys'}"
 
     def part_shape(self, part: int) -> tuple[int, ...]:
-        """Of one token in a part."""
+        """Shape of one token in a part."""
         return (self.hidden_size,) if part >= self.num_kv_parts else self.layers[part // 2]
 
     def part_dtype(self, part: int) -> tuple[str, int]:
-        """As a file names it, and the bytes of a number."""
+        """Dtype of a part as a file names it, and the bytes of a number."""
         return _DTYPES[self.hidden_dtype if part >= self.num_kv_parts else self.dtype]
 
     def row_bytes(self, part: int) -> int:
-        """Of one token in a part."""
+        """Bytes of one token in a part."""
         return prod(self.part_shape(part)) * self.part_dtype(part)[1]
 
     @property
     def token_bytes(self) -> int:
-        """Of one token in all parts."""
+        """Bytes of one token in all parts."""
         return sum(map(self.row_bytes, range(self.num_parts)))
 
     def tensors(self, num_tokens: int) -> dict[str, dict[str, Any]]:
-        """The entries of a header, in the order of the data."""
+        """Entries of a header, in the order of the data."""
         entries: dict[str, dict[str, Any]] = {}
         end = 0
         for part in range(self.num_parts):
@@ -136,11 +137,13 @@ class Chunk:
 
 
 def chunks(shape: KVShape, num_tokens: int, max_bytes: int = 0) -> Iterator[Chunk]:
-    """All of an encoding, in the order of the file; of more than `max_bytes` only one token. None
-    has hidden states beside keys and values.
+    """Chunks of an encoding, in the order of the file.
+
+    A chunk of more than `max_bytes` has only one token. None has hidden states beside keys and
+    values.
 
     Args:
-        max_bytes: 0: `CHUNK_BYTES`.
+        max_bytes: bytes of a chunk; 0: `CHUNK_BYTES`.
     """
     max_bytes = max_bytes or CHUNK_BYTES
     part = 0
@@ -162,16 +165,17 @@ def chunks(shape: KVShape, num_tokens: int, max_bytes: int = 0) -> Iterator[Chun
 
 
 def header_bytes(shape: KVShape, num_tokens: int, about: Mapping[str, str]) -> bytes:
-    """What stands before the data; `about` says whose weights made it."""
+    """Header of a file, with its length before it; `about` says whose weights made the data."""
     header = json.dumps({"__metadata__": dict(about), **shape.tensors(num_tokens)}).encode()
     header += b" " * (-len(header) % 8)  # so that the data is aligned
     return len(header).to_bytes(8, "little") + header
 
 
 def check_header(header: bytes, shape: KVShape, num_tokens: int) -> None:
-    """
+    """Check that a header is that of so many tokens of this shape.
+
     Args:
-        header: without its length.
+        header: JSON of the header, without its length.
 
     Raises:
         ValueError: it is none, or not that of so many tokens of this shape; says why.
@@ -185,7 +189,7 @@ def check_header(header: bytes, shape: KVShape, num_tokens: int) -> None:
 
 
 def header_size(prefix: bytes, num_file_bytes: int) -> int:
-    """The length of the header.
+    """Length of the header, in bytes.
 
     Args:
         prefix: the first 8 bytes.

@@ -7,8 +7,8 @@ A step does them before it runs, in this order, and writes nothing itself before
     loads    host blocks      ->  KV cache blocks    (what is read again)
     moves    KV cache blocks  ->  KV cache blocks    (what a patch leaves as it is)
 
-They are queued while a step is planned, and between steps, when a client evicts. What they name is
-theirs until the step is planned that does them:
+They are queued while a step is planned, and between steps, when a client evicts. Blocks that they
+name are reserved for them until the step that does them is planned:
 
 - the *source of a save* may be given to whoever the planned step serves, for that writes later. A
   message that is loaded is written between steps, at once: so between plannings sources are held;
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 
 class BlockPool(Protocol):
-    """What is needed of vLLM's block pool."""
+    """Methods of vLLM's block pool that copies need."""
 
     def touch(self, blocks: Sequence[Any]) -> None: ...
 
@@ -36,7 +36,7 @@ class BlockPool(Protocol):
 
 @dataclass(frozen=True)
 class PlannedCopies:
-    """The copies of a step that was planned, by the numbers of blocks.
+    """Copies of a step that was planned, by the numbers of blocks.
 
     Attributes:
         saves: (KV cache block, host block) each.
@@ -50,10 +50,10 @@ class PlannedCopies:
 
 
 class BlockCopies:
-    """The owner of what queued copies name.
+    """Queued copies of blocks, and the references on blocks that they hold.
 
     Args:
-        pool: vLLM's.
+        pool: vLLM's block pool.
 
     Attributes:
         is_planning: whether a step is planned now; otherwise the last one has been sent.
@@ -73,7 +73,7 @@ class BlockCopies:
         self.is_planning = True
 
     def take(self) -> PlannedCopies:
-        """End the planning; returns what the step begins with. Nothing is held any more."""
+        """End the planning; return the step's copies, which hold no block any more."""
         assert self.is_planning
         planned = PlannedCopies(
             tuple((source.block_id, host_block) for host_block, source in self._saves.items()),
@@ -94,9 +94,9 @@ class BlockCopies:
             self._saves[host_block] = source
 
     def load(self, host_blocks: Sequence[int], targets: Sequence[Any]) -> None:
-        """Queue copies into the KV cache, of blocks that hold something or for which it is queued.
+        """Queue copies of host blocks, saved or about to be, into the KV cache.
 
-        Targets must have been held: what frees them withdraws the copies.
+        Targets must be held before: freeing them withdraws the copies.
         """
         assert self.is_planning, "nobody reads between steps"
         for host_block, target in zip(host_blocks, targets, strict=True):
@@ -104,20 +104,20 @@ class BlockCopies:
             self._loads[target.block_id] = host_block
 
     def move(self, source: Any, target: Any, delta: int) -> None:
-        """Queue a copy of a block, its keys turned by `delta` positions. See `load`."""
+        """Queue a copy of a block, its keys turned by `delta` positions, into one that is held."""
         assert self.is_planning, "nobody reads between steps"
         assert target.ref_cnt and target.block_id not in {*self._loads, *self._moves}
         self._pool.touch([source])
         self._moves[target.block_id] = source, delta
 
     def free_host_blocks(self, host_blocks: Iterable[int]) -> None:
-        """Withdraw what was to be saved there: the blocks are somebody else's from now on."""
+        """Withdraw saves into host blocks that are given up."""
         sources = [self._saves.pop(block) for block in host_blocks if block in self._saves]
         if not self.is_planning:
             self._pool.free_blocks(sources)
 
     def on_freed(self, blocks: Iterable[Any]) -> None:
-        """Withdraw what was to be copied into those blocks that nobody holds any more."""
+        """Withdraw loads and moves into blocks that nobody holds any more."""
         for block in blocks:
             if not block.ref_cnt:
                 self._loads.pop(block.block_id, None)

@@ -29,13 +29,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Context:
-    """What is encoded behind other encodings.
+    """A chain of parents behind which tokens are encoded.
 
     Attributes:
-        chain: what it attends to, in order.
-        offsets: where it sees the first token of each.
-        adapter: that encodes it.
-        exact: whether all of the chain is as in an ordinary request, and lies as text does.
+        chain: links that the tokens attend to, in order.
+        offsets: positions at which they see the first token of each link.
+        adapter: the adapter that encodes them, or None.
+        exact: whether the chain is encoded and placed as in an ordinary request on its text.
     """
 
     chain: Sequence[Link]
@@ -44,7 +44,7 @@ class Context:
     exact: bool = False
 
     def plan(self, position: int, store: MessageStore, start: int = 0) -> CallPlan:
-        """The plan of an encoding whose token `start` is the first seen, and stands at `position`.
+        """Plan of an encoding whose token `start` is the first seen, and stands at `position`.
 
         Tokens before it take no place among the slots of a request, hence `base` is that of token
         0 if it were there.
@@ -63,7 +63,7 @@ class Context:
         return tuple(link.encoding for link in self.chain)
 
     def has(self, link: Link, position: int) -> bool:
-        """Whether the tokens of a link, the first at `position`, were encoded in this context.
+        """Return whether a link's tokens, the first at `position`, were encoded in this context.
 
         A shift of everything changes nothing, unless plans are placed, and a prefix does not
         depend on what follows it.
@@ -88,7 +88,7 @@ class Context:
         ]
 
     def copy(self, link: Link, position: int, store: MessageStore) -> Link:
-        """All tokens of a link, encoded in this context, the first of them at `position`."""
+        """Link to a copy: all tokens of a link in this context, the first of them at `position`."""
         source, plan = link.encoding, self.plan(position, store)
         assert source.token_ids is not None
         traces = tuple(parent.trace for parent in self.encodings)
@@ -106,12 +106,12 @@ class Context:
         store: MessageStore,
         layers: LayerRanges | None = None,
     ) -> Link:
-        """The same tokens, the runs of them encoded in this context, all others as they are.
+        """Link to a patch: runs of a link encoded in this context, its other tokens as they are.
 
         Args:
-            runs: counted from the first token of the link.
-            position: of that token.
-            layers: see `Patch`.
+            runs: `(start, stop)` each, counted from the first token of the link.
+            position: position of that token.
+            layers: layers in which they are encoded, see `Patch`; None: all.
         """
         source, plan = link.encoding, self.plan(position, store, link.start)
         moved = tuple((start + link.start, stop + link.start) for start, stop in runs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes the encoding of a message the same as another's. Imports neither torch nor vllm."""
+"""Digests by which encodings of messages are the same or not. Imports neither torch nor vllm."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ def encoding_digest(
     patched: tuple[bytes, int, TokenRanges, LayerRanges | None] | None = None,
     nonce: bytes = b"",
 ) -> bytes:
-    """A digest that is equal for encodings whose keys and values are the same, and for no others.
+    """Digest that is equal for encodings whose keys and values are the same, and for no others.
 
     Args:
-        engine: what all encodings of the engine have in common: model, revision, dtypes, rotation.
+        engine: bytes that all encodings of the engine share: model, revision, dtypes, rotation.
         tenant: encodings of two tenants are never the same, whatever they hold.
-        adapter: that encodes it; its weights count, not its name.
-        token_ids: of the encoding.
-        plan: where it stands, and where it sees its parents.
-        parents: their digests.
-        patched: of a patch: the digest of its source, the first token seen, the runs, and the
-            layers.
-        nonce: of what may be anything: nothing else has its digest, nor what is encoded with it.
+        adapter: the adapter that encodes it; its weights count, not its name.
+        token_ids: tokens of the encoding.
+        plan: its own position, and those of its parents.
+        parents: digests of the parents, in order.
+        patched: the digest of its source, the first token seen, the runs, and the layers, if it is
+            a patch.
+        nonce: random bytes of an untrusted encoding: no other has its digest, nor the digest of
+            an encoding that reads it.
     """
     digest = blake2b(digest_size=32)
     spans = [(span.start, span.stop, span.offset) for span in plan.parents]

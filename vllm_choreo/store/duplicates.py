@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodings of equal digests, from which one another start. Imports neither torch nor vllm."""
+"""Encodings by digest: one can start from another's blocks. Imports neither torch nor vllm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LATEST = 16
 class Duplicates:
     """All encodings that are not given up, by their digests, in the order in which they came.
 
-    All of them, for which one is given up first is not known: a message that one session frees is
+    All are listed, for nobody knows which is given up first: a message that one session frees is
     still there in another.
     """
 
@@ -24,12 +24,12 @@ class Duplicates:
         self._by_digest: dict[bytes, dict[Encoding, None]] = {}
 
     def add(self, encoding: Encoding) -> None:
-        """Others may start from it from now on."""
+        """Let other encodings start from this one."""
         assert encoding.digest is not None
         self._by_digest.setdefault(encoding.digest, {})[encoding] = None
 
     def discard(self, encoding: Encoding) -> None:
-        """Nobody starts from it any more."""
+        """Let no other encoding start from this one any more."""
         if encoding.digest in self._by_digest:
             duplicates = self._by_digest[encoding.digest]
             duplicates.pop(encoding, None)
@@ -43,7 +43,7 @@ class Duplicates:
     def most_resident(
         self, encoding: Encoding, may_share: Callable[[Encoding], bool]
     ) -> Encoding | None:
-        """Of the other ones of its digest that it may start from, one that holds most."""
+        """Duplicate that holds most tokens, of those that an encoding may start from."""
         assert encoding.digest is not None
         duplicates = self._by_digest.get(encoding.digest, {})
         latest = list(islice(reversed(duplicates), _LATEST))

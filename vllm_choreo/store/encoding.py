@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages as the engine knows them, and their encodings. Imports neither torch nor vllm.
 
-A message is who may name it; an encoding is its keys and values, as computed in one context by one
-model. A message has the encoding that its call made, and others of the same tokens:
+A message is a name in a session; an encoding is its keys and values, as computed in one context by
+one model. A message has the encoding that its call made, and others of the same tokens:
 
     message  --own-->     encoding   in the context of its call
              --copies-->  encodings  in other contexts, by their digests
@@ -46,16 +46,16 @@ class StoredMessage:
     """One message of a session.
 
     Attributes:
-        tenant: with whose messages its own encoding is shared.
-        reader: with whose its copies are, if not the tenant's.
+        tenant: the tenant within which its own encoding is shared.
+        reader: the tenant within which its copies are shared; empty: `tenant`.
         request: id of the engine's request that makes it; empty if it was loaded.
         own: its encoding by the call that made it.
         copies: its other encodings, by digest.
-        open_report: what its call reported, while the client has not told yet how many of the
+        open_report: the report of its call, while the client has not told yet how many of the
             tokens it keeps; None otherwise.
-        pinned_until: until then `own` is evicted last; on the clock of the store.
-        failure: why it will never be complete.
-        freed: its session gave it up: no new call may name it.
+        pinned_until: time until which `own` is evicted last, on the clock of the store.
+        failure: the reason why it will never be complete, or None.
+        freed: whether its session gave it up: no new call may name it.
     """
 
     id: str
@@ -72,20 +72,20 @@ class StoredMessage:
 
     @property
     def encodings(self) -> list[Encoding]:
-        """All of them, its own first."""
+        """All encodings of the message, its own first."""
         return [self.own, *self.copies.values()]
 
 
 @dataclass(frozen=True)
 class Patch:
-    """How an encoding differs from another one of the same tokens.
+    """Difference between an encoding and another one of the same tokens.
 
     Attributes:
         source: the other one; the patch has its own place in the same frame of positions.
         start: the first token that is seen in the patch's context.
         runs: tokens that are encoded anew there.
-        layers: in these alone, each range beginning with the hidden states that the source's
-            encoding had at its first layer; all other layers are the source's. None: in all.
+        layers: the layers in which they are, each range beginning with the hidden states that the
+            source's encoding had at its first layer; all others are the source's. None: all.
     """
 
     source: Encoding
@@ -95,12 +95,12 @@ class Patch:
 
     @property
     def num_tokens(self) -> int:
-        """That are encoded anew."""
+        """Tokens that are encoded anew."""
         return num_tokens(self.runs)
 
     @property
     def num_charged(self) -> int:
-        """As many tokens through all layers cost as much."""
+        """Number of tokens that cost as much if encoded in all layers."""
         return self.layers.charged(self.num_tokens) if self.layers else self.num_tokens
 
 
@@ -111,8 +111,8 @@ class Encoding:
     Blocks and counts are written by `Residency` alone.
 
     Attributes:
-        trace: what its keys and values carry traces of.
-        adapter: that encodes it, or None.
+        trace: history of the messages that its keys and values carry traces of.
+        adapter: the adapter that encodes it, or None.
         token_ids: header and generated tokens, or some of them; None while they are generated.
         parents: the encodings behind `plan.parents`, in the same order; they keep a freed parent's
             recipe alive for as long as this one may have to be encoded again.
@@ -120,12 +120,12 @@ class Encoding:
             places token 0, seen or not, so that `base` may be negative.
         patch: None: all tokens are encoded in its context.
         keeps: layers whose hidden states the workers keep, see `HiddenStateIndex`.
-        is_entered: a patch was made of it that begins with its hidden states.
-        nonce: of one whose keys and values were loaded, and that nobody has saved who is trusted;
-            empty: this engine has made them, or whoever is.
-        digest: of what it depends on; None until all of that is known.
-        is_untrusted: it has a nonce, or depends on one that has; known when its digest is.
-        is_orphan: a copy that no new call can read.
+        is_entered: whether a patch was made of it that begins with its hidden states.
+        nonce: random bytes if its keys and values were loaded and nobody trusted has saved them;
+            empty if this engine has made them, or somebody trusted.
+        digest: digest of all that it depends on; None until all of that is known.
+        is_untrusted: whether it has a nonce, or depends on one that has; known when its digest is.
+        is_orphan: whether it is a copy that no new call can read.
         num_unreported: tokens of a copy that were encoded, but that no call has reported yet.
         readers: copies that were encoded with it.
         blocks: KV blocks that hold tokens `0 … num_encoded-1`, from its first slot on.
@@ -169,12 +169,12 @@ class Encoding:
 
     @property
     def tenant(self) -> str:
-        """Whose it is: an equal encoding of another tenant is another encoding."""
+        """Tenant that it belongs to: an equal encoding of another tenant is another encoding."""
         return (self.is_copy and self.message.reader) or self.message.tenant
 
     @property
     def is_copy(self) -> bool:
-        """It is not the encoding that its message was made with."""
+        """True if it is not the encoding that its message was made with."""
         return self is not self.message.own
 
     @property
@@ -183,33 +183,33 @@ class Encoding:
 
     @property
     def is_known(self) -> bool:
-        """Its tokens are final."""
+        """True if its tokens are final."""
         return self.token_ids is not None and self.message.open_report is None
 
     @property
     def is_resident(self) -> bool:
-        """Every token has keys and values, at the latest when the step now planned has run."""
+        """True if every token has keys and values, at the latest after the step now planned."""
         return self.is_known and self.num_encoded == self.num_tokens and not self.unwritten
 
     @property
     def recipe(self) -> tuple[Encoding, ...]:
-        """What must be resident for it to be encoded."""
+        """Encodings that must be resident for it to be encoded."""
         return (*self.parents, self.patch.source) if self.patch else self.parents
 
     @property
     def wants_source(self) -> bool:
-        """It is a patch that a call waits for, and that is still to be laid over its source."""
+        """True if it is a patch that a call waits for, still to be laid over its source."""
         return self.patch is not None and self.num_waiting > 0 and not self.blocks
 
     @property
     def in_use(self) -> bool:
-        """A call reads it, waits for it or for a patch of it, or encodes it."""
+        """True if a call reads it, waits for it or for a patch of it, or encodes it."""
         counts = self.num_readers, self.num_waiting, self.num_wanting
         return any(counts) or bool(self.encoders)
 
     @property
     def is_given_up(self) -> bool:
-        """No new call will read it."""
+        """True if no new call will read it."""
         return self.is_orphan or self.message.freed or self.message.failure is not None
 
     @property
@@ -218,12 +218,12 @@ class Encoding:
         return 0 if self.in_use else len(self.blocks)
 
     def is_pinned(self, now: float) -> bool:
-        """Whether it is evicted after those that are not."""
+        """Return whether it is pinned at the time `now`, and evicted after all that are not."""
         return self.message.pinned_until > now and not self.is_copy
 
 
 def copies_of(messages: Iterable[StoredMessage]) -> set[Encoding]:
-    """The copies of `messages`, and all copies that were encoded with these or with them."""
+    """Copies of `messages`, and all copies that were encoded with these or with them."""
     found: set[Encoding] = set()
     frontier = [encoding for message in messages for encoding in message.encodings]
     while frontier:

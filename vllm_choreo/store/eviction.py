@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose blocks make room: pure choices among encodings. Imports neither torch nor vllm.
+"""Choice of the encodings whose blocks make room: pure functions. Imports neither torch nor vllm.
 
 idle, not pinned   <   idle, pinned   <   read by a call that waits   <   read by a running call
 least recently used first                 only if nothing runs            never
@@ -19,15 +19,15 @@ def choose_victim(
     waiting_too: bool,
     now: float,
 ) -> Encoding | None:
-    """The encoding whose blocks are given up next, or None if none may be.
+    """Encoding whose blocks are given up next, or None if none may be.
 
     Args:
         holding: encodings that hold blocks, least recently used first.
-        protected: never those of the first set; those of the later sets only with `waiting_too`,
-            the last set first.
+        protected: sets of encodings: those of the first are never chosen, those of the later ones
+            only with `waiting_too`, the last set first.
         waiting_too: where none is idle, take one for which a call waits. It will be encoded again;
             without this, calls that wait could block one another for ever.
-        now: pins that end later hold.
+        now: the time, on the clock of the store: pins that end later hold.
     """
     # One walk over the sets: a chain of calls that encode for one another has as many as links.
     first_set: dict[Encoding, int] = {}
@@ -66,7 +66,7 @@ def over_share(holding: Iterable[Encoding], max_blocks: int, now: float) -> Iter
 def _least_protected(
     candidates: Sequence[Encoding], first_set: Mapping[Encoding, int]
 ) -> Encoding | None:
-    """The latest used of those in no set, else in the last set alone; never of the first."""
+    """Latest used encoding that is in no set, else in the last set alone; never in the first."""
     victim, rank = None, 0.0
     for encoding in reversed(candidates):
         found = first_set.get(encoding, float("inf"))

@@ -34,11 +34,11 @@ def is_exact(
     adapter: Adapter | None = None,
     from_zero: bool = False,
 ) -> bool:
-    """Whether a call gives what an ordinary request on the concatenated text gives.
+    """Return whether a call gives what an ordinary request on the concatenated text gives.
 
     Args:
         links: the parents of the call.
-        offsets, new_offset: where the call sees them, and itself stands.
+        offsets, new_offset: positions of their first tokens, and of the call's own.
         adapter: the one that encodes the call.
         from_zero: whether text gives the same at position 0 alone, see `is_text`.
     """
@@ -49,7 +49,7 @@ def is_exact(
 
 
 def exact_chain(links: Sequence[Link], adapter: Adapter | None, store: MessageStore) -> list[Link]:
-    """What a call in exact mode reads for its parents: themselves where they are exact, or copies.
+    """Links that a call in exact mode reads: its parents where these are exact, else copies.
 
     Args:
         links: the parents of the call; their tokens and plans are known.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hidden states that workers keep of encodings: which, and how much. Neither torch nor vllm.
 
-What a layer is given when a message is encoded is kept on request, in memory of the workers, and
+The input of a layer is kept on request when a message is encoded, in memory of the workers, and
 lets later calls repair the message from that layer on. It stays when keys and values are evicted,
 and goes when its encoding is given up; whoever needs it then, because a patch that was made of it
 is encoded again, has it kept again for that long.
@@ -21,16 +21,16 @@ SETTING = "additional_config.choreo.hidden_memory_gib"
 
 
 class HiddenStateIndex:
-    """Whose hidden states are kept.
+    """Encodings whose hidden states are kept, and the bytes that these take.
 
     Args:
-        num_layers: of the model.
-        row_bytes: of one token in one layer.
-        block_size: workers keep rows in blocks of so many.
-        max_bytes: that each worker has for them.
+        num_layers: layers of the model.
+        row_bytes: bytes of one token in one layer.
+        block_size: rows, of one token each, in a block of the workers' memory.
+        max_bytes: bytes that each worker has for them.
 
     Attributes:
-        num_layers, max_bytes: as given.
+        num_layers, max_bytes: the arguments of these names.
     """
 
     def __init__(self, num_layers: int, row_bytes: int, block_size: int, max_bytes: int) -> None:
@@ -45,17 +45,18 @@ class HiddenStateIndex:
 
     @property
     def num_bytes(self) -> int:
-        """That are kept; of messages that are still generated: that may be."""
+        """Bytes that are kept; for messages still generated, the most that they may keep."""
         return sum(
             self._size(len(e.keeps), e.num_tokens or self._most_tokens.get(e, 0))
             for e in self._keys
         )
 
     def check(self, layers: tuple[int, ...], num_tokens: int) -> None:
-        """
+        """Check that the hidden states of a new message can be kept.
+
         Args:
-            layers: that a new message is to keep.
-            num_tokens: that it has at most.
+            layers: layers whose hidden states it is to keep.
+            num_tokens: tokens that it has at most.
 
         Raises:
             ChoreoError: the model has no such layer.
@@ -71,31 +72,31 @@ class HiddenStateIndex:
             raise error
 
     def check_ranges(self, ranges: Sequence[Range], parameter: str) -> None:
-        """Raises RepairError: the model has not all of these layers."""
+        """Raise RepairError unless the model has all of these layers."""
         if ranges[-1][1] > self.num_layers:
             raise RepairError(
                 f"the model has {self.num_layers} layers", parameter=parameter, value=list(ranges)
             )
 
     def keep(self, encoding: Encoding, layers: tuple[int, ...], num_tokens: int) -> None:
-        """A message keeps what `check` allowed."""
+        """Keep the hidden states of a new message, as `check` allowed."""
         encoding.keeps = layers
         self._most_tokens[encoding] = num_tokens
         self.key(encoding)
 
     def key(self, encoding: Encoding) -> int:
-        """The name under which workers keep the hidden states of an encoding."""
+        """Key under which workers keep the hidden states of an encoding, from now on if need be."""
         if encoding not in self._keys:
             self._num_keys += 1
             self._keys[encoding] = self._num_keys
         return self._keys[encoding]
 
     def find(self, encoding: Encoding) -> int | None:
-        """The name under which workers keep some of an encoding; None: they keep none."""
+        """Key under which workers keep hidden states of an encoding; None: they keep none."""
         return self._keys.get(encoding)
 
     def keep_again(self, encoding: Encoding) -> LimitError | None:
-        """Have what is encoded again keep what it kept; returns why not, if there is no room."""
+        """Let an encoding that is encoded again keep what it kept; return an error if it cannot."""
         if encoding.keeps and encoding not in self._keys:
             if error := self._room_error(encoding.keeps, encoding.num_tokens):
                 return error
@@ -103,9 +104,9 @@ class HiddenStateIndex:
         return None
 
     def give_up(self, encoding: Encoding) -> None:
-        """Forget those of an encoding that no new call reads.
+        """Forget the hidden states of an encoding that no new call reads.
 
-        If it is encoded once more, it keeps them once more where a patch begins with them.
+        If it is encoded once more, they are kept once more where a patch begins with them.
         """
         self._discard(encoding)
         if not encoding.is_entered:
@@ -118,15 +119,15 @@ class HiddenStateIndex:
             self._forgotten.append(key)
 
     def clear(self) -> None:
-        """Forget all but those of messages that are generated, or read, now.
+        """Forget all hidden states but those of encodings that are made, or read, now.
 
-        Those that are encoded again keep them again.
+        Encodings that are encoded again keep them again.
         """
         for encoding in [e for e in self._keys if not (e.num_readers or e.encoders)]:
             self._discard(encoding)
 
     def take_forgotten(self) -> tuple[int, ...]:
-        """Keys whose hidden states workers need no longer."""
+        """Take the keys whose hidden states workers need no longer."""
         forgotten, self._forgotten = tuple(self._forgotten), []
         return forgotten
 
@@ -147,13 +148,18 @@ class HiddenStateIndex:
 
 
 def check_room(index: HiddenStateIndex | None, layers: tuple[int, ...], num_tokens: int) -> None:
-    """Raises ChoreoError: the engine keeps no hidden states, or as `HiddenStateIndex.check`."""
+    """Check that the hidden states of a new message can be kept, if any are asked for.
+
+    Raises:
+        ChoreoError: the engine keeps none; or as `HiddenStateIndex.check`.
+    """
     if layers:
         needed(index, "keep_hidden", list(layers)).check(layers, num_tokens)
 
 
 def needed(index: HiddenStateIndex | None, parameter: str, value: Any) -> HiddenStateIndex:
-    """
+    """Return the index that an option needs.
+
     Raises:
         UnsupportedOptionError: the engine keeps no hidden states, and runs no part of its layers.
     """
@@ -168,7 +174,7 @@ def needed(index: HiddenStateIndex | None, parameter: str, value: Any) -> Hidden
 
 
 def asked_layers(rule: ByLayers, index: HiddenStateIndex | None) -> LayerRanges | None:
-    """The layers of a rule; None: all that the model has.
+    """Layers of a rule; None: all that the model has.
 
     Raises:
         RepairError: the model has not all of them.
@@ -181,7 +187,8 @@ def asked_layers(rule: ByLayers, index: HiddenStateIndex | None) -> LayerRanges 
 
 
 def check_kept(encoding: Encoding, layers: LayerRanges) -> None:
-    """
+    """Check that an encoding keeps the hidden states with which ranges of layers begin.
+
     Raises:
         RepairError: nobody kept the hidden states with which a range begins.
     """

@@ -7,7 +7,7 @@ comes back at another place of another block table. So whole blocks are copied o
     evict:  KV cache blocks  --save-->  host blocks          (the copy stays until it is pushed out)
     read:   host blocks      --load-->  new KV cache blocks  (instead of encoding again)
 
-Here is known what lies where; the copying is queued in `block_copies.py`.
+This module knows what lies where; the copying is queued in `block_copies.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_choreo.store.encoding import Encoding
 
 @dataclass(frozen=True)
 class _Saved:
-    """Where an encoding lies, and the position to which its first key is rotated there."""
+    """Host blocks of an encoding, and the position to which its first key is rotated there."""
 
     host_blocks: list[int]
     num_encoded: int
@@ -31,11 +31,11 @@ class _Saved:
 
 
 class HostTier:
-    """Which encodings lie in host memory; the least recently used make room for others.
+    """Encodings that lie in host memory; the least recently used make room for others.
 
     Args:
-        num_blocks: of the host's memory, each as large as one of the KV cache.
-        copies: where copying is queued.
+        num_blocks: blocks of the host's memory, each as large as one of the KV cache.
+        copies: the queue of copies of blocks.
     """
 
     def __init__(self, num_blocks: int, copies: BlockCopies) -> None:
@@ -57,7 +57,7 @@ class HostTier:
     def save(self, encoding: Encoding) -> None:
         """Copy the blocks of an encoding out, if it fits and does not lie there already.
 
-        Those that are loaded in the same step stay: saves come first, and would overwrite them.
+        Encodings that are loaded in the same step stay: saves come first, and would overwrite them.
         """
         saved = self._saved.get(encoding)
         if saved is not None and saved.num_encoded >= encoding.num_encoded:
@@ -77,7 +77,7 @@ class HostTier:
     def reserve(
         self, encoding: Encoding, num_blocks: int, num_encoded: int, stored_position: int
     ) -> list[int] | None:
-        """Free blocks that somebody else fills with an encoding; None: there are too few.
+        """Reserve free blocks, which somebody else fills with an encoding; None: there are too few.
 
         It stays there, whatever makes room, until `filled` is called, or `discard`.
         """
@@ -89,7 +89,7 @@ class HostTier:
         return host_blocks
 
     def filled(self, encoding: Encoding) -> None:
-        """What was reserved holds the encoding; from now on it makes room like others."""
+        """Note that reserved blocks hold their encoding; from now on it makes room like others."""
         self._filling.discard(encoding)
 
     def num_blocks_of(self, encoding: Encoding) -> int:
@@ -97,12 +97,12 @@ class HostTier:
         return len(self._saved[encoding].host_blocks)
 
     def keep(self, encoding: Encoding) -> None:
-        """A saved encoding is to be loaded in the step being planned: no save displaces it."""
+        """Keep a saved encoding that the step being planned loads: no save displaces it."""
         self._saved.move_to_end(encoding)
         self._kept.add(encoding)
 
     def place_of(self, encoding: Encoding) -> tuple[int, int]:
-        """The stored position of what lies here, and its tokens."""
+        """Stored position of a saved encoding, and the number of its tokens."""
         saved = self._saved[encoding]
         return saved.stored_position, saved.num_encoded
 
@@ -121,10 +121,10 @@ class HostTier:
             self._free += saved.host_blocks
 
     def clear(self) -> None:
-        """Forget everything but what is being filled: the blocks must not be given to others."""
+        """Forget all encodings but those being filled, whose blocks must not be given to others."""
         for encoding in self._saved.keys() - self._filling:
             self.discard(encoding)
 
     def planned(self) -> None:
-        """The step has been planned: what was kept for it makes room again."""
+        """Let encodings make room again that were kept for the step that is planned now."""
         self._kept.clear()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodings as plain data, and back: what a process tells another one of its messages.
+"""Encodings as plain data, and back: how a process tells another one of its messages.
 
-The form is that of `encodings`, `traces` and `adapters` in `snapshot/manifest.py`. Told are the own
-encodings of some messages, their copies that new calls can read, and all that these would need to
-be encoded again: also of messages that are freed, as recipes that no call can name.
+The form is that of `encodings`, `traces` and `adapters` in `snapshot/manifest.py`. It holds
+the own encodings of some messages, their copies that new calls can read, and all that these would
+need to be encoded again: also of messages that are freed, as recipes that no call can name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NONCE_BYTES = 16
 
 
 def recipes_of(messages: Sequence[StoredMessage]) -> tuple[list[Encoding], dict[str, Any]]:
-    """The encodings that `messages` have and need, each after those it needs; and as plain data."""
+    """Encodings that `messages` have and need, each after those it needs; and as plain data."""
     wanted = [message.own for message in messages]
     wanted += [copy for m in messages for copy in m.copies.values() if not copy.is_orphan]
     encodings = _in_order(wanted, lambda encoding: encoding.recipe)
@@ -54,7 +54,7 @@ def recipes_of(messages: Sequence[StoredMessage]) -> tuple[list[Encoding], dict[
 
 
 def _in_order(wanted: Sequence[Any], needs: Callable[[Any], Sequence[Any]]) -> list[Any]:
-    """All that is wanted and needed, each after what it needs. No recursion: chains are long."""
+    """All items wanted and needed, each after those it needs. No recursion: chains are long."""
     done: dict[Any, None] = {}
     stack = list(reversed(wanted))
     while stack:
@@ -111,18 +111,18 @@ def _encoding_json(encoding: Encoding, index: Mapping[Encoding, int]) -> dict[st
 
 
 class Rebuilt:
-    """Messages and encodings of plain data, which no call can name yet.
+    """Messages and encodings made of plain data, which no call can name yet.
 
     Args:
-        told: as `recipes_of` tells it; checked, see `snapshot/manifest.py`.
+        told: plain data of `recipes_of`; checked, see `snapshot/manifest.py`.
         named: the encoding that is a message's own, by the id that calls will name it by. The
             others are there as if their messages had been freed.
-        session, tenant: whose they will be.
-        adapter_of: the adapter of an entry of `adapters`.
+        session, tenant: the session and tenant of the messages.
+        adapter_of: makes the adapter of an entry of `adapters`.
 
     Attributes:
-        encodings: in the order of `told`.
-        messages: those that will be named.
+        encodings: encodings in the order of `told`.
+        messages: messages that calls will name.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Rebuilt:
         return encoding
 
     def _layers(self, told: Sequence[Range] | None) -> LayerRanges | None:
-        """Those of a patch. Raises ChoreoError: this engine does not run them."""
+        """Layers of a patch; raises ChoreoError if this engine does not run them."""
         if told is None:
             return None
         ranges = tuple((first, stop) for first, stop in told)
@@ -189,7 +189,7 @@ class Rebuilt:
         return LayerRanges(ranges, index.num_layers)
 
     def _plan(self, entry: Mapping[str, Any], parents: Sequence[Encoding]) -> CallPlan:
-        """As `Context.plan`: the same places, in blocks of this engine's size."""
+        """Plan of an entry, as in `Context.plan`: the same positions, in this engine's blocks."""
         spans = tuple(
             ParentPlan(parent.message.id, *span)
             for parent, span in zip(parents, entry["spans"], strict=True)
@@ -209,7 +209,7 @@ class Rebuilt:
         )
 
     def enter(self) -> None:
-        """Calls can name the messages, and others start from them, from now on.
+        """Let calls name the messages, and other encodings start from theirs.
 
         Raises:
             NameTakenError: one of the names is taken; then nothing has changed.

@@ -25,7 +25,7 @@ from vllm_choreo.store.store import MessageStore
 
 
 def num_unchanged(links: Sequence[Link], offsets: Sequence[int], adapter: Adapter | None) -> int:
-    """How many of the first parents a call reads as they are, whatever is repaired of the rest.
+    """Number of first parents that a call reads as they are, whatever is repaired of the rest.
 
     Args:
         links, offsets, adapter: see `repaired_chain`.
@@ -44,15 +44,15 @@ def repaired_chain(
     store: MessageStore,
     layers: LayerRanges | None = None,
 ) -> tuple[list[Link], int]:
-    """What a repaired call reads for its parents.
+    """Links that a repaired call reads for its parents, and the number of tokens repaired.
 
     Args:
         links: the parents of the call; their tokens and plans are known.
-        offsets: where the call sees the first token of each.
-        runs: of each, counted from the first token that the call sees.
+        offsets: positions at which the call sees the first token of each.
+        runs: runs of each parent, counted from the first token that the call sees.
         adapter: the one that encodes the call.
         store: keeps copies, so that each is encoded once.
-        layers: in which the runs are encoded anew; None: in all.
+        layers: layers in which the runs are encoded anew; None: all.
 
     Returns:
         One link per parent, of the same tokens; and how many of these are encoded anew.

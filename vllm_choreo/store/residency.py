@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which encodings hold blocks, and who needs them: the one owner of both counts.
+"""Encodings that hold blocks, and calls that need them: the one owner of both counts.
 
 Imports neither torch nor vllm. There is one reference on every block of an encoding that holds it,
 and calls that read it hold their own: a block returns to the pool when the last of them lets go.
@@ -28,10 +28,10 @@ class Residency:
                       +--+ wait_again
 
     Attributes:
-        num_idle_blocks: that would be given back if every idle encoding were evicted; a block that
-            two of them share counts twice.
-        num_blocks_of: held, by tenant, counted in the same way.
-        block_copies: that the next step begins with.
+        num_idle_blocks: blocks that would be given back if every idle encoding were evicted; a
+            block that two of them share counts twice.
+        num_blocks_of: blocks that are held, by tenant, counted in the same way.
+        block_copies: the copies that the next step begins with.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -59,7 +59,7 @@ class Residency:
         self.use(encoding)
 
     def drop(self, encoding: Encoding) -> None:
-        """Give all blocks back."""
+        """Give all blocks of an encoding back."""
         assert not encoding.num_readers, "what is read stays where it is"
         self._free(encoding.blocks)
         with self._changing(encoding):
@@ -68,7 +68,7 @@ class Residency:
         self._holding.pop(encoding, None)
 
     def cut(self, encoding: Encoding, num_tokens: int) -> None:
-        """Give back what lies behind the first `num_tokens` tokens."""
+        """Give back the blocks behind the first `num_tokens` tokens."""
         if encoding.num_encoded <= num_tokens:
             return
         assert not encoding.num_readers, "what is read stays where it is"
@@ -82,28 +82,28 @@ class Residency:
         """Make `blocks` the place of a patch whose runs are still to be written over its source.
 
         Args:
-            position: at which token 0 is stored.
+            position: position at which token 0 is stored.
         """
         assert encoding.patch is not None
         self.hold(encoding, blocks, encoding.num_tokens, step)
         encoding.stored_position, encoding.unwritten = position, list(encoding.patch.runs)
 
     def on_written(self, encoding: Encoding, run: TokenRange, step: int) -> None:
-        """The step being planned writes the last tokens of the run."""
+        """Note that the step being planned writes the last tokens of a run."""
         encoding.unwritten.remove(run)
         encoding.held_in_step = step
 
     def on_unwritten(self, encoding: Encoding, run: TokenRange) -> None:
-        """The run was taken out of that step again."""
+        """Note that a run was taken out of that step again."""
         encoding.unwritten = sorted([*encoding.unwritten, run])
 
     def move(self, encoding: Encoding, stored_position: int) -> None:
-        """Its keys are rotated where they lie."""
+        """Note that the keys of an encoding are rotated in place."""
         assert encoding.blocks and not encoding.num_readers, "its one reader is about to start"
         encoding.stored_position = stored_position
 
     def use(self, encoding: Encoding) -> None:
-        """Mark as most recently used."""
+        """Mark an encoding as most recently used."""
         if encoding.blocks:
             self._holding[encoding] = None
             self._holding.move_to_end(encoding)
@@ -111,13 +111,13 @@ class Residency:
     # -- counts ----------------------------------------------------------------------------
 
     def wait_for(self, encodings: Iterable[Encoding]) -> None:
-        """A call will read them."""
+        """Count a call that will read the encodings."""
         for encoding in encodings:
             with self._changing(encoding):
                 encoding.num_waiting += 1
 
     def read(self, encodings: Iterable[Encoding]) -> None:
-        """A call that waited for them reads them from now on."""
+        """Count a call as reading that waited for the encodings."""
         for encoding in encodings:
             assert encoding.num_waiting > 0
             with self._changing(encoding):
@@ -126,7 +126,7 @@ class Residency:
             self.use(encoding)
 
     def wait_again(self, encodings: Iterable[Encoding]) -> None:
-        """A call that read them lost its place; they may be evicted meanwhile."""
+        """Count a call as waiting that lost its place; the encodings may be evicted meanwhile."""
         for encoding in encodings:
             assert encoding.num_readers > 0
             with self._changing(encoding):
@@ -134,7 +134,7 @@ class Residency:
                 encoding.num_waiting += 1
 
     def leave(self, encodings: Iterable[Encoding], *, reading: bool) -> None:
-        """A call that waited for them, or read them, does so no more."""
+        """Count a call no more that waited for the encodings, or read them."""
         for encoding in encodings:
             assert (encoding.num_readers if reading else encoding.num_waiting) > 0
             with self._changing(encoding):
@@ -142,13 +142,13 @@ class Residency:
                 encoding.num_waiting -= not reading
 
     def encode(self, encoding: Encoding, request_id: str) -> None:
-        """A request makes or encodes it."""
+        """Note that a request makes or encodes an encoding."""
         assert encoding.patch or not encoding.encoders, "one request encodes at a time"
         with self._changing(encoding):
             encoding.encoders.add(request_id)
 
     def encoded(self, encoding: Encoding, request_id: str) -> None:
-        """The request does so no more."""
+        """Note that the request makes or encodes it no more."""
         with self._changing(encoding):
             encoding.encoders.discard(request_id)
 
@@ -161,11 +161,11 @@ class Residency:
     def victim(
         self, protected: Iterable[Collection[Encoding]], waiting_too: bool, now: float
     ) -> Encoding | None:
-        """See `choose_victim`."""
+        """Encoding whose blocks are given up next, see `choose_victim`."""
         return choose_victim(self._holding, protected, waiting_too, now)
 
     def over_share(self, max_blocks: int, now: float) -> list[Encoding]:
-        """Idle encodings of tenants that hold more than `max_blocks` blocks."""
+        """Idle encodings to evict so that no tenant's hold more than `max_blocks` blocks."""
         if max(self.num_blocks_of.values(), default=0) <= max_blocks:
             return []
         return list(over_share(self._holding, max_blocks, now))
@@ -188,7 +188,7 @@ class Residency:
 
     @contextmanager
     def _changing(self, encoding: Encoding) -> Iterator[None]:
-        """Keeps the sums right while an encoding's blocks or counts change."""
+        """Keep the sums right while an encoding's blocks or counts change."""
         num_idle, num_held = encoding.num_idle_blocks, len(encoding.blocks)
         wanted = encoding.wants_source
         yield

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The copies that calls of each session can read, within limits. Imports neither torch nor vllm.
 
-A copy is made of what is there, so that one which is forgotten costs time, and is no loss. But each
+A copy is made of other encodings, so that a forgotten one costs time, and is no loss. But each
 order in which a session's messages are read makes copies of its own, without end.
 """
 
@@ -17,18 +17,19 @@ from vllm_choreo.store.encoding import Encoding
 
 @dataclass
 class _Copies:
-    """Of one session: the least recently read first, and what their recipes hold."""
+    """Copies of one session, the least recently read first, and the tokens of their recipes."""
 
     encodings: OrderedDict[Encoding, None] = field(default_factory=OrderedDict)
     num_tokens: int = 0
 
 
 class SessionCopies:
-    """
+    """Copies of all sessions, and the limits of each.
+
     Args:
-        max_copies: of a session.
-        max_tokens: of these; each parent of a copy counts as a token, for there may be more of
-            them.
+        max_copies: copies of a session.
+        max_tokens: tokens of these; each parent of a copy counts as a token, for there may be more
+            parents than tokens.
     """
 
     def __init__(self, max_copies: int, max_tokens: int) -> None:
@@ -44,7 +45,7 @@ class SessionCopies:
         copies.num_tokens += _size(copy)
 
     def discard(self, copy: Encoding) -> None:
-        """Count it no more."""
+        """Count a copy no more."""
         copies = self._of_session.get(copy.message.session)
         if copies is not None and copy in copies.encodings:
             del copies.encodings[copy]
@@ -53,13 +54,13 @@ class SessionCopies:
                 del self._of_session[copy.message.session]
 
     def use(self, copy: Encoding) -> None:
-        """A call reads it: it is the last one to make room."""
+        """Mark a copy that a call reads: it is the last one to make room."""
         copies = self._of_session.get(copy.message.session)
         if copies is not None and copy in copies.encodings:
             copies.encodings.move_to_end(copy)
 
     def lacks_room(self, copy: Encoding) -> bool:
-        """Whether a new copy exceeds a limit."""
+        """Return whether a new copy exceeds a limit."""
         copies = self._of_session.get(copy.message.session, _Copies())
         return (
             len(copies.encodings) >= self.max_copies
@@ -67,11 +68,12 @@ class SessionCopies:
         )
 
     def victim(self, copy: Encoding, protected: Collection[Encoding]) -> set[Encoding]:
-        """What makes room for a copy: the one that was not read for longest and that no call needs
-        or `protected` holds, and all that were encoded with it.
+        """Copies that make room for a new one: the least recently read, and all encoded with it.
+
+        No call needs any of them, and `protected` holds none.
 
         Raises:
-            LimitError: there is none.
+            LimitError: there are none.
         """
         copies = self._of_session.get(copy.message.session, _Copies()).encodings
         for _ in range(len(copies)):

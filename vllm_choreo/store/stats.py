@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `MessageStore` says of itself, as plain data."""
+"""Counts of a `MessageStore`, as plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def stats(store: MessageStore, session: str | None = None) -> dict[str, Any]:
     """Messages, blocks and sharing, for `c.stats()` and `vllm-choreo inspect`.
 
     Args:
-        session: whose messages; None: those of all sessions.
+        session: the session that has the messages; None: all sessions.
     """
     chosen = _encodings(store, session)
     held = store.residency.holding()
@@ -29,12 +29,12 @@ def stats(store: MessageStore, session: str | None = None) -> dict[str, Any]:
 
 
 def counts(store: MessageStore, session: str) -> dict[str, int]:
-    """The numbers of a session alone, which are quickly told of many messages."""
+    """Counts of a session alone, which are quick to make of many messages."""
     return _counts(_encodings(store, session), store.clock())
 
 
 def totals(store: MessageStore) -> dict[str, Any]:
-    """The numbers of all sessions together, and what happened since the engine started."""
+    """Counts of all sessions together, and of events since the engine started."""
     everything = _encodings(store, None)
     return {
         **_counts(everything, store.clock()),
@@ -45,7 +45,7 @@ def totals(store: MessageStore) -> dict[str, Any]:
 
 
 def _encodings(store: MessageStore, session: str | None) -> list[Encoding]:
-    """Those of messages first, then the copies."""
+    """Own encodings of the messages first, then the copies."""
     messages = store.messages(session)
     return [*(m.own for m in messages), *(copy for m in messages for copy in m.copies.values())]
 

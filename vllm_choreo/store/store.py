@@ -33,22 +33,22 @@ class MessageStore:
     """All messages of an engine.
 
     Args:
-        pool: vLLM's.
+        pool: vLLM's block pool.
         block_size: tokens in a block.
-        engine: what all encodings depend on, besides their recipes.
+        engine: properties that all encodings depend on, besides their recipes.
         is_placed: whether they depend on where they stand, too, and not on distances alone; then
             all plans are, see `CallPlan`.
-        clock: in seconds, for pins.
+        clock: tells the time in seconds, for pins.
         session_copies: how many copies of its messages a session may have; None: as many as it
             makes.
 
     Attributes:
-        tier: memory outside the KV cache for what is evicted, or None.
+        tier: memory outside the KV cache for evicted encodings, or None.
         hidden: the hidden states that workers keep; None: they keep none.
         duplicates: encodings by their digests, from which others may start.
-        totals: of messages and tokens, since the engine started.
-        step: the one being planned.
-        on_final: told of encodings whose tokens are final, or whose messages failed.
+        totals: counts of messages and tokens, since the engine started.
+        step: number of the step being planned.
+        on_final: called with encodings whose tokens are final, or whose messages failed.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MessageStore:
         tenant: str = "",
         reader: str = "",
     ) -> StoredMessage:
-        """A new message, whose encoding has no tokens yet.
+        """Make a new message, whose encoding has no tokens yet.
 
         Raises:
             NameTakenError: the session has a message of that id.
@@ -116,11 +116,11 @@ class MessageStore:
             named[message.id] = message
 
     def find(self, session: str, message_id: str) -> StoredMessage | None:
-        """The message of that id, if the session has it."""
+        """Message of that id, if the session has it."""
         return self._sessions.get(session, {}).get(message_id)
 
     def get(self, session: str, message_id: str, parameter: str = "parents") -> StoredMessage:
-        """The message that a call of `session` names.
+        """Message that a call of `session` names.
 
         Raises:
             UnknownMessageError: there is none; a message of another session looks the same.
@@ -135,7 +135,7 @@ class MessageStore:
         return message
 
     def messages(self, session: str | None = None) -> list[StoredMessage]:
-        """Those of a session; of all sessions if it is None."""
+        """Messages of a session; of all sessions if it is None."""
         if session is not None:
             return list(self._sessions.get(session, {}).values())
         return [message for named in self._sessions.values() for message in named.values()]
@@ -168,19 +168,19 @@ class MessageStore:
         )
 
     def mark_final(self, encoding: Encoding) -> None:
-        """The tokens of a generated message are final: others may share them from now on."""
+        """Let others share a generated message, whose tokens are final from now on."""
         self.identify(encoding)
         self.duplicates.add(encoding)
         self.on_final(encoding)
 
     def kept_copy(self, copy: Encoding, source: Encoding, num_new: int) -> Encoding:
-        """A new copy, or the one of the same digest that its message has.
+        """Keep a new copy, or find the one of the same digest that its message has.
 
         A new one is known and not resident, as if it had been evicted.
 
         Args:
-            copy: with its plan, without a digest.
-            source: whose tokens it has.
+            copy: the new copy, with its plan, without a digest.
+            source: the encoding that it has the tokens of.
             num_new: tokens of it that are not as in the source.
 
         Raises:
@@ -201,7 +201,7 @@ class MessageStore:
         return copy
 
     def enter_copy(self, copy: Encoding) -> None:
-        """Calls can come to read a copy, which has its digest."""
+        """Let calls read a copy, which has its digest."""
         assert copy.digest is not None
         copy.message.copies[copy.digest] = copy
         for parent in copy.parents:
@@ -209,7 +209,7 @@ class MessageStore:
         self.session_copies.add(copy)
 
     def _forget_copies(self, copies: Collection[Encoding]) -> None:
-        """No call can come to read them any more; those that do go on."""
+        """Let no further call read these copies; calls that do so go on."""
         for copy in copies:
             copy.is_orphan = True
             if copy.digest is not None:
@@ -244,7 +244,7 @@ class MessageStore:
         """Complete a message of which the client keeps the first `num_tokens` tokens.
 
         Returns:
-            What its call reported, of these tokens; None if it was complete before.
+            The report of its call, for these tokens; None if it was complete before.
         """
         encoding = message.own
         report, message.open_report = message.open_report, None
@@ -268,21 +268,21 @@ class MessageStore:
         self.residency.block_copies.begin()
 
     def take_block_copies(self) -> PlannedCopies:
-        """The copies of blocks with which the step begins that has been planned."""
+        """End the planning; return the copies of blocks with which the step begins."""
         if self.tier:
             self.tier.planned()
         return self.residency.block_copies.take()
 
     def hold(self, encoding: Encoding, blocks: Sequence[Any], num_encoded: int) -> None:
-        """See `Residency.hold`; in the step being planned."""
+        """Make `blocks` an encoding's place in the step being planned, see `Residency.hold`."""
         self.residency.hold(encoding, blocks, num_encoded, self.step)
 
     def on_written(self, encoding: Encoding, run: TokenRange) -> None:
-        """See `Residency.on_written`; in the step being planned."""
+        """Note that the step being planned writes the last tokens of a run."""
         self.residency.on_written(encoding, run, self.step)
 
     def is_settled(self, encoding: Encoding) -> bool:
-        """Whether all its keys were written before the step that is being planned."""
+        """Return whether all keys were written before the step that is being planned."""
         is_planned = not self.residency.block_copies.is_planning
         return encoding.is_resident and (is_planned or encoding.held_in_step < self.step)
 
@@ -306,7 +306,7 @@ class MessageStore:
         *,
         into_host: bool = True,
     ) -> bool:
-        """Evict what `choose_victim` chooses, see `evict`; returns whether there was one."""
+        """Evict the encoding that `choose_victim` chooses; return whether there was one."""
         victim = self.residency.victim(protected, waiting_too, self.clock())
         if victim is None:
             return False
@@ -331,7 +331,8 @@ class MessageStore:
     def empty(self) -> None:
         """Drop all keys and values that no running call reads, host memory included.
 
-        For a change of what they were computed by: whoever reads a message has it encoded again.
+        For a change of the weights that computed them: a call that reads a message has it encoded
+        again.
         """
         self.duplicates.clear()
         for encoding in self.residency.holding():
@@ -368,7 +369,7 @@ class MessageStore:
         return [message for message in self.messages() if message.pinned_until > now]
 
     def free(self, message: StoredMessage) -> None:
-        """The session gives the message up: unknown to new calls, gone when the last one ends."""
+        """Free a message of a session: unknown to new calls, gone when the last one ends."""
         message.freed = True
         self._forget(message)
         self.fail_if_lost(message)
@@ -383,9 +384,9 @@ class MessageStore:
             self.fail(message, "it was freed before its client told how many tokens it keeps")
 
     def fail(self, message: StoredMessage, reason: str) -> None:
-        """The message will never be complete: who names it is told why, for as long as it is known.
+        """Mark a message that will never be complete; a call that names it is told the reason.
 
-        Of many that failed, only the latest are known: a session that runs for weeks does not grow.
+        Only the latest of many that failed are known: a session that runs for weeks does not grow.
         """
         if message.failure is not None:
             return  # by its request's end, before its client told that it keeps nothing of it
