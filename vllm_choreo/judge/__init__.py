@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a way of running a workflow answers as well as the text, and how sure that is."""
+"""Quality of a way of running a workflow against the text's, and how sure it is."""

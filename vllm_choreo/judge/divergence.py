@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far what a model says of given tokens, token by token, is from what it says reading text."""
+"""Divergence of a model's distributions, token by token, from those that it has reading text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vllm_choreo.semantics.message import Message
 
 
 class Measured(FacadeWrapper):
-    """A `Facade` that hands calls to `c` and keeps the distributions of what they generate.
+    """A `Facade` that hands calls to `c` and keeps the distributions of their generated tokens.
 
     Args:
-        c: a facade on an engine in this process, that forces tokens; each call that generates says
+        c: a facade on an engine in this process that forces tokens; each call that generates says
             which (`Replay`). Any other raises ChoreoError.
 
     Attributes:
-        distributions: of each call that generated, in order: natural log-probabilities, float32
+        distributions: natural log-probabilities of each call that generated, in order, float32
             [num_generated, vocab_size].
     """
 
@@ -55,14 +55,14 @@ class Measured(FacadeWrapper):
 
 
 def _keeping(params: Any, name: str) -> Any:
-    """Sampling parameters under which what a call says is kept."""
+    """Sampling parameters under which a call's distributions are kept, by `name`."""
     params = params.clone()
     params.extra_args = {**(params.extra_args or {}), **captured_logprobs.expect(name)}
     return params
 
 
 def kl_per_token(base: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """KL(base || other) at each token, in nats.
+    """Compute KL(base || other) at each token, in nats.
 
     Args:
         base, other: natural log-probabilities, [num_tokens, vocab_size].
@@ -79,7 +79,7 @@ def kl_per_token(base: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def divergence(base: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[float, int]:
-    """KL(base || other), in nats: the sum over all tokens of all calls, and how many there are."""
+    """Sum KL(base || other), in nats, over all tokens of all calls; return it and their number."""
     kl = [kl_per_token(*pair) for pair in zip(base, other, strict=True)]
     return float(sum(values.sum() for values in kl)), sum(map(len, kl))
 
@@ -87,14 +87,14 @@ def divergence(base: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple
 def same_calls(
     roles: Sequence[str | None], base: Sequence[np.ndarray], other: Sequence[np.ndarray]
 ) -> dict[str, tuple[int, int]]:
-    """In how many calls, and of how many, both find the same token likeliest at every place.
+    """Count the calls in which both find the same token likeliest at every place.
 
     Args:
-        roles: of what each call generated.
+        roles: role of the message that each call generated.
         base, other: log-probabilities of each call, [num_tokens, vocab_size].
 
     Returns:
-        By role; what has none is of the role "".
+        (number of such calls, number of calls) by role; "" is the role of those without one.
     """
     found: dict[str, tuple[int, int]] = {}
     for role, one, two in zip(roles, base, other, strict=True):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what several arms made of the same problems to one row of numbers for each arm.
+"""Scores of several arms on the same problems: one row of numbers for each arm.
 
-Arms are compared with the text, problem by problem: each is asked the same.
+Arms are compared with the text, problem by problem.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ TEXT, CHOREOGRAPHED = "text", "choreographed"
 
 @dataclass(frozen=True)
 class Judged:
-    """What an arm made of one problem.
+    """Answers and measurements of an arm on one problem.
 
     Attributes:
-        answers: of the workflow.
-        is_right: None if nobody knows.
+        answers: answers of the workflow.
+        is_right: True if they are right; None: it is not known.
         kl: KL(text || arm), nats, summed over the tokens that the text generated; None: not
             measured.
-        num_tokens: how many these are.
-        coverage: what its answers hold of all that was asked for, from 0 to 1; None: nobody knows.
-        same_calls: by the role of what the text generated: in how many of these calls, and of how
-            many, each token that the text finds likeliest is the likeliest for it too, where both
-            say what the text has said.
+        num_tokens: number of these tokens.
+        coverage: share of all that was asked for that its answers hold, from 0 to 1; None: it is
+            not known.
+        same_calls: (calls in which the arm and the text find the same token likeliest at every
+            place, calls), the text's tokens forced, by the role of the text's message.
         num_encoded: tokens that its calls encoded before they generated any.
-        ttft: seconds to the first token, the mean of its calls that generate; None: none does.
+        ttft: mean seconds to the first token of its calls that generate; None: none does.
     """
 
     answers: tuple[str, ...]
@@ -47,10 +47,10 @@ class Judged:
 
 
 def rows_of(arms: Mapping[str, Sequence[Judged]]) -> list[dict[str, Any]]:
-    """One row per arm.
+    """Score arms, one row for each.
 
     Args:
-        arms: by name, the same problems in the same order; `TEXT` is among them.
+        arms: problems of each arm by its name, the same in the same order; `TEXT` is among them.
 
     Returns:
         For each arm: `problems`, `judged` (of which the right answer is known), `right`;
@@ -140,7 +140,7 @@ def _cost(found: Sequence[Judged]) -> dict[str, Any]:
 
 
 def _gaps(name: str, arms: Mapping[str, Sequence[Judged]]) -> dict[str, Any]:
-    """Of an arm other than the two between which the gap is."""
+    """Gaps that an arm closes; None for text and choreography, between which the gap is."""
     nothing = {"gap_closed": None, **_named("kl_gap_closed")}
     if name in (TEXT, CHOREOGRAPHED) or CHOREOGRAPHED not in arms:
         return nothing

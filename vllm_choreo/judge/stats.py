@@ -21,15 +21,15 @@ def bootstrap_interval(
     resamples: int = RESAMPLES,
     level: float = LEVEL,
 ) -> tuple[float, float]:
-    """The percentile bootstrap interval of a statistic (Efron & Tibshirani 1993, chapter 13).
+    """Percentile bootstrap interval of a statistic (Efron & Tibshirani 1993, chapter 13).
 
     Args:
         values: independent measurements, in any unit, or rows of several that were made of the
-            same thing; one at least.
-        statistic: of a list of as many values, in the unit of the interval.
-        seed: of the resampling; the same seed gives the same interval.
-        resamples: how often `values` is drawn from with replacement.
-        level: what part of the resamples' statistics lies between the two ends.
+            same problem; one at least.
+        statistic: function of a list of as many values, in the unit of the interval.
+        seed: seed of the resampling; the same seed gives the same interval.
+        resamples: number of times that `values` is resampled with replacement.
+        level: share of the resamples' statistics that lies between the two ends.
 
     Raises:
         ValueError: there are no values, or `level` does not lie between 0 and 1.
@@ -68,14 +68,14 @@ def wilson_interval(successes: int, n: int, level: float = LEVEL) -> tuple[float
 
 
 def mcnemar(worse: int, better: int) -> float:
-    """The p-value of McNemar's exact test (McNemar 1947; Fagerland et al. 2013, the exact form).
+    """P-value of McNemar's exact test (McNemar 1947; Fagerland et al. 2013, the exact form).
 
     If neither of two ways of answering were better, each problem on which they differ would favour
     the one or the other like a fair coin.
 
     Args:
-        worse, better: on how many problems the one way is wrong and the other right, and the
-            reverse.
+        worse, better: number of problems on which the one way is wrong and the other right, and
+            the reverse.
 
     Returns:
         The probability of a split at least as uneven, two-sided.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workflows as query plans over a batch: what is shared, read and run, where and in which order.
+"""Query plans of workflows over a batch: what is shared, read and run, where and in which order.
 
-The client's side: a planner makes calls on facades, in process or over HTTP. See docs/planner.md.
+A planner is on the client's side: it calls facades, in process or over HTTP. See docs/planner.md.
 """
 
 from vllm_choreo.planner import ops

@@ -19,15 +19,15 @@ _MAX_ENTRIES = 100_000
 
 
 class AnswerCache:
-    """Values of deterministic operators, for whoever gives the same inputs again.
+    """Values of deterministic operators, by what they are and read; see `answer_key`.
 
     Args:
-        path: a file; None: in memory.
-        tenant: whose entries are seen and written.
-        max_entries: of this tenant; then those that were not used for longest are dropped.
+        path: file of the cache; None: it is in memory.
+        tenant: owner of the entries that are seen and written.
+        max_entries: entries that the tenant may have; those unused for longest are dropped.
 
     Attributes:
-        hits, misses: of look-ups through this object.
+        hits, misses: look-ups through this object that found an entry, and that did not.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class AnswerCache:
         self._max_entries = max_entries
 
     def get(self, key: str) -> tuple[bool, Any]:
-        """(whether there is an entry, its value)."""
+        """Return (whether there is an entry, its value)."""
         found = self._store.get(key)
         self.hits += found is not None
         self.misses += found is None
         return (False, None) if found is None else (True, json.loads(found))
 
     def put(self, key: str, value: Any) -> None:
-        """Keep a value that JSON has."""
+        """Keep a value that JSON can express."""
         self._store.put(key, json.dumps(value), self._max_entries)
 
     def clear(self) -> None:
@@ -80,14 +80,14 @@ class _Memory:
         self._entries.clear()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
 
 class _File:
-    """`used` counts up with every look-up, so that its least value was used longest ago."""
+    """Entries in an SQLite file; the least `used`, a counter of look-ups, was used longest ago."""
 
     def __init__(self, path: Path, tenant: str) -> None:
         self._tenant = tenant
@@ -143,15 +143,15 @@ class _File:
 
 
 def answer_key(identity: Any, prompt: Any, sampling: Any) -> str:
-    """Of an answer: the model that gives it, what it reads, and how it is decoded."""
+    """Digest of an answer's model (`identity`), of what it reads and how it is decoded."""
     return _digest("llm", identity, prompt, sampling)
 
 
 def function_key(function: Callable[..., Any], inputs: Sequence[Any]) -> str | None:
-    """Of a pure function's value; None: what the function is cannot be told from its code.
+    """Digest of a pure function's value; None: its code does not tell what the function is.
 
-    The digest is of the code and of the values that it closes over, if JSON has them; not of what
-    the code calls in turn.
+    It covers the code, its defaults and the values that it closes over, if JSON can express them;
+    not the functions that the code calls.
     """
     code = getattr(function, "__code__", None)
     if code is None:
@@ -173,7 +173,7 @@ def function_key(function: Callable[..., Any], inputs: Sequence[Any]) -> str | N
 
 
 def _constants(code: Any) -> list[Any]:
-    """The constants of code, of functions inside it as well."""
+    """Constants of a code object and of the functions inside it."""
     return [
         [inner.co_code.hex(), _constants(inner), list(inner.co_names)]
         if hasattr(inner, "co_code")

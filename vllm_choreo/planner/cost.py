@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule costs, in token steps (Helium, section 5).
+"""Cost of a schedule, in token steps (Helium, section 5).
 
-A call occupies its prompt for each of its decoding steps, less what it shares with the call before
-it on the same worker, and its own tokens as they grow. Whoever reads its answer can begin only when
-it has been decoded, which takes longer than its share of the batch: the precedence delay.
+In each of its decoding steps a call occupies the KV cache of its prompt, less the prefix that it
+shares with the call before it on the same worker, and of its own tokens so far. A call that reads
+its answer can begin only when that is decoded, which takes longer than its share of the batch: the
+precedence delay.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ DEFAULT_CAPACITY = 32_768  # tokens of KV cache of a worker, where nothing is kn
 
 @dataclass(frozen=True)
 class CostModel:
-    """Of workers that are alike, unless `slowness` says otherwise.
+    """Cost of calls on workers that are alike, unless `slowness` says otherwise.
 
     Attributes:
         capacity: tokens that the KV cache of a worker holds: `M` of the paper.
-        slowness: of each worker, by its number; 1 for those that are left out. `alpha` of the paper
-            is this over `capacity`.
+        slowness: factor of each worker's cost, by its number; 1 for those that are left out.
+            `alpha` of the paper is this over `capacity`.
     """
 
     capacity: float = DEFAULT_CAPACITY
@@ -33,28 +34,28 @@ class CostModel:
         """Token steps of a call: `u` of the paper.
 
         Args:
-            num_new: tokens of its prompt that the call before it did not have.
+            num_new: tokens of its prompt that the call before it on the worker did not have.
             num_out: tokens that it generates.
-            worker: who runs it.
-            times: how many calls of that kind.
+            worker: number of the worker that runs it.
+            times: number of calls of that kind.
         """
         used = num_out * num_new + num_out * (num_out + 1) / 2
         return times * self.slowness.get(worker, 1.0) * used / self.capacity
 
     def delay(self, num_out: float, worker: int = 0) -> float:
-        """Token steps from its end to the beginning of those that read it: `d` of the paper."""
+        """Token steps from a call's end to the start of calls that read it: `d` of the paper."""
         return self.slowness.get(worker, 1.0) * num_out
 
 
 @dataclass
 class Calls:
-    """What is to be scheduled: single calls, or operators that stand for many.
+    """Calls to be scheduled: single ones, or operators that stand for many.
 
     Attributes:
         tree: their prompts.
         num_out: tokens that each generates.
-        depends: on which others each depends.
-        times: for how many calls each stands; 1 for those that are left out.
+        depends: calls on whose answers each depends.
+        times: number of calls that each stands for; 1 for those that are left out.
     """
 
     tree: TemplatedRadixTree
@@ -63,12 +64,12 @@ class Calls:
     times: dict[int, float] = field(default_factory=dict)
 
     def usage(self, model: CostModel, before: int | None, call: int, worker: int = 0) -> float:
-        """Token steps of a call after another one on the same worker."""
+        """Token steps of a call right after `before` (None: it is the first) on a worker."""
         new = self.tree.new_tokens(before, call)
         return model.usage(new, self.num_out[call], worker, self.times.get(call, 1.0))
 
     def dependents(self) -> dict[int, list[int]]:
-        """Who depends on each."""
+        """Calls that depend on each call."""
         found: dict[int, list[int]] = {call: [] for call in self.num_out}
         for call, before in self.depends.items():
             for other in before:
@@ -78,12 +79,12 @@ class Calls:
 
 @dataclass(frozen=True)
 class Timetable:
-    """When each call begins and ends, in token steps.
+    """Beginning and end of each call, in token steps.
 
     Attributes:
-        begin, end: by call.
+        begin, end: token steps from the start of the schedule, by call.
         orders: the calls of each worker, in their order.
-        num_new: tokens that had to be encoded, by call.
+        num_new: prompt tokens to be encoded, by call.
     """
 
     begin: Mapping[int, float]
@@ -93,12 +94,12 @@ class Timetable:
 
     @property
     def total(self) -> float:
-        """When the last call ends: `T` of the paper."""
+        """End of the last call: `T` of the paper."""
         return max(self.end.values(), default=0.0)
 
 
 def timetable(calls: Calls, orders: Sequence[Sequence[int]], model: CostModel) -> Timetable:
-    """What it takes to run calls in these orders, one list for each worker.
+    """Compute the timetable of calls that run in these orders, one list for each worker.
 
     Raises:
         ValueError: the orders wait for one another.

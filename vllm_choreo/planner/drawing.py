@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph as a picture: a text of Mermaid's, which documentation and many editors show."""
+"""Pictures of graphs as Mermaid text, which documentation and many editors show."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_CHARS = 32  # of a text in a box
 
 
 def mermaid(graph: Operators) -> str:
-    """The operators as boxes, with an arrow to each from those that it reads."""
+    """Mermaid flowchart: a box for each operator, an arrow to it from each that it reads."""
     lines = ["flowchart TD"]
     for number, node in enumerate(graph.nodes):
         opening, closing = _SHAPES.get(node.kind, ("[", "]"))
@@ -44,7 +44,7 @@ def _label(node: Node) -> str:
 
 
 def _text(text: str) -> str:
-    """As Mermaid takes it in quotes, on one line."""
+    """Escape a text for Mermaid's quotes, on one line, cut to 32 characters."""
     text = " ".join(text.split())
     text = text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + "…"
     return text.replace("&", "#amp;").replace('"', "#quot;").replace("<", "#lt;")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One batch, run: calls go to workers in the plan's order, as far as they can; values come back."""
+"""Execution of a batch: calls go to workers in the plan's order, as far as they can run."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ class Execution:
     """A run of a physical plan.
 
     Args:
-        plan: what is to be done.
-        workers: who answers, one for each worker of the plan.
-        retry: which calls are made again.
-        cache: is told of values of deterministic operators, under `identity`.
-        identity: of the models and the semantics.
-        journal: is told of all values.
-        exact: nothing is to change an answer.
-        merge: equal calls are made once.
-        on_query: told of each query once its results are there: its number.
-        readers: of former runs on these workers, with what they pinned.
+        plan: calls, their workers and their order.
+        workers: one for each worker of the plan.
+        retry: policy of which failed calls are made again.
+        cache: answer cache of deterministic operators' values, under `identity`; None: none.
+        identity: models, semantics and chat template on which answers depend.
+        journal: file that every value is written to; None: none.
+        exact: True if the semantics are "exact": no answer may change.
+        merge: make equal deterministic calls once.
+        on_query: called with (number, progress) of each query once its results are there.
+        profile: lengths of answers, to which this run adds its own.
+        readers: shared messages of each worker, with those that earlier runs pinned.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Execution:
             self.stats.seconds = time.perf_counter() - self._start
 
     async def _warm(self, reader: SharedMessages, chains: Sequence[Key]) -> None:
-        """Encode static beginnings; what fails here is encoded by the call that needs it."""
+        """Encode static prefixes; one that fails here is encoded by the call that needs it."""
         try:
             await reader.warm(chains)
         except Exception as error:
@@ -136,7 +137,7 @@ class Execution:
                 self._running[task] = worker
 
     def _report(self) -> None:
-        """Tell of queries whose results have come."""
+        """Report queries whose results have come."""
         settled = self.progress.settled
         while settled:
             task = settled.popleft()
@@ -180,7 +181,7 @@ class Execution:
         self._finish(call, answer.text)
 
     def _finish(self, call: int, result: str | GraphError, origin: int | None = None) -> None:
-        """Settle a call, and those that are equal to it; `origin`: the one that it is equal to."""
+        """Settle a call and the equal calls that wait for it; `origin`: the equal one before it."""
         for number in (call, *self._followers.pop(call, ())):
             if isinstance(result, GraphError):
                 self.progress.fail(number, result)
@@ -190,7 +191,7 @@ class Execution:
             self.progress.complete(number, result, call if origin is None else origin)
 
     def _fetches(self, call: int, key: str) -> bool:
-        """Whether the cache has the answer."""
+        """Settle the call from the answer cache; return whether it has the answer."""
         found, text = self._cache.get(key) if self._cache is not None else (False, "")
         if found:
             self.stats.num_fetched += 1
@@ -198,10 +199,10 @@ class Execution:
         return found
 
     def _joins(self, call: int, key: str) -> bool:
-        """Whether a call with the same text has been made: its answer is this one's, too.
+        """Take the answer of an equal call, now or once it is there; return whether there is one.
 
-        So it is for a choreographed call, though what that answers depends on more than its text:
-        equal questions have equal answers, now as later by the cache.
+        Calls are equal by their text, choreographed ones too, though their answers depend on more:
+        equal questions have equal answers, as they have from the cache.
         """
         if not self._merge:
             return False
@@ -217,13 +218,13 @@ class Execution:
         return True
 
     async def _bring(self, call: int, worker: int, symbols: Sequence[Symbol]) -> None:
-        """Have the worker hold the answers that the call reads as messages, where that pays."""
+        """Move the answers that a call reads as messages to its worker, where that pays."""
         read = [n for n in symbols if isinstance(n, int) and self.plan.reads_message(call, n)]
         sources = [self.progress.origin[n] for n in read if n in self.progress.origin]
         await asyncio.gather(*(self._answers.bring(source, worker) for source in sources))
 
     async def _reading(self, call: int, worker: int) -> Reading:
-        """How a call reads its prompt, given where answers are."""
+        """Divide a call's prompt into messages and text, given which worker holds which answer."""
         before = await self._before(call, worker)
         start = 0 if before is None else len(self.plan.prompts[self.plan.goes_on[call]]) + 1
         symbols = self.plan.prompts[call][start:]
@@ -238,7 +239,7 @@ class Execution:
         return reading(pieces, cuts, before)
 
     async def _before(self, call: int, worker: int) -> Answer | None:
-        """The answer from which a call goes on, if the worker can read it so."""
+        """Answer that the call's prompt continues, if the worker can read its message so."""
         earlier, asked = self.plan.goes_on.get(call), self.workers[worker]
         if earlier is None or not asked.reads_messages:
             return None
@@ -251,21 +252,21 @@ class Execution:
         return answer if await is_retold(asked, self._told(prompt[-1]), answer, rest) else None
 
     def _told(self, symbol: Symbol) -> str:
-        """Text as it is, or that of a task that is done, or whose value a cache had."""
+        """Text of a symbol: itself, or the value of a task that is done or known."""
         if isinstance(symbol, str):
             return symbol
         known = self.plan.logical.known
         return str(known[symbol] if symbol in known else self.progress.values[symbol])
 
     def _at(self, symbol: int, worker: int) -> Answer | None:
-        """The answer of which a value comes, if the worker can read it as a message."""
+        """Answer from which a value comes, if the worker can read it as a message."""
         source = self.progress.origin.get(symbol)
         return None if source is None else self._answers.at(source, worker)
 
     # -- values ----------------------------------------------------------------------------------
 
     def _key(self, call: int, node: Node) -> str | None:
-        """Of a deterministic call's answer."""
+        """Key of a call's answer in the cache; None: it is sampled."""
         if not node.deterministic:
             return None
         return answer_key(self._identity, self.progress.inputs(call), asked_of(node))
@@ -297,21 +298,21 @@ class Execution:
         measured(self.profile, self.plan.logical.node(lane.task), answer.text, answer.num_out)
 
     def _lose(self, worker: int) -> None:
-        """The messages of a worker are gone: what was shared is encoded again, answers are text."""
+        """Forget a lost worker's messages: shared ones are encoded again, answers read as text."""
         self._readers[worker].forget()
         self._answers.lose(worker)
 
     # -- messages --------------------------------------------------------------------------------
 
     def _watch_outputs(self) -> None:
-        """Who waits for which output."""
+        """Note which queries wait for which output."""
         for query, outputs in enumerate(self.plan.logical.outputs):
             for output in set(outputs.values()):
                 self._wanted.setdefault(output, []).append(query)
         self.progress.watched = set(self._wanted)
 
     async def _free_all(self) -> None:
-        """Free what the run has left, but what is pinned."""
+        """Free all messages of the run but the pinned ones."""
         await self._answers.free_all()
         self.stats.num_moved = self._answers.num_moved
         for reader, before in zip(self._readers, self._before_run, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan does and why, as text: what is shared with whom, read how, run where and when."""
+"""Explanation of a plan as text: what is shared, how it is read, where and when calls run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def explain(
     plan: PhysicalPlan | None = None,
     stats: RunStats | None = None,
 ) -> str:
-    """The plan of a batch.
+    """Explain the plan of a batch as text.
 
     Args:
         compiled: the graph and its inputs.
-        options: what the plan may do.
-        plan: as it was made or run; None: it is made.
-        stats: what running it took; None: it was not run.
+        options: semantics, workers and cost that the plan is made for.
+        plan: plan that was made or run; None: it is made here.
+        stats: measurements of its run; None: it was not run.
     """
     options = options or PlanOptions()
     plan = plan or physical_plan(logical_plan(compiled), options)
@@ -119,7 +119,7 @@ def _edges(plan: PhysicalPlan) -> str:
 
 
 def _gone_on(plan: PhysicalPlan) -> dict[tuple[int, int], int]:
-    """What operators read in the prompt and answer of another one, from which their own goes on."""
+    """Operators whose prompt and answer others continue, by (reader, operator that it reads)."""
     tasks = plan.logical.tasks
     found = {}
     for call, earlier in plan.goes_on.items():

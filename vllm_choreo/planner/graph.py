@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph of operators, as data; and one that is bound to a batch of queries."""
+"""Graphs of operators as data, unbound and bound to a batch of queries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Graph:
     """Operators, each after those that it reads.
 
     Attributes:
-        nodes: all of them, those that no output needs included, if they were loaded or given.
+        nodes: all operators; if loaded or given, those that no output needs, too.
         outputs: numbers of the nodes that are results, by the name of the result, in their order.
     """
 
@@ -37,7 +37,7 @@ class Graph:
 
     @property
     def placeholders(self) -> dict[str, int]:
-        """The inputs, by name."""
+        """Numbers of the inputs, by name."""
         return {n.name: i for i, n in enumerate(self.nodes) if n.kind == "placeholder"}
 
     def compile(self, **inputs: Any) -> CompiledGraph:
@@ -52,16 +52,16 @@ class Graph:
         return CompiledGraph(self, *_bound(self, inputs))
 
     def draw(self) -> str:
-        """The graph as a text of Mermaid's, which many viewers show as a picture."""
+        """Return the graph as Mermaid text, which many viewers show as a picture."""
         return mermaid(self)
 
     def to_json(self) -> str:
-        """The graph as JSON; functions by their names."""
+        """Return the graph as JSON; functions by their names."""
         return to_json(self)
 
     @staticmethod
     def from_json(text: str, functions: Mapping[str, Callable[..., Any]] | None = None) -> Graph:
-        """The graph that `to_json` wrote: see `graph_json.from_json`."""
+        """Return the graph that `to_json` wrote; see `graph_json.from_json`."""
         return Graph(*from_json(text, functions or {}))
 
 
@@ -71,8 +71,8 @@ class CompiledGraph:
 
     Attributes:
         graph: the graph.
-        inputs: of each placeholder and of each `data` with a list, one value per query, by number.
-        batch_size: how many queries there are.
+        inputs: values of each placeholder and each `data`, one per query, by number of the node.
+        batch_size: number of queries.
     """
 
     graph: Graph
@@ -80,15 +80,15 @@ class CompiledGraph:
     batch_size: int
 
     def explain(self, **options: Any) -> str:
-        """The plan as text: see `planner.explain.explain`."""
+        """Return the plan as text; see `planner.explaining.explain`."""
         return explain(self, **options)
 
     def draw(self) -> str:
-        """See `Graph.draw`."""
+        """Return the graph as Mermaid text."""
         return self.graph.draw()
 
     def query(self, number: int) -> CompiledGraph:
-        """The same graph with one of the queries."""
+        """Return the same graph with one of the queries."""
         one = {node: (values[number],) for node, values in self.inputs.items()}
         return replace(self, inputs=one, batch_size=1)
 
@@ -97,11 +97,11 @@ class CompiledGraph:
 
 
 def build(results: Sequence[Op] | Mapping[str, Op]) -> Graph:
-    """The graph of all operators that these results need.
+    """Build the graph of all operators that these results need.
 
     Args:
-        results: the results; by name in a mapping or if they are `output`s; otherwise they are
-            named as their operators are.
+        results: operators; a mapping or `output` names its results, others have their operators'
+            names.
 
     Raises:
         GraphError: no result, or two of one name; two placeholders of one name.
@@ -137,8 +137,10 @@ def build(results: Sequence[Op] | Mapping[str, Op]) -> Graph:
 
 
 def settled(graph: Graph) -> Graph:
-    """The graph with an order for those texts whose order does not matter: what is known of the
-    prompt comes first, then inputs, then other operators, as they stand in the graph.
+    """Fix the order of texts whose order does not matter (`concat(order="any")`).
+
+    Text of the graph itself comes first, then inputs, then other operators, as they stand in the
+    graph.
     """
     nodes = []
     for node in graph.nodes:
@@ -160,7 +162,7 @@ def _late(graph: Graph, node: Node, piece: str | int) -> tuple[int, int, str]:
 
 
 def _in_order(wanted: Sequence[Op]) -> list[Op]:
-    """All operators, each after those that it reads; without recursion, for chains may be long."""
+    """Operators, each after those that it reads; no recursion, for chains may be long."""
     done: dict[Op, bool] = {}
     order: list[Op] = []
     stack: list[tuple[Op, bool]] = [(op, False) for op in reversed(wanted)]
@@ -186,7 +188,7 @@ def _in_order(wanted: Sequence[Op]) -> list[Op]:
 
 
 class _Names:
-    """Names of operators; `given` are those that programs have chosen."""
+    """Names of operators; `given` are those that the program has chosen."""
 
     def __init__(self, given: Iterable[str]) -> None:
         self.taken: dict[str, Op] = {}
@@ -194,7 +196,7 @@ class _Names:
         self._counts: Counter[str] = Counter()
 
     def name(self, op: Op) -> str:
-        """A name that no operator before has. Raises GraphError: its own is taken."""
+        """Name an operator as no operator before. Raises GraphError: its own name is taken."""
         name = op.name
         if name in self.taken:
             other = self.taken[name].line

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused in a graph or goes wrong in a run, with the operator and its line."""
+"""Errors of graphs and of their runs, with the operator and its line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_choreo.errors import ChoreoError
 
 
 class GraphError(ChoreoError):
-    """A graph, or one of its operators, that cannot be planned or run.
+    """Refusal of a graph or of one of its operators, or a failure of its run.
 
     Attributes:
         op: name of the operator; "" if it is about the graph as a whole.
@@ -35,15 +35,15 @@ class GraphError(ChoreoError):
 
 
 class GraphCycleError(GraphError):
-    """Operators that wait for one another; repetition needs `loop`."""
+    """Operators wait for one another; repetition needs `loop`."""
 
 
 class OperatorTypeError(GraphError):
-    """An input of another type than the operator takes, or an argument that it does not know."""
+    """An input has another type than the operator takes, or an argument is unknown to it."""
 
 
 class UnknownPlaceholderError(GraphError):
-    """`compile` names an input that the graph does not have, or leaves one out."""
+    """An input that `compile` names is not in the graph, or one is left out."""
 
 
 class BatchLengthError(GraphError):
@@ -55,7 +55,7 @@ class ImpureFunctionError(GraphError):
 
 
 class OperatorFailedError(GraphError):
-    """An operator raised, or what the model was asked was refused; `__cause__` says why."""
+    """An operator raised, or its call of the model was refused; `__cause__` says why."""
 
 
 class InputFailedError(GraphError):
@@ -63,7 +63,7 @@ class InputFailedError(GraphError):
 
 
 class JournalError(GraphError):
-    """A journal of another graph, or of other inputs, or one that is damaged."""
+    """A journal is of another graph, other inputs or another model, or is damaged."""
 
 
 def _rebuild(

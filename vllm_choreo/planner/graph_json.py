@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs as JSON. Functions are named; who loads a graph says which function a name means."""
+"""Graphs as JSON: functions are named; the loader says which function a name means."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KINDS: dict[str, tuple[set[str], int, int | None]] = {
 
 
 def to_json(graph: Operators) -> str:
-    """See `Graph.to_json`. Raises GraphError: an attribute that JSON has not."""
+    """Write a graph as JSON. Raises GraphError: JSON cannot express an attribute."""
     operators = []
     for node in graph.nodes:
         attrs = dict(node.attrs)
@@ -56,7 +56,7 @@ def to_json(graph: Operators) -> str:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """What a function is called in JSON: its module and its name there."""
+    """Name of a function in JSON: "module:qualified name"."""
     module = getattr(function, "__module__", "")
     return f"{module}:{getattr(function, '__qualname__', repr(function))}"
 
@@ -64,12 +64,12 @@ def function_name(function: Callable[..., Any]) -> str:
 def from_json(
     text: str, functions: Mapping[str, Callable[..., Any]]
 ) -> tuple[tuple[Node, ...], dict[str, int]]:
-    """The nodes and outputs of the graph that `to_json` wrote.
+    """Read the nodes and outputs of a graph that `to_json` wrote.
 
     Args:
-        text: the JSON. Its operators may stand in any order.
-        functions: what the names of functions mean, "module:name" or "name" alone. Nothing is ever
-            imported because a file says so.
+        text: JSON; its operators may stand in any order.
+        functions: functions by the names "module:name" or "name" that the text has for them.
+            Nothing is ever imported because a file says so.
 
     Raises:
         GraphError: no such format, or an operator that is none.
@@ -99,7 +99,7 @@ def from_json(
 
 
 def _in_order(found: Mapping[str, Any]) -> list[str]:
-    """The names of operators, each after those that it reads."""
+    """Names of operators, each after those that it reads."""
     waiting = {}
     for name, op in found.items():
         inputs = op.get("inputs")
@@ -171,7 +171,7 @@ def _node(
 
 
 def _check_pieces(node: Node, before: list[Node]) -> None:
-    """Raises OperatorTypeError: a piece that is neither text nor the number of a text input."""
+    """Check that each piece is text or the number of a text input, else OperatorTypeError."""
     if node.kind not in ("fmt", "llm"):
         return
     turns = node.attrs["turns"] if node.kind == "llm" else [["text", node.attrs["pieces"]]]

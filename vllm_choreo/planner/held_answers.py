@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers of a run: which worker holds the message of each, and until when."""
+"""Answers of a run: which worker holds the message of each, and until when."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vllm_choreo.planner.worker import Answer, Worker
 
 
 class HeldAnswers:
-    """Of one run. What only one query has asked for is freed with it, all else at the end.
+    """Answers of one run: those of a single query are freed with it, the others at the end.
 
     Args:
-        plan: the calls, and who asks for them.
-        workers: who hold the messages.
+        plan: calls, and the queries that need them.
+        workers: holders of the messages.
     """
 
     def __init__(self, plan: PhysicalPlan, workers: Sequence[Worker]) -> None:
@@ -36,24 +36,24 @@ class HeldAnswers:
 
     @property
     def num_moved(self) -> int:
-        """Answers that went from one worker to another."""
+        """Number of answers that were moved from one worker to another."""
         return self._moves.num_moved
 
     def add(self, call: int, worker: int, answer: Answer) -> None:
-        """A worker has answered."""
+        """Note the answer that a worker has given to a call."""
         self._held[call] = (worker, answer)
 
     def share(self, call: int) -> None:
-        """Keep an answer until the end: it is that of an equal call, too, whoever asks for it."""
+        """Keep an answer until the end of the run: an equal call has it, too."""
         self._shared.add(call)
 
     def made_by(self, call: int, worker: int) -> Answer | None:
-        """The answer, if this worker has made it, and it can be read."""
+        """Answer to a call, if this worker generated it and its message can be read."""
         home, answer = self._held.get(call, (-1, None))
         return answer if home == worker and answer is not None and answer.span else None
 
     def at(self, call: int, worker: int) -> Answer | None:
-        """The answer as a worker can read it: made or moved there."""
+        """Answer to a call as a worker can read it: generated or moved there; None: it cannot."""
         if call not in self._held:
             return None
         home, answer = self._held[call]
@@ -68,12 +68,12 @@ class HeldAnswers:
                 await self._moves.bring(call, answer, home, worker)
 
     def lose(self, worker: int) -> None:
-        """The messages of a worker are gone."""
+        """Forget the answers that a worker held, for it has lost its messages."""
         self._moves.forget(worker)
         self._held = {call: held for call, held in self._held.items() if held[0] != worker}
 
     def free_query(self, query: int) -> None:
-        """A query is done: nobody else reads the answers that it alone has asked for."""
+        """Free the answers that only this query needed; it is done."""
         mine = [call for call in self._own.pop(query, ()) if call not in self._shared]
         done = [call for call in mine if call in self._held]
         by_worker: dict[int, list[Any]] = {}
@@ -86,7 +86,7 @@ class HeldAnswers:
             self._frees.append(asyncio.ensure_future(self._free(worker, messages)))
 
     async def free_all(self) -> None:
-        """Free what the run has left."""
+        """Free all messages that are left of the run."""
         await self._moves.settle()
         for worker, message in self._moves.pop(self._moves.calls):
             await self._free(worker, [message])

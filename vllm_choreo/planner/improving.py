@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule of a few calls on one worker, improved by moving calls: iterated local search.
+"""Iterated local search for a schedule of a few calls on one worker, by moving calls.
 
 A rule that looks one call ahead cannot see that a short wait now saves a long one later. With few
 calls it costs little to try.
@@ -18,13 +18,13 @@ _LONGEST_RUN = 4  # calls that are moved together
 
 
 def improved(calls: Calls, orders: Sequence[Sequence[int]], model: CostModel) -> list[int]:
-    """The best order that was found, beginning with the best of `orders`."""
+    """Search for the best order of the calls, from each of `orders` on."""
     search = _Search(calls, model, list(calls.num_out))
     return search.run([list(order) for order in orders])
 
 
 class _Search:
-    """Calls by their place in `names`; `usage[i][j]` is that of `j` right after `i`."""
+    """Search over calls by their place in `names`; `_usage[i][j]`: usage of `j` right after `i`."""
 
     def __init__(self, calls: Calls, model: CostModel, names: Sequence[int]) -> None:
         self._names = names
@@ -55,7 +55,7 @@ class _Search:
         return [self._names[i] for i in best[0]]
 
     def total(self, order: Sequence[int]) -> float:
-        """Token steps; infinite where a call stands before one on which it depends."""
+        """Token steps of an order; infinite where a call stands before one on which it depends."""
         self._tries += 1
         answered = [-1.0] * len(order)
         clock, last = 0.0, len(order)
@@ -73,7 +73,7 @@ class _Search:
         return clock
 
     def _least(self) -> float:
-        """A total that no order is below: of the longest chain of calls, and of all usage."""
+        """Lower bound of all orders: the longest chain of calls, or the sum of least usages."""
         size = len(self._names)
         own = [min(self._usage[i][j] for i in range(size + 1) if i != j) for j in range(size)]
         chain = [0.0] * size
@@ -96,7 +96,7 @@ class _Search:
         return order, total
 
     def _neighbours(self, order: list[int]) -> Iterator[list[int]]:
-        """Orders in which a run of calls stands elsewhere; in no order of their own."""
+        """Yield, shuffled, the orders in which one run of calls stands elsewhere."""
         size = len(order)
         moves = [
             (length, start)
@@ -111,6 +111,6 @@ class _Search:
                     yield rest[:to] + run + rest[to:]
 
     def _kick(self, order: list[int]) -> list[int]:
-        """Two runs of calls change places."""
+        """Swap two neighbouring runs of calls, drawn at random."""
         a, b, c = sorted(self._random.sample(range(len(order) + 1), 3))
         return order[:a] + order[b:c] + order[a:b] + order[c:]

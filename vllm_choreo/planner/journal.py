@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal of a batch: a line of JSON for every value, so that a killed run can go on.
+"""Journal of a batch: a line of JSON for every value, so that a killed run can go on.
 
-The first line says of which graph and inputs it is. A last line that is cut off is what a kill
-leaves, and is dropped.
+Its first line identifies the graph, the inputs and the model. A kill may cut off the last line,
+which is dropped then.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Journal:
     """Values of calls and functions, in a file.
 
     Args:
-        path: the file; it is made, or gone on with.
-        compiled: what is run.
-        identity: of models and semantics; values of others are not gone on with.
+        path: the file, which is made or continued.
+        compiled: graph and inputs that are run.
+        identity: models and semantics; a journal of others is refused.
 
     Raises:
         JournalError: it is of another graph, of other inputs, of another model, or damaged.
@@ -46,7 +46,7 @@ class Journal:
             self._write(head)
 
     def restore(self, plan: LogicalPlan) -> int:
-        """Make known what the journal has of a plan; how many tasks that are."""
+        """Make the journal's values known to a plan; return how many tasks have got one."""
         self._keys = task_keys(plan)
         count = 0
         for task, key in self._keys.items():
@@ -61,7 +61,7 @@ class Journal:
         self._write({"key": self._keys[task], "value": value})
 
     def close(self) -> None:
-        """Close the file; what was written stays."""
+        """Close the file, which stays."""
         self._file.close()
 
     def _write(self, record: Any) -> None:
@@ -69,7 +69,7 @@ class Journal:
         self._file.flush()  # a killed process loses nothing; a machine that crashes may
 
     def _read(self, head: Any) -> int:
-        """Read the values; the length of what is whole, in bytes."""
+        """Read the values; return the length of the whole lines, in bytes."""
         written = self._path.read_bytes()
         whole = written.rfind(b"\n") + 1
         lines = written[:whole].splitlines()
@@ -90,7 +90,7 @@ class Journal:
 
 
 def task_keys(plan: LogicalPlan) -> dict[int, str]:
-    """Keys of calls and functions that are the same in every process."""
+    """Keys of calls and functions, by task; the same in every process."""
     digests: list[str] = []
     keys: dict[int, str] = {}
     for number, task in enumerate(plan.tasks):
@@ -108,7 +108,7 @@ def task_keys(plan: LogicalPlan) -> dict[int, str]:
 
 
 def _batch_digest(compiled: BoundGraph) -> str:
-    """Of a graph and its inputs."""
+    """SHA-256 of a graph and its inputs, in hexadecimal digits."""
     nodes = [
         [node.kind, node.type, node.inputs, node.name, _plain(node.attrs)]
         for node in compiled.graph.nodes

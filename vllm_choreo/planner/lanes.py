@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on one page: a lane for each call that a worker had at the same time, a bar for each call.
+"""HTML page of a run: a bar for each call, in as many lanes as a worker had calls at a time.
 
 The page loads nothing from elsewhere; texts are escaped.
 """
@@ -22,12 +22,12 @@ rect.again { stroke: #c00; stroke-width: 2 } td, th { text-align: left; padding:
 
 
 def lanes_page(plan: PhysicalPlan, stats: RunStats, title: str = "Run of a plan") -> str:
-    """The page.
+    """Draw the page, HTML.
 
     Args:
-        plan: as it was run.
-        stats: what running it took.
-        title: of the page.
+        plan: plan that was run.
+        stats: measurements of its run.
+        title: heading of the page.
     """
     names = [node.name for node in plan.logical.graph.nodes]
     rows, y = [], 20.0
@@ -52,7 +52,7 @@ def lanes_page(plan: PhysicalPlan, stats: RunStats, title: str = "Run of a plan"
 
 
 def _stacked(lanes: Sequence[Lane]) -> list[list[Lane]]:
-    """Calls that do not overlap share a lane."""
+    """Put calls into lanes; those that do not overlap share one."""
     stacked: list[list[Lane]] = []
     for lane in sorted(lanes, key=lambda lane: lane.begin):
         free = next((row for row in stacked if row[-1].end <= lane.begin), None)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logical plan: what is to be computed, once each. Operators of queries become tasks.
+"""Logical plan: the tasks to be computed, once each, from the operators of all queries.
 
-Dead operators are pruned; what does nothing is passed through; a switch whose key is known keeps
-one case; identical subgraphs of deterministic operators are merged, within a query and across
-queries; and what the answer cache has is fetched. No rewriting changes an output: sampled answers
-and impure functions are never merged.
+Operators that no output needs are pruned, those that pass their input on are skipped; a switch
+whose key is known keeps one case; identical subgraphs of deterministic operators are merged, within
+a query and across queries; and values that the answer cache has are fetched. No rewriting changes
+an output: sampled answers and impure functions are never merged.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class OpTask:
     Attributes:
         node: number of the operator in the graph.
         inputs: numbers of the tasks that it reads, all less than its own.
-        query: the first query that needs it.
-        num_queries: how many do.
+        query: number of the first query that needs it.
+        num_queries: number of queries that need it.
     """
 
     node: int
@@ -46,10 +46,10 @@ class LogicalPlan:
 
     Attributes:
         graph: the graph.
-        batch_size: how many queries there are.
-        tasks: see `OpTask`.
-        known: values that need no computing: of inputs, and what a cache had, by task.
-        outputs: for each query the tasks of its results, by name.
+        batch_size: number of queries.
+        tasks: operators for the queries that share their value.
+        known: values of inputs, and those from a cache or a journal, by task.
+        outputs: tasks of the results of each query, by name.
         num_instances: operators times queries, before anything was merged or pruned.
         num_fetched: tasks of models and functions whose values the cache had.
     """
@@ -64,7 +64,7 @@ class LogicalPlan:
     _needed: set[int] | None = field(default=None, repr=False)
 
     def node(self, task: int) -> Node:
-        """The operator of a task."""
+        """Operator of a task."""
         return self.graph.nodes[self.tasks[task].node]
 
     def needed(self) -> set[int]:
@@ -81,7 +81,7 @@ class LogicalPlan:
         return self._needed
 
     def calls(self) -> list[int]:
-        """Tasks that ask the model, in their order."""
+        """Tasks that call the model, in their order."""
         found = [t for t in self.needed() if t not in self.known and self.node(t).kind == "llm"]
         return sorted(found)
 
@@ -91,8 +91,9 @@ class LogicalPlan:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """No search for garbage: a plan makes many objects, all of which stay, and each search for
-    cycles looks at all that there are.
+    """Turn Python's cyclic garbage collector off while a plan is made.
+
+    A plan makes many objects, all of which stay, and each collection looks at all that there are.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -105,12 +106,12 @@ def no_collection() -> Iterator[None]:
 
 @no_collection()
 def logical_plan(compiled: BoundGraph, *, prune: bool = True, merge: bool = True) -> LogicalPlan:
-    """The tasks of a batch.
+    """Make the tasks of a batch.
 
     Args:
         compiled: the graph and its inputs.
-        prune: leave out what no output needs, or what does nothing.
-        merge: one task for identical deterministic operators.
+        prune: leave out operators that no output needs or that pass their input on.
+        merge: make one task of identical deterministic operators.
     """
     graph = compiled.graph
     live = sorted(_reached(graph)) if prune else range(len(graph.nodes))
@@ -140,10 +141,11 @@ def fetch(
     plan: LogicalPlan,
     probe: Callable[[Node, Sequence[Any]], tuple[bool, Any]],
 ) -> None:
-    """Take what a cache has, from the inputs up: `known` grows.
+    """Add the values that a cache has to `plan.known`, from the inputs up.
 
     Args:
-        probe: of a deterministic `llm` or `fn` and the values of its inputs: (found, its value).
+        probe: look-up of a deterministic `llm` or `fn` by the node and the values of its inputs;
+            returns (found, its value).
     """
     for number, task in enumerate(plan.tasks):
         node = plan.graph.nodes[task.node]
@@ -170,7 +172,7 @@ def fetch(
 
 
 class _Expansion:
-    """Makes tasks, and finds those that are there already."""
+    """Maker of tasks, which finds those that are there already."""
 
     def __init__(self, plan: LogicalPlan, compiled: BoundGraph, merge: bool) -> None:
         self._plan = plan
@@ -180,12 +182,12 @@ class _Expansion:
         self._signs: dict[Any, int] = {}
 
     def sign(self, node: Node) -> int:
-        """A number that nodes of equal attributes have in common."""
+        """Number that nodes of equal kind, type and attributes have in common."""
         key = (node.kind, node.type, attrs_key(node.attrs))
         return self._signs.setdefault(key, len(self._signs))
 
     def task(self, number: int, sign: int, inputs: tuple[int, ...], query: int) -> int:
-        """The task of a node in a query."""
+        """Find or make the task of a node in a query."""
         node = self._plan.graph.nodes[number]
         key: Any
         if node.kind in SOURCES:
@@ -207,7 +209,7 @@ class _Expansion:
         return made
 
     def known_case(self, node: Node, key: int) -> int | None:
-        """The input of a switch that is its value, if that is known by now."""
+        """Number of the input that is a switch's value; None: its key is not known yet."""
         if key not in self._plan.known:
             return None
         try:
@@ -217,7 +219,7 @@ class _Expansion:
 
 
 def _reached(graph: Operators) -> set[int]:
-    """The nodes that outputs need."""
+    """Nodes that outputs need."""
     reached: set[int] = set()
     stack = list(graph.outputs.values())
     while stack:
@@ -229,7 +231,7 @@ def _reached(graph: Operators) -> set[int]:
 
 
 def _passed(node: Node) -> int | None:
-    """The input that a node passes on as it is; None: it does something."""
+    """Number of the input that a node passes on unchanged; None: it changes it."""
     attrs = node.attrs
     if node.kind == "output" or (node.kind == "concat" and len(node.inputs) == 1):
         return 0
@@ -241,7 +243,7 @@ def _passed(node: Node) -> int | None:
 
 
 def call_dependencies(plan: LogicalPlan, calls: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """For each call the calls whose answers it may read, directly or through other operators."""
+    """Calls whose answers each call may read, directly or through other operators."""
     wanted = set(calls)
     above: dict[int, frozenset[int]] = {}
     found: dict[int, tuple[int, ...]] = {}
@@ -260,8 +262,9 @@ def call_dependencies(plan: LogicalPlan, calls: Sequence[int]) -> dict[int, tupl
 
 
 def structure_keys(plan: LogicalPlan) -> list[bytes]:
-    """Of each task what it is made of, whatever its number: for an order that does not depend on
-    how a graph was written.
+    """Digest of each task's operator and inputs, whatever its number.
+
+    Calls that are sorted by it have an order that does not depend on how the graph was written.
     """
     signs = [
         json.dumps([node.kind, node.attrs], sort_keys=True, default=function_name).encode()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers go from the worker that has made them to those that read them: keys and values, once.
+"""Moves of answers, keys and values, from the worker that generated them to those that read them.
 
-It costs no encoding, and the reader reads what the writer has written. An answer that does not come
-is encoded again from its text.
+A move costs no encoding, and the reader reads what the writer has written. Where a move fails, the
+answer is encoded again from its text.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Moves:
-    """Of one run.
+    """Moves of answers in one run, at most one for each answer and worker.
 
     Args:
-        workers: between which answers are moved.
+        workers: workers between which answers are moved.
 
     Attributes:
-        num_moved: answers that were.
+        num_moved: answers that were moved.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
@@ -34,17 +34,17 @@ class Moves:
         self._moved: dict[tuple[int, int], asyncio.Future[Answer | None]] = {}
 
     def pays(self, answer: Answer, home: int, worker: int) -> bool:
-        """Whether moving an answer is cheaper than encoding its text again."""
+        """Return whether moving an answer is cheaper than encoding its text again."""
         least = max(self._workers[number].min_moved_tokens for number in (home, worker))
         return home != worker and answer.span is not None and answer.num_out >= least
 
     def at(self, call: int, worker: int) -> Answer | None:
-        """The answer to a call, as a worker has it that has not made it; None: it has not."""
+        """Answer to a call as it was moved to a worker; None: it was not, or not yet."""
         moved = self._moved.get((call, worker))
         return moved.result() if moved is not None and moved.done() else None
 
     async def bring(self, call: int, answer: Answer, home: int, worker: int) -> None:
-        """Have a worker hold an answer. Whoever needs it there waits for one move."""
+        """Move an answer to a worker, once; all calls that need it there wait for that move."""
         key = (call, worker)
         if key not in self._moved:
             self._moved[key] = asyncio.ensure_future(self._move(answer, home, worker))
@@ -61,11 +61,11 @@ class Moves:
         return replace(answer, message=message, beside=())
 
     def forget(self, worker: int) -> None:
-        """A worker has lost all messages."""
+        """Forget the answers that were moved to a worker, for it has lost its messages."""
         self._moved = {key: moved for key, moved in self._moved.items() if key[1] != worker}
 
     def pop(self, calls: Iterable[int]) -> list[tuple[int, Any]]:
-        """Workers, and the messages there that stand for the answers to some calls: free them."""
+        """Remove the moved answers to some calls; return (worker, message) of each, to be freed."""
         chosen = set(calls)
         keys = [key for key in self._moved if key[0] in chosen]
         found = [(key[1], moved) for key in keys if (moved := self._moved.pop(key)).done()]
@@ -76,10 +76,10 @@ class Moves:
         ]
 
     async def settle(self) -> None:
-        """Wait for moves that are under way: what arrives after the run would never be freed."""
+        """Wait for moves under way: a message that arrives after the run would never be freed."""
         await asyncio.gather(*self._moved.values(), return_exceptions=True)
 
     @property
     def calls(self) -> set[int]:
-        """Whose answers lie where they were not made."""
+        """Calls whose answers were moved to another worker."""
         return {call for call, _ in self._moved}

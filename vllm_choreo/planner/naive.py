@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The naive run: query by query, operator by operator, every prompt as one text.
+"""Naive run: query by query, operator by operator, every prompt as one text.
 
-It says what a graph means: `semantics="exact"` gives these answers. It shares nothing with planning
-but the language.
+It defines what a graph means: `semantics="exact"` gives these answers. It shares nothing with
+planning but the language.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_choreo.planner.worker import Worker, as_worker
 
 
 def naive(compiled: BoundGraph, facade: Any, *, template: Template = CHATML) -> list[Any]:
-    """The results of each query: a value, or with several results a dict of them by name.
+    """Run a batch; return each query's value, or with several results a dict of them by name.
 
     Raises:
         GraphError, ChoreoError: what an operator raises ends the run.
@@ -65,7 +65,7 @@ class _Query:
         return self._values[wanted]
 
     def _reads(self, number: int) -> tuple[int, ...]:
-        """What an operator reads; a switch, its key and then the chosen case."""
+        """Nodes that an operator reads; of a switch, its key and, once known, the chosen case."""
         node = self._compiled.graph.nodes[number]
         if node.kind != "switch":
             return node.inputs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An operator of a graph, and what planning needs of a graph and of a batch."""
+"""Operator of a graph, and the protocols of a graph and of a batch that planning uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Node:
     """An operator of a graph.
 
     Attributes:
-        kind, type, attrs, name, line: see `Op`; names are unique in a graph.
+        kind, type, attrs, name, line: attributes of `Op`; names are unique in a graph.
         inputs: numbers of nodes that stand before this one.
     """
 
@@ -28,14 +28,14 @@ class Node:
 
     @property
     def deterministic(self) -> bool:
-        """The same inputs always give the same value."""
+        """True if the same inputs always give the same value."""
         if self.kind == "llm":
             return not self.attrs["sampling"]["temperature"]
         return self.kind != "fn" or bool(self.attrs["pure"])
 
 
 class Operators(Protocol):
-    """A graph: see `Graph`."""
+    """A graph; `Graph` is one."""
 
     @property
     def nodes(self) -> tuple[Node, ...]: ...
@@ -45,7 +45,7 @@ class Operators(Protocol):
 
 
 class BoundGraph(Protocol):
-    """A graph whose placeholders have values: see `CompiledGraph`."""
+    """A graph whose placeholders have values; `CompiledGraph` is one."""
 
     @property
     def graph(self) -> Operators: ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Op`: a lazy operator, and what its makers share: types, pieces of text, lines, refusals."""
+"""Lazy operators (`Op`), and helpers of their makers: types, pieces, lines, refusals."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _HERE = str(Path(__file__).parent)
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A lazy operator; it stands for its value in every query. Compared by identity.
+    """A lazy operator, which stands for its value in every query and is compared by identity.
 
     Attributes:
         kind: "placeholder", "data", "fmt", "llm", "fn", "slice", "item", "concat", "switch" or
             "output".
-        type: of its value: "text", "list" (of texts) or "value".
+        type: "text", "list" (of texts) or "value", as its value is.
         inputs: the operators that it reads.
-        attrs: what else it is made of; only data that JSON has, and functions.
-        name: as given; "": it is named when the graph is built.
+        attrs: all else that defines it; only data that JSON can express, and functions.
+        name: given name; "": it is named when the graph is built.
         line: "file:number" where it was written.
     """
 
@@ -59,14 +59,14 @@ Text = str | Op
 
 @dataclass(frozen=True)
 class Msg:
-    """A chat message of a prompt: who speaks, and what, a text or an operator."""
+    """A chat message of a prompt: its role, and its content, a text or an operator."""
 
     role: str
     content: Text
 
 
 def text_of(made: Op, pieces: Sequence[Text], more: Mapping[str, Any] | None = None) -> Op:
-    """The operator `made`, as a text of these pieces."""
+    """Return the `fmt` operator of these pieces, with the name and the line of `made`."""
     inputs: list[Op] = []
     written = pieces_of(made, pieces, inputs, keep_empty=bool(more))
     attrs = {"pieces": written, **(more or {})}
@@ -76,7 +76,7 @@ def text_of(made: Op, pieces: Sequence[Text], more: Mapping[str, Any] | None = N
 def pieces_of(
     made: Op, pieces: Sequence[Text], inputs: list[Op], keep_empty: bool = False
 ) -> list[str | int]:
-    """The pieces of a text: strings, and numbers of `inputs`, to which operators are added."""
+    """Return a text's pieces: strings and numbers of `inputs`, to which operators are added."""
     written: list[str | int] = []
     for piece in pieces:
         if isinstance(piece, Op):
@@ -94,7 +94,7 @@ def pieces_of(
 
 
 def type_of(value: Any) -> str:
-    """The type of a value."""
+    """Type of a value: "text", "list" or "value"."""
     if isinstance(value, str):
         return "text"
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
@@ -103,7 +103,7 @@ def type_of(value: Any) -> str:
 
 
 def operator(kind: str, given: Any, parameter: str, name: Any = "") -> Op:
-    """What an operator of this kind is given, which is an operator itself.
+    """Return `given`, the input of an operator of this kind, if it is an operator itself.
 
     Raises:
         OperatorTypeError: it is a text, a list of operators, or something else.
@@ -120,21 +120,21 @@ def operator(kind: str, given: Any, parameter: str, name: Any = "") -> Op:
 
 
 def typed(op: Op) -> Op:
-    """The operator. Raises OperatorTypeError: its type is none."""
+    """Return the operator. Raises OperatorTypeError: there is no such type."""
     if op.type not in TYPES:
         raise refused(op, f"the types are {', '.join(TYPES)}", "type", op.type)
     return op
 
 
 def refused(op: Op, message: str, parameter: str = "", value: Any = None) -> OperatorTypeError:
-    """What is raised of an operator, or of its arguments."""
+    """Error that refuses an operator or one of its arguments."""
     shown = repr(value) if isinstance(value, Op) else value
     named = op.name if isinstance(op.name, str) and op.name else op.kind
     return OperatorTypeError(message, op=named, line=op.line, parameter=parameter, value=shown)
 
 
 def line_of_caller() -> str:
-    """Where the program that uses the language wrote this operator."""
+    """Find the "file:number" where the calling program wrote this operator."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back

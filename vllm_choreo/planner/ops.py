@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language: lazy operators. Calling one records it; nothing runs before `invoke`.
+"""Lazy operators of the language: calling one records it; nothing runs before `invoke`.
 
     question = ops.placeholder("question")
     answer = ops.llm([ops.Msg("user", question)])
     better = ops.llm([ops.Msg("user", ops.fmt("Improve: {} {}", question, answer))])
     graph = build([better]).compile(question=["How many inches is 1 meter?"])
 
-A value is a text, a list of texts, or any other value that JSON has ("value"). A text that is put
-together of others (`fmt`, `concat`) remembers of what: a planner may share its parts, or read them.
+A value is a text, a list of texts, or any other value that JSON can express ("value"). A text that
+is composed of others (`fmt`, `concat`) remembers its parts: a planner may share or read them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_ROUNDS = 1000  # of a loop, which is unrolled
 
 
 def placeholder(name: str, *, type: str = "text") -> Op:
-    """An input, which `compile` binds by its name to one value for each query.
+    """Declare an input, which `compile` binds by its name to one value for each query.
 
     Raises:
         OperatorTypeError: no name, or no such type.
@@ -49,11 +49,11 @@ def placeholder(name: str, *, type: str = "text") -> Op:
 
 
 def data(values: Any, *, whole: bool = False, name: str = "") -> Op:
-    """Data in the graph: a list has one value for each query; anything else is for all of them.
+    """Put data into the graph: a list has one value for each query; all else is for all queries.
 
     Args:
-        values: texts, lists of texts, or other values that JSON has.
-        whole: a list is one value, for all queries.
+        values: texts, lists of texts, or other values that JSON can express.
+        whole: take a list as one value, for all queries.
     """
     each = isinstance(values, list) and not whole
     kind = type_of(values[0] if each and values else values)
@@ -65,7 +65,7 @@ def data(values: Any, *, whole: bool = False, name: str = "") -> Op:
 
 
 def fmt(template: str, *args: Text, name: str = "", **kwargs: Text) -> Op:
-    """Text with holes: `{}`, `{0}` or `{name}`, as in `str.format`; `{{` is a brace.
+    """Fill the holes of a text: `{}`, `{0}` or `{name}`, as in `str.format`; `{{` is a brace.
 
     Where the template has no hole, the arguments follow it, a blank line before each.
 
@@ -103,13 +103,13 @@ def fmt(template: str, *args: Text, name: str = "", **kwargs: Text) -> Op:
 
 
 def concat(*parts: Text, sep: str = "", order: str = "fixed", name: str = "") -> Op:
-    """Texts one after the other, with `sep` in between; or lists.
+    """Concatenate texts, with `sep` in between, or lists.
 
     Args:
         parts: texts, or lists of texts.
-        sep: between texts.
-        order: "any": the author says that their order does not matter. The graph then fixes the one
-            in which prompts share most, for the naive run, too.
+        sep: text between texts.
+        order: "fixed", or "any": the order of the texts does not matter. The graph then fixes the
+            one in which prompts share most, for the naive run, too.
     """
     made = Op("concat", "text", (), {}, name, line_of_caller())
     if order not in ("fixed", "any"):
@@ -132,13 +132,13 @@ def llm(
     opening: str = "",
     name: str = "",
 ) -> Op:
-    """An answer of the model to chat messages.
+    """Ask the model for an answer to chat messages.
 
     Args:
         messages: the prompt.
         sampling: fields of `vllm.SamplingParams`. Greedy decoding unless `temperature` is given;
             at most 256 tokens unless `max_tokens` is.
-        opening: how the answer begins; not part of the value.
+        opening: text with which the answer begins; not part of the value.
     """
     made = Op("llm", "text", (), {}, name, line_of_caller())
     if isinstance(messages, (str, Op, Msg)) or not isinstance(messages, Sequence) or not messages:
@@ -162,14 +162,14 @@ def fn(
     pure: bool = True,
     name: str = "",
 ) -> Op:
-    """The value of a Python function of the inputs' values.
+    """Call a Python function with the inputs' values.
 
     Args:
         function: called with one value for each of `inputs`.
         inputs: operators; a text stands for itself.
-        returns: the type of what it returns.
-        pure: the same inputs always give the same value. Pure functions are merged and cached; the
-            first call of each is made twice, to see whether that is true.
+        returns: type of its value.
+        pure: True if the same inputs always give the same value. Pure functions are merged and
+            cached; the first call of each is made twice, to see whether that is true.
     """
     made = Op("fn", returns, (), {}, name, line_of_caller())
     if not callable(function):
@@ -182,7 +182,7 @@ def fn(
 
 
 def slice(source: Op, start: int | None = None, stop: int | None = None, *, name: str = "") -> Op:
-    """A part of a list, or of a text in characters, as `value[start:stop]`."""
+    """Take `value[start:stop]` of a list, or of a text in characters."""
     source = operator("slice", source, "source", name)
     made = Op(
         "slice", source.type, (source,), {"start": start, "stop": stop}, name, line_of_caller()
@@ -196,7 +196,7 @@ def slice(source: Op, start: int | None = None, stop: int | None = None, *, name
 
 
 def item(source: Op, index: int, *, name: str = "") -> Op:
-    """One text of a list, as `value[index]`."""
+    """Take one text of a list, `value[index]`."""
     source = operator("item", source, "source", name)
     made = Op("item", "text", (source,), {"index": index}, name, line_of_caller())
     if source.type != "list" or type(index) is not int:
@@ -207,7 +207,7 @@ def item(source: Op, index: int, *, name: str = "") -> Op:
 def switch(
     key: Op, cases: Mapping[Any, Text], default: Text | None = None, *, name: str = ""
 ) -> Op:
-    """The case whose key equals the value of `key`; only that one is run.
+    """Choose the case whose key equals the value of `key`; only that one is run.
 
     Raises:
         OperatorTypeError: cases of different types, or none.
@@ -231,14 +231,14 @@ def loop(
     until: Callable[..., bool] | None = None,
     name: str = "",
 ) -> Op:
-    """`state = body(state)`, at most `rounds` times, and no more once `until(state)` is true.
+    """Repeat `state = body(state)`, at most `rounds` times, until `until(state)` is true.
 
     The body is called once for each round, to write its operators; rounds that `until` ends are not
     run.
 
     Args:
-        state: what the first round reads.
-        body: from the state of a round to that of the next, of the same type.
+        state: operator that the first round reads.
+        body: function of a round's state that returns the next one's, of the same type.
         rounds: 1 to 1000.
         until: a pure function of the state's value.
     """
@@ -264,7 +264,7 @@ def loop(
 
 
 def output(source: Op, name: str) -> Op:
-    """A result of the graph, under a name of its own.
+    """Declare a result of the graph, under a name of its own.
 
     Raises:
         OperatorTypeError: the source is no operator, such as a list of messages.

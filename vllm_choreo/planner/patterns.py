@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common shapes of workflows as graphs: the paper's five, and its trading desk (Helium, section 7).
+"""Common workflows as graphs: the paper's five, and its trading desk (Helium, section 7).
 
-Each returns operators for `build`, so that a program may go on from there. Inputs are placeholders,
-named in each docstring.
+Each function returns operators for `build`, to which a program may add its own. Inputs are
+placeholders, named in each docstring.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Sampling = Mapping[str, Any] | None
 
 
 def map_reduce(roles: Sequence[str], *, sampling: Sampling = None) -> Op:
-    """Experts answer at once; one sums up. Inputs: `context`, `question`."""
+    """Ask experts at once, then sum up. Inputs: `context`, `question`."""
     task = _task()
     answers = [
         ops.llm([Msg("system", role), Msg("user", task)], sampling=sampling, name=f"expert_{i}")
@@ -35,7 +35,7 @@ def map_reduce(roles: Sequence[str], *, sampling: Sampling = None) -> Op:
 
 
 def debate(roles: Sequence[str], *, rounds: int = 2, sampling: Sampling = None) -> list[Op]:
-    """Agents answer, then revise after reading the others. Inputs: `context`, `question`."""
+    """Ask agents, who revise after reading the others. Inputs: `context`, `question`."""
     task = _task()
     answers: list[Op] = []
     for number in range(1, rounds + 1):
@@ -64,7 +64,7 @@ def debate(roles: Sequence[str], *, rounds: int = 2, sampling: Sampling = None) 
 
 
 def reflection(critics: Sequence[str], *, sampling: Sampling = None) -> Op:
-    """An expert answers, critics comment, the expert revises. Inputs: `context`, `question`."""
+    """Ask an expert, who revises after critics' comments. Inputs: `context`, `question`."""
     task = _task()
     expert = Msg("system", "You are an expert in finance who answers questions about a report.")
     draft = ops.llm([expert, Msg("user", task)], sampling=sampling, name="draft")
@@ -85,7 +85,7 @@ def reflection(critics: Sequence[str], *, sampling: Sampling = None) -> Op:
 
 
 def iterative_refinement(num_chunks: int, *, sampling: Sampling = None) -> Op:
-    """A summary that grows chunk by chunk. Inputs: `chunk_1`, `chunk_2` and so on."""
+    """Grow a summary chunk by chunk. Inputs: `chunk_1`, `chunk_2` and so on."""
     role = Msg("system", "You summarise reviews of a product. Keep what the summary has already.")
     summary: Op | None = None
     for number in range(1, num_chunks + 1):
@@ -98,7 +98,7 @@ def iterative_refinement(num_chunks: int, *, sampling: Sampling = None) -> Op:
 
 
 def parallel_chains(roles: Sequence[str], num_chunks: int, *, sampling: Sampling = None) -> Op:
-    """Experts read chunk by chunk, a writer reports. Inputs: `chunk_1`, `chunk_2` and so on."""
+    """Report from experts' notes on each chunk. Inputs: `chunk_1`, `chunk_2` and so on."""
     insights: list[Op] = []
     for i, role in enumerate(roles, 1):
         notes: list[Op] = []
@@ -125,14 +125,14 @@ RISKS = ("risky", "neutral", "safe")
 
 
 def trading(traders: Sequence[str], *, rounds: int = 2, sampling: Sampling = None) -> Op:
-    """Analysts, a researchers' debate, trader chains with risk managers, and a fund manager.
+    """Run analysts, a researchers' debate, traders with risk managers, and a fund manager.
 
     Inputs: `ticker`, and a document for each analyst: `market`, `social`, `news`, `fundamentals`.
 
     Args:
-        traders: a system prompt for each chain.
-        rounds: of the debates.
-        sampling: of all calls.
+        traders: system prompts, one for each trader.
+        rounds: rounds of each debate.
+        sampling: sampling parameters of all calls.
     """
     ticker = ops.placeholder("ticker")
     reports = [_analyst(kind, sampling) for kind in ANALYSTS]
@@ -161,7 +161,7 @@ def _analyst(kind: str, sampling: Sampling) -> Op:
 
 
 def _research(findings: Op, rounds: int, sampling: Sampling) -> Op:
-    """Two researchers argue; a manager concludes."""
+    """Let two researchers argue and a manager conclude."""
     said: list[Op] = []
     for number in range(1, rounds + 1):
         for side in ("bull", "bear"):
@@ -178,7 +178,7 @@ def _research(findings: Op, rounds: int, sampling: Sampling) -> Op:
 def _chain(
     number: int, trader: str, findings: Op, thesis: Op, rounds: int, sampling: Sampling
 ) -> Op:
-    """A trader proposes, risk managers debate it, the trader decides."""
+    """Let a trader propose, risk managers debate that, and the trader decide."""
     basis = ops.concat(findings, thesis, sep="\n\nThesis: ")
     turns = [Msg("system", trader), Msg("user", basis)]
     proposal = ops.llm(turns, sampling=sampling, name=f"trader_{number}")
@@ -201,7 +201,7 @@ def _task() -> Op:
 
 
 def _signed(who: str, answers: Sequence[Op], without: int = -1) -> list[Op]:
-    """Answers with the number of who gave them."""
+    """Answers, each behind its author and number; `without` leaves one out, counted from 0."""
     return [
         ops.fmt("{} {}: {}", who, str(i), answer)
         for i, answer in enumerate(answers, 1)

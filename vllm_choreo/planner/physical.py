@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The physical plan: what is read how, which worker runs what, and in which order."""
+"""Physical plan: how prompts are read, which worker runs which call, and in which order."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _LONG_PREFIX = 16.0  # tokens that operators of one inner sequence must share
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a plan may do.
+    """Options of a plan.
 
     Attributes:
         semantics: "exact" or "choreo".
-        num_workers: how many workers there are.
+        num_workers: number of workers.
         cost: the cost model.
         profile: lengths of answers.
-        template: of the model's chat.
+        template: chat template of the model.
         schedule: order calls by the plan; else as they become ready.
-        reuse: share beginnings, and read answers as messages; else all is encoded by each call.
+        reuse: share prefixes and read answers as messages; else each call encodes its prompt.
         repaired: tokens that are repaired at the beginning of each message.
     """
 
@@ -64,20 +64,22 @@ class PlanOptions:
 
 @dataclass
 class PhysicalPlan:
-    """Attributes:
-    logical: the tasks.
-    prompts: of each call, as symbols.
-    cuts: where beginnings of prompts are shared.
-    choices: how an operator reads another.
-    goes_on: of an exact plan, the call with whose prompt and answer another one's prompt begins: if
-        its message is there, that is read, with all that it has read itself.
-    calls: what was scheduled, with their tree.
-    table: the estimated times of the calls.
-    worker: of each call.
-    rank: the calls' order on their worker; the runtime may take a later one that can run.
-    sequences: of each worker the operators' nested sequences: of an inner one, the calls run
-        query by query; the inner ones follow one another.
-    seconds: what planning took.
+    """Plan of a batch on workers.
+
+    Attributes:
+        logical: the tasks.
+        prompts: symbols of each call's prompt.
+        cuts: places at which shared prefixes of prompts end.
+        choices: ways of reading, by (operator, operator that it reads).
+        goes_on: call with whose prompt and answer the prompt of a call of an exact plan begins, by
+            that call: if its message is there, it is read, with the parents that it has read.
+        calls: scheduled calls, with the tree of their prompts.
+        table: estimated times of the calls.
+        worker: number of the worker of each call.
+        rank: place of each call on its worker; the runtime may take a later one that can run.
+        sequences: nested sequences of operators of each worker: the calls of an inner one run query
+            by query; the inner ones follow one another.
+        seconds: time that planning took.
     """
 
     logical: LogicalPlan
@@ -93,12 +95,12 @@ class PhysicalPlan:
     seconds: float = 0.0
 
     def reads_message(self, call: int, symbol: int) -> bool:
-        """Whether a call reads the value of another task as a message."""
+        """Return whether a call reads the value of another task as a message."""
         tasks = self.logical.tasks
         return _is_message(self.choices, tasks[call].node, tasks[symbol].node)
 
     def behind_chain(self, call: int) -> list[str | None]:
-        """The symbols of a prompt that are in no chain; None: read as a message."""
+        """Symbols of a prompt behind its chain of shared prefixes; None: read as a message."""
         found: list[str | None] = []
         for symbol in self.prompts[call]:
             if isinstance(symbol, str):
@@ -114,7 +116,7 @@ class PhysicalPlan:
 
 @no_collection()
 def physical_plan(logical: LogicalPlan, options: PlanOptions) -> PhysicalPlan:
-    """Plan what is left to be done of a logical plan."""
+    """Plan the calls of a logical plan whose answers are not known."""
     begun = time.perf_counter()
     graph = logical.graph
     sizes = _sizes(logical, options.profile)
@@ -149,7 +151,7 @@ def physical_plan(logical: LogicalPlan, options: PlanOptions) -> PhysicalPlan:
 
 
 def _sizes(logical: LogicalPlan, profile: Profile) -> list[float]:
-    """Tokens of each operator's value: of what is given, as it is; else as the profile has it."""
+    """Tokens of each operator's value: measured on given texts, else expected by the profile."""
     sizes = profile.expected(logical.graph)
     given: dict[int, list[float]] = {}
     for task, value in logical.known.items():
@@ -162,7 +164,7 @@ def _sizes(logical: LogicalPlan, profile: Profile) -> list[float]:
 
 
 def _is_message(choices: Mapping[tuple[int, int], Choice], reader: int, writer: int) -> bool:
-    """Whether an operator reads another one's value as a message."""
+    """Return whether an operator reads another one's value as a message."""
     choice = choices.get((reader, writer))
     return choice is not None and choice.how == "message"
 
@@ -170,7 +172,7 @@ def _is_message(choices: Mapping[tuple[int, int], Choice], reader: int, writer: 
 def _calls(
     logical: LogicalPlan, prompts: Mapping[int, Sequence[Symbol]], sizes: Sequence[float]
 ) -> Calls:
-    """In an order that is the same however the graph was written and the queries are ordered."""
+    """Order the calls, the same way however the graph is written and its queries are ordered."""
     depends = call_dependencies(logical, list(prompts))
     levels: dict[int, int] = {}
     for call in sorted(prompts):
@@ -196,7 +198,7 @@ def _scheduled(
     sizes: Sequence[float],
     options: PlanOptions,
 ) -> tuple[Timetable, list[list[list[int]]]]:
-    """The better of two: a schedule of operators, spread over the queries; and one of calls."""
+    """Choose the better of two: a schedule of operators, spread over the queries, or of calls."""
     assigned = place(calls, options.num_workers, options.cost)
     if not options.schedule:
         return timetable(calls, assigned, options.cost), []
@@ -220,7 +222,7 @@ def _sequences(
     sizes: Sequence[float],
     model: CostModel,
 ) -> list[list[int]]:
-    """The operators in inner sequences: those that begin with the same static text together."""
+    """Operators in inner sequences: those that begin with the same static text together."""
     times: dict[int, float] = {}
     depends: dict[int, set[int]] = {}
     for call in calls.num_out:
@@ -248,7 +250,7 @@ def _sequences(
 
 
 def _same_static(tree: TemplatedRadixTree, one: int, other: int) -> bool:
-    """Whether two operators share a static beginning that is worth it."""
+    """Return whether two operators share a static prefix of at least 16 tokens."""
     shared = 0.0
     for mine, theirs in zip(tree.end[one].path(), tree.end[other].path(), strict=False):
         if mine is not theirs or not isinstance(mine.symbol, str):
@@ -258,10 +260,10 @@ def _same_static(tree: TemplatedRadixTree, one: int, other: int) -> bool:
 
 
 def _spread(logical: LogicalPlan, calls: Calls, nested: list[list[int]]) -> list[int]:
-    """The calls in the order of their operators: query by query within an inner sequence.
+    """Order the calls by their operators: query by query within an inner sequence.
 
-    What queries have in common is run for the first of them, so a call may have to be put back
-    behind those on which it depends.
+    A task that queries share is run for the first of them, so a call may have to be put back behind
+    those on which it depends.
     """
     place_of = {number: (i, j) for i, inner in enumerate(nested) for j, number in enumerate(inner)}
     homes = _homes(logical)
@@ -285,7 +287,7 @@ def _spread(logical: LogicalPlan, calls: Calls, nested: list[list[int]]) -> list
 
 
 def _homes(logical: LogicalPlan) -> dict[int, int]:
-    """For each task the first query that needs it, of the queries in an order of their own."""
+    """Rank of the first query that needs each task, queries ordered by their results' structure."""
     keys = structure_keys(logical)
     order = sorted(
         range(logical.batch_size),
@@ -305,7 +307,7 @@ def _homes(logical: LogicalPlan) -> dict[int, int]:
 def _of_worker(
     logical: LogicalPlan, order: Sequence[int], nested: list[list[int]]
 ) -> list[list[int]]:
-    """The inner sequences, of those operators that a worker runs."""
+    """Inner sequences, cut down to the operators that a worker runs."""
     here = {logical.tasks[call].node for call in order}
     mine = [[number for number in inner if number in here] for inner in nested]
     return [inner for inner in mine if inner]

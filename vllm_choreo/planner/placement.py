@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker runs which call: where its parents and its prompt's beginning are, unless that
+"""Placement of calls: on the worker that holds a call's parents and prompt prefix, unless that
 worker has more to do than moving costs.
 """
 
@@ -16,12 +16,12 @@ _CANDIDATES = 4
 
 
 class Router:
-    """Places calls one after the other, each after those on which it depends.
+    """Placement of calls one after the other, each after those on which it depends.
 
     Args:
-        calls: their prompts and sizes.
-        num_workers: how many there are.
-        model: of the cost.
+        calls: prompts, lengths of answers and dependencies.
+        num_workers: number of workers.
+        model: the cost model.
     """
 
     def __init__(self, calls: Calls, num_workers: int, model: CostModel) -> None:
@@ -34,7 +34,7 @@ class Router:
         self._latest: dict[TreeNode, list[int]] = {}  # the last few of those that hold a node
 
     def place(self, call: int) -> int:
-        """The worker of a call."""
+        """Choose the worker of a call, and count the call as its load."""
         path = self._calls.tree.end[call].path()
         candidates = self._candidates(call, path)
         costs = {worker: self._cost(call, path, worker) for worker in candidates}
@@ -67,19 +67,19 @@ class Router:
         return self._model.usage(new, self._calls.num_out[call], worker, times)
 
     def _idlest(self) -> int:
-        """The worker with the least to do; entries of old loads are dropped on the way."""
+        """Worker with the least load; entries of old loads are dropped on the way."""
         while self._idle[0][0] != self.loads[self._idle[0][1]]:
             heapq.heappop(self._idle)
         return self._idle[0][1]
 
 
 def place(calls: Calls, num_workers: int, model: CostModel) -> list[list[int]]:
-    """The calls of each worker.
+    """Place calls; return the calls of each worker.
 
     Args:
-        calls: each after those on which it depends.
-        num_workers: how many there are.
-        model: of the cost.
+        calls: calls, each after those on which it depends.
+        num_workers: number of workers.
+        model: the cost model.
     """
     if num_workers == 1:
         return [list(calls.num_out)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`invoke` runs a compiled graph; `Planner` does so batch after batch, with what they share."""
+"""Planning and running of compiled graphs: `invoke` runs one, `Planner` batch after batch."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ Result = Any  # the value of a query's result; with several results a dict of th
 
 @dataclass(frozen=True)
 class BatchResult(Sequence[Result]):
-    """The results of a batch, one for each query, in their order.
+    """Results of a batch, one for each query, in their order.
 
-    To take the result of a query that failed raises its error; `errors` has them all.
+    Taking the result of a query that failed raises its error; `errors` has them all.
 
     Attributes:
-        values: of the queries that succeeded, by number.
-        errors: of those that failed.
-        plan: as it was run.
-        stats: what running it took.
+        values: results of the queries that succeeded, by number.
+        errors: errors of the queries that failed, by number.
+        plan: plan that was run.
+        stats: measurements of the run.
     """
 
     values: dict[int, Result]
@@ -58,7 +58,7 @@ class BatchResult(Sequence[Result]):
         return self.values[number]
 
     def page(self, title: str = "Run of a plan") -> str:
-        """The run as a page of HTML: which worker ran what, and when."""
+        """Draw the run as an HTML page: which worker ran what, and when."""
         return lanes_page(self.plan, self.stats, title)
 
     def __len__(self) -> int:
@@ -69,25 +69,25 @@ class BatchResult(Sequence[Result]):
 
 
 class Planner:
-    """Plans batches, and runs them on workers.
+    """Planner of batches, which it runs on workers.
 
     Args:
         workers: a facade (`Choreography`, `AsyncChoreography`, a client), or a list of them or of
-            `Worker`s. They have one model.
+            `Worker`s, all with the same model.
         semantics: "exact": answers are those of the naive run, query by query, each prompt as text;
             "choreo": answers of other operators are read as messages, where that is cheaper.
         cache: the answer cache; None: none.
         profile: lengths of answers; every run adds its own.
         cost: the cost model.
-        template: of the model's chat.
-        retry: which failed calls are made again.
-        kept: a folder, or a URL of fsspec's, where static beginnings outlive the engine, keys and
-            values (docs/keep.md); over HTTP a name. They are loaded before the first batch.
+        template: chat template of the model.
+        retry: policy of which failed calls are made again.
+        kept: a folder or an fsspec URL in which keys and values of static prefixes outlive the
+            engine (docs/keep.md); over HTTP a name. They are loaded before the first batch.
         prune, merge, schedule, reuse, warm: parts of planning that may be left out: see
-            `logical_plan` and `PlanOptions`; `warm` encodes and pins static beginnings first.
+            `logical_plan` and `PlanOptions`; `warm` encodes and pins static prefixes first.
 
     Raises:
-        GraphError: no such semantics, no worker, or a cache for nobody knows which model.
+        GraphError: no such semantics, no worker, or a cache though the model is not known.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Planner:
     # -- planning ------------------------------------------------------------------------------
 
     def plan(self, compiled: CompiledGraph, journal: Journal | None = None) -> PhysicalPlan:
-        """What `invoke` would do."""
+        """Plan a batch as `invoke` does, without running it."""
         logical = logical_plan(compiled, prune=self._prune, merge=self._merge)
         if journal is not None:
             journal.restore(logical)
@@ -152,7 +152,7 @@ class Planner:
 
     @property
     def identity(self) -> Any:
-        """What answers depend on besides their prompts."""
+        """Models, semantics and chat template, on which answers depend besides their prompts."""
         models = [worker.identity for worker in self.workers]
         template = [self.options.template.opening, self.options.template.closing]
         return [models[0], self.options.semantics, template]
@@ -177,15 +177,14 @@ class Planner:
 
         Args:
             compiled: the graph and its inputs.
-            journal: a file in which every value is written down; a run that was killed goes on
-                where it was, if it is given the same graph, inputs and file.
-            on_result: told of each query's result as it comes: (number of the query, its result or
-                its error).
+            journal: file to which every value is written; a run that was killed goes on where it
+                was, if it is given the same graph, inputs and file.
+            on_result: called with each query's number and its result or error, as they come.
 
         Raises:
-            JournalError: the journal is of something else.
-            KeptError: what was kept does not fit this model, or is damaged; names the file.
-            GraphError: what was kept is not a planner's.
+            JournalError: the journal is of another graph, inputs or model, or damaged.
+            KeptError: a kept message does not fit this model, or is damaged; names the file.
+            GraphError: the kept messages are not a planner's.
         """
         if isinstance(compiled, Graph):
             compiled = compiled.compile()
@@ -223,10 +222,10 @@ class Planner:
         return replace(done, stats=run.stats)
 
     def invoke(self, compiled: CompiledGraph, **options: Any) -> BatchResult:
-        """`ainvoke` for programs without an event loop.
+        """Run a batch in a program without an event loop; takes the arguments of `ainvoke`.
 
         Raises:
-            GraphError: there is one; await `ainvoke` there.
+            GraphError: an event loop is running; await `ainvoke` there.
         """
         try:
             asyncio.get_running_loop()
@@ -252,23 +251,23 @@ def invoke(compiled: CompiledGraph, workers: Any, **options: Any) -> BatchResult
     Args:
         compiled: the graph and its inputs.
         workers: a facade, or several: see `Planner`.
-        options: of `Planner`, and `journal` and `on_result` of `Planner.ainvoke`.
+        options: arguments of `Planner`, and `journal` and `on_result` of `Planner.ainvoke`.
     """
     mine = {key: options.pop(key) for key in ("journal", "on_result") if key in options}
     return Planner(workers, **options).invoke(compiled, **mine)
 
 
 async def ainvoke(compiled: CompiledGraph, workers: Any, **options: Any) -> BatchResult:
-    """`invoke`, awaited."""
+    """Run a batch once, in an event loop; takes the arguments of `invoke`."""
     mine = {key: options.pop(key) for key in ("journal", "on_result") if key in options}
     return await Planner(workers, **options).ainvoke(compiled, **mine)
 
 
 def profile(sample: CompiledGraph, workers: Any, **options: Any) -> Profile:
-    """What the operators of a graph generate, measured on a batch that is a sample.
+    """Measure how many tokens the operators of a graph generate, on a sample batch.
 
     Returns:
-        A profile to be given to `invoke` or `Planner`, or to be saved.
+        A profile for `invoke` or `Planner`, or to be saved.
     """
     planner = Planner(workers, **options)
     planner.invoke(sample)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators are known to generate: how many tokens, measured on a sample of queries."""
+"""Profiles: how many tokens operators generate, measured on a sample of queries."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _GUESS = 128.0
 
 @dataclass
 class Profile:
-    """Of the operators of a graph, by name.
+    """Lengths of the values of a graph's operators, by name.
 
     Attributes:
-        num_out: tokens of an answer, on average; for other operators of their text.
-        counts: how many were measured.
+        num_out: mean tokens of an answer; for other operators, of their value as text.
+        counts: number of values that were measured.
     """
 
     num_out: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, num_out: float) -> None:
-        """One more measurement."""
+        """Add a measurement to the mean of an operator."""
         count = self.counts.get(name, 0)
         mean = self.num_out.get(name, 0.0)
         self.num_out[name] = mean + (num_out - mean) / (count + 1)
         self.counts[name] = count + 1
 
     def expected(self, graph: Operators) -> list[float]:
-        """Tokens of each operator's value, as text; of a switch, of its longest case."""
+        """Expected tokens of each operator's value, as text; of a switch, of its longest case."""
         found: list[float] = []
         for node in graph.nodes:
             if node.name in self.num_out:
@@ -54,7 +54,7 @@ class Profile:
         return found
 
     def save(self, path: str | Path) -> None:
-        """Write a file of JSON."""
+        """Write the profile to a JSON file."""
         write_text(Path(path), json.dumps({"num_out": self.num_out, "counts": self.counts}))
 
     @staticmethod
@@ -78,5 +78,5 @@ def _plain(value: Any) -> str:
 
 
 def measured(profile: Profile, node: Node, value: Any, num_out: int | None) -> None:
-    """Add a value of an operator: the tokens of an answer, else those of the value as text."""
+    """Add an operator's value to a profile: `num_out` tokens, or those of the value as text."""
     profile.add(node.name, estimated_tokens(_plain(value)) if num_out is None else num_out)

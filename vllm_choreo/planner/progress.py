@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a batch is: which tasks are needed, which are ready, and what each came to. No clock.
+"""Progress of a batch: which tasks are needed, ready or done, and their values. No clock.
 
-Tasks are run on demand, from the outputs up, so that of a switch only the chosen case is run. What
-asks the model is handed out; everything else is computed here as soon as it can be.
+Tasks are run on demand, from the outputs up, so that only the chosen case of a switch is run. Calls
+of the model are handed out; everything else is computed here as soon as it can be.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from vllm_choreo.planner.values import Functions, chosen_case, evaluate
 
 
 class Progress:
-    """Of one run of a logical plan.
+    """Progress of one run of a logical plan.
 
     Args:
         plan: the tasks.
-        on_value: told of every value that a function has given: (task, value).
-        functions: gives a function's value; by default by calling it.
+        on_value: called with (task, value) of every value that a function has returned.
+        functions: computes a `fn` from its node and its inputs' values; by default calls it.
 
     Attributes:
-        values: of the tasks that are done.
-        errors: of those that failed, or that read one that did.
-        calls: tasks that are to ask the model, in the order in which they became ready; whoever
-            runs them takes them out, and calls `complete` or `fail`.
-        origin: the call whose answer is the value of a task, where it is one.
-        watched, settled: tasks that are watched; those of them that are settled are put in line.
+        values: values of the tasks that are done.
+        errors: errors of the tasks that failed, or that read one that failed.
+        calls: tasks that are to call the model, in the order in which they became ready; the runner
+            takes them out, and calls `complete` or `fail`.
+        origin: call whose answer is the value of a task, for the tasks that have one.
+        watched, settled: tasks that are watched; queue of those of them that became settled.
     """
 
     def __init__(
@@ -55,29 +55,29 @@ class Progress:
         self._todo: deque[int] = deque()
 
     def start(self) -> None:
-        """Need all outputs."""
+        """Need all outputs, and compute what can be computed without a call."""
         for outputs in self.plan.outputs:
             for task in outputs.values():
                 self._need(task)
         self._settle()
 
     def complete(self, task: int, value: Any, origin: int | None = None) -> None:
-        """A call has been answered: itself, or `origin`, to which it is equal."""
+        """Settle a call with its answer, or with that of `origin`, an equal call."""
         self.origin[task] = task if origin is None else origin
         self._set(task, value)
         self._settle()
 
     def fail(self, task: int, error: GraphError) -> None:
-        """A call has failed for good."""
+        """Settle a call that has failed for good."""
         self._fail(task, error)
         self._settle()
 
     def is_settled(self, task: int) -> bool:
-        """Whether the task has a value or has failed."""
+        """Return whether the task has a value or has failed."""
         return task in self.values or task in self.errors
 
     def inputs(self, task: int) -> list[Any]:
-        """The values that a task reads."""
+        """Values that a task reads, in the order of its inputs."""
         return [self.values[given] for given in self.plan.tasks[task].inputs]
 
     # -- needing ---------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Progress:
             stack += self._wait(task, inputs)
 
     def _wait(self, task: int, inputs: tuple[int, ...]) -> list[int]:
-        """Wait for tasks; which of them have yet to be needed."""
+        """Have a task wait for others; return those of them that are not settled."""
         waiting = [given for given in dict.fromkeys(inputs) if not self.is_settled(given)]
         self._missing[task] = len(waiting)
         for given in waiting:

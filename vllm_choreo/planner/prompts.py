@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of calls as symbols: text, and the tasks whose values are filled in."""
+"""Prompts of calls as symbols: text, and numbers of tasks whose values are filled in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIN_SHARED_TOKENS = 24.0
 def call_symbols(
     plan: LogicalPlan, template: Template, apart: Collection[int] = ()
 ) -> dict[int, list[Symbol]]:
-    """Of each call of a plan: text where it is known by now, else the number of the task.
+    """Symbols of each call's prompt: text that is known by now, else the number of its task.
 
     Args:
         apart: tasks that stay numbers though their text is known.
@@ -49,7 +49,7 @@ def read_apart(
     """Tasks whose values are known by now, and that several calls read as a message.
 
     Args:
-        reads_message: whether an operator reads another one so.
+        reads_message: tells whether an operator reads another one's value as a message.
     """
     counts: Counter[int] = Counter()
     for call, symbols in call_symbols(plan, template, plan.known).items():
@@ -61,7 +61,7 @@ def read_apart(
 
 
 def operator_symbols(graph: Operators, template: Template) -> dict[int, list[Symbol]]:
-    """Of each `llm` operator: the text that the graph itself has, else the number of the node."""
+    """Symbols of each `llm` operator's prompt: text of the graph itself, else numbers of nodes."""
     texts: dict[int, list[Symbol]] = {}
 
     def spread(number: int) -> list[Symbol]:
@@ -94,7 +94,7 @@ def _spread(
 
 
 def joined(symbols: Sequence[Symbol], template: Template) -> list[Symbol]:
-    """The same prompt with texts of one turn made one."""
+    """Join neighbouring texts of one turn of a prompt."""
     found: list[Symbol] = []
     for symbol in symbols:
         last = found[-1] if found else 0
@@ -110,9 +110,9 @@ def joined(symbols: Sequence[Symbol], template: Template) -> list[Symbol]:
 
 
 def going_on(prompts: Mapping[int, Sequence[Symbol]]) -> dict[int, int]:
-    """Of calls whose prompt begins with another one's and its answer, that one: the last of these.
+    """Last call with whose prompt and answer each call's prompt begins, where there is one.
 
-    So it is where a chat goes on.
+    Such calls continue a chat.
     """
     found = {}
     for call, symbols in prompts.items():
@@ -129,11 +129,11 @@ def going_on(prompts: Mapping[int, Sequence[Symbol]]) -> dict[int, int]:
 
 @dataclass
 class Cuts:
-    """After which symbols the beginnings of prompts are messages of their own, for several readers.
+    """Cuts of prompts: ends of the prefixes that are messages of their own, for several readers.
 
     Attributes:
-        at: by call: numbers of symbols, each the last one of such a beginning.
-        static: beginnings that every batch has, as texts one after the other.
+        at: numbers of symbols, each the last one of such a prefix, by call.
+        static: prefixes that every batch has, as texts one after the other.
     """
 
     at: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -148,14 +148,14 @@ def cuts(
     anywhere: bool = False,
     weigh: Callable[[int], float] = lambda task: 0.0,
 ) -> Cuts:
-    """Where the beginnings of prompts are shared.
+    """Find where prompts are cut, so that their prefixes are shared.
 
     Args:
-        prompts, operators: of `call_symbols` and `operator_symbols`.
-        template: says where a turn ends.
-        anywhere: also inside a turn, where texts that are tokenised apart may not be what they are
-            together.
-        weigh: tokens of a task's value.
+        prompts, operators: symbols by `call_symbols` and `operator_symbols`.
+        template: chat template; a turn ends with its `closing`.
+        anywhere: cut inside turns, too, where texts that are tokenised apart may not have the
+            tokens that they have together.
+        weigh: estimates the tokens of a task's value.
     """
 
     def ends_turn(symbol: Symbol) -> bool:
@@ -188,7 +188,7 @@ def cuts(
 def _heavy(
     at: tuple[int, ...], symbols: Sequence[Symbol], weigh: Callable[[int], float]
 ) -> tuple[int, ...]:
-    """Those cuts whose pieces are worth a message."""
+    """Keep the cuts whose pieces are long enough to be worth a message."""
     kept, weight, start = [], 0.0, 0
     for i in at:
         for symbol in symbols[start : i + 1]:
@@ -207,7 +207,7 @@ def _is_static(symbols: Sequence[Symbol], static: set[tuple[str, ...]]) -> bool:
 def _static(
     operators: Mapping[int, Sequence[Symbol]], ends_turn: Callable[[Symbol], bool]
 ) -> set[tuple[str, ...]]:
-    """The longest beginnings of operators' prompts that the graph alone determines."""
+    """Longest prefixes of operators' prompts that the graph alone determines."""
     found = set()
     for symbols in operators.values():
         texts: list[str] = []

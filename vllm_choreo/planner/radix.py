@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The templated radix tree: which prompts begin alike, though parts of them are not known yet.
+"""Templated radix tree: which prompts begin alike, though parts of them are not known yet.
 
     root ── "You are a critic. " ──┬── "Be brief." ── <answer of op 3> ── leaf 5
                                    └── "Be strict." ── leaf 4
 
-A prompt is a sequence of symbols: text, or the number of what will be filled in. Two prompts share
-a node where their text is the same, word by word, or where the same thing is filled in (Helium,
+A prompt is a sequence of symbols: text, or the number of a value to be filled in. Two prompts share
+a node where their text is the same, word by word, or where the same value is filled in (Helium,
 appendix A). Weights are tokens.
 """
 
@@ -21,7 +21,7 @@ _CHARS_PER_TOKEN = 4.0  # of English text in the vocabularies of current models
 
 
 def estimated_tokens(text: str) -> float:
-    """How many tokens a text has, about."""
+    """Tokens of a text, estimated from its characters."""
     return len(text) / _CHARS_PER_TOKEN
 
 
@@ -30,10 +30,10 @@ class TreeNode:
 
     Attributes:
         parent: the segment before; None at the root.
-        symbol: its text, or the number of what is filled in.
+        symbol: its text, or the number of the value that is filled in.
         weight: its tokens.
-        depth: how many nodes lie above.
-        children: by their first word, or number.
+        depth: number of nodes above it.
+        children: segments behind it, by their first word, or number.
         leaves: prompts that end here.
         num_leaves: prompts that begin with the path to this node.
     """
@@ -51,11 +51,11 @@ class TreeNode:
 
     @property
     def is_static(self) -> bool:
-        """Whether all text up to here is known."""
+        """True if all text up to here is known."""
         return all(isinstance(node.symbol, str) for node in self.path())
 
     def path(self) -> list[TreeNode]:
-        """The nodes from the root, left out, to this one."""
+        """Nodes from below the root to this one."""
         path: list[TreeNode] = []
         node: TreeNode | None = self
         while node is not None and node.parent is not None:
@@ -64,16 +64,16 @@ class TreeNode:
         return path[::-1]
 
     def text(self) -> str:
-        """The text of a static path."""
+        """Text of a static path."""
         return "".join(str(node.symbol) for node in self.path())
 
 
 class TemplatedRadixTree:
-    """The tree of prompts, its leaves.
+    """A tree whose leaves are prompts.
 
     Args:
-        weigh: tokens of what is filled in, by its number.
-        tokens: tokens of a text.
+        weigh: estimates the tokens of a value that is filled in, by its number.
+        tokens: estimates the tokens of a text.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TemplatedRadixTree:
         self.end[leaf] = node
 
     def nodes(self) -> Iterator[TreeNode]:
-        """All nodes, each after the one above it; the root left out."""
+        """Yield all nodes but the root, each after the one above it."""
         stack = list(self.root.children.values())[::-1]
         while stack:
             node = stack.pop()
@@ -129,7 +129,7 @@ class TemplatedRadixTree:
         return new
 
     def _step(self, node: TreeNode, symbol: Symbol) -> tuple[TreeNode, Symbol | None]:
-        """One node further down; what is left of the symbol."""
+        """Go one node down, and make it if need be; return it and the rest of the symbol."""
         if isinstance(symbol, int):
             child = node.children.get(symbol)
             if child is None:
@@ -148,7 +148,7 @@ class TemplatedRadixTree:
         return child, symbol[common:] or None
 
     def _split(self, lower: TreeNode, first: str, length: int) -> TreeNode:
-        """Cut a node after `length` characters; the new node above it."""
+        """Cut a node after `length` characters; return the new node above it."""
         assert lower.parent is not None and isinstance(lower.symbol, str)
         head, tail = lower.symbol[:length], lower.symbol[length:]
         upper = TreeNode(lower.parent, head, self._tokens(head))
@@ -170,7 +170,7 @@ def _first_word(text: str) -> str:
 
 
 def _common(left: str, right: str) -> int:
-    """Length of the words that both texts begin with, at least one."""
+    """Characters of the words, at least one, that both texts begin with."""
     if left == right[: len(left)] and _ends_word(left, right):
         return len(left)
     length = 0
@@ -183,5 +183,5 @@ def _common(left: str, right: str) -> int:
 
 
 def _ends_word(left: str, right: str) -> bool:
-    """Whether the first words of `right` are exactly `left`."""
+    """Return whether `left`, with which `right` begins, ends at a word's end there."""
     return len(left) == len(right) or right[len(left)].isspace()

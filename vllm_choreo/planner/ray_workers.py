@@ -5,7 +5,7 @@
         result = invoke(graph, workers)
 
 An actor that dies is started again by Ray; its messages are gone, and the calls that it was running
-are made again. What is handed out at a time is bounded by a worker's width.
+are made again. Calls that an actor has at a time are bounded by its worker's width.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ActorMessage:
 
 
 class EngineActor:
-    """In the actor's process: a worker over the facade that `make` returns."""
+    """Actor that runs a worker over the facade or worker that `make` returns."""
 
     def __init__(self, make: Callable[[], Any], width: int) -> None:
         self._worker: Worker = as_worker(make())
@@ -39,51 +39,51 @@ class EngineActor:
         self._held: dict[str, Any] = {}
 
     def about(self) -> tuple[bool, float, Any, int]:
-        """`reads_messages`, `min_moved_tokens` and `identity` of the worker, and the process."""
+        """Return `reads_messages`, `min_moved_tokens`, `identity` and the process id."""
         import os
 
         worker = self._worker
         return worker.reads_messages, worker.min_moved_tokens, worker.identity, os.getpid()
 
     async def prefill(self, text: str, parents: Sequence[Any], exact: bool) -> ActorMessage:
-        """See `Worker`."""
+        """Encode a message, and hold it."""
         return self._hold(await self._worker.prefill(text, self._parents(parents), exact))
 
     async def decode(
         self, header: str, parents: Sequence[Any], exact: bool, sampling: Mapping[str, Any]
     ) -> Answer:
-        """See `Worker`."""
+        """Generate an answer, and hold its message."""
         answer = await self._worker.decode(header, self._parents(parents), exact, sampling)
         held = None if answer.message is None else self._hold(answer.message)
         return replace(answer, message=held)
 
     async def pin(self, messages: Sequence[ActorMessage]) -> None:
-        """See `Worker`."""
+        """Pin messages."""
         await self._worker.pin([self._message(message) for message in messages])
 
     async def free(self, messages: Sequence[ActorMessage]) -> None:
-        """See `Worker`; what a former process held is gone already."""
+        """Free messages; those that a former process held are gone already."""
         held = [self._held.pop(message.id, None) for message in messages]
         await self._worker.free([message for message in held if message is not None])
 
     async def tokenize(self, text: str) -> tuple[int, ...] | None:
-        """See `Worker`."""
+        """Return the tokens of a text; None: they are not known here."""
         return await self._worker.tokenize(text)
 
     async def give(self, message: ActorMessage) -> Any:
-        """See `Worker`."""
+        """Return a message with its keys and values, for another worker."""
         return await self._worker.give(self._message(message))
 
     async def take(self, kept: Any) -> ActorMessage:
-        """See `Worker`."""
+        """Hold a message that another worker gave."""
         return self._hold(await self._worker.take(kept))
 
     async def save(self, messages: Sequence[ActorMessage], uri: Any) -> None:
-        """See `Worker`."""
+        """Keep messages, with keys and values, in a folder."""
         await self._worker.save([self._message(message) for message in messages], uri)
 
     async def load(self, uri: Any) -> list[tuple[tuple[str, ...], ActorMessage]]:
-        """See `Worker`."""
+        """Load kept messages, and hold them; return each behind its texts."""
         return [(texts, self._hold(message)) for texts, message in await self._worker.load(uri)]
 
     def _hold(self, message: Any) -> ActorMessage:
@@ -108,7 +108,7 @@ class EngineActor:
 
 
 class RayWorker:
-    """See `Worker`: an actor, seen from the planner's process."""
+    """A `Worker` in the planner's process that passes all calls to an actor."""
 
     def __init__(self, actor: Any, width: int) -> None:
         import ray
@@ -123,44 +123,44 @@ class RayWorker:
         return self._identity
 
     async def prefill(self, text: str, parents: Sequence[Any], exact: bool) -> Any:
-        """See `Worker`."""
+        """Encode a message."""
         return await self._ask("prefill", text, list(parents), exact)
 
     async def decode(
         self, header: str, parents: Sequence[Any], exact: bool, sampling: Mapping[str, Any]
     ) -> Answer:
-        """See `Worker`. Raises EngineRestartedError: the actor died, and is there again."""
+        """Generate an answer. Raises EngineRestartedError: the actor died, and is there again."""
         answer: Answer = await self._ask("decode", header, list(parents), exact, dict(sampling))
         return answer
 
     async def pin(self, messages: Sequence[Any]) -> None:
-        """See `Worker`."""
+        """Pin messages."""
         await self._ask("pin", list(messages))
 
     async def free(self, messages: Sequence[Any]) -> None:
-        """See `Worker`."""
+        """Free messages."""
         if messages:
             await self._ask("free", list(messages))
 
     async def tokenize(self, text: str) -> tuple[int, ...] | None:
-        """See `Worker`."""
+        """Return the tokens of a text; None: they are not known there."""
         ids: tuple[int, ...] | None = await self._ask("tokenize", text)
         return ids
 
     async def give(self, message: Any) -> Any:
-        """See `Worker`; what is given lies in Ray's object store, and goes from node to node."""
+        """Return a reference to a message in Ray's object store, which passes it between nodes."""
         return [self._actor.give.remote(message)]
 
     async def take(self, kept: Any) -> Any:
-        """See `Worker`."""
+        """Load a message that another worker gave."""
         return await self._ask("take", kept[0])
 
     async def save(self, messages: Sequence[Any], uri: Any) -> None:
-        """See `Worker`; the folder is one that the actor's node has."""
+        """Keep messages, with keys and values, in a folder of the actor's node."""
         await self._ask("save", list(messages), uri)
 
     async def load(self, uri: Any) -> list[tuple[tuple[str, ...], Any]]:
-        """See `Worker`."""
+        """Load kept messages of the actor's node; return each behind its texts."""
         found: list[tuple[tuple[str, ...], Any]] = await self._ask("load", uri)
         return found
 
@@ -178,7 +178,7 @@ class RayWorker:
             ) from error
 
     async def _wait_for_restart(self) -> None:
-        """Until the actor answers again. Raises RayActorError: it does not."""
+        """Wait until the actor answers again. Raises RayActorError: it does not."""
         from ray.exceptions import RayActorError
 
         async with asyncio.timeout(_RESTART_SECONDS):
@@ -241,13 +241,13 @@ def ray_workers(
     """Start workers. Ray is started on this machine unless the program is connected already.
 
     Args:
-        num_workers: how many.
-        make: makes a facade or a worker, in the actor's process; it is pickled. With an engine in
+        num_workers: number of workers.
+        make: returns a facade or a worker, in the actor's process; it is pickled. With an engine in
             the actor's own process (`vllm.LLM` with VLLM_ENABLE_V1_MULTIPROCESSING=0) nothing is
             left behind whatever ends the actor.
         width: calls of a worker at a time.
-        num_cpus, num_gpus: of each worker.
-        strategy: of Ray's placement group: "PACK" on few nodes, "SPREAD" over many.
+        num_cpus, num_gpus: CPUs and GPUs of each worker.
+        strategy: strategy of Ray's placement group: "PACK" on few nodes, "SPREAD" over many.
         env: environment variables of the actors.
     """
     import ray

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""From the symbols of a prompt to one call: parents that are read as messages, and a header.
+r"""Division of a prompt for one call: parents that are read as messages, and a header.
 
     symbols   [system turn] [question] <answer 1> "and" <answer 2> [instruction, opening]
-    exact     \___ shared beginnings: a chain of messages ___/      header
+    exact     \___ shared prefixes: a chain of messages _____/      header
     choreo    \___ chain ___________/ message    alone  message     header
 
     symbols   [all that an earlier call has read] <its answer> [next turn, opening]
     exact     \___ its parents, its message _______________/  header
 
 A chain is exact: each link is encoded with all before it. Text beside messages is encoded alone if
-other calls have the same, else with all that stands before it. What is to be read as a message and
-is here as text (an input, an answer of a cache or of another worker) is encoded alone, too, once
-for all who read it.
+other calls have the same, else with all that stands before it. Text that is to be read as a message
+(an input, an answer from a cache or of another worker) is encoded alone, too, once for all calls
+that read it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Told:
-    """Text that is to be read as a message: of an input, or of an answer that lies elsewhere."""
+    """Text to be read as a message: an input, or an answer whose message lies elsewhere."""
 
     text: str
 
@@ -45,9 +45,9 @@ class Reading:
     """A prompt, as one call reads it.
 
     Attributes:
-        before: the answer of an earlier call, with whose prompt and answer this one begins.
-        chain: texts of shared beginnings, each encoded with those before.
-        parts: what follows: texts, and what is read as messages.
+        before: the answer of an earlier call, with whose prompt and answer this prompt begins.
+        chain: texts of the shared prefix, each encoded with those before.
+        parts: texts behind the chain, answers and `Told`, which are read as messages.
         header: text at the end, never empty.
     """
 
@@ -58,11 +58,11 @@ class Reading:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is read that was encoded apart."""
+        """True if the call reads nothing that was encoded apart."""
         return not self.parts
 
     def text(self) -> str:
-        """The prompt as text, behind what goes before."""
+        """Return the prompt as text, without that of `before`."""
         parts = (part if isinstance(part, str) else part.text for part in self.parts)
         return "".join((*self.chain, *parts, self.header))
 
@@ -71,10 +71,10 @@ def reading(pieces: Sequence[Part], cuts: Sequence[int], before: Answer | None =
     """Divide a prompt.
 
     Args:
-        pieces: the symbols of the prompt: text, or what is to be read as a message. The last one
-            is text.
-        cuts: after which of them the beginnings are shared.
-        before: see `Reading`; `pieces` are those behind.
+        pieces: texts of the prompt, and answers and `Told` to be read as messages; the last one is
+            text.
+        cuts: numbers of the pieces at which shared prefixes end.
+        before: answer of an earlier call, which `pieces` follow; see `Reading`.
     """
     first = next((i for i, p in enumerate(pieces) if not isinstance(p, str)), len(pieces))
     chain: list[str] = []
@@ -97,10 +97,10 @@ def reading(pieces: Sequence[Part], cuts: Sequence[int], before: Answer | None =
 
 
 async def is_retold(worker: Worker, opening: str, answer: Answer, rest: str) -> bool:
-    """Whether the text of a prompt has, between `opening` and `rest`, the tokens of an answer.
+    """Return whether the text of a prompt has, between `opening` and `rest`, an answer's tokens.
 
-    `opening` is that of the answer's turn: before it, texts are tokenised apart as together. If it
-    has not, or if nobody knows, what was generated is not what the text would have read.
+    `opening` is that of the answer's turn: before it, texts are tokenised apart as together. If the
+    tokens differ, or are not known, a call may not read the message in place of the text.
     """
     before, after, whole = [
         await worker.tokenize(text) for text in (opening, rest, opening + answer.text + rest)
@@ -114,7 +114,7 @@ def repeated(prompts: Iterable[Sequence[str | None]]) -> frozenset[str]:
     """Texts that stand before messages in more than one prompt.
 
     Args:
-        prompts: their symbols behind the chain; None: what is read as a message.
+        prompts: symbols of each behind its chain; None: a value that is read as a message.
     """
     counts: Counter[str] = Counter()
     for symbols in prompts:
@@ -128,15 +128,15 @@ def repeated(prompts: Iterable[Sequence[str | None]]) -> frozenset[str]:
 
 
 class SharedMessages:
-    """The messages of one worker that calls of a run share.
+    """Messages of one worker that the calls of a run share.
 
     Args:
-        worker: who encodes them.
+        worker: the worker that encodes them.
 
     Attributes:
         alone: texts before messages that several calls have, which are encoded alone.
         num_shared, num_tokens: messages that were encoded for several calls, and the tokens of
-            these and of those that were encoded beside a call.
+            these and of the messages that were encoded beside a call.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -149,7 +149,10 @@ class SharedMessages:
         self._is_loaded = False
 
     async def warm(self, chains: Sequence[Key]) -> int:
-        """Encode chains, and pin them; how many. Text without messages is warmed by the engine."""
+        """Encode chains and pin them; return how many.
+
+        A worker that reads text alone needs no warming: its engine warms its prefix cache itself.
+        """
         if not self.worker.reads_messages:
             return 0
         found = await asyncio.gather(*map(self._chain, chains))
@@ -157,10 +160,10 @@ class SharedMessages:
         return len(chains)
 
     async def load(self, uri: Any) -> None:
-        """Take chains that were saved, once, and pin them.
+        """Load chains that were saved, once, and pin them.
 
         Raises:
-            KeptError, GraphError: they do not fit here, or are none.
+            KeptError, GraphError: the saved messages do not fit here, or are no chains.
         """
         if self._is_loaded or not self.worker.reads_messages:
             return
@@ -172,9 +175,9 @@ class SharedMessages:
         self._is_loaded, self._saved = True, frozenset(self._pinned)
 
     async def save(self, uri: Any) -> None:
-        """Save what is pinned, if not all of it was saved or loaded.
+        """Save the pinned messages, unless all were saved or loaded already.
 
-        A storage that fails is in the log: what was run meanwhile is not to be lost for it.
+        A failure of the storage is only logged: the run's results must not be lost by it.
         """
         if self._pinned == self._saved:
             return
@@ -191,7 +194,7 @@ class SharedMessages:
         self._pinned.update(message.id for message in messages)
 
     async def answer(self, read: Reading, sampling: Mapping[str, Any]) -> Answer:
-        """Run a call. Raises ChoreoError: it, or what it shares, is refused."""
+        """Run a call. Raises ChoreoError: it, or a message that it shares, is refused."""
         worker = self.worker
         if not worker.reads_messages:
             return await worker.decode(read.text(), (), True, sampling)
@@ -205,7 +208,7 @@ class SharedMessages:
         return replace(answer, parents=tuple(parents), beside=tuple(beside))
 
     async def _parents(self, read: Reading, beside: list[Any]) -> list[Any]:
-        """What a call reads; `beside` is what was encoded for it alone."""
+        """Encode a call's parents, and return them; those for it alone are added to `beside`."""
         texts = dict.fromkeys(text for part in read.parts if (text := self._apart(part)))
         # At once: one after the other, each would wait for a step of the engine.
         parents, *messages = await asyncio.gather(
@@ -226,19 +229,19 @@ class SharedMessages:
         return parents
 
     def _apart(self, part: Part) -> str | None:
-        """Its text, if it is encoded alone for all who read it."""
+        """Text of a part that is encoded alone for all calls that read it; None: it is not."""
         if isinstance(part, Told):
             return part.text
         return part if isinstance(part, str) and part in self.alone else None
 
     def forget(self) -> None:
-        """The worker has lost all messages."""
+        """Forget all messages, for the worker has lost them."""
         self._links.clear()
         self._pinned.clear()
         self._is_loaded = False
 
     async def free(self, keep_pinned: bool = True) -> None:
-        """Free what was shared, and what is on its way for a call that was refused meanwhile."""
+        """Free shared messages, also those under way for a call that was refused meanwhile."""
         coming = [link for link in self._links.values() if not link.done()]
         await asyncio.gather(*coming, return_exceptions=True)
         made = {key: link for key, link in self._links.items() if _is_made(link)}
@@ -256,7 +259,7 @@ class SharedMessages:
         return parents
 
     async def _shared(self, key: Any, text: str, parents: Sequence[Any]) -> Any:
-        """A message that is encoded once; all who need it wait for it."""
+        """Encode a message once; all calls that need it wait for it."""
         link = self._links.get(key)
         if link is None or (link.done() and not _is_made(link)):
             self.num_shared += 1
@@ -271,11 +274,11 @@ class SharedMessages:
 
 
 def _read_with(before: Answer) -> list[Any]:
-    """All that a call has read, and its own message without the token that ended it."""
+    """Parents of a call, and its own message without the token that ended it."""
     assert before.span is not None
     return [*before.parents, (before.message, 0, before.span[1])]
 
 
 def _is_made(link: asyncio.Future[Any]) -> bool:
-    """Whether the message is there."""
+    """Return whether the message is encoded."""
     return link.done() and not link.cancelled() and link.exception() is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls are made again after they failed, and when."""
+"""Retries: which failed calls are made again, and when."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PASSING = (*MESSAGES_GONE, LimitError, ParentFailedError, PoolFullError)
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether a failure is worth another try: what is refused for its content is not."""
+    """Return whether a failure is worth another try: a refusal of the call's content is not."""
     if isinstance(error, ChoreoError):
         return isinstance(error, _PASSING)
     return isinstance(error, (OSError, TimeoutError, RuntimeError))
@@ -32,12 +32,12 @@ def may_pass(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Retry:
-    """A policy.
+    """Policy of retries.
 
     Attributes:
         times: how often a call is made again.
-        wait: seconds before the first time; twice as long before each one after.
-        on: which errors are worth it.
+        wait: seconds before the first retry; twice as long before each one after.
+        on: tells whether an error is worth a retry.
     """
 
     times: int = 2
@@ -45,11 +45,11 @@ class Retry:
     on: Callable[[BaseException], bool] = may_pass
 
     def seconds(self, error: BaseException, tried: int) -> float | None:
-        """How long to wait before the next try; None: give up.
+        """Seconds to wait before the next try; None: give up.
 
         Args:
-            error: what the call has raised.
-            tried: how often it was made by now.
+            error: error that the call has raised.
+            tried: number of times that it was made by now.
         """
         if tried > self.times or not self.on(error):
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each part of a prompt that is filled in is read: chosen edge by edge, by cost.
+"""Choice of how operators read the values that are filled in, edge by edge, by cost.
 
     prefix    the prompt up to here is a message that several calls read; exact, so that nothing
               before it is read as a message
@@ -7,8 +7,8 @@
               different beginnings is encoded once, by itself; not exact
     again     it is encoded again, with the text around it; exact
 
-What has no fixed order is given the order in which prompts share most before anything is chosen
-(`concat(order="any")`), so that `prefix` can be had.
+Before anything is chosen, texts without a fixed order (`concat(order="any")`) have got the order in
+which prompts share most, so that more can be read as a `prefix`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MESSAGE_OVERHEAD = 2.0
 
 @dataclass(frozen=True)
 class Choice:
-    """How an operator reads another one.
+    """Way in which an operator reads another one.
 
     Attributes:
         how: "prefix", "message" or "again".
-        costs: tokens to be encoded for each way that there is, per call.
-        readers: operators whose prompts have the same beginning up to here.
+        costs: tokens to be encoded per call, by possible way.
+        readers: number of operators whose prompts have the same prefix up to here.
     """
 
     how: str
@@ -49,13 +49,13 @@ def choose(
     num_out: Callable[[int], float],
     repaired: float = 0.0,
 ) -> dict[tuple[int, int], Choice]:
-    """The choice for each edge: (operator, operator that it reads).
+    """Choose the way of each edge, (operator, operator that it reads).
 
     Args:
         graph: the graph.
-        prompts: of `operator_symbols`.
-        semantics: "exact": nothing that changes an answer; or "choreo".
-        num_out: tokens of an operator's value, by its number.
+        prompts: symbols by `operator_symbols`.
+        semantics: "exact": no way that changes an answer; or "choreo".
+        num_out: estimates the tokens of an operator's value, by its number.
         repaired: tokens that are repaired at the beginning of each message.
     """
     tree = TemplatedRadixTree(num_out)
@@ -86,7 +86,7 @@ def choose(
 
 
 def writes_message(graph: Operators, number: int) -> bool:
-    """Whether the value of an operator may be an answer of the model."""
+    """Return whether the value of an operator may be an answer of the model."""
     stack, seen = [number], set()
     while stack:
         node = graph.nodes[found := stack.pop()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run has done: its calls, by worker and time, and sums over them."""
+"""Statistics of a run: its calls, by worker and time, and sums over them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_choreo.planner.worker import Answer
 
 @dataclass
 class Lane:
-    """A call as it was run: on which worker, when (seconds from the beginning), at which try."""
+    """A call that was run: its worker, its times in seconds from the run's start, its tries."""
 
     task: int
     worker: int
@@ -22,7 +22,7 @@ class Lane:
 
 @dataclass
 class RunStats:
-    """What a run did.
+    """Counts, tokens and seconds of a run.
 
     Attributes:
         num_calls: calls that workers have answered.
@@ -31,10 +31,10 @@ class RunStats:
         num_retries: calls that were made again.
         num_shared: messages that calls shared.
         num_moved: answers that went to another worker as keys and values.
-        num_prompt, num_reused, num_out: tokens of prompts, those of them that were not encoded for
-            the call, and tokens generated.
+        num_prompt, num_reused, num_out: tokens of prompts, tokens of prompts that were not encoded
+            for the call, and tokens generated.
         num_encoded: tokens of prompts, and of messages for them, that were encoded in this run.
-        seconds: from the first call to the last value.
+        seconds: time from the start of the run until its messages are freed.
         lanes: the calls.
     """
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache-aware scheduling: which call next, so that prompts are shared and nobody waits.
+"""Cache-aware scheduling: which call runs next, so that prompts are shared and no worker waits.
 
-Helium's algorithm 1. It goes through the templated radix tree like a depth-first search: of the
-calls that can run now, one that shares the longest prefix with the last one; among subtrees that
-with the longest chain of calls still to come (critical path). If none can run, time goes on to the
-first that can. Here each node of the tree keeps its calls that can run in a heap, so that a step
-costs the depth of the tree and not the number of its children.
+Helium's algorithm 1 goes through the templated radix tree like a depth-first search: it takes, of
+the calls that can run now, one that shares the longest prefix with the last one; among subtrees the
+one with the longest chain of calls still to come (critical path). If none can run, time goes on to
+the first that can. Here each node of the tree keeps its calls that can run in a heap, so that a
+step costs the depth of the tree and not the number of its children.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _IMPROVE_UP_TO = 48
 def schedule(
     calls: Calls, assigned: Sequence[Sequence[int]], model: CostModel, *, improve: bool = True
 ) -> Timetable:
-    """Orders of calls for each worker: the best of those that the rules below give.
+    """Order the calls of each worker: the best of the orders that the rules below give.
 
     Args:
-        calls: what is to be run.
+        calls: calls to be run.
         assigned: the calls of each worker.
-        model: of the cost.
-        improve: few calls are moved one by one as long as that helps.
+        model: the cost model.
+        improve: search on from these orders, if there are few calls on one worker.
     """
     tails = critical_paths(calls, model)
     found = [
@@ -45,7 +45,7 @@ def schedule(
 
 
 def critical_paths(calls: Calls, model: CostModel) -> dict[int, float]:
-    """For each call the least token steps from its beginning to the end of all that follow."""
+    """Least token steps from each call's beginning to the end of all calls that depend on it."""
     tails: dict[int, float] = {}
     dependents = calls.dependents()
     for call in reversed(_in_order(calls)):
@@ -58,7 +58,7 @@ def critical_paths(calls: Calls, model: CostModel) -> dict[int, float]:
 
 
 def _in_order(calls: Calls) -> list[int]:
-    """The calls, each after those on which it depends."""
+    """Calls, each after those on which it depends."""
     missing = {call: len(calls.depends.get(call, ())) for call in calls.num_out}
     dependents = calls.dependents()
     order = [call for call, count in missing.items() if not count]
@@ -76,7 +76,7 @@ def _in_order(calls: Calls) -> list[int]:
 
 
 class _Ready:
-    """The calls of one worker that can run, by the nodes of the tree on their paths."""
+    """Calls of one worker that can run, by the nodes of the tree on their paths."""
 
     def __init__(self, calls: Calls, tails: dict[int, float], places: dict[int, int]) -> None:
         self.last: int | None = None
@@ -88,7 +88,7 @@ class _Ready:
         self._heaps: dict[TreeNode, list[tuple[float, float, int, int]]] = {}
 
     def add(self, call: int) -> None:
-        """The call can run from now on."""
+        """Add a call that can run from now on."""
         self.count += 1
         # Of equal tails, the one with the longer answer first; then as they are listed.
         entry = (-self._tails[call], -self._calls.num_out[call], self._places[call], call)
@@ -98,14 +98,14 @@ class _Ready:
             node = node.parent
 
     def best_below(self, node: TreeNode) -> int | None:
-        """Of the calls in a subtree that can run, the one with the longest tail."""
+        """Call with the longest tail of those in a subtree that can run; None: there is none."""
         heap = self._heaps.get(node)
         while heap and heap[0][3] in self._taken:
             heapq.heappop(heap)
         return heap[0][3] if heap else None
 
     def take(self, call: int) -> None:
-        """The call is scheduled."""
+        """Take out a call that is scheduled."""
         self.count -= 1
         self.last = call
         self._taken.add(call)
@@ -116,12 +116,12 @@ class _Ready:
 
     @property
     def here(self) -> TreeNode:
-        """Where the last call ended in the tree."""
+        """Node of the tree at which the last call's prompt ends."""
         return self.root if self.last is None else self._calls.tree.end[self.last]
 
 
 def _nearest_prefix(ready: _Ready) -> int:
-    """The subtree of the last call first, from below: a depth-first search."""
+    """Take a call from the smallest subtree around the last one: a depth-first search."""
     node: TreeNode | None = ready.here
     while node is not None:
         found = ready.best_below(node)
@@ -132,7 +132,7 @@ def _nearest_prefix(ready: _Ready) -> int:
 
 
 def _longest_tail(ready: _Ready) -> int:
-    """The longest tail first; of those that are as long, the nearest prefix."""
+    """Take the call with the longest tail; of equal ones, the one with the nearest prefix."""
     best = ready.best_below(ready.root)
     assert best is not None
     limit = ready._tails[best] * (1 - 1e-9)
@@ -152,7 +152,7 @@ def _greedy(
     tails: dict[int, float],
     rule: Callable[[_Ready], int],
 ) -> list[list[int]]:
-    """Orders by one rule. Workers take turns: the one whose clock is behind schedules next."""
+    """Order calls by one rule; the worker whose clock is behind schedules next."""
     run = _Run(calls, assigned, model, tails)
     while run.busy:
         worker = run.next_worker()
@@ -190,7 +190,7 @@ class _Run:
         self._tails = tails
 
     def next_worker(self) -> int | None:
-        """The worker that can begin a call first; its clock is set to when that is."""
+        """Find the worker that can begin a call first, and set its clock to that time."""
         best: int | None = None
         first = float("inf")
         for worker, clock in enumerate(self._clocks):

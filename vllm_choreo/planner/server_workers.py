@@ -23,14 +23,14 @@ async def server_workers(
     model: str | None = None,
     **options: Any,
 ) -> AsyncIterator[list[FacadeWorker]]:
-    """A worker for each server; the sessions are closed at the end.
+    """Open a worker for each server; their sessions are closed at the end.
 
     Args:
-        urls: of the servers, all with the same model.
-        api_key: of all of them.
+        urls: addresses of the servers, all with the same model.
+        api_key: key that all of them take.
         width: calls of a worker at a time.
-        model: what answers depend on; without it they cannot be cached.
-        options: of `AsyncChoreoClient`.
+        model: name of the model, on which answers depend; without it they cannot be cached.
+        options: arguments of `AsyncChoreoClient`.
     """
     from vllm_choreo.client import AsyncChoreoClient
 

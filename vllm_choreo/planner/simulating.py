@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan on simulated workers: the same placement and order, on the cost model's clock."""
+"""Simulation of a plan: the same placement and order, on the cost model's clock."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from vllm_choreo.planner.radix import TreeNode
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a run came to.
+    """Measurements of a simulated run.
 
     Attributes:
-        total: when the last call ended, in token steps.
+        total: end of the last call, in token steps.
         busy: token steps that each worker has worked.
         num_calls: calls that were run.
-        hit_rate: the part of prompt tokens that a worker had in its KV cache, which keeps what was
-            read last.
-        progress: with the values of all tasks.
+        hit_rate: part of the prompt tokens that a worker had in its KV cache, which keeps the
+            tokens that were read last.
+        progress: progress of the run, with the values of all tasks.
     """
 
     total: float
@@ -35,13 +35,13 @@ class Simulation:
 
     @property
     def balance(self) -> float:
-        """The busiest worker's work over the mean; 1 is best."""
+        """Work of the busiest worker over the mean; 1 is best."""
         mean = sum(self.busy) / len(self.busy)
         return max(self.busy) / mean if mean else 1.0
 
 
 def simulate(plan: PhysicalPlan, model: CostModel, text: str = "answer") -> Simulation:
-    """Run a plan; every call answers with `text`."""
+    """Simulate a plan in which every call answers with `text`."""
     run = _Simulator(plan, model, text)
     run.run()
     share = run.hits / run.tokens if run.tokens else 0.0
@@ -49,7 +49,7 @@ def simulate(plan: PhysicalPlan, model: CostModel, text: str = "answer") -> Simu
 
 
 class _Cache:
-    """Beginnings of prompts that a worker holds; what was read longest ago is dropped first."""
+    """Prefixes of prompts that a worker holds; the least recently read is dropped first."""
 
     def __init__(self, capacity: float) -> None:
         self._capacity = capacity
@@ -57,7 +57,7 @@ class _Cache:
         self._size = 0.0
 
     def read(self, path: Sequence[TreeNode]) -> float:
-        """Tokens of a prompt that are held; then all of it is."""
+        """Read a prompt, which is held then; return the tokens of it that were held before."""
         hits = 0.0
         for node in path:
             if node not in self._held:
@@ -102,7 +102,7 @@ class _Simulator:
                 self._take(now)
 
     def _take(self, now: float) -> None:
-        """Queue what became ready, and begin it on workers that wait."""
+        """Queue calls that became ready, and begin them on idle workers."""
         woken = set()
         while self.progress.calls:
             call = self.progress.calls.popleft()

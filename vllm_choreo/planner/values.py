@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of operators that no model computes, and the text of a prompt."""
+"""Values of operators that no model computes, and the text of a prompt."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from vllm_choreo.planner.op import type_of
 
 @dataclass(frozen=True)
 class Template:
-    """How chat messages become text; by default ChatML's (SmolLM2, Qwen and others).
+    """Chat template: the text around chat messages; by default ChatML's (SmolLM2, Qwen and others).
 
     Attributes:
-        opening: of a message; `{role}` is who speaks.
-        closing: of a message. It ends a text that is tokenised apart as it is together with what
-            follows, which begins with `opening`: exact plans cut prompts there alone.
+        opening: text before a message; `{role}` is its role.
+        closing: text behind a message. The text up to it has the same tokens apart as together with
+            the `opening` that follows: exact plans cut prompts only there.
     """
 
     opening: str = "<|im_start|>{role}\n"
     closing: str = "<|im_end|>\n"
 
     def __post_init__(self) -> None:
-        """
+        """Check that messages end, and that their opening has no hole but `{role}`.
+
         Raises:
-            GraphError: a message would not end, or begins with another hole than `{role}`.
+            GraphError: `closing` is empty, or `opening` has another hole.
         """
         if not self.closing:
             raise GraphError(
@@ -52,7 +53,7 @@ class Template:
             ) from None
 
     def begin(self, role: str) -> str:
-        """How a message of this role begins."""
+        """Opening of a message of this role."""
         return self.opening.format(role=role)
 
 
@@ -60,7 +61,7 @@ CHATML = Template()
 
 
 def prompt_pieces(node: Node, template: Template) -> list[str | int]:
-    """The prompt of an `llm` operator: text, and numbers of its inputs; none after a turn's end."""
+    """Pieces of an `llm` operator's prompt: text and numbers of inputs, the opening at the end."""
     pieces: list[str | int] = []
     opening = ""
     for role, parts in node.attrs["turns"]:
@@ -72,18 +73,18 @@ def prompt_pieces(node: Node, template: Template) -> list[str | int]:
 
 
 def prompt_text(node: Node, inputs: Sequence[str], template: Template) -> str:
-    """The prompt of an `llm` operator as text."""
+    """Prompt of an `llm` operator as text."""
     pieces = prompt_pieces(node, template)
     return "".join(piece if isinstance(piece, str) else inputs[piece] for piece in pieces)
 
 
 def asked_of(node: Node) -> Any:
-    """What an `llm` operator asks besides the values that it reads, as JSON has it."""
+    """Turns and sampling of an `llm` operator, for JSON; the values that it reads are left out."""
     return [node.attrs["turns"], sorted(node.attrs["sampling"].items())]
 
 
 def evaluate(node: Node, inputs: Sequence[Any]) -> Any:
-    """The value of a `fmt`, `slice`, `item`, `concat` or `output`.
+    """Compute the value of a `fmt`, `slice`, `item`, `concat` or `output`.
 
     Raises:
         OperatorFailedError: a list has no such item.
@@ -108,7 +109,7 @@ def evaluate(node: Node, inputs: Sequence[Any]) -> Any:
 
 
 def chosen_case(node: Node, key: Any) -> int:
-    """Which input of a `switch` is its value: the number of the input.
+    """Number of the input that is the value of a `switch`.
 
     Raises:
         OperatorFailedError: no case has this key, and there is no default.
@@ -122,17 +123,17 @@ def chosen_case(node: Node, key: Any) -> int:
 
 
 class Functions:
-    """Calls the functions of a graph; the first call of each pure one is made twice."""
+    """Caller of a graph's functions; it makes the first call of each pure one twice."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def call(self, node: Node, inputs: Sequence[Any]) -> Any:
-        """The value of a `fn`.
+        """Call the function of a `fn`.
 
         Raises:
-            OperatorFailedError: the function raised; `__cause__` is what.
-            ImpureFunctionError: declared pure, and it is not.
+            OperatorFailedError: the function raised; its error is `__cause__`.
+            ImpureFunctionError: the function is declared pure, and it is not.
             OperatorTypeError: its value is of another type than declared.
         """
         function = node.attrs["function"]
@@ -156,12 +157,12 @@ class Functions:
 
 
 def failed(node: Node, message: str) -> OperatorFailedError:
-    """An error of an operator."""
+    """Error of an operator."""
     return OperatorFailedError(message, op=node.name, line=node.line)
 
 
 def _checked(node: Node, value: Any) -> Any:
-    """The value as JSON has it. Raises OperatorTypeError: not of the declared type."""
+    """Return the value, a tuple as a list. Raises OperatorTypeError: not of the declared type."""
     value = list(value) if isinstance(value, tuple) else value
     if node.type not in ("value", type_of(value)):
         raise OperatorTypeError(
@@ -182,5 +183,5 @@ def _checked(node: Node, value: Any) -> Any:
 
 
 def attrs_key(attrs: Mapping[str, Any]) -> str:
-    """What tells attributes apart, functions by identity: for one process."""
+    """Key that tells attributes apart, functions by identity: for one process."""
     return json.dumps(attrs, sort_keys=True, default=lambda function: f"function {id(function)}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker: whoever answers calls. `FacadeWorker` is one over any facade, in process or over HTTP.
+"""Workers, which answer calls: `FacadeWorker` is one over any facade, in process or over HTTP.
 
 A facade whose methods are coroutines answers calls as they come. One whose methods return when all
-is done (`Choreography` on a `vllm.LLM`) is given what is there as one parallel list, wave by wave.
+calls are done (`Choreography` on a `vllm.LLM`) gets those that wait as one parallel list, wave by
+wave.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ _TURNS_PER_WAVE = 10
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call came to.
+    """Answer to a call.
 
     Attributes:
         text: the generated text.
         num_out: tokens generated.
-        num_prompt: tokens read: of parents and header.
-        reused: those of them that were not encoded for this call.
-        message: the handle of the worker's message; None: there is none to be read.
-        span: the generated tokens in the message, without the one that ended them.
-        token_ids: of these.
-        exact: see `Usage.exact`.
-        parents: what the call has read, as it named it.
+        num_prompt: tokens of parents and header.
+        reused: tokens of these that were not encoded for this call.
+        message: handle of the worker's message; None: there is none.
+        span: (start, stop) of the generated tokens in the message, without the one that ended
+            them; None: it cannot be read.
+        token_ids: tokens of the span.
+        exact: `Usage.exact` of the call.
+        parents: parents of the call, as they were passed to it.
         beside: messages that were encoded for this call alone.
     """
 
@@ -58,20 +60,19 @@ class Answer:
     beside: tuple[Any, ...] = ()
 
     def messages(self) -> list[Any]:
-        """What is freed with the answer."""
+        """Messages that are freed with the answer."""
         return [*self.beside, *([] if self.message is None else [self.message])]
 
 
 class Worker(Protocol):
-    """Answers calls.
+    """A worker, which answers calls.
 
     Attributes:
-        width: how many at a time.
-        reads_messages: whether prompts may be given as messages; otherwise as text alone.
+        width: calls that it takes at a time.
+        reads_messages: True if it reads prompts as messages, False if as text alone.
         min_moved_tokens: answers of fewer tokens are not worth moving from or to it as keys and
-            values; infinite where it cannot be done.
-        identity: what answers depend on besides the call, as JSON has it: the model. None: nobody
-            knows.
+            values; infinite where they cannot be moved.
+        identity: model on which answers depend besides the call, for JSON; None: it is not known.
     """
 
     width: int
@@ -112,16 +113,16 @@ class _Asked:
 
 
 class FacadeWorker:
-    """See `Worker`.
+    """A `Worker` over a facade.
 
     Args:
-        facade: `Choreography`, `AsyncChoreography`, a client, or what has their methods. One in
-            mode "baseline" is given text.
+        facade: `Choreography`, `AsyncChoreography`, a client, or an object with their methods. One
+            in mode "baseline" is given text.
         width: calls at a time.
-        repair: of calls that read messages which were encoded apart; see docs/repair.md.
-        pin_seconds: for how long what is pinned stays.
-        model: what answers depend on besides the call; None: the engine in process is asked, or the
-            facade's `model`. Where nobody knows, answers cannot be cached.
+        repair: repair rule of calls that read messages which were encoded apart (docs/repair.md).
+        pin_seconds: seconds for which pinned messages stay.
+        model: name of the model, on which answers depend; None: the facade's `model`, else that of
+            the engine in process. If it is not known, answers cannot be cached.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class FacadeWorker:
         return answer_of(await self._ask("decode", call), sampling)
 
     async def pin(self, messages: Sequence[Any]) -> None:
-        """Evict these messages after others."""
+        """Pin messages: they are evicted after others."""
         if messages and self.reads_messages and hasattr(self._facade, "pin"):
             done = self._facade.pin(*messages, ttl=self._pin_seconds)
             if self._is_async:
@@ -188,12 +189,12 @@ class FacadeWorker:
                 await done
 
     async def tokenize(self, text: str) -> tuple[int, ...] | None:
-        """The tokens of text; None: it is not known here."""
+        """Return the tokens of a text; None: they are not known here."""
         tokenize = getattr(self._facade, "tokenize", None)
         return None if tokenize is None else tokenize(text)
 
     async def give(self, message: Any) -> dict[str, bytes]:
-        """A message as files, with keys and values; see docs/keep.md."""
+        """Return a message as files, with keys and values; see docs/keep.md."""
         with _memory() as (uri, files):
             done = self._facade.save([message], uri, encodings=True, progress=False)
             if self._is_async:
@@ -201,7 +202,7 @@ class FacadeWorker:
             return dict(files())
 
     async def take(self, kept: Mapping[str, bytes]) -> Any:
-        """The message that another worker gave. Raises ChoreoError: it does not fit here."""
+        """Load a message that another worker gave. Raises ChoreoError: it does not fit here."""
         with _memory(kept) as (uri, _):
             done = self._facade.load(uri, progress=False)
             (message,) = await done if self._is_async else done
@@ -214,12 +215,13 @@ class FacadeWorker:
             await done
 
     async def load(self, uri: Any) -> list[tuple[tuple[str, ...], Any]]:
-        """What was saved there, each with the texts of its parents and its own; nothing, if nobody
-        has saved yet.
+        """Load saved messages; return each behind the texts of its parents and its own.
+
+        The list is empty if none were saved yet.
 
         Raises:
-            KeptError: another model's, or damaged; names the file.
-            GraphError: answers, or messages that were encoded with others than these.
+            KeptError: they are another model's, or damaged; names the file.
+            GraphError: some are answers, or have parents that are not among them.
         """
         try:
             done = self._facade.load(uri, progress=False)
@@ -248,7 +250,7 @@ class FacadeWorker:
         return call
 
     def _sampling(self, fields: Mapping[str, Any]) -> Any:
-        """`vllm.SamplingParams` for an engine in process; their fields for all others."""
+        """Return `vllm.SamplingParams` for an engine in process; their fields for all others."""
         if not _is_in_process(self._facade):
             return dict(fields)
         from vllm import SamplingParams
@@ -286,7 +288,7 @@ class FacadeWorker:
 
 
 def answer_of(message: Any, sampling: Mapping[str, Any]) -> Answer:
-    """The answer that a message of a decode holds."""
+    """Answer that the message of a decode holds."""
     num_out = len(message.generated_token_ids)
     start = message.num_tokens - num_out
     # With stop strings the last token may be part of one, and then the message has been cut.
@@ -308,7 +310,7 @@ def answer_of(message: Any, sampling: Mapping[str, Any]) -> Answer:
 
 
 def _is_in_process(facade: Any) -> bool:
-    """Whether its engine is this process's own: servers choose folders for their clients."""
+    """Return whether the facade is in this process: servers choose folders for their clients."""
     from vllm_choreo.api.async_choreography import AsyncChoreography
     from vllm_choreo.api.choreography import Choreography
 
@@ -319,7 +321,7 @@ def _is_in_process(facade: Any) -> bool:
 def _memory(
     kept: Mapping[str, bytes] | None = None,
 ) -> Iterator[tuple[str, Callable[[], Mapping[str, bytes]]]]:
-    """A folder in memory with some files: its URI, and what gives its files."""
+    """Open a folder in memory with some files: its URI, and a function that returns its files."""
     import fsspec
 
     store, path = fsspec.filesystem("memory"), f"/choreo-moves/{uuid4().hex}"
@@ -336,5 +338,5 @@ def _memory(
 
 
 def as_worker(given: Any) -> Any:
-    """The worker over a facade; workers are passed on."""
+    """Return a worker over a facade; return a worker itself."""
     return given if hasattr(given, "reads_messages") else FacadeWorker(given)

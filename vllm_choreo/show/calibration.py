@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page of a calibration: what each rung buys, and what it costs."""
+"""Self-contained HTML page of a calibration: the quality and the cost of each rung."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NOTE = (
 
 
 def calibration_html(calibration: Mapping[str, Any], advice: str) -> str:
-    """The page.
+    """Draw the page.
 
     Args:
-        calibration: as in calibration.json.
-        advice: what to do, in a sentence.
+        calibration: content of calibration.json.
+        advice: a sentence that says what to do.
 
     Returns:
         The text of an HTML file that loads nothing from elsewhere.

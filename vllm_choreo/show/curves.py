@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the losses of a training (matplotlib, no display)."""
+"""Drawing of the losses of a training (matplotlib, no display)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def draw_curves(curves: Mapping[str, Sequence[Sequence[float]]], label: str, pat
     """Draw losses over steps.
 
     Args:
-        curves: by name, lists of `[step, loss]`.
-        label: of the loss, with its unit.
-        path: of the picture; the suffix says its kind.
+        curves: lists of `[step, loss]`, by name.
+        label: name of the loss, with its unit.
+        path: file of the picture; the suffix says its kind.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

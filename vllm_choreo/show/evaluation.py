@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page of an evaluation: accuracies, distances, transfer, curves, examples.
+"""Self-contained HTML page of an evaluation: accuracies, distances, transfer, curves, examples.
 
-No scripts: it is drawn when it is written.
+It has no scripts: it is drawn when it is written.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Row = Mapping[str, Any]
 
 
 def evaluation_html(evaluation: Mapping[str, Any]) -> str:
-    """The page.
+    """Draw the page.
 
     Args:
-        evaluation: as in evaluation.json.
+        evaluation: content of evaluation.json.
 
     Returns:
         The text of an HTML file that loads nothing from elsewhere.
@@ -108,7 +108,7 @@ def _with_interval(row: Row, name: str, show: Any) -> str:
 
 
 def _bars(title: str, rows: Sequence[Row], name: str, longest: float, show: Any) -> str:
-    """A bar for each arm, and a line from end to end of its interval."""
+    """Bars of the arms, each with a line from end to end of its interval."""
     lines = []
     for i, row in enumerate(rows):
         if row[name] is None:
@@ -126,7 +126,7 @@ def _bars(title: str, rows: Sequence[Row], name: str, longest: float, show: Any)
 
 
 def _frontier(rows: Sequence[Row]) -> str:
-    """What is bought by encoding more: the distance to the text, or the accuracy, by tokens."""
+    """Picture of the distance to the text, else of the accuracy, by tokens encoded."""
     name = "kl" if any(row["kl"] is not None for row in rows) else "accuracy"
     points = [
         Point(row["arm"], row["encoded"], row[name], row[f"{name}_low"], row[f"{name}_high"], i)
@@ -146,7 +146,7 @@ def _share(value: float, longest: float) -> str:
 
 
 def _transfer(sets: Sequence[Mapping[str, Any]]) -> str:
-    """What each adapter regains on each set, where there are several."""
+    """Table of the share that each adapter regains on each set, if there are several sets."""
     arms = dict.fromkeys(
         row["arm"] for one in sets for row in one["rows"] if row["kl_gap_closed"] is not None
         or row["gap_closed"] is not None
@@ -167,7 +167,7 @@ def _regained(row: Row | None) -> str:
 
 
 def _curves(adapters: Sequence[Mapping[str, Any]]) -> str:
-    """The losses of the trainings that have left any."""
+    """Pictures of the losses of trainings, where they were kept."""
     figures = [_curve(one) for one in adapters if any(one.get("curves", {}).values())]
     if not figures:
         return ""
@@ -201,7 +201,7 @@ def _points(points: Sequence[Sequence[float]], last: float, most: float) -> str:
 
 
 def _examples(one: Mapping[str, Any]) -> str:
-    """Problems on which the arms do not all answer alike, those first that some get wrong."""
+    """Problems on which arms answer differently; those that some get right, some wrong, first."""
     differing = [
         problem
         for problem in one["problems"]

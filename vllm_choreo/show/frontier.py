@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of what is bought by encoding more tokens: points with intervals, as SVG in a page."""
+"""Picture of quality over cost: points with intervals, as SVG in a page."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _WIDTH, _HEIGHT, _EDGE = 320, 150, 10  # in the picture's own units; an edge aro
 
 
 class Point(NamedTuple):
-    """One way of running.
+    """A way of running, as a point.
 
     Attributes:
-        name: for a reader.
-        x: what it costs, in tokens or seconds.
-        y: what that buys, of any unit; `low` and `high` are its interval, None if there is none.
-        number: by which it is named in the picture, from 0 on; its colour goes by it, too.
+        name: name for a reader.
+        x: cost, in tokens or seconds.
+        y: quality, in any unit; `low` and `high` are its interval, None if there is none.
+        number: number from 0 on, which sets its colour; the picture names it by one more.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Point(NamedTuple):
 
 
 def colour(number: int) -> str:
-    """Of an arm, by its number."""
+    """Colour of an arm, by its number."""
     return _COLOURS[number % len(_COLOURS)]
 
 
@@ -45,12 +45,12 @@ def frontier(
     show: Callable[[float], str],
     show_cost: Callable[[float], str] = _whole,
 ) -> str:
-    """Points over what they cost, from zero on, in HTML; "" if there are none.
+    """Draw points over their cost, from zero on, in HTML; "" if there are none.
 
     Args:
-        points: in the order in which they are named.
-        of, by: what the axes show.
-        show, show_cost: a value of `of`, and of `by`, for a reader.
+        points: points in the order in which they are named.
+        of, by: names of the axes of quality and cost.
+        show, show_cost: write a value of `of`, and of `by`, for a reader.
     """
     if not points:
         return ""
@@ -70,7 +70,7 @@ def frontier(
 
 
 def _mark(point: Point, right: float, top: float) -> str:
-    """A disc with a number, and a line from end to end of the interval."""
+    """Draw a disc with the point's number, and a line from end to end of its interval."""
     x = _EDGE + (_WIDTH - 2 * _EDGE) * point.x / right
     line = ""
     if point.low is not None and point.high is not None:

@@ -11,10 +11,11 @@ from vllm_choreo.show.page import fragment
 
 
 def filled(title: str, facts: Mapping[str, Any], body: str) -> str:
-    """A page that loads nothing from elsewhere.
+    """Fill a page that loads nothing from elsewhere.
 
     Args:
-        facts: shown in its header, by name.
+        title: heading of the page, text.
+        facts: facts that its header shows, by name.
         body: markup.
     """
     shown = " · ".join(f"{text(k)} <b>{text(v)}</b>" for k, v in facts.items())
@@ -26,12 +27,12 @@ def filled(title: str, facts: Mapping[str, Any], body: str) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """Markup under a title that is markup, too."""
+    """Put markup under a title that is markup, too."""
     return f"<section><h2>{title}</h2>{''.join(parts)}</section>"
 
 
 def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are texts, not markup."""
+    """Make a table of cells that are texts, not markup."""
     top = "".join(f"<th>{text(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
     markup = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
@@ -39,30 +40,30 @@ def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def note(content: str) -> str:
-    """A remark."""
+    """Make a paragraph of a remark, which is text."""
     return f'<p class="note">{text(content)}</p>'
 
 
 def text(value: Any) -> str:
-    """Anything as text, never as markup."""
+    """Write anything as text, never as markup."""
     return html.escape(str(value))
 
 
 def percent(share: float | None, sign: bool = False) -> str:
-    """A share in per cent; a dash for None."""
+    """Write a share in per cent; a dash for None."""
     return hundredths(share, sign) + ("" if share is None else " %")
 
 
 def hundredths(share: float | None, sign: bool = False) -> str:
-    """A share times a hundred; a dash for None."""
+    """Write a share times a hundred; a dash for None."""
     return "–" if share is None else f"{100 * share:{'+' if sign else ''}.1f}"
 
 
 def milliseconds(seconds: float | None) -> str:
-    """A time; a dash for None."""
+    """Write seconds in milliseconds; a dash for None."""
     return "–" if seconds is None else f"{1000 * seconds:,.0f} ms"
 
 
 def nats(value: float | None) -> str:
-    """A divergence; a dash for None."""
+    """Write a divergence; a dash for None."""
     return "–" if value is None else f"{value:.4f}"

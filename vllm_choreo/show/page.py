@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page of transcripts: who read what, when, and what it cost.
+"""Self-contained HTML page of transcripts: which call read which messages, when, at what cost.
 
 `page.html` is the frame; the fragments beside it are its style and its scripts. The data goes into
 the page as JSON, and the scripts put text into the document as text alone, never as markup.
@@ -23,8 +23,8 @@ class Shown:
     """A transcript on the page.
 
     Attributes:
-        transcript: as `Transcript.to_json()`.
-        correct: whether its answers were right; None if that is not known.
+        transcript: value of `Transcript.to_json()`.
+        correct: True if its answers were right; None if that is not known.
     """
 
     transcript: Mapping[str, Any]
@@ -33,13 +33,13 @@ class Shown:
 
 @dataclass(frozen=True)
 class ShownProblem:
-    """A problem on the page, and what was made of it.
+    """A problem on the page, and its runs.
 
     Attributes:
-        id: names the problem.
+        id: name of the problem.
         question: its text.
-        expected: the right answer, one for each thing asked; empty if nobody knows.
-        runs: one per mode.
+        expected: right answers, one for each thing asked; empty if they are not known.
+        runs: transcripts, one per mode.
     """
 
     id: str
@@ -49,12 +49,12 @@ class ShownProblem:
 
 
 def page_html(workflow: str, problems: Sequence[ShownProblem], facts: Mapping[str, str]) -> str:
-    """The page.
+    """Write the page.
 
     Args:
-        workflow: its name.
-        problems: what was run, in order; at least one, each with at least one run.
-        facts: shown in the page's header by name, for example {"model": "SmolLM2-135M"}.
+        workflow: name of the workflow.
+        problems: problems in order; at least one, each with at least one run.
+        facts: facts that the page's header shows, by name, for example {"model": "SmolLM2-135M"}.
 
     Returns:
         The text of an HTML file that loads nothing from elsewhere.
@@ -70,12 +70,12 @@ def page_html(workflow: str, problems: Sequence[ShownProblem], facts: Mapping[st
 
 
 def fragment(name: str) -> str:
-    """A file beside this one."""
+    """Read a file beside this one."""
     return (files("vllm_choreo.show") / name).read_text(encoding="utf-8")
 
 
 def _script_json(data: Any) -> str:
-    """JSON that no text inside can end, or turn into markup, in an HTML script element."""
+    """Write JSON in which no text can end the HTML script element or become markup."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -107,6 +107,6 @@ _STEP_KEYS = (
 
 
 def _step(step: Mapping[str, Any]) -> dict[str, Any]:
-    """A step without its token ids, of which only the number is shown."""
+    """Step of a transcript without its token ids, of which only the number is shown."""
     slim = {key: step[key] for key in _STEP_KEYS}
     return {**slim, "num_generated": len(step["generated_token_ids"])}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page of a profiled pair: which layers matter, and what they cost."""
+"""Self-contained HTML page of a profiled pair: which layers matter, and their cost."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _ABOUT_MAP = (
 
 
 def pair_html(data: Mapping[str, Any], advice: str) -> str:
-    """The page.
+    """Draw the page.
 
     Args:
-        data: as in profile.json.
-        advice: what to do, in a sentence.
+        data: content of profile.json.
+        advice: a sentence that says what to do.
 
     Returns:
         The text of an HTML file that loads nothing from elsewhere.
@@ -60,7 +60,7 @@ def pair_html(data: Mapping[str, Any], advice: str) -> str:
 
 
 def heat_map(cells: Sequence[Mapping[str, Any]], num_layers: int) -> str:
-    """What blocks of layers leave of the loss, in HTML; each as the nearest that was measured."""
+    """Draw the loss that each block of layers leaves, that of the nearest one measured, in HTML."""
     blocks = {tuple(cell["layers"][0]): cell for cell in cells if len(cell["layers"]) == 1}
     squares = []
     for first in range(num_layers):
@@ -94,7 +94,7 @@ def _square(first: int, stop: int, cell: Mapping[str, Any], is_measured: bool, s
 
 
 def _frontier(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Cells that no other one beats, by the time to the first token."""
+    """Picture of the cells that no cell of fewer layers beats, by time to the first token."""
     best: list[Mapping[str, Any]] = []
     for cell in sorted(cells, key=lambda cell: (_num_run(cell), cell["quality_loss"])):
         if not best or cell["quality_loss"] < best[-1]["quality_loss"]:
@@ -116,7 +116,7 @@ def _name(cell: Mapping[str, Any]) -> str:
 
 
 def _layer_map(layer_map: Mapping[str, Any]) -> str:
-    """What each layer closes by itself, and the best of them beside a whole block."""
+    """Gap that each layer closes by itself, and the best single layers beside the best block."""
     gains = layer_map["gains"]
     most = max([abs(gain) for gain in gains], default=0) or 1
     bars = "".join(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws workflows: who read what, and which of it had to be encoded (matplotlib, no display).
+"""Drawing of workflows: which call read what, and what had to be encoded (matplotlib, no display).
 
 One row of panels per workflow. Columns are stages, boxes are messages, lines run from a message to
 the calls that read it. In each box two strips of equal scale show the call's whole context:
@@ -38,8 +38,8 @@ def draw_workflows(
 
     Args:
         pairs: (choreographed, baseline) runs of the same program, call for call.
-        folder: exists already.
-        name: of the files, without suffix.
+        folder: an existing folder.
+        name: name of the files, without suffix.
 
     Returns:
         The paths of an SVG and a PNG file.
@@ -100,7 +100,7 @@ def _draw_panel(axes: Any, choreo: Transcript, base: Transcript) -> None:
 
 
 def _places(transcript: Transcript) -> dict[str, tuple[float, float]]:
-    """The upper left corner of each message's box, in inches; columns are centred."""
+    """Upper left corner of each message's box, in inches; columns are centred."""
     columns = _columns(transcript)
     rows = max(len(column) for column in columns)
     places = {}
@@ -112,7 +112,7 @@ def _places(transcript: Transcript) -> dict[str, tuple[float, float]]:
 
 
 def _author_colours(steps: Sequence[Step]) -> dict[str, str]:
-    """A colour per author; those who generate nothing are kept pale."""
+    """Colour of each author; those that generate nothing are pale."""
     speakers = dict.fromkeys(step.author for step in steps if step.message.generated_token_ids)
     others = dict.fromkeys(step.author for step in steps if step.author not in speakers)
     return {
@@ -234,7 +234,7 @@ def _draw_strip(
 
 
 def _reads(message: Message, by_id: dict[str, Step]) -> list[tuple[str, int]]:
-    """(parent id, number of its tokens that are read), in the order of the call."""
+    """List (parent id, number of its tokens that are read), in the order of the call."""
     reads = []
     for span in message.parents:
         length = by_id[span.id].message.num_tokens

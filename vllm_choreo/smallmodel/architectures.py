@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model of each known architecture is laid out in GGUF, and in transformers.
+"""Layout of a model of each known architecture in GGUF and in transformers.
 
-An entry of `ARCHITECTURES` says all that the converter has to know of one: the configuration, the
-names of tensors, what llama.cpp changed in them, and which tokenizer there is.
+An entry of `ARCHITECTURES` is all that the converter has to know of one: the configuration, the
+names of tensors, llama.cpp's changes of them, and the tokenizer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Architecture:
 
     Attributes:
         pre: `tokenizer.ggml.pre` of the only tokenizer that is read.
-        config: makes `config.json`.
+        config: makes the content of `config.json`.
         layer_tensors: names of a layer's tensors in GGUF and in transformers.
         restore: gives a tensor, by its GGUF name, the form that transformers has it in.
         tokenizer: makes the tokenizer.
-        round_trip_texts: what the tokenizer must give back as it was.
+        round_trip_texts: texts that the tokenizer must give back unchanged.
     """
 
     pre: str
@@ -42,7 +42,7 @@ class Architecture:
     round_trip_texts: tuple[str, ...]
 
     def transformers_name(self, name: str) -> str:
-        """The name of a tensor in transformers.
+        """Name of a tensor in transformers.
 
         Raises:
             ConversionError: this architecture has no tensor of that name.
@@ -56,7 +56,7 @@ class Architecture:
 
 
 def find_architecture(fields: Fields) -> Architecture:
-    """The architecture of a file.
+    """Find the architecture of a file.
 
     Raises:
         ConversionError: it is not a known one, or has another tokenizer.
@@ -93,7 +93,7 @@ _ROUND_TRIP_TEXTS = (
 
 
 def _shared_config(fields: Fields, prefix: str) -> Config:
-    """What both architectures have, under the names of transformers."""
+    """Configuration that both architectures have, under the names of transformers."""
     return {
         "dtype": "float32",
         "hidden_size": fields[f"{prefix}.embedding_length"],

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GGUF file of a known architecture as a folder that `transformers` loads.
+"""Conversion of a GGUF file of a known architecture into a folder that `transformers` loads.
 
-Needs the packages gguf, numpy, safetensors, tokenizers and tqdm only; neither torch nor vLLM.
+It needs the packages gguf, numpy, safetensors, tokenizers and tqdm only; neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def convert(gguf_file: Path, folder: Path, progress: bool = True) -> None:
     """Write a model folder from a GGUF file and verify it.
 
     Args:
-        gguf_file: of an architecture and a tokenizer that `ARCHITECTURES` has.
+        gguf_file: file with an architecture and a tokenizer that `ARCHITECTURES` has.
         folder: an existing empty folder.
         progress: show a progress bar on standard error.
 
     Raises:
-        ConversionError: a package is missing, another architecture, or what was written does not
-            read back the same.
+        ConversionError: a package is missing, the architecture is not known, or the written files
+            do not read back the same.
     """
     check_packages()
     import gguf
@@ -74,14 +74,14 @@ def convert(gguf_file: Path, folder: Path, progress: bool = True) -> None:
 
 
 def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
-    """No sampling settings: vLLM would silently make them the defaults of every request."""
+    """Token ids alone: vLLM would silently make sampling settings defaults of all requests."""
     return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _weights(
     reader: gguf.GGUFReader, architecture: Architecture, config: dict[str, Any], bar: tqdm[Any]
 ) -> dict[str, np.ndarray]:
-    """All tensors as float32 under the names of transformers, `[out_features, in_features]`."""
+    """Tensors as float32 under the names of transformers, `[out_features, in_features]`."""
     import gguf
     import numpy as np
 
@@ -116,7 +116,7 @@ def _verify_weights(weights: dict[str, np.ndarray], file: Path, bar: tqdm[Any]) 
 
 
 def _verify_tokenizer(fields: Fields, architecture: Architecture, file: Path) -> None:
-    """Every token keeps its id, control tokens stay whole, and text survives the round trip."""
+    """Check that tokens keep their ids, control tokens stay whole, and text comes back the same."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))

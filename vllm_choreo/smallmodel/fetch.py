@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GGUF file of a model: named by the user, from installed packages, or downloaded by pip."""
+"""GGUF files of models: named by the user, from installed packages, or downloaded by pip."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EmbeddedModelError(RuntimeError):
 
 
 def find_gguf(source: ModelSource, work: Path, progress: bool) -> Path:
-    """The GGUF file of `source`, verified; what has to be made of it is made in `work`.
+    """Find the GGUF file of `source`, and verify it; downloads and joined parts are in `work`.
 
     Raises:
         EmbeddedModelError: it cannot be had, or is another file.
@@ -47,7 +47,7 @@ def find_gguf(source: ModelSource, work: Path, progress: bool) -> Path:
 
 
 def _installed(source: ModelSource, work: Path) -> Path | None:
-    """The file from installed packages, which are looked up but not imported."""
+    """Find the file in installed packages, which are not imported; None: they lack it."""
     files = [file for part in source.parts if (file := _installed_part(part))]
     if len(files) < len(source.parts):
         return None

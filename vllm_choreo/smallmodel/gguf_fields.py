@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata of a GGUF file, and the error of a file that cannot be converted."""
+"""Metadata of a GGUF file, and the error of a file that cannot be converted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
 
 class ConversionError(RuntimeError):
-    """The GGUF file cannot be converted, or what was written does not read back the same."""
+    """The GGUF file cannot be converted, or the written files do not read back the same."""
 
 
 class Fields:
-    """The metadata of a GGUF file by key.
+    """Metadata of a GGUF file by key.
 
     Raises:
         ConversionError: the file has no such key.
@@ -33,12 +33,12 @@ class Fields:
         return field.contents()
 
     def get(self, key: str) -> Any:
-        """The value, or None."""
+        """Return the value of a key, or None."""
         field = self._fields.get(key)
         return None if field is None else field.contents()
 
     def real(self, key: str) -> float:
-        """A number that was meant in decimal: GGUF's float32 to seven digits (1e-05)."""
+        """Number that was meant in decimal: GGUF's float32 to seven digits (1e-05)."""
         return float(f"{self[key]:.7g}")
 
     def token_ids(self, kind: int) -> list[int]:

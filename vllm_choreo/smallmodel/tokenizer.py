@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizers of GGUF files as those of the package `tokenizers`."""
+"""Tokenizers of GGUF files as those of the package `tokenizers`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPACE = "▁"
 
 
 def byte_level_bpe(fields: Fields) -> tokenizers.Tokenizer:
-    """Byte-level BPE that splits off every digit, as SmolLM's."""
+    """Make a byte-level BPE that splits off every digit, like SmolLM's."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = fields["tokenizer.ggml.tokens"]
@@ -36,7 +36,7 @@ def byte_level_bpe(fields: Fields) -> tokenizers.Tokenizer:
 
 
 def sentence_pieces(fields: Fields) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE with bytes for unknown characters, as Gemma's.
+    """Make SentencePiece's BPE with bytes for unknown characters, like Gemma's.
 
     SentencePiece merges whichever neighbours make the piece of the greatest score. Here that is a
     list of pairs: all in which a piece can be cut, in order of the pieces' scores. Tokens that were
@@ -75,7 +75,7 @@ def sentence_pieces(fields: Fields) -> tokenizers.Tokenizer:
 
 
 def _merges(tokens: list[str], fields: Fields) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, best first."""
+    """Pairs of pieces that make a piece, best first."""
     scores = fields["tokenizer.ggml.scores"]
     vocab = {tokens[i]: i for i in fields.token_ids(NORMAL)}
     ranked: list[tuple[float, int, int]] = []
@@ -89,7 +89,7 @@ def _merges(tokens: list[str], fields: Fields) -> list[tuple[str, str]]:
 
 
 def tokenizer_config(fields: Fields) -> dict[str, Any]:
-    """`tokenizer_config.json`; without a chat template where the GGUF file has none."""
+    """Content of `tokenizer_config.json`; no chat template where the GGUF file has none."""
     tokens = fields["tokenizer.ggml.tokens"]
     template = fields.get("tokenizer.chat_template")
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
