@@ -7,7 +7,17 @@ Importing this package loads neither torch nor vllm.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_choreo.api.async_choreography import AsyncChoreography as AsyncChoreography
+    from vllm_choreo.api.choreography import Choreography as Choreography
+    from vllm_choreo.client import AsyncChoreoClient as AsyncChoreoClient
+    from vllm_choreo.client import ChoreoClient as ChoreoClient
+    from vllm_choreo.errors import ChoreoError as ChoreoError
+    from vllm_choreo.semantics.call_options import Call as Call
+    from vllm_choreo.semantics.message import Message as Message
+    from vllm_choreo.semantics.params import ChoreoParams as ChoreoParams
 
 __version__ = "0.1.0"
 
@@ -16,6 +26,7 @@ _EXPORTS = {
     "AsyncChoreography": "vllm_choreo.api.async_choreography",
     "ChoreoClient": "vllm_choreo.client",
     "AsyncChoreoClient": "vllm_choreo.client",
+    "Call": "vllm_choreo.semantics.call_options",
     "Message": "vllm_choreo.semantics.message",
     "ChoreoParams": "vllm_choreo.semantics.params",
     "ChoreoError": "vllm_choreo.errors",

@@ -145,7 +145,7 @@ def _revisions(
             for i, messages in enumerate(made)
         ]
         revisions = c.decode(calls)
-        tokens = [message.generated_token_ids for message in revisions]
+        tokens: list[Sequence[int]] = [message.generated_token_ids for message in revisions]
         if forced is not None and tokens != forced:
             raise RuntimeError("the engine did not generate the forced tokens")
         return tokens, [distributions(message.logprobs) for message in revisions]

@@ -137,7 +137,7 @@ def _where_it_goes(llm: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
                              "ms": round(ms, 3), "steps": _in_words(clock.steps)})  # fmt: skip
         return outputs
 
-    Choreography._results = timed_results
+    Choreography._results = timed_results  # type: ignore[method-assign]
     llm.llm_engine.step = timed_step
     try:
         for _ in range(2):
@@ -145,7 +145,7 @@ def _where_it_goes(llm: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
                 state.update(mode=mode, call=0)
                 _debate(llm, mode, args, min(args.answer_tokens, 128))
     finally:
-        Choreography._results = results
+        Choreography._results = results  # type: ignore[method-assign]
         llm.llm_engine.step = step
         clock.remove()
     return rows

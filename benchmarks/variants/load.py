@@ -60,7 +60,8 @@ class Pair:
     def session(self, llm: Any, side: str) -> AsyncChoreography:
         """In which the reader's calls are made."""
         if side == OWN:
-            worn = {"adapter": self.reader, "placement": "both"} if self.reader else {}
+            worn: dict[str, Any] = {"adapter": self.reader, "placement": "both"}
+            worn = worn if self.reader else {}
             return AsyncChoreography(llm, "baseline", **worn)
         return AsyncChoreography(llm, repair=self.rules[side])
 
@@ -118,7 +119,7 @@ async def _request(
 
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     header = draw_tokens(30_000 + number * QUESTION_TOKENS, QUESTION_TOKENS)
-    adapter = {"adapter": pair.reader} if pair.reader and side != OWN else {}
+    adapter: dict[str, Any] = {"adapter": pair.reader} if pair.reader and side != OWN else {}
     answer = await c.decode(header, parents=[document], sampling_params=params, **adapter)
     return {
         "ttft_s": round(answer.metrics.ttft, 6),

@@ -13,9 +13,10 @@ mode, whose prompts are text, does the client wait for the parent before it subm
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from vllm_choreo.api.async_runner import AsyncRunner
 from vllm_choreo.api.keeping import Keeping
@@ -24,6 +25,7 @@ from vllm_choreo.api.pending import Pending
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
 from vllm_choreo.api.session_repair import OnChoice
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.repair.session_rules import SessionRule
 from vllm_choreo.semantics.call import (
     Asked,
     CallSpec,
@@ -34,9 +36,18 @@ from vllm_choreo.semantics.call import (
     one_spec,
     submitted_spec,
 )
-from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
+from vllm_choreo.semantics.call_options import (
+    Call,
+    Calls,
+    Content,
+    DecodeOptions,
+    Named,
+    Parent,
+    ReadOptions,
+)
 from vllm_choreo.semantics.message import Kept, Message, Piece
 from vllm_choreo.snapshot.steps import Ask, drive_async
+from vllm_choreo.snapshot.storage import KeptFolder
 
 
 class AsyncChoreography:
@@ -52,20 +63,21 @@ class AsyncChoreography:
 
     def __init__(
         self,
-        async_llm: Any,
+        async_llm: AsyncLLM,
         mode: str = "choreo",
         *,
         tenant: str = "",
-        adapter: Any = None,
+        adapter: str | Path | LoRARequest | None = None,
         placement: str | None = None,
-        repair: Any = None,
+        repair: str | Path | Mapping[str, Any] | SessionRule | None = None,
         limits: Any = None,
         session_id: str | None = None,
         on_choice: OnChoice | None = None,
     ) -> None:
         check_mode(mode)
         self.mode = mode
-        self.repair = repair.to_json() if hasattr(repair, "to_json") else repair
+        rule: Any = repair
+        self.repair = rule.to_json() if hasattr(rule, "to_json") else rule
         tokenizer, vllm_config = async_llm.get_tokenizer(), async_llm.vllm_config
         self._session = Session(
             tokenizer,
@@ -99,27 +111,47 @@ class AsyncChoreography:
         """Which calls wear the session's adapter; None: it has none."""
         return self._session.adapters.placement
 
-    async def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
+    @overload
+    async def prefill(self, tokens: Content, **options: Unpack[ReadOptions]) -> Message: ...
+
+    @overload
+    async def prefill(self, tokens: Calls, **options: Unpack[ReadOptions]) -> list[Message]: ...
+
+    async def prefill(
+        self, tokens: Content | Calls, **options: Unpack[ReadOptions]
+    ) -> Message | list[Message]:
         """See `Choreography.prefill`."""
         return await self._run(asked("prefill", tokens, options, self._denied))
 
-    async def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
+    @overload
+    async def decode(self, header: Content, **options: Unpack[DecodeOptions]) -> Message: ...
+
+    @overload
+    async def decode(self, header: Calls, **options: Unpack[DecodeOptions]) -> list[Message]: ...
+
+    async def decode(
+        self, header: Content | Calls, **options: Unpack[DecodeOptions]
+    ) -> Message | list[Message]:
         """See `Choreography.decode`."""
         return await self._run(asked("decode", header, options, self._denied))
 
-    async def reencode(self, message: Any, **options: Unpack[ReadOptions]) -> Message:
+    async def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:
         """See `Choreography.reencode`; the message must be complete."""
         clean: Message = await self._run(asked_copy(message, options, self._denied))
         return clean
 
-    def deny(self, *messages: Any) -> AsyncChoreography:
+    def deny(self, *messages: Named) -> AsyncChoreography:
         """See `Choreography.deny`; a pending call can be denied, too."""
         view = copy.copy(self)
         view._denied = (*self._denied, *self._session.deniable(messages))
         return view
 
     async def submit(
-        self, *, header: Any = None, tokens: Any = None, **options: Unpack[DecodeOptions]
+        self,
+        *,
+        header: Content | None = None,
+        tokens: Content | None = None,
+        **options: Unpack[DecodeOptions],
     ) -> Pending:
         """Start one call and return at once: a decode of `header`, or a prefill of `tokens`.
 
@@ -131,7 +163,9 @@ class AsyncChoreography:
         """
         return await self._submit_one(submitted_spec(header, tokens, options, self._denied))
 
-    async def submit_all(self, calls: Sequence[Any]) -> list[Pending]:
+    async def submit_all(
+        self, calls: Sequence[Call | Mapping[str, Any] | CallSpec]
+    ) -> list[Pending]:
         """Start calls of both kinds, of which later ones may name earlier ones, and return at once.
 
         Args:
@@ -145,8 +179,8 @@ class AsyncChoreography:
         return await self._runner.submit(self._session.plan(specs, linked=True))
 
     async def stream_decode(
-        self, header: Any, **options: Unpack[DecodeOptions]
-    ) -> AsyncIterator[Piece]:
+        self, header: Content, **options: Unpack[DecodeOptions]
+    ) -> AsyncGenerator[Piece]:
         """Generate and yield `Piece`s; the last one carries the message.
 
         A caller that leaves the loop early ends the call; nothing of it is kept.
@@ -158,7 +192,7 @@ class AsyncChoreography:
         finally:
             await self.cancel([pending])
 
-    def begin(self, header: Any, **options: Unpack[DecodeOptions]) -> Pending:
+    def begin(self, header: Content, **options: Unpack[DecodeOptions]) -> Pending:
         """Reserve a decode whose request the caller hands to the engine himself.
 
         The request's parameters must pass through `pending.call.params.apply`; when the engine has
@@ -202,39 +236,48 @@ class AsyncChoreography:
         """End calls that are running; nothing of them is kept."""
         await self._runner.cancel(pending)
 
-    async def free(self, *messages: Any) -> None:
+    async def free(self, *messages: Named) -> None:
         """See `Choreography.free`."""
         ids = self._ids(messages)
         await self._runner.utility("free", self._session.id, ids)
         self._entries.freed(ids)
 
-    async def evict(self, *messages: Any) -> None:
+    async def evict(self, *messages: Named) -> None:
         """See `Choreography.evict`."""
         await self._runner.utility("evict", self._session.id, self._ids(messages))
 
-    async def pin(self, *messages: Any, ttl: float = DEFAULT_PIN_SECONDS) -> None:
+    async def pin(self, *messages: Named, ttl: float = DEFAULT_PIN_SECONDS) -> None:
         """See `Choreography.pin`."""
         await self._runner.utility("pin", self._session.id, self._ids(messages), check_ttl(ttl))
 
-    async def unpin(self, *messages: Any) -> None:
+    async def unpin(self, *messages: Named) -> None:
         """See `Choreography.unpin`."""
         await self._runner.utility("unpin", self._session.id, self._ids(messages))
 
     async def save(
-        self, messages: Any, uri: Any, *, encodings: bool = False, progress: bool | None = None
+        self,
+        messages: Sequence[Named] | None,
+        uri: str | Path | KeptFolder,
+        *,
+        encodings: bool = False,
+        progress: bool | None = None,
     ) -> Kept:
         """See `Choreography.save`. Other calls run meanwhile; files are written in a thread."""
         options: Any = {"encodings": encodings, "progress": progress, "denied": self._denied}
         return await drive_async(self._keeping.save(messages, uri, **options), self._answer)
 
     async def load(
-        self, uri: Any, *, on_mismatch: str = "refuse", progress: bool | None = None
+        self,
+        uri: str | Path | KeptFolder,
+        *,
+        on_mismatch: str = "refuse",
+        progress: bool | None = None,
     ) -> list[Message]:
         """See `Choreography.load`. Other calls run meanwhile; files are read in a thread."""
         steps = self._keeping.load(uri, on_mismatch=on_mismatch, progress=progress)
         return await drive_async(steps, self._answer)
 
-    def message(self, named: Any) -> Message:
+    def message(self, named: Named) -> Message:
         """See `Choreography.message`."""
         return self._entries.complete("message", named)
 
@@ -246,7 +289,7 @@ class AsyncChoreography:
         """All complete messages that are not freed, in the order in which they were named."""
         return list(self._entries.messages().values())
 
-    async def provenance(self, named: Any) -> frozenset[str]:
+    async def provenance(self, named: Named) -> frozenset[str]:
         """See `Choreography.provenance`."""
         return self.message(named).provenance
 
@@ -300,11 +343,14 @@ class AsyncChoreography:
             await self.prefill([0], parents=list(ask.args), mode="choreo", repair="none")
         )
 
-    def _ids(self, messages: Sequence[Any]) -> list[str]:
+    def _ids(self, messages: Sequence[Named]) -> list[str]:
         return [self._entries.complete("messages", message).id for message in messages]
 
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     from vllm_choreo.api.protocol import AsyncFacade
 
     _is_one: type[AsyncFacade] = AsyncChoreography

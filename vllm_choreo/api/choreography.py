@@ -14,8 +14,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from vllm_choreo.api import baseline
 from vllm_choreo.api.chats import SessionChats
@@ -38,8 +39,16 @@ from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
 from vllm_choreo.api.sync_keeping import SyncKeeping
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.repair.session_rules import SessionRule
 from vllm_choreo.semantics.call import Asked, Result, asked, asked_copy, check_mode
-from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
+from vllm_choreo.semantics.call_options import (
+    Calls,
+    Content,
+    DecodeOptions,
+    Named,
+    Parent,
+    ReadOptions,
+)
 from vllm_choreo.semantics.message import Message
 
 
@@ -69,13 +78,13 @@ class Choreography(SyncKeeping):
 
     def __init__(
         self,
-        llm: Any,
+        llm: LLM,
         mode: str = "choreo",
         *,
         tenant: str = "",
-        adapter: Any = None,
+        adapter: str | Path | LoRARequest | None = None,
         placement: str | None = None,
-        repair: Any = None,
+        repair: str | Path | Mapping[str, Any] | SessionRule | None = None,
     ) -> None:
         check_mode(mode)
         self.mode = mode
@@ -104,7 +113,15 @@ class Choreography(SyncKeeping):
         """The token ids that a message of this text has; no special tokens are added."""
         return self._session.tokenize(text)
 
-    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
+    @overload
+    def prefill(self, tokens: Content, **options: Unpack[ReadOptions]) -> Message: ...
+
+    @overload
+    def prefill(self, tokens: Calls, **options: Unpack[ReadOptions]) -> list[Message]: ...
+
+    def prefill(
+        self, tokens: Content | Calls, **options: Unpack[ReadOptions]
+    ) -> Message | list[Message]:
         """Encode a message, or a list of them; sample nothing.
 
         Args:
@@ -122,7 +139,15 @@ class Choreography(SyncKeeping):
         """
         return self._run(asked("prefill", tokens, options, self._denied))
 
-    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
+    @overload
+    def decode(self, header: Content, **options: Unpack[DecodeOptions]) -> Message: ...
+
+    @overload
+    def decode(self, header: Calls, **options: Unpack[DecodeOptions]) -> list[Message]: ...
+
+    def decode(
+        self, header: Content | Calls, **options: Unpack[DecodeOptions]
+    ) -> Message | list[Message]:
         """Encode a header and generate after it; the message is both. Or run a list of such calls.
 
         Otherwise as `prefill`. `header` must not be empty. The option `sampling_params` are
@@ -160,7 +185,7 @@ class Choreography(SyncKeeping):
         """
         return self._chats.answer(self, messages, auto, rendering or {}, min_tokens, options)
 
-    def reencode(self, message: Any, **options: Unpack[ReadOptions]) -> Message:
+    def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:
         """Encode the tokens of a message anew, with parents of your choice: a clean copy.
 
         The copy carries traces of these parents, and of the text of `message`; none of what
@@ -170,7 +195,7 @@ class Choreography(SyncKeeping):
         clean: Message = self._run(asked_copy(message, options, self._denied))
         return clean
 
-    def deny(self, *messages: Any) -> Choreography:
+    def deny(self, *messages: Named) -> Choreography:
         """The same session under a policy: no call through what is returned reads their traces.
 
         Messages, calls and memory are shared with this one, which keeps its own policy; closing
@@ -180,20 +205,20 @@ class Choreography(SyncKeeping):
         view._denied = (*self._denied, *self._session.deniable(messages))
         return view
 
-    def free(self, *messages: Any) -> None:
+    def free(self, *messages: Named) -> None:
         """Free messages; a later call that names one is refused."""
         ids = self._ids(messages)
         self._utility("free", self._session.id, ids)
         self._entries.freed(ids)
 
-    def evict(self, *messages: Any) -> None:
+    def evict(self, *messages: Named) -> None:
         """Drop cached keys and values; a later call encodes the messages again from their recipes.
 
         In baseline mode there is nothing to drop: `llm.reset_prefix_cache()` empties vLLM's cache.
         """
         self._utility("evict", self._session.id, self._ids(messages))
 
-    def pin(self, *messages: Any, ttl: float = DEFAULT_PIN_SECONDS) -> None:
+    def pin(self, *messages: Named, ttl: float = DEFAULT_PIN_SECONDS) -> None:
         """Evict these messages after all others that nobody reads, for `ttl` seconds.
 
         Raises:
@@ -202,15 +227,15 @@ class Choreography(SyncKeeping):
         """
         self._utility("pin", self._session.id, self._ids(messages), check_ttl(ttl))
 
-    def unpin(self, *messages: Any) -> None:
+    def unpin(self, *messages: Named) -> None:
         """Take pins back; messages without one are left as they are."""
         self._utility("unpin", self._session.id, self._ids(messages))
 
-    def message(self, named: Any) -> Message:
+    def message(self, named: Named) -> Message:
         """A complete message by its id or name."""
         return self._entries.complete("message", named)
 
-    def provenance(self, named: Any) -> frozenset[str]:
+    def provenance(self, named: Named) -> frozenset[str]:
         """Ids of all messages that a complete message carries traces of: `Message.provenance`."""
         return self.message(named).provenance
 
@@ -311,7 +336,7 @@ class Choreography(SyncKeeping):
             raise
         return [outcomes[call.id] for call, _ in requests]
 
-    def _ids(self, messages: Sequence[Any]) -> list[str]:
+    def _ids(self, messages: Sequence[Named]) -> list[str]:
         return [self._entries.complete("messages", message).id for message in messages]
 
     def _utility(self, operation: str, *args: Any) -> Any:
@@ -323,6 +348,9 @@ class Choreography(SyncKeeping):
 
 
 if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
     from vllm_choreo.api.protocol import SessionFacade
 
     _is_one: type[SessionFacade] = Choreography

@@ -27,6 +27,7 @@ from vllm_choreo.errors import (
     UnknownMessageError,
 )
 from vllm_choreo.semantics.call import Result
+from vllm_choreo.semantics.call_options import Named
 from vllm_choreo.semantics.history import IdSet
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.naming import message_id as named_id
@@ -187,7 +188,7 @@ class Entries:
         """The history of a live entry. Raises as `get`."""
         return _trace(self.get(parameter, message_id))
 
-    def complete(self, parameter: str, named: Any) -> Message:
+    def complete(self, parameter: str, named: Named) -> Message:
         """A complete message by whatever names it.
 
         Raises:

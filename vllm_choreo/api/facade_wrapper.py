@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 from vllm_choreo.api.protocol import Facade, SessionFacade
 from vllm_choreo.semantics.call import is_list_of_calls
-from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
+from vllm_choreo.semantics.call_options import (
+    Calls,
+    Content,
+    DecodeOptions,
+    Named,
+    ReadOptions,
+)
 from vllm_choreo.semantics.message import Message
 
 Item = dict[str, Any]  # of a list of calls: what one is given, and its options
@@ -25,27 +31,41 @@ class FacadeWrapper:
         self.mode = c.mode
         self._c = c
 
-    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
+    @overload
+    def prefill(self, tokens: Content, **options: Unpack[ReadOptions]) -> Message: ...
+
+    @overload
+    def prefill(self, tokens: Calls, **options: Unpack[ReadOptions]) -> list[Message]: ...
+
+    def prefill(
+        self, tokens: Content | Calls, **options: Unpack[ReadOptions]
+    ) -> Message | list[Message]:
         """See `Choreography.prefill`."""
         return _made(self._prefill, "tokens", tokens, options)
 
-    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
+    @overload
+    def decode(self, header: Content, **options: Unpack[DecodeOptions]) -> Message: ...
+
+    @overload
+    def decode(self, header: Calls, **options: Unpack[DecodeOptions]) -> list[Message]: ...
+
+    def decode(
+        self, header: Content | Calls, **options: Unpack[DecodeOptions]
+    ) -> Message | list[Message]:
         """See `Choreography.decode`."""
         return _made(self._decode, "header", header, options)
 
-    def free(self, *messages: Any) -> None:
+    def free(self, *messages: Named) -> None:
         """See `Choreography.free`."""
         self._c.free(*messages)
 
     def _prefill(self, calls: list[Item]) -> Sequence[Message]:
         """What comes of calls, in order; one that was made by itself is a list of one."""
-        made: Sequence[Message] = self._c.prefill(calls)
-        return made
+        return self._c.prefill(calls)
 
     def _decode(self, calls: list[Item]) -> Sequence[Message]:
         """As `_prefill`."""
-        made: Sequence[Message] = self._c.decode(calls)
-        return made
+        return self._c.decode(calls)
 
 
 class PassingSession(FacadeWrapper):
@@ -63,7 +83,10 @@ class PassingSession(FacadeWrapper):
 
 
 def _made(
-    make: Callable[[list[Item]], Sequence[Message]], name: str, content: Any, options: Any
+    make: Callable[[list[Item]], Sequence[Message]],
+    name: str,
+    content: Any,
+    options: Mapping[str, Any],
 ) -> Any:
     is_list = is_list_of_calls(content)
     items = content if is_list else [{name: content}]

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm_choreo.api.session import Session
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.call_options import Named
 from vllm_choreo.semantics.message import Kept, Message
 from vllm_choreo.semantics.naming import listed
 from vllm_choreo.semantics.provenance import Trace
@@ -35,8 +37,8 @@ class Keeping:
 
     def save(
         self,
-        messages: Any,
-        uri: Any,
+        messages: Sequence[Named] | None,
+        uri: str | Path | KeptFolder,
         *,
         encodings: bool,
         progress: bool | None,
@@ -61,7 +63,9 @@ class Keeping:
                 Trace("save", (message.trace,)).check(denied)
         return saving(found, self._folder(uri), self._origin(), encodings, progress)
 
-    def load(self, uri: Any, *, on_mismatch: str, progress: bool | None) -> Steps[list[Message]]:
+    def load(
+        self, uri: str | Path | KeptFolder, *, on_mismatch: str, progress: bool | None
+    ) -> Steps[list[Message]]:
         """The steps of a load; see `Choreography.load`. Raises as it does."""
         check_mode_keeps(self._session.mode)
         check_on_mismatch(on_mismatch)
@@ -88,7 +92,7 @@ class Keeping:
             config.model_config.get_vocab_size(),
         )
 
-    def _folder(self, uri: Any) -> KeptFolder:
+    def _folder(self, uri: str | Path | KeptFolder) -> KeptFolder:
         """What a caller names; with the key of this program, unless it has one."""
         folder = uri if isinstance(uri, KeptFolder) else KeptFolder(uri)
         if folder.keep_key is None:

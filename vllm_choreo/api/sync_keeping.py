@@ -3,18 +3,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm_choreo.api.keeping import Keeping
+from vllm_choreo.semantics.call_options import Named
 from vllm_choreo.semantics.message import Kept, Message
 from vllm_choreo.snapshot.steps import Ask, drive
+from vllm_choreo.snapshot.storage import KeptFolder
 
 
 class SyncKeeping:
     """Mixed into the facade, whose session and engine it uses."""
 
     def save(
-        self: Any, messages: Any, uri: Any, *, encodings: bool = False, progress: bool | None = None
+        self: Any,
+        messages: Sequence[Named] | None,
+        uri: str | Path | KeptFolder,
+        *,
+        encodings: bool = False,
+        progress: bool | None = None,
     ) -> Kept:
         """Keep messages in a folder; until all is written, it has those that it had before.
 
@@ -36,7 +45,11 @@ class SyncKeeping:
         return kept
 
     def load(
-        self: Any, uri: Any, *, on_mismatch: str = "refuse", progress: bool | None = None
+        self: Any,
+        uri: str | Path | KeptFolder,
+        *,
+        on_mismatch: str = "refuse",
+        progress: bool | None = None,
     ) -> list[Message]:
         """Bring saved messages into this session, under their names; nothing is encoded for that.
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_choreo.client import exchanges
+from vllm_choreo.semantics.call_options import Named
 from vllm_choreo.semantics.message import Kept, Message
 
 
@@ -14,8 +16,8 @@ class AsyncKeeping:
 
     async def save(
         self: Any,
-        messages: Any,
-        uri: Any,
+        messages: Sequence[Named] | None,
+        uri: str,
         *,
         encodings: bool = False,
         progress: bool | None = None,
@@ -26,7 +28,11 @@ class AsyncKeeping:
         return kept
 
     async def load(
-        self: Any, uri: Any, *, on_mismatch: str = "refuse", progress: bool | None = None
+        self: Any,
+        uri: str,
+        *,
+        on_mismatch: str = "refuse",
+        progress: bool | None = None,
     ) -> list[Message]:
         """See `ChoreoClient.load`."""
         exchange = exchanges.loading(await self.open(), uri, on_mismatch)

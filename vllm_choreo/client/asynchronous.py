@@ -14,11 +14,12 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import httpx
 
@@ -35,6 +36,7 @@ from vllm_choreo.client.failures import (
 )
 from vllm_choreo.client.prompts import AsyncServerPrompts
 from vllm_choreo.errors import ChoreoError, EngineRestartedError, UnknownSessionError
+from vllm_choreo.repair.session_rules import SessionRule
 from vllm_choreo.semantics.call import (
     Asked,
     CallSpec,
@@ -46,7 +48,15 @@ from vllm_choreo.semantics.call import (
     one_spec,
     submitted_spec,
 )
-from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
+from vllm_choreo.semantics.call_options import (
+    Call,
+    Calls,
+    Content,
+    DecodeOptions,
+    Named,
+    Parent,
+    ReadOptions,
+)
 from vllm_choreo.semantics.message import Message, Piece
 
 _T = TypeVar("_T")
@@ -105,9 +115,9 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
         mode: str = "choreo",
         timeout: float = 600.0,
         ttl_seconds: float | None = None,
-        adapter: Any = None,
+        adapter: str | LoRARequest | None = None,
         placement: str | None = None,
-        repair: Any = None,
+        repair: str | Path | Mapping[str, Any] | SessionRule | None = None,
     ) -> None:
         super().__init__(base_url, api_key, mode, timeout, ttl_seconds, adapter, placement, repair)
         self._shared = _Shared(httpx.AsyncClient(**self._endpoint.options()))
@@ -139,21 +149,41 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
         """Schemas of the tenant, and prompts in this session."""
         return AsyncServerPrompts(self)
 
-    async def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
+    @overload
+    async def prefill(self, tokens: Content, **options: Unpack[ReadOptions]) -> Message: ...
+
+    @overload
+    async def prefill(self, tokens: Calls, **options: Unpack[ReadOptions]) -> list[Message]: ...
+
+    async def prefill(
+        self, tokens: Content | Calls, **options: Unpack[ReadOptions]
+    ) -> Message | list[Message]:
         """See `Choreography.prefill`."""
         return await self._run(asked("prefill", tokens, options, self._denied))
 
-    async def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
+    @overload
+    async def decode(self, header: Content, **options: Unpack[DecodeOptions]) -> Message: ...
+
+    @overload
+    async def decode(self, header: Calls, **options: Unpack[DecodeOptions]) -> list[Message]: ...
+
+    async def decode(
+        self, header: Content | Calls, **options: Unpack[DecodeOptions]
+    ) -> Message | list[Message]:
         """See `ChoreoClient.decode`."""
         return await self._run(asked("decode", header, options, self._denied))
 
-    async def reencode(self, message: Any, **options: Unpack[ReadOptions]) -> Message:
+    async def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:
         """See `Choreography.reencode`; the message must be complete."""
         clean: Message = await self._run(asked_copy(message, options, self._denied))
         return clean
 
     async def submit(
-        self, *, header: Any = None, tokens: Any = None, **options: Unpack[DecodeOptions]
+        self,
+        *,
+        header: Content | None = None,
+        tokens: Content | None = None,
+        **options: Unpack[DecodeOptions],
     ) -> PendingAnswer:
         """Start one call: a decode of `header`, or a prefill of `tokens`.
 
@@ -167,7 +197,9 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
         (pending,) = await self._submit([submitted_spec(header, tokens, options, self._denied)])
         return pending
 
-    async def submit_all(self, calls: Sequence[Any]) -> list[PendingAnswer]:
+    async def submit_all(
+        self, calls: Sequence[Call | Mapping[str, Any] | CallSpec]
+    ) -> list[PendingAnswer]:
         """See `AsyncChoreography.submit_all`; one request, and one that stands or falls as a whole.
 
         Raises:
@@ -175,7 +207,9 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
         """
         return await self._submit(linked_specs(calls, self._denied))
 
-    def stream_decode(self, header: Any, **options: Unpack[DecodeOptions]) -> AsyncIterator[Piece]:
+    def stream_decode(
+        self, header: Content, **options: Unpack[DecodeOptions]
+    ) -> AsyncGenerator[Piece]:
         """Generate and yield `Piece`s; the last one carries the message.
 
         A caller that leaves the loop early ends the call; nothing of it is kept.
@@ -203,27 +237,27 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
             result.generated_text[num_chars:], result.generated_token_ids[num_tokens:], result
         )
 
-    async def message(self, named: Any) -> Message:
+    async def message(self, named: Named) -> Message:
         """See `ChoreoClient.message`."""
         return await self._exchange(exchanges.fetching(await self.open(), named))
 
-    async def provenance(self, named: Any) -> frozenset[str]:
+    async def provenance(self, named: Named) -> frozenset[str]:
         """See `ChoreoClient.provenance`."""
         return await self._exchange(exchanges.tracing(await self.open(), named))
 
-    async def free(self, *messages: Any) -> None:
+    async def free(self, *messages: Named) -> None:
         """See `Choreography.free`."""
         await self._exchange(exchanges.freeing(await self.open(), messages))
 
-    async def evict(self, *messages: Any) -> None:
+    async def evict(self, *messages: Named) -> None:
         """See `Choreography.evict`."""
         await self._exchange(exchanges.evicting(await self.open(), messages))
 
-    async def pin(self, *messages: Any, ttl: float | None = None) -> None:
+    async def pin(self, *messages: Named, ttl: float | None = None) -> None:
         """See `ChoreoClient.pin`."""
         await self._exchange(exchanges.pinning(await self.open(), messages, ttl))
 
-    async def unpin(self, *messages: Any) -> None:
+    async def unpin(self, *messages: Named) -> None:
         """See `Choreography.unpin`."""
         await self._exchange(exchanges.unpinning(await self.open(), messages))
 
@@ -350,6 +384,8 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
 
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
     from vllm_choreo.api.protocol import AsyncFacade
 
     _is_one: type[AsyncFacade] = AsyncChoreoClient

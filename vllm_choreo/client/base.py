@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Self
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from vllm_choreo.client import exchanges
 from vllm_choreo.client.endpoint import Endpoint
+from vllm_choreo.repair.session_rules import SessionRule
 from vllm_choreo.semantics.call import check_mode
+from vllm_choreo.semantics.call_options import Named
 from vllm_choreo.semantics.naming import message_ids
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 
 class ClientBase:
@@ -36,9 +43,9 @@ class ClientBase:
         mode: str = "choreo",
         timeout: float = 600.0,
         ttl_seconds: float | None = None,
-        adapter: Any = None,
+        adapter: str | LoRARequest | None = None,
         placement: str | None = None,
-        repair: Any = None,
+        repair: str | Path | Mapping[str, Any] | SessionRule | None = None,
     ) -> None:
         check_mode(mode)
         self.mode = mode
@@ -46,7 +53,7 @@ class ClientBase:
         self._opening = exchanges.opening(mode, ttl_seconds, adapter, placement, repair)
         self._denied: tuple[str, ...] = ()
 
-    def deny(self, *messages: Any) -> Self:
+    def deny(self, *messages: Named) -> Self:
         """See `Choreography.deny`; that the messages exist is checked with the next call."""
         view = copy.copy(self)
         view._denied = (*self._denied, *message_ids(messages, "deny"))

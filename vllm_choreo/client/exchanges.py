@@ -17,6 +17,7 @@ from urllib.parse import quote
 from vllm_choreo.errors import ChoreoError, UnknownMessageError
 from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.semantics.call import Asked, CallSpec, Result
+from vllm_choreo.semantics.call_options import Named
 from vllm_choreo.semantics.message import Kept, Message
 from vllm_choreo.semantics.naming import message_id, message_ids
 from vllm_choreo.wire.calls import adapter_name, call_json
@@ -143,39 +144,41 @@ class Events:
 # -- messages ------------------------------------------------------------------------------------
 
 
-def fetching(session: str, named: Any) -> Exchange[Message]:
+def fetching(session: str, named: Named) -> Exchange[Message]:
     """Ask for a message; `metrics.submitted` is 0, for it is not on the client's clock."""
     request = Request("GET", _message_path(session, named))
     return Exchange(request, lambda answer, _: message_of(answer, submitted=0.0))
 
 
-def tracing(session: str, named: Any) -> Exchange[frozenset[str]]:
+def tracing(session: str, named: Named) -> Exchange[frozenset[str]]:
     """Ask for the ids of all messages that a message carries traces of."""
     request = Request("GET", f"{_message_path(session, named)}/provenance")
     return Exchange(request, lambda answer, _: frozenset(answer["provenance"]))
 
 
-def freeing(session: str, messages: Sequence[Any]) -> Exchange[None]:
+def freeing(session: str, messages: Sequence[Named]) -> Exchange[None]:
     """Free messages."""
     return _operation(session, "free", messages)
 
 
-def evicting(session: str, messages: Sequence[Any]) -> Exchange[None]:
+def evicting(session: str, messages: Sequence[Named]) -> Exchange[None]:
     """Drop the cached keys and values of messages."""
     return _operation(session, "evict", messages)
 
 
-def pinning(session: str, messages: Sequence[Any], ttl: float | None) -> Exchange[None]:
+def pinning(session: str, messages: Sequence[Named], ttl: float | None) -> Exchange[None]:
     """Pin messages."""
     return _operation(session, "pin", messages, {} if ttl is None else {"ttl_seconds": ttl})
 
 
-def unpinning(session: str, messages: Sequence[Any]) -> Exchange[None]:
+def unpinning(session: str, messages: Sequence[Named]) -> Exchange[None]:
     """Unpin messages."""
     return _operation(session, "unpin", messages)
 
 
-def saving(session: str, messages: Any, name: Any, encodings: bool) -> Exchange[Kept]:
+def saving(
+    session: str, messages: Sequence[Named] | None, name: str, encodings: bool
+) -> Exchange[Kept]:
     """Save messages under a name; None: all of the session."""
     ids = None if messages is None else list(message_ids(messages, "messages"))
     body = {"name": name, "messages": ids, "encodings": encodings}
@@ -184,7 +187,7 @@ def saving(session: str, messages: Any, name: Any, encodings: bool) -> Exchange[
     return Exchange(request, lambda answer, _: Kept(**{field: answer[field] for field in names}))
 
 
-def loading(session: str, name: Any, on_mismatch: str) -> Exchange[list[Message]]:
+def loading(session: str, name: str, on_mismatch: str) -> Exchange[list[Message]]:
     """Load what was saved under a name; `metrics.submitted` is that of the load."""
     body = {"name": name, "on_mismatch": on_mismatch}
     request = Request("POST", f"{_SESSIONS}/{session}/load", json_of(body, "uri"))
@@ -192,7 +195,7 @@ def loading(session: str, name: Any, on_mismatch: str) -> Exchange[list[Message]
 
 
 def _operation(
-    session: str, name: str, messages: Sequence[Any], options: Mapping[str, Any] | None = None
+    session: str, name: str, messages: Sequence[Named], options: Mapping[str, Any] | None = None
 ) -> Exchange[None]:
     """One of the operations on several messages, done as a whole or refused as a whole."""
     body = {"messages": list(message_ids(messages, "messages")), **(options or {})}
@@ -200,7 +203,7 @@ def _operation(
     return Exchange(Request("POST", path, json_of(body, "ttl")), _nothing)
 
 
-def _message_path(session: str, named: Any) -> str:
+def _message_path(session: str, named: Named) -> str:
     """Where a message is; it is not asked for if it is of another session."""
     found = message_id(named, "messages")
     owner, slash, name = found.partition("/")

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import httpx
 
@@ -15,8 +17,16 @@ from vllm_choreo.client.exchanges import Exchange, Request
 from vllm_choreo.client.failures import ServerError, closed, content_of, no_answer
 from vllm_choreo.client.prompts import ServerPrompts
 from vllm_choreo.errors import EngineRestartedError, UnknownSessionError
+from vllm_choreo.repair.session_rules import SessionRule
 from vllm_choreo.semantics.call import Asked, asked, asked_copy
-from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
+from vllm_choreo.semantics.call_options import (
+    Calls,
+    Content,
+    DecodeOptions,
+    Named,
+    Parent,
+    ReadOptions,
+)
 from vllm_choreo.semantics.message import Kept, Message
 
 _T = TypeVar("_T")
@@ -48,9 +58,9 @@ class ChoreoClient(ClientBase):
         mode: str = "choreo",
         timeout: float = 600.0,
         ttl_seconds: float | None = None,
-        adapter: Any = None,
+        adapter: str | LoRARequest | None = None,
         placement: str | None = None,
-        repair: Any = None,
+        repair: str | Path | Mapping[str, Any] | SessionRule | None = None,
     ) -> None:
         super().__init__(base_url, api_key, mode, timeout, ttl_seconds, adapter, placement, repair)
         self._http = httpx.Client(**self._endpoint.options())
@@ -71,48 +81,69 @@ class ChoreoClient(ClientBase):
         """Schemas of the tenant, and prompts in this session."""
         return ServerPrompts(self)
 
-    def prefill(self, tokens: Any, **options: Unpack[ReadOptions]) -> Any:
+    @overload
+    def prefill(self, tokens: Content, **options: Unpack[ReadOptions]) -> Message: ...
+
+    @overload
+    def prefill(self, tokens: Calls, **options: Unpack[ReadOptions]) -> list[Message]: ...
+
+    def prefill(
+        self, tokens: Content | Calls, **options: Unpack[ReadOptions]
+    ) -> Message | list[Message]:
         """See `Choreography.prefill`."""
         return self._run(asked("prefill", tokens, options, self._denied))
 
-    def decode(self, header: Any, **options: Unpack[DecodeOptions]) -> Any:
+    @overload
+    def decode(self, header: Content, **options: Unpack[DecodeOptions]) -> Message: ...
+
+    @overload
+    def decode(self, header: Calls, **options: Unpack[DecodeOptions]) -> list[Message]: ...
+
+    def decode(
+        self, header: Content | Calls, **options: Unpack[DecodeOptions]
+    ) -> Message | list[Message]:
         """See `Choreography.decode`.
 
         `sampling_params` are `vllm.SamplingParams`, or a dict of their fields.
         """
         return self._run(asked("decode", header, options, self._denied))
 
-    def reencode(self, message: Any, **options: Unpack[ReadOptions]) -> Message:
+    def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:
         """See `Choreography.reencode`."""
         clean: Message = self._run(asked_copy(message, options, self._denied))
         return clean
 
-    def message(self, named: Any) -> Message:
+    def message(self, named: Named) -> Message:
         """See `Choreography.message`; `metrics.submitted` is 0, for it is not the client's."""
         return self._exchange(exchanges.fetching(self._session, named))
 
-    def provenance(self, named: Any) -> frozenset[str]:
+    def provenance(self, named: Named) -> frozenset[str]:
         """See `Choreography.provenance`; the server is asked."""
         return self._exchange(exchanges.tracing(self._session, named))
 
-    def free(self, *messages: Any) -> None:
+    def free(self, *messages: Named) -> None:
         """See `Choreography.free`."""
         self._exchange(exchanges.freeing(self._session, messages))
 
-    def evict(self, *messages: Any) -> None:
+    def evict(self, *messages: Named) -> None:
         """See `Choreography.evict`."""
         self._exchange(exchanges.evicting(self._session, messages))
 
-    def pin(self, *messages: Any, ttl: float | None = None) -> None:
+    def pin(self, *messages: Named, ttl: float | None = None) -> None:
         """See `Choreography.pin`; without `ttl`, for as long as the server allows."""
         self._exchange(exchanges.pinning(self._session, messages, ttl))
 
-    def unpin(self, *messages: Any) -> None:
+    def unpin(self, *messages: Named) -> None:
         """See `Choreography.unpin`."""
         self._exchange(exchanges.unpinning(self._session, messages))
 
     def save(
-        self, messages: Any, uri: Any, *, encodings: bool = False, progress: bool | None = None
+        self,
+        messages: Sequence[Named] | None,
+        uri: str,
+        *,
+        encodings: bool = False,
+        progress: bool | None = None,
     ) -> Kept:
         """See `Choreography.save`; `uri` is a name, for the operator decides where that is.
 
@@ -123,7 +154,7 @@ class ChoreoClient(ClientBase):
         return self._exchange(exchanges.saving(self._session, messages, uri, encodings))
 
     def load(
-        self, uri: Any, *, on_mismatch: str = "refuse", progress: bool | None = None
+        self, uri: str, *, on_mismatch: str = "refuse", progress: bool | None = None
     ) -> list[Message]:
         """See `Choreography.load`; `uri` is the name under which it was saved."""
         return self._exchange(exchanges.loading(self._session, uri, on_mismatch))
@@ -188,6 +219,8 @@ class ChoreoClient(ClientBase):
 
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
     from vllm_choreo.api.protocol import SessionFacade
 
     _is_one: type[SessionFacade] = ChoreoClient

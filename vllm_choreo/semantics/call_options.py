@@ -3,8 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+
+from vllm_choreo.repair.rules import Rule
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+
+class HasId(Protocol):
+    """A handle of a message: a `Message`, or a call that is pending."""
+
+    @property
+    def id(self) -> str: ...
+
+
+Content = str | Sequence[int]  # the new tokens: text, or token ids
+Named = str | HasId  # a message, by its handle, its id or its `save_as` name
+Parent = Named | tuple[Named, int | None, int | None]  # whole, or `(message, start, stop)`
 
 
 class ReadOptions(TypedDict, total=False):
@@ -34,15 +53,15 @@ class ReadOptions(TypedDict, total=False):
         role: what the new message is in its workflow, such as "vote"; policies of repair go by it.
     """
 
-    parents: Sequence[Any] | None
+    parents: Sequence[Parent] | None
     offsets: Sequence[int | None] | None
     new_offset: int | None
     save_as: str | None
     mode: str | None
-    deny: Sequence[Any] | None
-    adapter: Any
-    repair: Any
-    layers: Sequence[Any] | str | None
+    deny: Sequence[Named] | None
+    adapter: str | Path | LoRARequest | None
+    repair: str | Mapping[str, Any] | Sequence[Any] | Rule | None
+    layers: Sequence[int | Sequence[int]] | str | None
     keep_hidden: Sequence[int] | None
     role: str | None
 
@@ -54,4 +73,24 @@ class DecodeOptions(ReadOptions, total=False):
         sampling_params: `vllm.SamplingParams`; over HTTP also a dict of their fields.
     """
 
-    sampling_params: Any
+    sampling_params: SamplingParams | Mapping[str, Any] | None
+
+
+class Call(DecodeOptions, total=False):
+    """One call of a list: the new tokens under one of the first three keys, and its options.
+
+    Attributes:
+        header: text or token ids after which is generated.
+        tokens: text or token ids that are encoded, and nothing else; `decode` takes them for a
+            header.
+        copy_of: a message, or `(message, start, stop)`, whose tokens are encoded anew; only
+            `submit_all` takes it.
+    """
+
+    header: Content
+    tokens: Content
+    copy_of: Parent
+
+
+# A type checker knows the keys of a list that is written out; what is built up is a list of dicts.
+Calls = Sequence[Call | Mapping[str, Any]]
