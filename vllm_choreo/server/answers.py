@@ -14,7 +14,7 @@ from vllm_choreo.wire.messages import message_json, total_usage_json
 
 
 def results_json(results: Sequence[Result]) -> dict[str, Any]:
-    """What a list of calls came to, in its order; the usage of those that made a message."""
+    """Results of a list of calls, in its order, with the usage of those that made a message."""
     messages = [result for result in results if isinstance(result, Message)]
     return list_json([result_json(result) for result in results]) | {
         "usage": total_usage_json(messages)
@@ -37,17 +37,17 @@ def list_json(items: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def freed_json(message: Message) -> dict[str, Any]:
-    """Of a message that was freed."""
+    """Answer about a message that was freed."""
     return {"id": message.id, "object": "choreo.message.deleted", "deleted": True}
 
 
 def evicted_json(message: Message) -> dict[str, Any]:
-    """Of a message that was evicted."""
+    """Answer about a message that was evicted."""
     return {"id": message.id, "object": "choreo.message", "evicted": True}
 
 
 def pin_json(message: Message, seconds: float | None) -> dict[str, Any]:
-    """Of a message that was pinned, for so many seconds; None: unpinned."""
+    """Answer about a message that was pinned for `seconds`; None: it was unpinned."""
     return {
         "id": message.id,
         "object": "choreo.message",

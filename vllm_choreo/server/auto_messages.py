@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of chats that name none: of each tenant, in a session of their own, found by what
-they hold.
-"""
+"""Messages of chats that name none, found by their tokens in a session of each tenant's own."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ class ReadChat:
     """A chat whose parts are messages: they are kept until `ChatMessages.leave`.
 
     Attributes:
-        plan: what it reads.
-        pending: the calls that encode what is new.
+        plan: messages that the chat reads, and its header.
+        pending: calls that encode its new parts.
     """
 
     plan: ChatPlan
@@ -57,10 +55,10 @@ class ChatMessages:
     """The messages of one tenant's chats.
 
     Args:
-        sessions: of the server.
-        session: that they are in, the tenant's own.
+        sessions: open sessions of the server.
+        session: the tenant's own session for these messages.
         config: the limits; half of those of a session at most, for answers are in it, too.
-        max_model_len, block_size: of the engine, in tokens.
+        max_model_len, block_size: lengths of the engine's context and blocks, in tokens.
     """
 
     def __init__(
@@ -88,10 +86,11 @@ class ChatMessages:
         """Find or make the messages of a chat's parts.
 
         Args:
-            split: of the chat.
-            mode: of its calls.
-            max_tokens: of the answer.
-            name, adapter: of the adapter that encodes it; "" and None: none.
+            split: the chat's tokens and parts.
+            mode: mode of its calls.
+            max_tokens: most tokens of the answer.
+            name, adapter: the adapter that encodes it, by name and as calls take it; "" and None:
+                none.
 
         Raises:
             TooLongError: in parts it takes too much of the context.
@@ -116,7 +115,7 @@ class ChatMessages:
         return ReadChat(plan, pending)
 
     def leave(self, chat: ReadChat) -> None:
-        """The request is over."""
+        """End the request: free messages that nobody reads or can find any more."""
         self.book.leave(chat.plan.parents)
         lost = [entry for entry in dict.fromkeys(chat.plan.parents) if self._is_lost(entry)]
         if lost:
@@ -125,7 +124,7 @@ class ChatMessages:
     def answered(self, message: Message, chat: ReadChat, name: str) -> None:
         """Keep an answer, with the header before it, for the chat that goes on from there.
 
-        One that was made alike before, of the same chat, is given up for it.
+        An answer with the same tokens that was made before, to the same chat, is given up for it.
         """
         key, context = digest(message.token_ids, name), chat.plan.context
         entry = Entry(key, context, message.id, message.num_tokens, is_answer=True)
@@ -166,7 +165,7 @@ class ChatMessages:
                 await self.session.choreography.free(entry.message_id)
 
     def _is_lost(self, entry: Entry) -> bool:
-        """Whether nobody reads a message, and nobody can find it."""
+        """Return whether nobody reads a message and nobody can find it."""
         return not entry.num_users and not self.book.has(entry)
 
     async def _watch(self, entry: Entry, pending: Pending) -> None:
@@ -180,7 +179,7 @@ class ChatMessages:
 
 
 def _pieces(plan: ChatPlan, mode: str, adapter: Any) -> list[CallSpec]:
-    """The calls that encode what is new, each behind all that stands before it in the chat."""
+    """Calls that encode the new parts, each behind all that stands before it in the chat."""
     return linked_specs(
         [
             {
@@ -199,8 +198,8 @@ class TenantChats:
     """The messages of all tenants' chats.
 
     Args:
-        sessions: of the server.
-        vllm_config: of its engine.
+        sessions: open sessions of the server.
+        vllm_config: configuration of its engine.
     """
 
     def __init__(self, sessions: Sessions, vllm_config: Any) -> None:
@@ -210,7 +209,7 @@ class TenantChats:
         self._tenants: dict[str, ChatMessages] = {}
 
     def of(self, tenant: str) -> ChatMessages:
-        """Those of one tenant, whose session is opened if it has none or that was closed.
+        """Messages of one tenant's chats; its session is opened if missing, closed or expired.
 
         Raises:
             LimitError: too many sessions are open.
@@ -227,25 +226,25 @@ class TenantChats:
 
     @property
     def work(self) -> WorkPool:
-        """Runs what grows with a chat."""
+        """Pool for work that grows with a chat."""
         return self._sessions.work
 
     @property
     def max_request_bytes(self) -> int:
-        """Of a request that asks for its messages to be found."""
+        """Most bytes of a request that asks for its messages to be found."""
         return self._sessions.config.max_request_bytes
 
     @property
     def min_tokens(self) -> int:
-        """Shorter parts of chats are joined."""
+        """Tokens of a part of a chat, at least; shorter parts are joined."""
         return self._sessions.config.auto_min_tokens
 
     def looked_up(self, outcome: str, report: Mapping[str, int]) -> None:
         """Count a chat.
 
         Args:
-            outcome: what became of it, one of `AUTO_OUTCOMES`.
-            report: of its parts, see `ChatPlan.report`; empty where they are not read.
+            outcome: how it was served, one of `AUTO_OUTCOMES`.
+            report: counts of its parts, see `ChatPlan.report`; empty where they are not read.
         """
         for observer in self._sessions.observers:
             observer.looked_up(outcome, report)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a request's body: bounded, strict JSON, and errors in our own terms."""
+"""Bodies of requests: bounded, strict JSON, and errors in our own terms."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _FEW_BYTES = 64 * 2**10
 
 
 def check_num_bytes(num_bytes: int, limit: int) -> None:
-    """
+    """Check that a body is within the limit.
+
     Raises:
-        LimitError: a body is too long.
+        LimitError: it is too long.
     """
     if num_bytes > limit:
         raise LimitError(
@@ -55,7 +56,8 @@ class BoundedRequest(Request):
     """A request whose body is not longer than the server's limit, and JSON."""
 
     async def body(self) -> bytes:
-        """
+        """Read the body, up to the server's limit.
+
         Raises:
             LimitError: the body is too long, whether or not its sender said so before.
         """
@@ -76,7 +78,8 @@ class BoundedRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """
+        """Parse the body as JSON.
+
         Raises:
             LimitError: as for `body`.
             ChoreoError: as for `read_json`, or it is not said to be JSON.
@@ -138,7 +141,7 @@ _MESSAGES = {
 
 
 def _refusal(error: Mapping[str, Any]) -> ChoreoError:
-    """The first thing that pydantic found wrong."""
+    """Error about the first thing that pydantic found wrong."""
     parts = _path(error["loc"])
     field = next((part for part in reversed(parts) if not part.isdigit()), "")
     message = _MESSAGES.get(error["type"], error["msg"])
@@ -151,15 +154,15 @@ def _refusal(error: Mapping[str, Any]) -> ChoreoError:
 
 
 def _path(location: Sequence[Any]) -> list[str]:
-    """`calls 2 parents 0 start` of pydantic's location.
+    """Fields and indices in pydantic's location, such as `calls 2 parents 0 start`.
 
-    That has the part of the request in front, and tags of unions (<tag>) between.
+    The part of the request in front, and tags of unions (<tag>) between, are left out.
     """
     return [str(part)[:MAX_PART_CHARS] for part in location[1:] if str(part)[0:1] not in ("<", "[")]
 
 
 def _outline(value: Any) -> Any:
-    """`value`, or what it is if it is large: an error is not to repeat a megabyte."""
+    """`value`, or type and length of a list or object: an error is not to repeat a megabyte."""
     if isinstance(value, (list, dict)):
         return f"{type(value).__name__} of {len(value)}"
     return value

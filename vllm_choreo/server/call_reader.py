@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client sent, as `CallSpec`s: text is tokenised, chats are rendered."""
+"""Calls that a client sent, as `CallSpec`s: text is tokenised, chats are rendered."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class CallReader:
     """Reads calls for the server's model.
 
     Args:
-        online_renderer: vLLM's, which knows the model's chat template and tokenizer.
-        adapters: those that calls may name.
-        work: runs what grows with a text.
+        online_renderer: vLLM's renderer, which knows the model's chat template and tokenizer.
+        adapters: adapters that calls may name.
+        work: pool for work that grows with a text.
     """
 
     def __init__(self, online_renderer: Any, adapters: ServedAdapters, work: WorkPool) -> None:
@@ -64,9 +64,9 @@ class CallReader:
         """The calls of a request, in their order.
 
         Args:
-            bodies: what was sent.
-            tenant: who sent it.
-            adapter: the name of that of calls which name none.
+            bodies: calls that the client sent.
+            tenant: tenant that sent them.
+            adapter: name of the adapter of calls that name none.
 
         Raises:
             LimitError: too many parents, or too many that are denied, in all of them together.
@@ -111,7 +111,7 @@ class CallReader:
         )
 
     async def adapter_of(self, own: str | None, adapter: str | None) -> Any:
-        """That of the call, or that of calls which name none, where it is placed."""
+        """Resolve the call's own adapter, or else the session's, worn where it is placed."""
         if own is not None or adapter is None:
             return await self.adapters.resolve(own)
         return WithAdapter(await self.adapters.resolve(adapter))
@@ -128,7 +128,7 @@ class CallReader:
         return content if isinstance(content, str) else tuple(content)
 
     async def _tokenized(self, tenant: str, texts: Sequence[str]) -> list[Tokenized]:
-        """A megabyte takes half a second, in which others are to be served."""
+        """Tokenise texts: long ones in a thread, since a megabyte takes half a second."""
 
         def encoded() -> list[Tokenized]:
             encode = partial(self._tokenizer.encode, add_special_tokens=False)
@@ -175,7 +175,11 @@ class CallReader:
 
 
 def sampling_of(body: SamplingBody | None) -> SamplingParams | None:
-    """How a call samples. Raises ChoreoError: vLLM refuses it."""
+    """Sampling parameters of a call; None: it gives none.
+
+    Raises:
+        ChoreoError: vLLM refuses them.
+    """
     if body is None:
         return None
     fields = body.model_dump(exclude_none=True)
@@ -200,7 +204,8 @@ def sampling_of(body: SamplingBody | None) -> SamplingParams | None:
 
 
 def _check_small(name: str, given: dict[str, Any]) -> None:
-    """
+    """Check that an option is short enough to be read at once.
+
     Raises:
         LimitError: vLLM would take long to read it, and nobody would be served meanwhile.
     """
@@ -214,7 +219,7 @@ def _check_small(name: str, given: dict[str, Any]) -> None:
 
 
 def _object(name: str, given: dict[str, Any]) -> Any:
-    """An object of vLLM, of its public fields alone."""
+    """Make an object of vLLM from its public fields alone."""
     made = _OBJECTS[name]
     known = [field.name for field in dataclasses.fields(made) if not field.name.startswith("_")]
     for key in given:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients get, as pydantic models, for /openapi.json: `answers.py` writes the same forms."""
+"""Answers to clients, as pydantic models, for /openapi.json: `answers.py` writes the same forms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class AnswerModel(BaseModel):
-    """What every answer is: fields of these types, and no others."""
+    """Every answer: fields of these types, and no others."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -18,7 +18,7 @@ class AnswerModel(BaseModel):
 
 
 class SessionUsage(AnswerModel):
-    """What a session holds, and how much it may hold."""
+    """Contents of a session, and how much it may hold."""
 
     messages: int
     tokens: int
@@ -70,7 +70,7 @@ class ParentAnswer(AnswerModel):
 
 
 class CachedTokens(AnswerModel):
-    """As in OpenAI's API."""
+    """Cached tokens, as in OpenAI's API."""
 
     cached_tokens: int
 
@@ -99,7 +99,7 @@ class UsageAnswer(AnswerModel):
 
 
 class Times(AnswerModel):
-    """Of a call, in seconds from its submission."""
+    """Times of a call, in seconds from its submission."""
 
     waiting: float | None = Field(description="Until it was first scheduled; null: not known.")
     ttft: float = Field(description="To the first token; of a prefill, until it was encoded.")
@@ -107,7 +107,7 @@ class Times(AnswerModel):
 
 
 class LogprobAnswer(AnswerModel):
-    """Of a token at one position."""
+    """Logprob of a token at one position."""
 
     logprob: float
     rank: int | None
@@ -203,7 +203,7 @@ class PinListAnswer(AnswerModel):
 
 
 class ProvenanceAnswer(AnswerModel):
-    """What a message carries traces of."""
+    """Messages that a message carries traces of."""
 
     id: str
     object: Literal["choreo.provenance"]
@@ -216,7 +216,7 @@ class ProvenanceAnswer(AnswerModel):
 
 
 class ErrorContent(AnswerModel):
-    """What is wrong, and what to do instead."""
+    """Error: what is wrong, and what to do instead."""
 
     message: str
     type: str = Field(examples=["UnknownMessageError"])
@@ -245,7 +245,7 @@ class FailedCallAnswer(AnswerModel):
 
 
 class ResultsAnswer(AnswerModel):
-    """What each call of a list came to, in its order; the usage of all of them."""
+    """Results of all calls of a list, in its order; the usage of all of them."""
 
     object: Literal["list"]
     data: list[MessageAnswer | FailedCallAnswer]

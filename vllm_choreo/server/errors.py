@@ -62,7 +62,7 @@ def error_response(error: ChoreoError, status: int | None = None) -> JSONRespons
 
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """The handler of every request that is refused as a whole, at whichever route."""
+    """Answer a request that is refused as a whole, at whichever route."""
     assert isinstance(error, ChoreoError)
     request.app.state.choreo.refused(error)
     return error_response(error)
@@ -72,7 +72,7 @@ def renamed(error: ChoreoError, names: Mapping[str, str]) -> ChoreoError:
     """The error with the name of its parameter in a request.
 
     Args:
-        names: of parameters, by what they are called in Python; others keep their names.
+        names: names of parameters in a request, by those in Python; others keep theirs.
     """
     parameter = names.get(error.parameter, error.parameter)
     return type(error)(error.message, parameter=parameter, value=error.value)

@@ -31,12 +31,12 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 
 class PairExchange:
-    """What is exchanged by a server.
+    """Exchange of messages between this server and that of a variant of its model.
 
     Args:
         rule: how sessions that have no rule of their own read the other model's messages.
-        model: of this server, as its configuration names it.
-        folders: of tenants; None: adapters of one server exchange nothing.
+        model: this server's model, as its configuration names it.
+        folders: tenants' folders of kept messages; None: adapters of one server exchange nothing.
 
     Raises:
         RepairError: the profile is of other models.
@@ -49,7 +49,7 @@ class PairExchange:
         self._folders = folders
 
     async def export(self, session: OpenSession, result: Result) -> None:
-        """Save what a call of the writer's has encoded under a name; an error is logged."""
+        """Save a message that the writer has encoded under a name; an error is logged."""
         if self._folders is None or not self._is_writer or not isinstance(result, Message):
             return
         name = result.id.partition("/")[2]
@@ -66,7 +66,7 @@ class PairExchange:
             logger.error("--choreo-pair: %s was not saved: %s", name, error)
 
     async def fetch(self, session: OpenSession, named: Iterable[str]) -> None:
-        """Load what a reader's calls name and its session does not know.
+        """Load messages that a reader's calls name and its session does not know.
 
         Raises:
             ChoreoError: there is such a message, and it does not fit.
@@ -88,7 +88,7 @@ class PairExchange:
 
 
 def exchange_of(path: str | None, model: str, folders: KeptFolders | None) -> PairExchange | None:
-    """What the operator's option asks for.
+    """Exchange that the operator's option asks for; None: it is not given.
 
     Raises:
         RepairError: the file is no profile, or one of other models.
@@ -105,7 +105,7 @@ def _knows(session: OpenSession, name: str) -> bool:
 
 
 def _kept_name(name: str) -> str:
-    """The name of the folder: in none that a client has chosen for several messages."""
+    """Name of a message's folder, with a prefix that keeps it apart from names of clients."""
     if _PLAIN.fullmatch(name):
         return f"message.{name}"
     return f"message-{blake2b(name.encode(), digest_size=16).hexdigest()}"

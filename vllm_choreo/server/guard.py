@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may hand choreographed requests to the engine: our own code, and nobody by other routes.
+"""Guard of the engine: our own code hands it choreographed requests, and no other route may.
 
 Most of vLLM's routes pass `vllm_xargs`, or whole sampling parameters, on to the engine as a client
 wrote them. There a client could name the session of another tenant, or name messages and be served
@@ -37,12 +37,13 @@ def guarded(llm: AsyncLLM, responses: OpenAIServingResponses) -> Any:
 
 
 def choreo_keys(extra_args: Iterable[str] | None) -> list[str]:
-    """Those names of extra arguments that are meant for us."""
+    """Names of extra arguments that are meant for us."""
     return [key for key in extra_args or () if key == EXTRA_ARGS_KEY or key.startswith(FLAT_PREFIX)]
 
 
 def _refuse(extra_args: Iterable[str] | None) -> None:
-    """
+    """Check that a request is not choreographed.
+
     Raises:
         VLLMValidationError: the request is choreographed.
     """
@@ -55,7 +56,8 @@ def _refuse(extra_args: Iterable[str] | None) -> None:
 
 
 def _check_transfers(extra_args: Mapping[str, Any] | None) -> None:
-    """
+    """Check that the parameters of connectors are objects.
+
     Raises:
         VLLMValidationError: what vLLM takes for an object is none, and would end in an error of
             the server.
@@ -117,7 +119,7 @@ class _GuardedResponses(OpenAIServingResponses):
 
 
 class _Unguarded:
-    """All of an engine client, and its `add_request` without the check."""
+    """An engine client whose `add_request` lets choreographed requests through."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients send and get where messages are saved and loaded, as pydantic models."""
+"""Bodies and answers of routes that save and load messages, as pydantic models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LoadBody(BodyModel):
 
 
 class KeptAnswer(AnswerModel):
-    """What was saved."""
+    """Messages that were saved."""
 
     name: str
     object: Literal["choreo.kept"]
@@ -57,7 +57,7 @@ class KeptAnswer(AnswerModel):
 
 
 class KeptEntry(AnswerModel):
-    """What is kept under a name."""
+    """Messages that are kept under a name."""
 
     name: str
     object: Literal["choreo.kept"]
@@ -74,7 +74,7 @@ class KeptListAnswer(AnswerModel):
 
 
 class KeptDeletedAnswer(AnswerModel):
-    """What was kept, and is not any more."""
+    """Messages that were kept, and are not any more."""
 
     name: str
     object: Literal["choreo.kept.deleted"]

@@ -34,7 +34,8 @@ KeptPath = Annotated[str, Path(description="The name under which messages were s
 
 
 def _folders(request: Request) -> KeptFolders:
-    """
+    """Folders in which tenants save messages.
+
     Raises:
         ChoreoError: the operator allows none.
     """

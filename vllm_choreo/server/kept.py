@@ -34,14 +34,15 @@ _BYTES_PER_GIB = 2**30
 
 
 class KeptFolders:
-    """
+    """Folders of an operator in which each tenant keeps messages under names.
+
     Args:
         uri: the operator's folder: a path, or a URL of fsspec's.
-        option: of the command line, which named it.
+        option: command-line option that named it.
         config: how much a tenant may save.
 
     Attributes:
-        keep_key: of all that is saved here, and believed; None: it is not known yet.
+        keep_key: key that tells what was saved here from what others wrote; None: not known yet.
     """
 
     def __init__(self, uri: str, option: str, config: ServerConfig) -> None:
@@ -53,10 +54,10 @@ class KeptFolders:
         self._locks: dict[str, asyncio.Lock] = {}
 
     def folder(self, tenant: str, name: str) -> KeptFolder:
-        """What a tenant has saved, or will save, under a name.
+        """Folder of what a tenant has saved, or will save, under a name.
 
         Raises:
-            ChoreoError: no name.
+            ChoreoError: no such name is allowed.
         """
         if not _NAME.fullmatch(name):
             raise ChoreoError(
@@ -68,16 +69,17 @@ class KeptFolders:
         return KeptFolder(f"{self._uri}/{tenant}/{name}", label=name, keep_key=self.keep_key)
 
     def lock(self, tenant: str) -> asyncio.Lock:
-        """A tenant saves one thing at a time: two at once would both find the same room."""
+        """Lock of a tenant's saves: two at once would both find the same room."""
         return self._locks.setdefault(tenant, asyncio.Lock())
 
     def names(self, tenant: str) -> list[str]:
-        """What a tenant has saved."""
+        """Names under which a tenant has saved."""
         return KeptFolder(f"{self._uri}/{tenant}", label="").names()
 
     def sizes(self, tenant: str) -> dict[str, int]:
-        """The bytes that each name of a tenant takes, whatever lies there: recipes, keys and
-        values, and what was never finished.
+        """Bytes that each name of a tenant takes.
+
+        All that lies there counts: recipes, keys and values, and what was never finished.
         """
         return KeptFolder(f"{self._uri}/{tenant}", label="").sizes()
 
@@ -85,7 +87,7 @@ class KeptFolders:
         """Bytes that a tenant may save under a name.
 
         Raises:
-            LimitError: none, or no name more.
+            LimitError: there is no room, or no further name.
         """
         max_gib, max_names = (
             self._config.max_kept_gib_per_tenant,
@@ -113,7 +115,7 @@ class KeptFolders:
     # -- the secret --------------------------------------------------------------------------
 
     def secret(self) -> bytes | None:
-        """That of the folder, if it has one.
+        """Secret of the folder; None: it has none.
 
         Raises:
             ChoreoError: it cannot be read.
@@ -177,7 +179,7 @@ def start(
 
     Args:
         config: how much a tenant may save.
-        key_file: of the setting `keep_key`; "": the key is made from the secret.
+        key_file: file that the setting `keep_key` names; "": the key is made from the secret.
 
     Raises:
         ChoreoError: a folder cannot be reached, both belong to other tenants, or there is no key.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of messages that were made: several at once, and what one carries traces of.
+"""Routes of messages that were made: of several at once, and of one's provenance.
 
 A list is done as a whole or refused as a whole. Each answer holds, for each message, what the route
 of one message answers.

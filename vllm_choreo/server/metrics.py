@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics on vLLM's page /metrics: what calls came to, and what the engine holds.
+"""Prometheus metrics on vLLM's page /metrics: how calls end, and what the engine holds.
 
 Calls, sessions and errors are counted as they happen (`CallMetrics`); the engine is asked for its
 numbers every few seconds (`EngineMetrics`). Labels have few values, all of them known at the start:
@@ -140,8 +140,8 @@ def start(sessions: Sessions, async_llm: Any) -> None:
     """Measure from now on, in the running event loop.
 
     Args:
-        sessions: of the server.
-        async_llm: its engine.
+        sessions: open sessions of the server.
+        async_llm: its engine client.
     """
     overrides = async_llm.vllm_config.observability_config.custom_histogram_buckets
     add = partial(_add, REGISTRY, sessions.model)
@@ -151,7 +151,7 @@ def start(sessions: Sessions, async_llm: Any) -> None:
 
 
 class CallMetrics:
-    """What calls and sessions came to: an `Observer` of `Sessions`.
+    """Metrics of calls and sessions: an `Observer` of `Sessions`.
 
     Args:
         add: `_add` for a registry and a model.
@@ -257,7 +257,7 @@ class CallMetrics:
 
 
 class EngineMetrics:
-    """What the engine holds, and what it did on its own.
+    """Metrics of what the engine holds, and of what it did on its own.
 
     Args:
         add: `_add` for a registry and a model.

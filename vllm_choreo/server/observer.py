@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `Sessions` asks of others: to count what happens, to exchange messages with servers."""
+"""Interfaces that `Sessions` uses: to count what happens, to exchange messages with servers."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from vllm_choreo.semantics.message import Message
 
 
 class Observer(Protocol):
-    """Is told what happens, to count it."""
+    """Counter of what happens in `Sessions`."""
 
     def opened(self) -> None:
-        """A session was opened."""
+        """Count a session that was opened."""
 
     def closed(self, *, expired: bool) -> None:
-        """A session was closed, by request or because nobody used it."""
+        """Count a session that was closed, by request or because nobody used it."""
 
     def finished(self, kind: str, message: Message) -> None:
-        """A call made a message; `kind` is "prefill" or "decode"."""
+        """Count a call that made a message; `kind` is "prefill" or "decode"."""
 
     def failed(self, kind: str, outcome: str) -> None:
-        """A call made none: "error", or "abandoned" by its client."""
+        """Count a call that made no message; `outcome` is "error", or "abandoned" by its client."""
 
     def refused(self, error: ChoreoError) -> None:
-        """A client was answered with an error."""
+        """Count an error with which a client was answered."""
 
     def chosen(self, choice: ChosenCell) -> None:
-        """The profile of a pair has chosen layers for a call."""
+        """Count the layers that the profile of a pair has chosen for a call."""
 
     def looked_up(self, outcome: str, report: Mapping[str, int]) -> None:
-        """The parts of a chat were looked up; `outcome` is one of `AUTO_OUTCOMES`."""
+        """Count a chat that names no messages; `outcome` is one of `AUTO_OUTCOMES`."""
 
 
 class Exchanger(Protocol):
-    """Exchanges messages with the server of another model; see `PairExchange`.
+    """Exchange of messages with the server of another model; see `PairExchange`.
 
     Attributes:
-        rule: of sessions that have none.
+        rule: rule of sessions that have none of their own.
     """
 
     rule: PairRule
 
     async def export(self, session: Any, result: Result) -> None:
-        """A call of the session came to this."""
+        """Save the result of a session's call for the other server."""
 
     async def fetch(self, session: Any, named: Iterable[str]) -> None:
-        """A call of the session names these messages."""
+        """Load the messages that a session's call names from the other server."""

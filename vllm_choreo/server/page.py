@@ -15,13 +15,13 @@ _EMPTY = "<!DOCTYPE html><title>No messages</title><p>The session holds no messa
 
 
 def session_page(session: str, mode: str, model: str, messages: Sequence[Message]) -> str:
-    """The page.
+    """HTML page of a session.
 
     Args:
         session: its id.
-        mode: of the session.
-        model: the name under which it is served.
-        messages: those that are complete, in the order in which they were named.
+        mode: mode of the session.
+        model: the name under which the model is served.
+        messages: complete messages of the session, in the order in which they were named.
 
     Returns:
         The text of an HTML file that loads nothing from elsewhere.

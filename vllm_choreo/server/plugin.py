@@ -46,7 +46,8 @@ class ChoreoEndpoints:
         app.add_exception_handler(ChoreoError, answer_error)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
-        """
+        """Set up the sessions of a server or a batch, and the handlers that choreograph.
+
         Raises:
             UnsupportedOptionError: several API servers; a session lives in one.
         """
@@ -98,14 +99,15 @@ class ChoreoEndpoints:
 
 
 def api_keys(args: Namespace) -> list[str]:
-    """Those that vLLM asks for: of its command line, or else of its environment."""
+    """API keys that vLLM asks for: those of its command line, or else of its environment."""
     from vllm import envs
 
     return [key for key in getattr(args, "api_key", None) or [envs.VLLM_API_KEY] if key]
 
 
 def check_one_process(args: Namespace) -> None:
-    """
+    """Check that there is one API server.
+
     Raises:
         UnsupportedOptionError: there are several API servers. (Several engines are refused where
             an engine is configured.)

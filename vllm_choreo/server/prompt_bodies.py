@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients send and get at the routes of schemas and prompts, as pydantic models."""
+"""Bodies and answers of the routes of schemas and prompts, as pydantic models."""
 
 from __future__ import annotations
 

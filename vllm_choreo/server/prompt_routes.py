@@ -216,7 +216,7 @@ def _limit(run: Run) -> int:
 
 
 def _told(calls: PromptCalls, index: int, event: dict[str, Any]) -> dict[str, Any] | None:
-    """An event of the last call, as if there were no other."""
+    """An event of the last call, as if there were no other; None: of another call."""
     if index < len(calls.pieces):
         return None
     event = {**event, "index": 0}

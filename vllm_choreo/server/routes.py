@@ -110,7 +110,7 @@ async def open_session(request: Request, body: SessionBody | None = None) -> Res
     responses=documents.errors(404),
 )
 async def read_session(request: Request, session: OwnSession) -> Response:
-    """What a session holds, and when it expires."""
+    """Contents of a session, and when it expires."""
     with session.used():
         return JSONResponse(await sessions_of(request).describe(session))
 
@@ -304,10 +304,10 @@ async def unpin_message(session: OwnSession, name: Name) -> Response:
 
 
 def pin_seconds(request: Request, given: float | None) -> float:
-    """For how long messages are pinned.
+    """Seconds for which messages are pinned.
 
     Raises:
-        LimitError: for longer than the server allows.
+        LimitError: longer than the server allows.
     """
     limit: float = sessions_of(request).config.max_pin_seconds
     seconds = limit if given is None else given

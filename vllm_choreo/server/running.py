@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of one request, from before they are submitted until the client has its answer or went
-away.
-"""
+"""Calls of one request, until the client has its answer or went away."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class Run:
 
     Attributes:
         pending: the calls.
-        sessions: of the server.
+        sessions: open sessions of the server.
     """
 
     def __init__(self, sessions: Sessions, session: OpenSession) -> None:
@@ -53,7 +51,8 @@ class Run:
     # -- calls that the session runs ---------------------------------------------------------
 
     async def submit(self, calls: Sequence[CallSpec]) -> None:
-        """
+        """Submit calls that the session runs.
+
         Raises:
             UnknownSessionError: the session was closed meanwhile.
             ChoreoError: one of the calls is illegal; nothing was submitted.
@@ -65,16 +64,16 @@ class Run:
             raise self._as_told(error) from None
 
     async def fetch(self, named: Iterable[str]) -> None:
-        """Load what another server has encoded under these names; see `PairExchange`."""
+        """Load messages that another server has saved under these names; see `PairExchange`."""
         if self.sessions.exchange is not None:
             await self.sessions.exchange.fetch(self._session, named)
 
     async def results(self) -> list[Result]:
-        """What each call came to, when all are over."""
+        """Results of the calls, in their order, when all are over."""
         return list(await asyncio.gather(*map(self._end_of, self.pending)))
 
     async def events(self) -> AsyncIterator[tuple[int, Piece | Result]]:
-        """What the calls generate, as it comes, each with the index of its call.
+        """Yield what the calls generate, as it comes, each with the index of its call.
 
         The last event of a call is its result; pieces have no message.
         """
@@ -134,11 +133,11 @@ class Run:
         return pending
 
     async def submitted(self, pending: Pending, queue: Any) -> None:
-        """The engine has the request, and answers in `queue`."""
+        """Enter a call whose request the engine has; its outputs arrive in `queue`."""
         await self._session.choreography.submitted(pending, queue)
 
     async def conclude(self, pending: Pending, outcome: Outcome) -> Result:
-        """What the call came to, from the last output of its request."""
+        """Result of a call, from the last output of its request."""
         try:
             result: Result = await self._session.choreography.conclude(pending, outcome)
         except ChoreoError as error:
@@ -148,7 +147,7 @@ class Run:
     # -- how they end ------------------------------------------------------------------------
 
     def _as_told(self, error: ChoreoError) -> ChoreoError:
-        """`error`, or that the session was closed, which is why then."""
+        """`error`, or, if the session was closed, the error that says so."""
         return error if self.sessions.is_open(self._session) else unknown_session()
 
     def _ended(self, pending: Pending, result: Result) -> Result:
@@ -163,10 +162,10 @@ class Run:
         self.sessions.refused(error)
 
     def leave(self, *, is_answered: bool) -> None:
-        """The request is over.
+        """End the request; unless it is answered, end its calls and free their messages.
 
         Args:
-            is_answered: whether the client has all results.
+            is_answered: True if the client has all results.
         """
         if is_answered or not self.pending:
             self._session.leave()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients send, as pydantic models: checked strictly, and described in /openapi.json.
+"""Bodies that clients send, as pydantic models: checked strictly, and described in /openapi.json.
 
 They check types and sizes; what a call means is checked by the session (`vllm_choreo.api.session`).
 Tags of unions stand in angle brackets, by which `body.py` leaves them out of error messages.

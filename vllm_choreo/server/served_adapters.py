@@ -22,7 +22,7 @@ class ServedAdapters:
         self._models = models
 
     async def resolve(self, name: str | None) -> Any:
-        """What a call takes as its `adapter`: the `LoRARequest` of this name as it is now.
+        """Adapter as a call takes it: the `LoRARequest` of this name as it is now.
 
         The name of the model stands for none, and is passed on as the name that engines know.
 

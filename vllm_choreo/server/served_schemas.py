@@ -36,7 +36,7 @@ _FOREVER = 10 * 365 * 86_400.0  # in seconds
 
 @dataclass(frozen=True)
 class ServedSchema:
-    """A schema, whose it is, and since when; `created` in seconds since 1970."""
+    """A schema, its owner, and when it was registered; `created` in seconds since 1970."""
 
     registered: RegisteredSchema
     is_operators: bool
@@ -51,8 +51,8 @@ class ServedSchemas:
     """Every schema of a server.
 
     Args:
-        sessions: of the server.
-        online_renderer: vLLM's, which knows the model's chat template and tokenizer.
+        sessions: open sessions of the server.
+        online_renderer: vLLM's renderer, which knows the model's chat template and tokenizer.
     """
 
     def __init__(self, sessions: Sessions, online_renderer: Any) -> None:
@@ -118,12 +118,13 @@ class ServedSchemas:
         )
 
     def listed(self, tenant: str) -> list[ServedSchema]:
-        """Those that a tenant can name: the operator's first."""
+        """Schemas that a tenant can name: the operator's first."""
         found = [*self._operators.values(), *self._own.get(tenant, {}).values()]
         return [self._about[schema] for schema in found]
 
     def named(self, tenant: str, name: str) -> ServedSchema:
-        """
+        """Find a schema that a tenant can name.
+
         Raises:
             UnknownSchemaError: the tenant can name none so.
         """

@@ -33,9 +33,9 @@ class PromptCalls:
 
     Attributes:
         asked: the prompt.
-        pieces: what is encoded before the last call; later ones name earlier ones.
-        header: of the last call.
-        options: of the last call, but for its sampling.
+        pieces: calls that encode text before the last call; later ones name earlier ones.
+        header: token ids of the last call's header.
+        options: options of the last call, but for its sampling.
     """
 
     asked: AskedPrompt
@@ -54,10 +54,10 @@ class SessionPrompts(AsyncPromptCache):
 
     Args:
         session: the session.
-        book: with the schemas that the session can name.
-        operators: those of them whose modules are the operator's messages.
-        work: runs what grows with a prompt.
-        max_chars: of a prompt's text, more than which fit into no context.
+        book: book of the schemas that the session can name.
+        operators: schemas whose modules are the operator's messages, by name.
+        work: pool for work that grows with a prompt.
+        max_chars: most characters of a prompt's new text; more fit into no context.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class SessionPrompts(AsyncPromptCache):
     async def calls(
         self, read: Callable[[], Prompt], options: Mapping[str, Any], max_calls: int
     ) -> PromptCalls:
-        """The calls of a prompt, its modules encoded.
+        """Plan the calls of a prompt, and have its modules encoded.
 
         Args:
             read: makes the prompt of its text, which takes a while if that is long.
-            options: as of `PromptCache.decode`; a message that the prompt names and that is not
-                passed is the session's of that name.
-            max_calls: that it may take.
+            options: options of `PromptCache.decode`; a message that the prompt names and that is
+                not passed is the session's of that name.
+            max_calls: most calls that it may take.
 
         Raises:
             ChoreoError: the prompt is illegal, or takes too many calls.
@@ -113,7 +113,7 @@ class SessionPrompts(AsyncPromptCache):
     def _asked(
         self, read: Callable[[], Prompt], options: Mapping[str, Any]
     ) -> tuple[AskedPrompt, list[EncodingKey]]:
-        """A prompt, and what its modules need of the schemas."""
+        """A prompt with its plan, and the keys of all encodings that it needs."""
         tree = read()
         if (num_chars := num_new_chars(tree)) > self._max_chars:
             raise TooLongError(
@@ -126,14 +126,14 @@ class SessionPrompts(AsyncPromptCache):
         return asked, self._book.with_needs(asked.plan.keys)
 
     def _found(self, message_id: str) -> Message | str:
-        """The message, whose length is known, if it is complete; else what it is called."""
+        """The message, whose length is known, if it is complete; else `message_id`."""
         try:
             return self._choreography.message(message_id)
         except ChoreoError:
             return message_id
 
     def _drop_freed(self, needed: Sequence[EncodingKey]) -> None:
-        """Forget what the tenant has freed of the schemas, so that it is encoded again."""
+        """Forget encodings that the tenant has freed, so that they are encoded again."""
         for key in needed:
             if (handle := self._book.handles.get(key)) is not None:
                 with suppress(ChoreoError):
@@ -163,12 +163,12 @@ class SessionPrompts(AsyncPromptCache):
     async def free_pieces(
         self, pending: Sequence[Pending], after: asyncio.Event | None = None
     ) -> None:
-        """Free what a prompt made before its last call.
+        """Free the messages that a prompt made before its last call.
 
         Args:
-            pending: what it made.
-            after: is waited for: a message that is freed before the last call is with the engine
-                cannot be named by it. None: the engine has that call.
+            pending: handles of the calls that make them.
+            after: event that is waited for: a message that is freed before the last call is with
+                the engine cannot be named by it. None: the engine has that call.
         """
         if after is not None:
             await after.wait()

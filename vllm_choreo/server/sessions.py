@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The open sessions of all tenants: opened within limits, found by their tenant alone, closed when
-nobody used them for their time to live.
+"""Open sessions of all tenants.
+
+They are opened within limits, found by their tenant alone, and closed when nobody used them for
+their time to live.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ class OpenSession:
 
     Attributes:
         choreography: runs its calls; `choreography.session` is its id.
-        tenant: whose it is.
-        adapter: the name of that of calls which name none.
-        created: in seconds since 1970.
-        ttl_seconds: how long it stays open unused.
+        tenant: the tenant that may use it.
+        adapter: name of the adapter of calls that name none.
+        created: time of its opening, in seconds since 1970.
+        ttl_seconds: seconds that it stays open unused.
     """
 
     choreography: AsyncChoreography
@@ -73,7 +75,7 @@ class OpenSession:
 
     @contextmanager
     def used(self) -> Iterator[AsyncChoreography]:
-        """The session entered, and left at the end."""
+        """Enter the session, and leave it at the end."""
         self.enter()
         try:
             yield self.choreography
@@ -90,9 +92,9 @@ class Sessions:
         model: the name under which the model is served.
 
     Attributes:
-        observers: are told what happens; append to it.
-        exchange: with the server of another model; None: there is none.
-        work: runs what grows with what a tenant sends.
+        observers: counters of what happens; append to it.
+        exchange: exchange with the server of another model; None: there is none.
+        work: pool for work that grows with what a tenant sends.
     """
 
     def __init__(self, async_llm: Any, config: ServerConfig, model: str) -> None:
@@ -124,9 +126,9 @@ class Sessions:
         """Open a session.
 
         Args:
-            adapter, placement, repair: of calls that name none, see `Choreography`.
-            is_limited: whether the limits of a session hold for its messages.
-            session_id: that of an earlier run; None: a new one.
+            adapter, placement, repair: options of calls that name none, see `Choreography`.
+            is_limited: True if the limits of a session hold for its messages.
+            session_id: id of a session of an earlier run; None: a new one.
 
         Raises:
             LimitError: too many are open, or the time to live is too long.
@@ -173,8 +175,9 @@ class Sessions:
         return session
 
     def default_session(self, tenant: str) -> OpenSession:
-        """The session of requests that name none; opened when it is first used, or used again
-        after it was closed.
+        """The session of requests that name none.
+
+        It is opened when it is first used, or used again after it was closed.
 
         Raises:
             LimitError: too many sessions are open.
@@ -192,11 +195,11 @@ class Sessions:
         return session if session is not None and session.expires_in > 0 else None
 
     def is_open(self, session: OpenSession) -> bool:
-        """Whether it has not been closed."""
+        """Return whether a session has not been closed."""
         return (session.tenant, session.id) in self._sessions
 
     def is_usable(self, session: OpenSession) -> bool:
-        """Whether it has neither been closed nor expired."""
+        """Return whether a session has neither been closed nor expired."""
         return self.is_open(session) and session.expires_in > 0
 
     async def describe(self, session: OpenSession) -> dict[str, Any]:

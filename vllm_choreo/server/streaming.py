@@ -20,7 +20,7 @@ class EventStream(StreamingResponse):
     """The events of `run`, and its end: also if the client goes away before the first of them.
 
     Args:
-        told: what the client is told of the event of a call, by its index; None: nothing.
+        told: makes what the client is sent of a call's index and event; None: nothing.
     """
 
     media_type = "text/event-stream"

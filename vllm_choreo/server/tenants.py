@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who a request belongs to: the holder of its API key, under a name that tells nothing of the key.
+"""Tenant of a request: the holder of its API key, under a name that tells nothing of the key.
 
 The name is an HMAC under a secret of this process, or of the operator's folder of kept messages, so
 what is logged, or sent to the engine, cannot be matched against guessed keys.
@@ -65,7 +65,7 @@ def cache_salt(own: str | None = None) -> str | None:
     """The salt of what a request leaves in vLLM's prefix cache, so that no other tenant finds it.
 
     Args:
-        own: that which the client has sent.
+        own: salt that the client has sent.
 
     Returns:
         None: all clients are one tenant, and the client has sent none.
@@ -77,7 +77,7 @@ def cache_salt(own: str | None = None) -> str | None:
 
 
 class TenantMiddleware:
-    """Notes who sent each request, for `cache_salt` in all that is done for it."""
+    """Middleware that notes who sent each request, for `cache_salt` in all that is done for it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -29,7 +29,7 @@ class WorkPool:
     """Threads for the work of all tenants of a server; used from its event loop.
 
     Args:
-        num_threads: that run at a time.
+        num_threads: threads that run at a time.
     """
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
@@ -41,7 +41,7 @@ class WorkPool:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def run(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
-        """What `work(*args)` returns or raises, when the tenant's turn has come.
+        """Run `work(*args)` when the tenant's turn has come; return or raise what it does.
 
         A caller that is cancelled gives its turn up; what runs already is run to its end.
         """

@@ -31,7 +31,7 @@ _NAMES |= {
 
 
 def with_numbers(answer: Any, client: CallClient) -> Any:
-    """VLLM's answer with our usage, if a message was made, and what that is called."""
+    """Add our usage to vLLM's answer if a message was made, and the message's id."""
     message = client.message
     if isinstance(answer, ErrorResponse):
         return answer
@@ -44,7 +44,7 @@ def with_numbers(answer: Any, client: CallClient) -> Any:
 
 
 def event_with_numbers(event: str, client: CallClient) -> str:
-    """An event of a stream: with our usage on the last, and the message's id once it is complete.
+    """Add our usage to the last event of a stream, and the message's id once it is complete.
 
     Args:
         event: a line of server-sent events as vLLM writes it, with the empty line behind it.

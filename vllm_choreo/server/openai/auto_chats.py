@@ -51,14 +51,14 @@ class AutoChats:
         self._cutter: Cutter | None = None
 
     async def client(self, serving: Any, body: Any, request: Request | None) -> CallClient | None:
-        """The engine client of a chat whose messages are to be found; None: of another one.
+        """The engine client of a chat whose messages are to be found; None: it is no such chat.
 
         Args:
             serving: the handler of the request.
-            body, request: what was sent. Its keys for us are taken out of `body`.
+            body, request: the request, read and as sent. Its keys for us are taken out of `body`.
 
         Raises:
-            ChoreoError: the request asks for what cannot be.
+            ChoreoError: the request asks for what cannot be done.
         """
         if request is None:
             return None
@@ -71,10 +71,11 @@ class AutoChats:
     async def client_of_parts(
         self, serving: Any, body: Any, request: Request | None
     ) -> CallClient | None:
-        """The same for a completion whose prompt is a list of parts; None: it does not ask for it.
+        """The engine client of a completion whose prompt is a list of parts; None: no such one.
 
         Args:
-            serving, body, request: as of `client`. The prompt of `body` becomes one of all parts.
+            serving, body, request: the same as for `client`. The prompt of `body` becomes one of
+                all parts.
 
         Raises:
             ChoreoError: as `client`, or there are no parts.
@@ -123,7 +124,7 @@ class AutoChats:
     async def _split(
         self, serving: Any, body: Any, min_tokens: int | None, tenant: str, prompt: Any
     ) -> Split:
-        """The parts of a chat as vLLM has rendered it: it is rendered once more, with marks."""
+        """Split a chat that vLLM has rendered, by rendering it once more, with marks."""
         online, token_ids = serving.online_renderer, prompt["prompt_token_ids"]
         messages, contents = marked(body.messages)
         same = body.model_copy(update={"messages": messages, "kv_transfer_params": None})
@@ -153,7 +154,7 @@ def split_of_parts(serving: Any, prompt: Any, min_tokens: int | None) -> Split:
     """The parts of a completion's prompt, each tokenised by itself; the last one is the header.
 
     Args:
-        prompt: see `check_parts`.
+        prompt: parts that `check_parts` has accepted.
         min_tokens: shorter parts are joined; None: none are.
 
     Raises:
@@ -169,13 +170,13 @@ def split_of_parts(serving: Any, prompt: Any, min_tokens: int | None) -> Split:
 
 
 def check_parts(serving: Any, prompt: Any) -> None:
-    """Refuse what are no parts, or what cannot fit, before time is spent on it.
+    """Refuse a prompt that is no list of parts or cannot fit, before time is spent on it.
 
     Args:
         prompt: a list of texts, or of lists of token ids.
 
     Raises:
-        UnsupportedOptionError: it is none.
+        UnsupportedOptionError: it is no such list, or has fewer than two parts.
         TooLongError: they do not fit into the context, whatever their tokens are.
     """
     is_parts = isinstance(prompt, list) and all(isinstance(part, (str, list)) for part in prompt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AutoClient`: the engine as a request sees it whose messages are found by what they hold."""
+"""`AutoClient`: the engine as seen by a request whose messages are found by what they hold."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class AutoClient(CallClient):
     """The engine client of a chat whose messages are found or made.
 
     Args:
-        llm, run: as of `CallClient`.
-        messages: of the tenant.
-        options: of the request.
-        split: cuts the prompt that vLLM has made of it.
-        count: is told what became of it: see `TenantChats.looked_up`.
+        llm, run: the same as for `CallClient`.
+        messages: messages of the tenant's chats.
+        options: the request's options.
+        split: cuts the prompt that vLLM has made of the request.
+        count: counts how the chat was served, see `TenantChats.looked_up`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class AutoClient(CallClient):
         return self._chat.plan.report() if self._chat else {}
 
     async def _read(self, prompt: Any, sampling_params: Any, lora: Any) -> str:
-        """Find or make the chat's messages; why it is served as text, or ""."""
+        """Find or make the chat's messages; return why it is served as text, or ""."""
         options = self._options
         if prompt["type"] != "token":
             if options.is_asked:

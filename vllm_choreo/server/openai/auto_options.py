@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`choreo_auto`: what a request says of it, by keys or by a header."""
+"""`choreo_auto`: the options of a request, by keys or by a header."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ AUTO_HEADER = "X-Choreo-Auto"
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """What a request says of its messages.
+    """Options of a request whose messages are to be found.
 
     Attributes:
         mode: "exact", "choreo" or "off".
-        is_asked: it says so itself: what cannot be done is refused then. Where only the server's
-            default says so, it is served as text.
-        min_tokens: shorter parts are joined; None: as the server has it.
-        repair: of the call that generates, in mode "choreo".
+        is_asked: the request itself names the mode: what cannot be done is refused then. Where only
+            the server's default names it, the chat is served as text.
+        min_tokens: tokens of a part, at least; shorter parts are joined; None: the default.
+        repair: rule of the call that generates, in mode "choreo".
     """
 
     mode: str
@@ -38,12 +38,12 @@ class AutoOptions:
 def read_options(
     xargs: dict[str, Any] | None, header: str | None, default: str
 ) -> AutoOptions | None:
-    """What a request says of its messages; None: it names them, or they are not to be found.
+    """Read the options of a request; None: it names its messages, or none are to be found.
 
     Args:
         xargs: its `vllm_xargs`.
         header: the value of its header `AUTO_HEADER`.
-        default: the server's.
+        default: the server's mode for requests that say none.
 
     Raises:
         ChoreoError: a key without its form, or beside which there is no `choreo_auto`.

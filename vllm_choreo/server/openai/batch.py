@@ -47,7 +47,7 @@ def init_batch(state: State, llm: Any) -> None:
     """Let vLLM's batch runner choreograph.
 
     Args:
-        state: of the runner, with `choreo`, the sessions.
+        state: state of the runner, with `choreo`, the sessions.
         llm: an engine client that takes choreographed requests.
     """
     serving: Any = state.openai_serving_chat
@@ -80,10 +80,10 @@ class _Line:
     """A choreographed line.
 
     Attributes:
-        name: of its message; None: it has none.
+        name: name of its message; None: it has none.
         needs: the names of messages that it reads or denies.
-        begun: whether the engine has its call; False: it failed before.
-        message: what it made.
+        begun: True once the engine has its call; False: it failed before.
+        message: the message that it made, until it is freed.
     """
 
     name: str | None
@@ -103,7 +103,7 @@ class Batch:
         self._endless: set[str] | None = None  # see `_endless`; None: not known yet
 
     async def answer(self, serving: Any, body: Any) -> Any:
-        """The answer to a line.
+        """Answer a line.
 
         Raises:
             ChoreoError: the line is refused, or failed.
@@ -143,7 +143,8 @@ class Batch:
         return line
 
     async def _wait_for_parents(self, line: _Line) -> None:
-        """
+        """Wait until the lines that make a line's messages have begun.
+
         Raises:
             CyclicParentsError: a line waits for itself.
             ParentFailedError: a line that was to make a parent was refused.

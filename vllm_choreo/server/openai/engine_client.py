@@ -24,19 +24,19 @@ class CallClient:
 
     Args:
         llm: an engine client that takes choreographed requests.
-        run: of the request; ends with `leave`.
-        arguments: of the decode, as `AsyncChoreography.decode` takes them; and `prefix`, tokens
-            with which the request's text is to begin, and which are no part of the header.
-        header: token ids in place of those that vLLM makes of the request's text; None: those.
-        more_usage: numbers that the answer tells beside the message's.
+        run: calls of the request; ends with `leave`.
+        arguments: arguments of `AsyncChoreography.decode`; and `prefix`, token ids with which the
+            request's text is to begin, and which are no part of the header.
+        header: token ids in place of those that vLLM makes of the request's text; None: use those.
+        more_usage: numbers of the answer's usage beside the message's, or in their place.
 
     Attributes:
-        message: what the request made, once it is complete.
+        message: the message that the request made, once it is complete.
         error: why it made none.
-        is_told: whether the client was sent the message; one that it was not told of is freed.
-        more_choreo: what the answer tells of the request beside the message's id.
+        is_told: True if the client was sent the message; one that it was not told of is freed.
+        more_choreo: fields of the answer's `choreo` beside the message's id.
         is_text: vLLM serves the request as it is, and no message is made.
-        on_submitted: is called when the engine has the call, from when on others may name it.
+        on_submitted: called when the engine has the call; from then on others may name it.
         settled: set when the engine has the call, or will never have it.
     """
 
@@ -71,7 +71,7 @@ class CallClient:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """As `AsyncLLM.generate`, for the prompt as the header of a decode."""
+        """Replace `AsyncLLM.generate`: the prompt is the header of a decode."""
         assert self._start is None, "requests of several prompts are refused"
         self._start = lambda: self._submit(prompt, sampling_params, request_id, options)
         return self._outputs()
@@ -119,11 +119,11 @@ class CallClient:
         self.on_submitted()
 
     def _adapter(self, named: Any) -> Any:
-        """That of the call: `model` names the one of a whole workflow, of which it is a part."""
+        """Adapter of the call: `model` names that of a whole workflow, of which it is a part."""
         return WithAdapter(named)
 
     async def _outputs(self) -> AsyncGenerator[Any, None]:
-        """VLLM's outputs; the last one when the message is complete."""
+        """Yield vLLM's outputs; the last one when the message is complete."""
         await self.submit()
         whole, first = None, None
         while True:
@@ -155,16 +155,16 @@ class CallClient:
         self._run.refused(error)
 
     def leave(self) -> None:
-        """The request is over."""
+        """End the request: end its call, and free a message that the client was not told of."""
         self.settled.set()
         self._run.leave(is_answered=self.is_told)
 
 
 def _behind(prefix: list[int], token_ids: Sequence[int]) -> Sequence[int]:
-    """What follows the prefix.
+    """Token ids that follow the prefix.
 
     Raises:
-        PrefixError: something else stands there.
+        PrefixError: `token_ids` begin otherwise.
     """
     if list(token_ids[: len(prefix)]) != prefix:
         raise PrefixError(
@@ -177,6 +177,6 @@ def _behind(prefix: list[int], token_ids: Sequence[int]) -> Sequence[int]:
 
 
 def _first_token(output: Any, seen: float) -> float:
-    """When the first token was there. Without a stream, all are seen at once: vLLM tells when."""
+    """Time of the first token. Without a stream, all are seen at once: vLLM tells when."""
     told = output.metrics.first_token_ts if output.metrics is not None else 0.0
     return min(seen, told or seen)

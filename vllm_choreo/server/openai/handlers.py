@@ -31,7 +31,7 @@ def init_state(state: State, llm: Any, auto: AutoChats) -> None:
     """Let the handlers of vLLM's routes choreograph.
 
     Args:
-        state: of the app, with `choreo`, `choreo_schemas` and `choreo_reader`.
+        state: state of the app, with `choreo`, `choreo_schemas` and `choreo_reader`.
         llm: an engine client that takes choreographed requests.
         auto: chats that name no messages.
     """
@@ -89,7 +89,7 @@ class ChoreoServingChat(OpenAIServingChat):
 async def _answer(
     serving: Any, create: Callable[..., Any], body: Any, raw_request: Request | None
 ) -> Any:
-    """What vLLM's handler makes of a choreographed request.
+    """Read a choreographed request, and let vLLM's handler answer it.
 
     Raises:
         ChoreoError: the request is refused, or failed in the engine before anything was answered.
@@ -110,7 +110,7 @@ async def _answer(
 async def _client(
     serving: Any, body: Any, session: OpenSession, arguments: dict[str, Any]
 ) -> CallClient:
-    """The engine client of a request; of one that names a schema, its prompt has begun.
+    """The engine client of a request; where it names a schema, its prompt has begun.
 
     Raises:
         ChoreoError: the prompt is illegal.
@@ -170,7 +170,7 @@ async def run_call(
 
 
 async def _begun(client: CallClient, create: Callable[[], Any]) -> Any:
-    """The stream of an answer, once the engine has the request: what is refused has a status."""
+    """The stream of an answer, once the engine has the request; a refusal has a status."""
     events = _events(client, create)
     answer = await anext(events)
     if isinstance(answer, ErrorResponse):
@@ -180,7 +180,7 @@ async def _begun(client: CallClient, create: Callable[[], Any]) -> Any:
 
 
 async def _events(client: CallClient, create: Callable[[], Any]) -> AsyncGenerator[Any, None]:
-    """VLLM's answer, which is a stream or an error; then the events of the stream.
+    """Yield vLLM's answer, which is a stream or an error; then the events of the stream.
 
     Whoever has taken the answer need not take any event: what is left of an abandoned generator is
     tidied up when it is collected.

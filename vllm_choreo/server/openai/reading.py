@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request to vLLM's routes says of its call: the keys in `vllm_xargs`, and what else it may
-have.
-"""
+"""Choreographed requests to vLLM's routes: the keys in `vllm_xargs`, and what else is allowed."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def check_form(body: Any) -> None:
 
 
 def _refused(body: Any) -> dict[str, tuple[bool, str]]:
-    """Whether each option is refused, and what to do instead."""
+    """Options, by name: True for each that is refused, and what to do instead."""
     prompt: Any = getattr(body, "prompt", None)
     is_list = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     options = body.stream_options
@@ -82,8 +80,9 @@ def _refused(body: Any) -> dict[str, tuple[bool, str]]:
 
 
 async def read_sent(request: Request, work: WorkPool, max_bytes: int) -> Any:
-    """A choreographed request's body as it was sent: vLLM's model takes true for 1, and of two
-    equal keys the last.
+    """Read a choreographed request's body as it was sent.
+
+    vLLM's model takes true for 1, and of two equal keys the last.
 
     Raises:
         LimitError: it is too long.
@@ -127,7 +126,8 @@ def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
 
 
 def _check_prefix(prefix: Any) -> None:
-    """
+    """Check that a prefix is a list of token ids.
+
     Raises:
         PrefixError: it is no list of ints.
     """
@@ -140,7 +140,7 @@ def _check_prefix(prefix: Any) -> None:
 
 
 def _parent(text: Any) -> ParentSpan:
-    """`id`, `name` or either with `[start:stop]` behind it."""
+    """Parse a parent: `id`, `name` or either with `[start:stop]` behind it."""
     match = _PARENT.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise SpanError(

@@ -21,14 +21,14 @@ _OPTIONS = ("layout", "mode", "repair", "deny")
 async def begin_prompt(
     run: Run, prompts: SessionPrompts, body: Any, arguments: dict[str, Any], adapter: Any
 ) -> PromptCalls | None:
-    """Start what a prompt takes before its last call; None: the request names no schema.
+    """Submit the calls of a prompt before its last one; None: the request names no schema.
 
     Args:
-        run: of the request.
-        prompts: of its session.
-        body: of the request.
-        arguments: of its decode; they become those of the prompt's last call.
-        adapter: that its calls wear where it is placed.
+        run: calls of the request.
+        prompts: prompts of its session.
+        body: body of the request.
+        arguments: arguments of its decode; they become those of the prompt's last call.
+        adapter: adapter that its calls wear where it is placed.
 
     Raises:
         ChoreoError: the prompt is illegal.
