@@ -36,7 +36,7 @@ __all__ = ["__version__", "register", *_EXPORTS]
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`; vLLM calls it in every process, maybe repeatedly."""
+    """Install the plugin; vLLM calls this entry point in every process, maybe repeatedly."""
     from vllm_choreo.engine.plugin import install
 
     install()

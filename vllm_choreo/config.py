@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings, from `additional_config={"choreo": {...}}` of `LLM(...)`, or `vllm serve`'s
-`--additional-config '{"choreo": {...}}'`. Parsed once, into frozen dataclasses.
+"""Settings of choreography, parsed once into frozen dataclasses.
+
+They come from `additional_config={"choreo": {...}}` of `LLM(...)`, or `vllm serve`'s
+`--additional-config '{"choreo": {...}}'`.
 """
 
 from __future__ import annotations
@@ -21,23 +23,24 @@ class ServerConfig:
     """Limits of the HTTP server, under the key `server`. All must be positive.
 
     Attributes:
-        max_sessions: open at a time, of all tenants.
-        max_sessions_per_tenant: open at a time.
-        max_messages_per_session: that are not freed.
-        max_tokens_per_session: of all messages that are not freed.
-        max_calls_per_request: of a list of calls.
-        max_request_bytes: of a request's body.
-        session_ttl_seconds: a session that nobody used for as long is closed; also the longest
+        max_sessions: sessions open at a time, of all tenants.
+        max_sessions_per_tenant: sessions of a tenant open at a time.
+        max_messages_per_session: messages that are not freed.
+        max_tokens_per_session: tokens of all messages that are not freed.
+        max_calls_per_request: calls in the list of a request.
+        max_request_bytes: bytes of a request's body.
+        session_ttl_seconds: seconds after which an unused session is closed; also the longest
             time that a client may ask for.
-        max_pin_seconds: the longest time that a message may be pinned for.
-        max_schemas_per_tenant: of prompts, that are not deleted.
-        max_tokens_per_schema: of all its modules.
-        max_kept_gib_per_tenant: that all that is saved may take, in GiB.
-        max_kept_names_per_tenant: under which messages are saved.
-        auto_min_tokens: shorter parts of chats that name no messages are joined (docs/on-ramps.md).
-        auto_max_messages, auto_max_tokens: that a tenant's chats keep; half of the limits of a
-            session, if that is less.
-        page: whether the page of a session's messages is served.
+        max_pin_seconds: seconds that a message may be pinned for at most.
+        max_schemas_per_tenant: schemas of prompts that are not deleted.
+        max_tokens_per_schema: tokens of all modules of a schema.
+        max_kept_gib_per_tenant: GiB that a tenant's saved messages may take.
+        max_kept_names_per_tenant: names under which messages are saved.
+        auto_min_tokens: tokens below which parts of chats that name no messages are joined
+            (docs/on-ramps.md).
+        auto_max_messages, auto_max_tokens: messages, and their tokens, that a tenant's chats keep;
+            half of the limits of a session, if that is less.
+        page: True to serve the page of a session's messages.
     """
 
     max_sessions: int = 1_000
@@ -63,25 +66,27 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ChoreoConfig:
-    """
+    """Settings of an engine.
+
     Attributes:
-        reposition: how a message is read at another position than that of its encoding.
+        reposition: policy of reading a message at another position than that of its encoding.
             "query": keys stay as stored, the query is rotated; any number of calls read one copy
             at any positions. "in_place": its keys are rotated where they lie if no other live
             call reads them, else in a copy.
-        shared_reading: whether calls of one batch that attend to the same message read its keys
-            and values once for all of them, or each for itself.
+        shared_reading: True if calls of one batch that attend to the same message read its keys
+            and values once for all of them; False: each for itself.
         tenant_share: the part of the KV cache that one tenant's idle messages may hold.
         pinned_share: the part of the KV cache that pinned messages may hold.
         host_memory_gib: memory outside the KV cache that keeps evicted messages, in GiB; 0: they
             are encoded again.
         hidden_memory_gib: memory of each worker for hidden states that calls have kept
             (`keep_hidden`), for repair by layers, in GiB; 0: neither is possible.
-        max_copies_per_session, max_copied_tokens_per_session: that the engine keeps for exact and
-            repaired calls of a session; a parent of a copy counts as a token. Beyond that, those
-            that were not read for longest make room, and are encoded again when they are.
-        keep_key: the file of the key that tells what one has saved oneself; "": one's own, see
-            `snapshot/keys.py`.
+        max_copies_per_session, max_copied_tokens_per_session: copies, and their tokens, that the
+            engine keeps for exact and repaired calls of a session; a parent of a copy counts as a
+            token. Beyond that, copies that were not read for longest make room, and are encoded
+            again when they are read.
+        keep_key: file of the key that tells own saved messages from those of others; "": a key of
+            the user's own, see `snapshot/keys.py`.
         server: limits of the HTTP server.
     """
 
@@ -106,10 +111,10 @@ class ChoreoConfig:
         _check_numbers(self, _PATH)
 
     def num_host_blocks(self, block_bytes: int) -> int:
-        """Blocks that `host_memory_gib` has room for.
+        """Number of blocks that `host_memory_gib` has room for.
 
         Args:
-            block_bytes: of one block in all layers of a worker.
+            block_bytes: bytes of one block in all layers of a worker.
         """
         return int(self.host_memory_gib * _BYTES_PER_GIB) // block_bytes
 
@@ -135,7 +140,7 @@ class ChoreoConfig:
 
 
 def _known(cls: type[Any], given: Any, path: str) -> dict[str, Any]:
-    """`given`, if it is an object all of whose keys are settings of `cls`."""
+    """Check that `given` is an object all of whose keys are settings of `cls`, and copy it."""
     names = [field.name for field in fields(cls)]
     if not isinstance(given, Mapping):
         raise ChoreoError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a refused call raises. Imports neither torch nor vllm.
+"""Errors of refused calls. Imports neither torch nor vllm.
 
 Every error names the parameter that was wrong, the value that was given, and what to do instead.
 The same classes are raised by the client before a call is submitted and rebuilt from the report
@@ -20,10 +20,10 @@ class ChoreoError(ValueError):
 
     Attributes:
         parameter: name of the argument that is wrong.
-        value: what was given, or its text when the error came from the engine.
-        message: what is wrong and what to do instead.
-        results: for a parallel list of which a call failed inside the engine, one entry per call:
-            its `Message`, or its `ChoreoError`. Empty otherwise.
+        value: the argument given, or its text when the error came from the engine.
+        message: text that says what is wrong and what to do instead.
+        results: one entry per call, its `Message` or its `ChoreoError`, of a parallel list of
+            which a call failed inside the engine. Empty otherwise.
     """
 
     def __init__(self, message: str, *, parameter: str = "", value: Any = None) -> None:
@@ -43,7 +43,7 @@ class ChoreoError(ValueError):
         return _rebuild, (type(self), self.message, self.parameter, self.value)
 
     def to_report(self) -> dict[str, str]:
-        """The error as the engine reports it: `parameter`, `value`, `message`, `type`, all str."""
+        """Report of the error for the client: `parameter`, `value`, `message`, `type`, all str."""
         return {
             "parameter": self.parameter,
             "value": _short(self.value),
@@ -147,7 +147,7 @@ class LimitError(ChoreoError):
 
 
 class KeptError(ChoreoError):
-    """What was saved does not fit, is damaged or cannot be reached; `value` names the file."""
+    """Saved messages do not fit, are damaged or cannot be reached; `value` names the file."""
 
 
 class UnknownKeptError(KeptError):
@@ -191,7 +191,7 @@ _BY_NAME: dict[str, type[ChoreoError]] = {
 
 
 def error_from_report(report: Mapping[str, Any]) -> ChoreoError:
-    """The error that the engine reported under `choreo_error`.
+    """Rebuild the error that the engine reported under `choreo_error`.
 
     A type that this version does not know becomes a plain `ChoreoError` that names it, so that a
     newer engine never turns a refusal into a `KeyError` of the client.
@@ -210,6 +210,6 @@ def _rebuild(cls: type[ChoreoError], message: str, parameter: str, value: Any) -
 
 
 def _short(value: Any) -> str:
-    """`value` as text for a message. Strings are quoted by the caller's eye, not by repr."""
+    """Text of a value for an error's message, cut if it is long; strings without quotes."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + "…"

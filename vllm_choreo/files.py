@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are whole or not there: whoever is interrupted leaves the old one or the new one."""
+"""Writing of whole files: an interrupted write leaves the old file or the new one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Put what `write` makes at the path that it is given in the place of `path`."""
+    """Replace the file at `path` by the one that `write` makes at the path that it is given."""
     part = path.with_name(path.name + ".part")
     write(part)
     with part.open("rb") as file:
@@ -18,5 +18,5 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put a text, as UTF-8, in the place of a file."""
+    """Replace the file at `path` by a text, as UTF-8."""
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))

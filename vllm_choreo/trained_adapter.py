@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training leaves in a folder beside PEFT's files, and what a reader must know of it.
+"""Folder of a trained adapter: PEFT's files, and the facts that a reader of it needs.
 
     folder/adapter_config.json, adapter_model.safetensors    as PEFT writes them
     folder/choreo_train.json                                 `TrainedAdapter`
 
-Imports neither torch nor vllm: who trains and who serves share this file and nothing else.
+Imports neither torch nor vllm: training and serving share this file and nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEAD_BYTES = 4096  # of every tensor: whoever trains a tensor changes these, to
 
 
 def wears_adapter(placement: str, generates: bool) -> bool:
-    """Whether a call is encoded with an adapter of this placement.
+    """Return whether a call is encoded with an adapter of this placement.
 
     "writer": calls that encode messages; "reader": those that generate; "both": all.
 
@@ -46,10 +46,10 @@ def wears_adapter(placement: str, generates: bool) -> bool:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which model something was recorded with, or trained on. Two are compared by `same_as`.
+    """Identity of the model that recorded something or was trained on; compare by `same_as`.
 
     Attributes:
-        name: of the folder or of the model, for a reader.
+        name: name of the folder or of the model, for a reader.
         weights: hex digest of the names, shapes and first bytes of all tensors; "": unknown.
         tokenizer: hex digest of the file that splits text into tokens; "": unknown.
     """
@@ -60,10 +60,10 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, model: str | Path) -> ModelIdentity:
-        """That of a model, in milliseconds.
+        """Identify a model, in milliseconds.
 
         Args:
-            model: a folder, or a name whose files are in the cache of the model hub. Of any other
+            model: a folder, or a name whose files are in the cache of the model hub. For any other
                 model nothing but the name is known.
         """
         folder = _folder_of(str(model))
@@ -71,23 +71,24 @@ class ModelIdentity:
         return cls(name, _weights_digest(folder), _tokenizer_digest(folder))
 
     def same_as(self, other: ModelIdentity) -> bool:
-        """Whether weights and tokenizer are the same, as far as both are known."""
+        """Return whether weights and tokenizer are the same, as far as both are known."""
         pairs = ((self.weights, other.weights), (self.tokenizer, other.tokenizer))
         return all(mine == theirs for mine, theirs in pairs if mine and theirs)
 
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """How an adapter was trained, hence how it is to be worn.
+    """Record of an adapter's training, which says the calls that wear it.
 
     Attributes:
-        placement: which calls wear it, see `wears_adapter`.
+        placement: kind of the calls that wear it, see `wears_adapter`.
         base: the model that it was trained on.
         loss: "ce" or "kl".
-        data: "digest" of the recorded runs, and how many there were of each part.
-        settings: of the training, by name.
-        seeds, versions: by name.
-        curves: by name, lists of `[step, nats per token]`.
+        data: "digest" and "mode" of the recorded runs, and the number of examples of each part.
+        settings: settings of the training, by name.
+        seeds: seeds of the training, by name.
+        versions: versions of the packages in use, by name.
+        curves: lists of `[step, nats per token]`, by name.
     """
 
     placement: str
@@ -103,7 +104,7 @@ class TrainedAdapter:
         wears_adapter(self.placement, generates=True)
 
     def save(self, folder: Path) -> None:
-        """Write `choreo_train.json`, the old one or the new one if interrupted."""
+        """Write `choreo_train.json`; an interrupted write leaves the old file or the new one."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False, indent=1)
         write_text(folder / FILE_NAME, text + "\n")
 
@@ -172,7 +173,7 @@ def _tokenizer_digest(folder: Path) -> str:
 
 
 def _weights_digest(folder: Path) -> str:
-    """Of all safetensors files: the header with names, dtypes and shapes, and each tensor's head.
+    """Hex digest of all safetensors files: their headers, and the first bytes of each tensor.
 
     Reading every byte would take minutes for large models.
     """

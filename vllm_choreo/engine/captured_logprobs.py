@@ -19,16 +19,16 @@ _kept: dict[str, dict[int, np.ndarray]] = {}
 
 
 def expect(name: str) -> dict[str, Any]:
-    """Keep what a forced request says, under a name of its own; what `extra_args` need for it."""
+    """Expect the distributions of a forced request under a name; returns its `extra_args` entry."""
     _kept[name] = {}
     return {KEY: name}
 
 
 def keep(name: str, position: int, logprobs: np.ndarray) -> None:
-    """What is said at a token, the first one generated at 0; the latest of several counts.
+    """Keep the distribution at a token, the first one generated at 0; the latest of several counts.
 
-    A chunk of a prompt says something that is never sampled. Names that nobody expects, which a
-    stranger's request may hold, keep nothing.
+    A chunk of a prompt gives a distribution that is never sampled from. Names that nobody expects,
+    which a stranger's request may hold, keep nothing.
 
     Args:
         logprobs: natural log-probabilities, float32 [vocab_size].
@@ -38,7 +38,7 @@ def keep(name: str, position: int, logprobs: np.ndarray) -> None:
 
 
 def taken(name: str) -> np.ndarray:
-    """What was kept: float32 [num_tokens, vocab_size], the tokens in order. It is kept no longer.
+    """Take what was kept: float32 [num_tokens, vocab_size], the tokens in order.
 
     Raises:
         KeyError: the name was not expected.

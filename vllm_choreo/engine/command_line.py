@@ -33,7 +33,7 @@ _NEVER_IMPLIED = (PLUGIN, "lora_hf_hub_resolver")
 
 
 def is_active() -> bool:
-    """Whether engines that are configured in this process, or in its parent, choreograph.
+    """Return whether engines configured in this process, or in its parent, choreograph.
 
     In a program that makes its engine itself (`LLM(...)`) an installed plugin is active. On vLLM's
     command line it is active if `--plugin` or the variable names it.
@@ -42,7 +42,7 @@ def is_active() -> bool:
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--plugin NAME`, and the options of the plugin."""
+    """Add `--plugin NAME` and the plugin's options to the parser of a vLLM command."""
     os.environ[_ONLY_IF_NAMED] = "1"
     parser.add_argument(
         "--plugin",
@@ -88,7 +88,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 class _NamePlugin(argparse.Action):
-    """Puts a name into the variable, beside those that vLLM would have loaded without it."""
+    """Action that adds a name to `VLLM_PLUGINS`, beside those that vLLM loads without it."""
 
     def __call__(
         self,
@@ -112,7 +112,7 @@ class _NamePlugin(argparse.Action):
 
 
 def _implied(parser: argparse.ArgumentParser, chosen: str) -> list[str]:
-    """The names beside `chosen` without which plugins would be lost that are loaded now."""
+    """Names of the plugins that vLLM loads by default, which naming `chosen` alone would drop."""
     by_default = {p.name for group in _BY_DEFAULT for p in entry_points(group=group)}
     by_default -= {*_NEVER_IMPLIED, chosen}
     exposed = sorted(by_default & {p.name for p in entry_points(group=_ENDPOINTS)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which versions of vLLM are supported, and what differs between them.
+"""Supported versions of vLLM, and the differences between them.
 
 `make check-vllm VERSION=…` compares what this package uses of vLLM with another version. Where two
 supported versions differ, the code is written so that it serves both, and says here how:
@@ -24,7 +24,8 @@ SUPPORTED_VLLM = ("0.32.0", "0.33.0")
 
 
 def check_version() -> None:
-    """
+    """Check that the installed vLLM is a supported version.
+
     Raises:
         UnsupportedVersionError: the installed vLLM is another version.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs and choreographed steps: what an engine's configuration costs them."""
+"""CUDA graphs of choreographed steps: a warning where the configuration leaves them none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = init_logger("vllm.choreo.graphs")  # vLLM prints the lines of loggers n
 
 
 def warn_of_eager_steps(vllm_config: Any) -> None:
-    """Say it if choreographed steps will run without any CUDA graph.
+    """Log a warning if choreographed steps will run without any CUDA graph.
 
     A full graph replays vLLM's own attention, so such a step takes piecewise ones, which leave
     attention out; where those are not captured, the whole model is launched kernel by kernel.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine must be started with to load adapters, and whether it can load one.
+"""Options with which an engine loads adapters, and a check that it can load one.
 
-A worker that cannot load one ends the engine, and all messages with it: so it is found out before.
+A worker that fails to load one ends the engine, and all messages with it: so it is checked before.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from vllm_choreo.errors import AdapterError
 
 
 def check_loadable(folder: Path, lora_config: Any) -> None:
-    """
+    """Check that an engine can load an adapter.
+
     Args:
-        folder: of the adapter.
-        lora_config: vLLM's, of the engine.
+        folder: the adapter's folder, as PEFT writes it.
+        lora_config: the engine's `LoRAConfig` of vLLM.
 
     Raises:
         AdapterError: its rank is larger than the engine was started for, or it is of a kind that
@@ -38,7 +39,7 @@ def check_loadable(folder: Path, lora_config: Any) -> None:
 
 
 def engine_options(folders: Sequence[Path]) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` with which an engine loads all of these adapters at once.
+    """Arguments of `vllm.LLM` with which an engine loads all of these adapters at once.
 
     Raises:
         AdapterError: one of them is no adapter.

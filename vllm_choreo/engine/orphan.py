@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine core whose API server was killed ends, too, and its workers with it.
+"""A watch by which an engine core whose API server was killed ends, and its workers with it.
 
 vLLM's engine core waits for requests for ever, with the model and the KV cache in memory, and a
 supervisor that starts the server again has two of them. (Its workers watch the engine core.)
@@ -21,7 +21,7 @@ _GRACE_SECONDS = 15.0
 
 @cache
 def end_with_parent() -> None:
-    """In the process of an engine core: watch the process that started it. Elsewhere: nothing."""
+    """End this process, if it is an engine core's, when the process that started it ends."""
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith("EngineCore"):
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How choreography enters vLLM: hooks into its command line and into its configuration.
+"""Hooks by which choreography enters vLLM: in its command line and in its configuration.
 
 Every vLLM name that is not public is reached from this package `engine`; `compat` checks that the
 installed vLLM is a version for which they were read.
@@ -94,7 +94,7 @@ def _hook_configuration(platform: Any) -> None:
 
 
 def _applies(vllm_config: Any) -> bool:
-    """Whether the engine generates text, the one thing that can be choreographed."""
+    """Return whether the engine generates text, the one thing that can be choreographed."""
     model = vllm_config.model_config
     return model is not None and model.runner_type == "generate" and not model.is_encoder_decoder
 
@@ -113,7 +113,7 @@ def configure_before(vllm_config: Any) -> None:
 
 
 def _choose_backend(vllm_config: Any, capability: Any) -> None:
-    """The first of vLLM's backends for which there is ours, and that runs the model.
+    """Choose the first of vLLM's backends for which there is ours, and that runs the model.
 
     Raises:
         UnsupportedOptionError: the user chose one for which there is none.
@@ -157,9 +157,10 @@ def configure_after(vllm_config: Any) -> None:
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:
-    """
+    """Refuse engine options that choreography does not work with.
+
     Raises:
-        UnsupportedOptionError: an engine option that choreography does not work with.
+        UnsupportedOptionError: one of them is set.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     speculative = vllm_config.speculative_config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that scale queries by their position: what they declare, which the probe then proves.
+"""Models that scale queries by their position, as they declare and the probe then proves.
 
 In such a model scores depend on where a query stands, not on its distance from a key alone. Virtual
 indices would scale it wrongly, so all calls are *placed*: see `semantics.positions`.
@@ -13,10 +13,10 @@ _DECLARED = ("llama_4_scaling", "attn_temperature_tuning")
 
 
 def scales_queries(text_config: Any) -> bool:
-    """Whether a model scales its queries by their position, as its configuration has it.
+    """Return whether a model scales its queries by their position, as its configuration has it.
 
     Args:
-        text_config: of `transformers`, with what vLLM added to it.
+        text_config: the model's text configuration of `transformers`, as vLLM completes it.
 
     Source: `llama_4_scaling` of vLLM's Mistral models; Llama 4's `attn_temperature_tuning`, of the
     layers without rotation.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler sends to the workers with a step: integers in frozen dataclasses.
+"""Parts of a step that the scheduler sends to the workers: integers in frozen dataclasses.
 
 Imports neither torch nor vllm.
 """
@@ -16,16 +16,16 @@ from vllm_choreo.semantics.positions import CallPlan, num_span_blocks
 
 @dataclass(frozen=True)
 class RequestSpans:
-    """What the worker must know of one request; sent once per (re)start of the request.
+    """Spans of one request; sent once per (re)start of the request.
 
-    Attributes: one entry per parent, in slots, tokens and positions as `ops.spans.SpanBatch` has
-    them.
+    Attributes:
+        first_slot, num_tokens, stored_position, position_delta: one entry per parent, in slots,
+            tokens and positions, as in `ops.spans.SpanBatch`.
         base: the first slot of the request's own span.
-        shift: by so many positions from its virtual index the model sees an own token; those are
-            not at 0 that are written into a message which is stored elsewhere.
-        weights: with which it attends to all but the first of them, (temperature, factor); None:
+        shift: positions from the virtual index of an own token to where the model sees it.
+        weights: (temperature, factor) by which it attends to all parents but the first; None:
             all count alike.
-        other_groups: what groups of layers read that do not read these spans, by their number;
+        other_groups: spans of the groups of layers that read others, by number of the group;
             with the same base, for vLLM stores the own tokens of all layers at the same slots.
     """
 
@@ -40,11 +40,11 @@ class RequestSpans:
 
     @property
     def is_ordinary(self) -> bool:
-        """The request reads its own tokens only, and these are where vLLM puts them."""
+        """True if the request reads its own tokens only, and these are where vLLM puts them."""
         return not (self.first_slot or self.base or self.shift or self.other_groups)
 
     def of_group(self, group: int) -> RequestSpans:
-        """What the layers of a group read."""
+        """Spans that the layers of a group read."""
         return self.other_groups.get(group, self)
 
 
@@ -59,11 +59,11 @@ class BlockMove:
 
 @dataclass(frozen=True)
 class KeptHidden:
-    """What a request's tokens are given in some layers is kept by the workers.
+    """Hidden states of a request's tokens that the workers keep, as some layers are given them.
 
     Attributes:
-        key: under this name.
-        layers: ascending.
+        key: name under which they are kept.
+        layers: numbers of these layers, ascending.
         origin: the position at which the model sees the first own token.
     """
 
@@ -74,11 +74,11 @@ class KeptHidden:
 
 @dataclass(frozen=True)
 class Watch:
-    """What the tokens of a run attend to is wanted.
+    """Request for the attention that the tokens of a run give to each token of the parents.
 
     Attributes:
-        call: for which; by its request id.
-        layers: in which, ascending.
+        call: request id of the call that looks.
+        layers: numbers of the layers that count, ascending.
     """
 
     call: str
@@ -91,14 +91,15 @@ class StageRun:
 
     Attributes:
         layers: ranges `(first, stop)`, ascending.
-        spans: what the tokens attend to.
+        spans: spans that the tokens attend to.
         blocks: the block table: parents, then the message itself.
         first: virtual index of the first token.
-        token_ids: of the message, from that one on.
-        key: of the hidden states with which ranges begin; None: the only one begins with tokens.
-        start: which of the message's tokens is the first.
+        token_ids: tokens of the message, from the first one on.
+        key: name of the hidden states with which ranges begin; None: the only range begins with
+            the tokens.
+        start: index in the message of the first token.
         lora: vLLM's request of the adapter with which they are run; None: without.
-        watch: None: the tokens are run for the keys and values alone.
+        watch: attention to sum up; None: the tokens are run for the keys and values alone.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -114,14 +115,14 @@ class StageRun:
 
 @dataclass(frozen=True)
 class ChoreoStep:
-    """What the scheduler sends to the workers with a step.
+    """Part of a step that the scheduler sends to the workers.
 
     Attributes:
         started: spans of the requests that start, or start again, in this step.
         moves: keys to rotate before it; those in place come first.
         saves, loads: blocks to copy before that to and from host memory, as `(source, target)`.
-        stages: to run after all of that, before the step, in this order.
-        kept: of the requests that start, or start again: hidden states to keep.
+        stages: runs of layers after all of that, before the step, in this order.
+        kept: hidden states to keep of the requests that start, or start again.
         forgotten: keys of hidden states that are needed no longer when the stages have run.
         reloads: vLLM's requests of adapters whose weights have been replaced, to load before all.
     """
@@ -141,10 +142,10 @@ _ATTENTION = "choreo_attention"
 
 
 def tell_attention(output: Any, attention: Mapping[str, Sequence[Sequence[float]]]) -> Any:
-    """A copy of what a step of vLLM's puts out that tells what calls attended to, besides.
+    """Copy the output of a step of vLLM's, with the attention that parents' tokens got added.
 
     Args:
-        attention: by the ids of calls, of each parent, that each token got.
+        attention: lists of the attention that each token of a parent got, by call id.
     """
     told = copy(output)
     setattr(told, _ATTENTION, attention)
@@ -152,7 +153,7 @@ def tell_attention(output: Any, attention: Mapping[str, Sequence[Sequence[float]
 
 
 def attention_of(output: Any) -> Mapping[str, Sequence[Sequence[float]]]:
-    """See `tell_attention`."""
+    """Attention that `tell_attention` added to an output; empty if there is none."""
     return getattr(output, _ATTENTION, {})
 
 
@@ -171,7 +172,7 @@ def request_spans(
 
     Args:
         own_start: the first own token that is seen.
-        own_position: to which token 0 of the message is rotated; None: as the plan says.
+        own_position: position to which token 0 of the message is rotated; None: as the plan says.
     """
     own_position = plan.own_position if own_position is None else own_position
     first_slots, stored, deltas, slot = [], [], [], 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the client to the scheduler: engine-core utilities, in process or across processes."""
+"""Calls of the client to the scheduler: engine-core utilities, in or across processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_SECONDS = 1.0
 
 
 def install() -> None:
-    """Give the engine core one more utility. Adds a name; changes none."""
+    """Give the engine core the utility `choreo`. Adds a name; changes none."""
     EngineCore.choreo = _run
 
 
@@ -30,7 +30,7 @@ def call(llm: Any, operation: str, *args: Any) -> Any:
     Args:
         llm: `vllm.LLM`, in process or with an engine-core process.
         operation: one of `operations.OPERATIONS`.
-        args: of the method of `Operations`; plain data.
+        args: arguments of the method of `Operations`; plain data.
     """
     client = llm.llm_engine.engine_core
     core = getattr(client, "engine_core", None)
@@ -40,13 +40,13 @@ def call(llm: Any, operation: str, *args: Any) -> Any:
 
 
 def of_workers(llm: Any, method: str, *args: Any) -> list[Any]:
-    """Run a method of the workers of an `LLM` after the steps that are planned; an answer each."""
+    """Run a method of the workers of an `LLM` after all planned steps; one answer per worker."""
     answers: list[Any] = llm.collective_rpc(method, args=args)
     return answers
 
 
 async def of_workers_async(async_llm: Any, method: str, *args: Any) -> list[Any]:
-    """Like `of_workers`, for `vllm.AsyncLLM`.
+    """Run a method of the workers of an `AsyncLLM`, as `of_workers` does.
 
     Raises:
         EngineDeadError: the engine has ended, and answers no more.
@@ -56,7 +56,7 @@ async def of_workers_async(async_llm: Any, method: str, *args: Any) -> list[Any]
 
 
 async def call_async(async_llm: Any, operation: str, *args: Any) -> Any:
-    """Like `call`, for `vllm.AsyncLLM`.
+    """Run an operation of the scheduler in the engine of an `AsyncLLM`, as `call` does.
 
     Raises:
         EngineDeadError: the engine has ended, and answers no more.
@@ -66,7 +66,7 @@ async def call_async(async_llm: Any, operation: str, *args: Any) -> Any:
 
 
 async def _answer(async_llm: Any, asked: Coroutine[Any, Any, Any]) -> Any:
-    """The answer of an engine-core utility, for which vLLM waits for ever if the engine ends.
+    """Await an engine-core utility, or raise an EngineDeadError: vLLM would wait for ever.
 
     A server whose request waits so never ends, and no supervisor starts it again.
     """

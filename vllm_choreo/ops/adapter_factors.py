@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a low-rank adapter (LoRA, https://arxiv.org/abs/2106.09685) is in one layer."""
+"""Matrices of a low-rank adapter (LoRA, https://arxiv.org/abs/2106.09685) in one layer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _RANK_STEP = 16
 
 @dataclass(frozen=True)
 class FactorSlice:
-    """The second matrix of a pair, of which a layer has one for each part of its output.
+    """Second matrix of a pair, of which a layer has one for each part of its output.
 
     Attributes:
         expand: ``[num_ranks, num_columns]``, contiguous, in the type of the output.
-        first_rank: where its columns of what is shrunk begin.
-        first_column: where its columns of the output begin.
+        first_rank: first of its ranks among the columns of ``shrink``.
+        first_column: first of its columns of the output.
     """
 
     expand: torch.Tensor
@@ -37,12 +37,12 @@ class FactorSlice:
 
 @dataclass(frozen=True, eq=False)
 class AdapterFactors:
-    """The matrices of one adapter in a layer, of the slices that its training has touched.
+    """Matrices of one adapter in a layer, for the slices that its training has touched.
 
     Attributes:
         shrink: float32 ``[in_features, num_ranks]``, the first matrices side by side; contiguous,
             its ranks filled up with zeros to a multiple of 16.
-        slices: at least one.
+        slices: second matrices, at least one.
     """
 
     shrink: torch.Tensor
@@ -52,11 +52,11 @@ class AdapterFactors:
 def factors_of(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
 ) -> AdapterFactors | None:
-    """What there is to multiply with: vLLM wraps every layer, and fills up with zeros.
+    """Collect the matrices without zeros: vLLM wraps every layer, and fills up with zeros.
 
     Args:
-        pairs: of each slice, ``[max_rank, in_features]`` and ``[num_columns, max_rank]``.
-        dtype: of the output.
+        pairs: ``[max_rank, in_features]`` and ``[num_columns, max_rank]`` of each slice.
+        dtype: dtype of the output.
 
     Returns:
         None if training has not touched the layer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ kernels in ``csrc/``, through the extension ``vllm_choreo._C``."""
+"""C++ kernels of ``csrc/``, through the extension ``vllm_choreo._C``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_choreo.ops.spans import Reweighting, SpanBatch
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """None if the extension loads, else why not."""
+    """Reason for which the extension does not load, or None if it does."""
     try:
         _kernels()
     except ImportError as error:
@@ -50,7 +50,7 @@ def span_attention(
     plan: SpanPlan,
     layer: LayerAttention,
 ) -> None:
-    """See ``vllm_choreo.ops.span_attention``; makes tiles of its own, once per plan."""
+    """Run ``vllm_choreo.ops.span_attention``, with tiles of its own, made once per plan."""
     made = _plans.get(plan)
     if made is None:
         made = _plans[plan] = _make_plan(plan)
@@ -67,7 +67,8 @@ _layers: WeakKeyDictionary[LayerAttention, Any] = WeakKeyDictionary()
 
 
 def _make_plan(plan: SpanPlan) -> Any:
-    """
+    """Check and copy a plan for the kernels.
+
     Raises:
         ValueError: arrays that do not fit together, or members of a group of readers that read
             different slots.
@@ -102,7 +103,7 @@ def _make_layer(layer: LayerAttention) -> Any:
 
 
 def partial_bytes(plan: SpanPlan, num_heads: int, num_kv_heads: int, head_size: int) -> int:
-    """Memory of partial results that a layer of such a shape takes, with torch's threads."""
+    """Bytes of partial results that a layer of this shape takes, with torch's threads."""
     found: int = _make_plan(plan).partial_bytes(num_heads, num_kv_heads, head_size)
     return found
 
@@ -115,7 +116,7 @@ def reposition_keys(
     is_neox: bool,
     layout: Layout,
 ) -> None:
-    """See ``vllm_choreo.ops.reposition_keys``."""
+    """Run ``vllm_choreo.ops.reposition_keys``."""
     _check_layout(layout)
     _kernels().reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox)
 
@@ -127,7 +128,7 @@ def add_adapter(
     factors: AdapterFactors,
     scale: float,
 ) -> None:
-    """See ``vllm_choreo.ops.add_adapter``."""
+    """Run ``vllm_choreo.ops.add_adapter``, with a copy of the factors made once."""
     made = _adapters.get(factors)
     if made is None:
         slices = [(part.expand, part.first_rank, part.first_column) for part in factors.slices]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arguments and choice of the implementation."""
+"""Operations with a choice of the implementation, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IMPLS = get_args(Impl)
 
 @functools.cache
 def default_impl(device_type: str = "cpu") -> Impl:
-    """The implementation that ``impl=None`` stands for, the same for the life of a process.
+    """Implementation that ``impl=None`` stands for, the same for the life of a process.
 
     On CPU ``"cpu"`` if the C++ extension is built and loads, else ``"reference"``, which is many
     times slower: that is logged once, as a warning, with the reason. Elsewhere ``"triton"``.
@@ -44,7 +44,7 @@ def default_impl(device_type: str = "cpu") -> Impl:
 
 
 def _load(impl: Impl) -> ModuleType:
-    """The module of an implementation. Only the one that is asked for is imported."""
+    """Import the module of an implementation, and no other."""
     if impl not in _IMPLS:
         names = ", ".join(map(repr, _IMPLS))
         raise ValueError(f"impl is {impl!r}; choose {names} or None")
@@ -64,7 +64,7 @@ def span_attention(
     layer: LayerAttention,
     impl: Impl | None = None,
 ) -> None:
-    """Attention of every query over all spans of its request, one softmax over them jointly.
+    """Attend, with every query, to all spans of its request, one softmax over them jointly.
 
     Args:
         query: ``[num_tokens, num_heads, head_size]``, float32, bfloat16 or (not on CPU) float16;
@@ -72,8 +72,8 @@ def span_attention(
         kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, same dtype. The own
             tokens are stored already.
         output: like ``query``, or ``[num_tokens, num_heads * head_size]``; written in place.
-        plan: what to read.
-        layer: how to score it.
+        plan: spans to read.
+        layer: scoring of keys: scale, caps, window and the like.
         impl: None takes ``default_impl()`` of the query's device.
 
     Raises:
@@ -100,15 +100,16 @@ def reposition_keys(
     """Rotate the keys of whole blocks by a delta per block, in place or into other blocks.
 
     Args:
-        kv_cache: as for ``span_attention``.
+        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, dtype as for
+            ``span_attention``; changed in place.
         src_blocks: int32 ``[n]``, blocks to read.
         dst_blocks: int32 ``[n]``, blocks to write, all different. Where it equals the source
             the keys are rotated in place; elsewhere the values are copied too and the source
             stays as it is. A block must not be written by one entry and read by another.
         cos_sin: float32 ``[n, rotary_dim]``, see ``Rotation.cos_sin``.
-        is_neox: how the rotary embedding pairs dims.
+        is_neox: pairing of dims by the rotary embedding, see ``Rotation``.
         impl: None takes ``default_impl()`` of the cache's device.
-        layout: of ``kv_cache``.
+        layout: layout of ``kv_cache``.
 
     Raises:
         ValueError: arguments that do not fit together.
@@ -131,17 +132,17 @@ def add_adapter(
 ) -> None:
     """Add an adapter's products, ``x @ shrink * scale @ expand``, to the output of a layer.
 
-    As vLLM has it: to the ranks in float32, from there in the type of the output. A row's result
-    does not depend on how many others there are, or which, to the bit (``"reference"``: as long as
-    they are 16 at most): what a message is encoded to must not depend on how many of its tokens
-    were there already.
+    As in vLLM, products to the ranks are in float32, from there in the type of the output. A row's
+    result does not depend on how many others there are, or which, to the bit (``"reference"``: as
+    long as they are 16 at most): the encoding of a message must not depend on how many of its
+    tokens were there already.
 
     Args:
         y: ``[num_rows, num_columns]``, float32 or bfloat16 on the CPU; changed in place.
         x: ``[num_rows, in_features]``, same dtype.
-        rows: int64 ``[n]``, those that wear the adapter, none of them twice.
-        factors: of the adapter in this layer.
-        scale: of the products.
+        rows: int64 ``[n]``, rows that wear the adapter, none of them twice.
+        factors: matrices of the adapter in this layer.
+        scale: factor of the products.
         impl: None takes ``default_impl()``.
 
     Raises:
@@ -186,7 +187,7 @@ def _check_per_head(name: str, given: torch.Tensor | None, num_heads: int) -> No
 
 
 def _check_rows(query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor) -> None:
-    """Queries and outputs against each other and the cache."""
+    """Check the shapes and dtypes of query and output against each other and the cache."""
     if query.dim() != 3:
         raise ValueError(f"query has shape {tuple(query.shape)}; expected [tokens, heads, size]")
     num_heads, head_size = query.shape[1:]

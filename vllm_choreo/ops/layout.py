@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache layouts that the operations read and write, and their detection.
+"""KV cache layouts that the operations read and write, and their detection.
 
 The cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` to vLLM in all of them, with
-any strides of blocks, heads and slots. What lies in a (block, head) differs::
+any strides of blocks, heads and slots. The contents of a (block, head) differ::
 
     KEYS_TRANSPOSED   K transposed [head_size, block_size], then V [block_size, head_size]
     SIDE_BY_SIDE      [block_size, K and V of a token]
@@ -22,7 +22,7 @@ WriteFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Non
 
 
 class Layout(Enum):
-    """What lies in a (block, head) of the cache; the value says it in words."""
+    """Order of keys and values in a (block, head) of the cache; the value says it in words."""
 
     KEYS_TRANSPOSED = "keys transposed, then values"
     SIDE_BY_SIDE = "key and value of a token side by side"
@@ -98,7 +98,7 @@ def detect_layout(
             values ``[n, num_kv_heads, head_size]``, a zeroed cache
             ``[4, num_kv_heads, block_size, 2 * head_size]`` and int64 slots ``[n]``; it must
             store them the way the engine does.
-        num_kv_heads, head_size, block_size, dtype, device: of the engine's cache.
+        num_kv_heads, head_size, block_size, dtype, device: properties of the engine's cache.
         readable: layouts that the implementation in use reads.
 
     Raises:
@@ -147,7 +147,7 @@ def _describe(
 
 
 def _way_out(dtype: torch.dtype) -> str:
-    """What the user can change."""
+    """Text that says how to start the engine with a layout that can be read."""
     if dtype == torch.bfloat16:
         return (
             "On CPUs with AMX vLLM packs bfloat16 keys into tiles: start the engine with "

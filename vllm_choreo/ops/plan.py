@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two halves of an attention call: what a step reads, and what a layer is.
+"""Two halves of an attention call: the plan of a step's reads, and the layer.
 
     span_attention(query, kv_cache, output, plan, layer)
 
@@ -21,14 +21,14 @@ from vllm_choreo.ops.tiles import Tiles
 
 @dataclass(frozen=True, eq=False)
 class SpanPlan:
-    """What a step reads, for the layers of one rotation. Its tensors are not written after.
+    """Reads of a step, for the layers of one rotation. Its tensors are not written after.
 
     Attributes:
-        spans: of all requests; ``spans.validate()`` is the caller's duty.
+        spans: spans of all requests; ``spans.validate()`` is the caller's duty.
         cos_sin: float32 ``[num_spans, rotary_dim]`` of each span's ``position_delta`` (see
             ``Rotation.cos_sin``); None for layers without rotary embedding.
-        reads: ``plan_shared_reads`` of the spans: what several requests attend to is read once,
-            with the same result; None: each request reads for itself.
+        reads: ``plan_shared_reads`` of the spans: tokens that several requests attend to are read
+            once, with the same result; None: each request reads for itself.
         tiles: ``make_tiles`` of spans and reads, for ``impl="triton"``, which otherwise makes
             them in every call; others do without.
         workspace: flat float32 of ``sharing.PARTIAL_BYTES``, on the device, for the partial results
@@ -45,7 +45,7 @@ class SpanPlan:
 
 @dataclass(frozen=True, eq=False)
 class LayerAttention:
-    """What an attention layer is, whatever it reads.
+    """Properties of an attention layer, which decide how queries score keys.
 
     The score of a query against key ``l`` of span ``j`` is ``scale * rot(q, delta_j) . k_l``, then
     ``softcap * tanh(score / softcap)`` if there is a cap, then plus
@@ -57,12 +57,12 @@ class LayerAttention:
 
     Attributes:
         scale: factor of the dot products.
-        is_neox: how the rotary embedding pairs dims, see ``Rotation``.
+        is_neox: pairing of dims by the rotary embedding, see ``Rotation``.
         softcap: cap of the scores, 0 for none.
         alibi_slopes: float32 ``[num_heads]``, or None.
-        window: in tokens, the query's own included, at least 1; None: all tokens.
+        window: tokens, the query's own included, at least 1; None: all tokens.
         sinks: float32 ``[num_heads]``, as scores after ``scale``, never capped; or None.
-        layout: of the layer's KV cache.
+        layout: layout of the layer's KV cache.
     """
 
     scale: float

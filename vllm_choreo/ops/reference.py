@@ -51,7 +51,7 @@ def span_attention(
     plan: SpanPlan,
     layer: LayerAttention,
 ) -> None:
-    """See ``vllm_choreo.ops.span_attention``; one request after the other, in float32."""
+    """Run ``vllm_choreo.ops.span_attention``, one request after the other, in float32."""
     queries, spans = _Queries(query, kv_cache, plan, layer), plan.spans
     if plan.reads is not None:
         _shared(queries, plan.reads, output)
@@ -70,14 +70,15 @@ def span_attention(
 def attention_received(
     query: torch.Tensor, kv_cache: torch.Tensor, plan: SpanPlan, layer: LayerAttention
 ) -> list[torch.Tensor]:
-    """How much attention the tokens of the spans get that the queries of one request read.
+    """Attention that the queries of one request give to the tokens of its spans.
 
     Args:
-        query, kv_cache, plan, layer: see ``vllm_choreo.ops.span_attention``; a batch of one.
+        query, kv_cache, plan, layer: arguments of ``vllm_choreo.ops.span_attention``, for a batch
+            of one request.
 
     Returns:
-        Of each span but the request's own: softmax weights, summed over queries and heads,
-        float32 ``[num_tokens]``. A sink takes no part.
+        Softmax weights, summed over queries and heads, float32 ``[num_tokens]`` for each span but
+        the request's own. A sink takes no part.
     """
     queries, spans = _Queries(query, kv_cache, plan, layer), plan.spans
     sizes = spans.num_tokens.tolist()
@@ -91,7 +92,7 @@ def attention_received(
 
 
 def _shared(queries: _Queries, reads: SharedReads, output: torch.Tensor) -> None:
-    """Each group reads its pieces once; then every request merges what its groups found."""
+    """Attend group by group to its pieces; then merge the partial results of every request."""
     batch = queries.plan.spans
     partials: list[list[Partial]] = [[] for _ in range(batch.num_reqs)]
     chosen: list[list[Partial]] = [[] for _ in range(batch.num_reqs)]
@@ -117,7 +118,7 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Queries:
-    """The arguments of one call, and attention of one request's queries over pieces of spans."""
+    """Arguments of one call, and attention of one request's queries over pieces of spans."""
 
     query: torch.Tensor
     kv_cache: torch.Tensor
@@ -129,7 +130,7 @@ class _Queries:
         return slice(start, stop)
 
     def is_chosen(self, j: int) -> bool:
-        """Whether a span counts by other weights."""
+        """Return whether a span counts by other weights."""
         given = self.plan.spans.reweighting
         return given is not None and bool(given.is_chosen[j])
 
@@ -145,7 +146,7 @@ class _Queries:
         """Scores ``[group, q_len, num_kv_heads, n]`` and values ``[n, num_kv_heads, d]``.
 
         Args:
-            part: of the request's queries.
+            part: range of the request's queries.
         """
         batch, cos_sin, layer = self.plan.spans, self.plan.cos_sin, self.layer
         keys, values = read_kv(self.kv_cache, _slots(batch, r, j, begin, num_tokens), layer.layout)
@@ -180,7 +181,7 @@ class _Queries:
         return scores.masked_fill(hidden[None, :, None, :], -torch.inf), values.float()
 
     def attend(self, r: int, scored: Sequence[Scored]) -> Partial:
-        """One softmax over everything that was read; zeros for a query that saw none of it."""
+        """Attend by one softmax over all scores and values; zeros for a query that sees none."""
         rows = self.query[self.rows(r)]
         if not scored:
             return torch.zeros_like(rows).float(), rows.new_full(rows.shape[:2], -torch.inf).float()
@@ -201,7 +202,7 @@ class _Queries:
         """Merge by log-sum-exp, a sink among the rest, and write the outputs of a request.
 
         Args:
-            chosen: of spans that count by other weights.
+            chosen: partial results of spans that count by other weights.
         """
         found = list(partials)
         given = self.plan.spans.reweighting
@@ -218,7 +219,7 @@ class _Queries:
 
 
 def _merged(partials: Sequence[Partial]) -> Partial:
-    """Partial results as one."""
+    """Merge partial results into one by their log-sum-exp."""
     sums = torch.stack([lse for _, lse in partials])
     total = torch.logsumexp(sums, dim=0)
     weights = torch.softmax(sums, dim=0).masked_fill(total == -torch.inf, 0.0)
@@ -242,7 +243,7 @@ def reposition_keys(
     is_neox: bool,
     layout: Layout,
 ) -> None:
-    """See ``vllm_choreo.ops.reposition_keys``; arithmetic in float32, one rounding."""
+    """Run ``vllm_choreo.ops.reposition_keys``, with arithmetic in float32 and one rounding."""
     src, dst = src_blocks.long(), dst_blocks.long()
     keys, values = key_view(kv_cache, layout), value_view(kv_cache, layout)
     turned = rotate(keys[src].float(), cos_sin[:, None, None, :], is_neox)
@@ -258,7 +259,7 @@ def add_adapter(
     factors: AdapterFactors,
     scale: float,
 ) -> None:
-    """See ``vllm_choreo.ops.add_adapter``."""
+    """Run ``vllm_choreo.ops.add_adapter``, with at least 16 rows in each product."""
     padding = (0, 0, 0, max(_MIN_ADAPTER_ROWS - len(rows), 0))
     given, target = pad(x[rows], padding), pad(y[rows], padding)
     shrunk = (given.float() @ factors.shrink * scale).to(y.dtype)

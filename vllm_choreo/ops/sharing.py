@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens are read together: requests of a batch that attend to the same blocks.
+"""Shared reads: tokens that several requests of a batch attend to are read together.
 
 Decoding is bound by reading keys and values. Where several requests attend to the same message,
 also at different positions, its keys and values are read once for all of them: each reader's
@@ -59,7 +59,8 @@ class SharedReads:
         member_req: ``[num_members]``, the request.
         piece_tokens: ``[num_pieces]``, at least 1.
         read_span, read_begin: ``[num_reads]``.
-        first_chosen: the number of a group; all of them, where nothing counts by other weights.
+        first_chosen: number of the first group of spans that count by other weights; ``num_groups``
+            if there is none.
     """
 
     member_start_loc: torch.Tensor
@@ -73,11 +74,11 @@ class SharedReads:
 
     @property
     def num_groups(self) -> int:
-        """Groups, those of single requests included."""
+        """Number of groups, those of single requests included."""
         return self.member_start_loc.numel() - 1
 
     def groups(self) -> list[Group]:
-        """The same as lists, for reading and for the reference implementation."""
+        """Groups as lists, for reading and for the reference implementation."""
         members, pieces, reads = (
             ints(t) for t in (self.member_start_loc, self.piece_start_loc, self.read_start_loc)
         )
@@ -107,22 +108,22 @@ class SharedPiece:
 
 @dataclass(frozen=True)
 class Group:
-    """See ``SharedReads``."""
+    """One group of ``SharedReads``: its members' requests, and the pieces that they read."""
 
     members: tuple[int, ...]
     pieces: list[SharedPiece]
 
 
 def partial_row_bytes(num_heads: int, head_size: int) -> int:
-    """Memory of a partial result of a query in all heads, whatever the implementation.
+    """Bytes of a partial result of a query in all heads, whatever the implementation.
 
-    In float32: an output, maximum and sum or log-sum-exp, and what rounding up to cache lines adds.
+    In float32: an output, maximum and sum or log-sum-exp, and the rounding up to cache lines.
     """
     return 4 * num_heads * (head_size + 17)
 
 
 def counted_queries(query_start_loc: torch.Tensor) -> list[int]:
-    """How many queries of each request may be read for together; 0: the request reads alone.
+    """Number of queries of each request that may read with others; 0: the request reads alone.
 
     The count of a decoding request is exact, others are rounded up: as long as the counts stay the
     same, so does the plan.
@@ -134,16 +135,16 @@ def counted_queries(query_start_loc: torch.Tensor) -> list[int]:
 def plan_shared_reads(
     batch: SpanBatch, max_partials: int | None = None, min_tokens: int = MIN_SHARED_TOKENS
 ) -> SharedReads | None:
-    """Find what the requests of a batch read in common, from the block table alone.
+    """Find the tokens that requests of a batch read in common, from the block table alone.
 
     Valid for as long as the block table's parents, the parents' spans and the `counted_queries`
     stay the same; own spans may grow.
 
     Args:
-        batch: in host memory.
+        batch: batch in host memory.
         max_partials: partial results, of a query in all heads each, that reading together may
             leave; the groups that pay least are dropped.
-        min_tokens: that readers must have in common to read together.
+        min_tokens: tokens that readers must have in common to read together.
 
     Returns:
         The groups; None if no two spans have enough tokens in common, or none may be grouped, and
@@ -186,14 +187,14 @@ def plan_shared_reads(
 
 
 def check_reads(batch: SpanBatch, reads: SharedReads | None) -> None:
-    """Raises ValueError: spans count by other weights, and no plan reads them alone."""
+    """Check that spans that count by other weights have a plan of reads, or raise a ValueError."""
     given = batch.reweighting
     if reads is None and given is not None and bool(given.is_chosen.any()):
         raise ValueError("spans that count by other weights need reads: see plan_shared_reads")
 
 
 def _chosen(batch: SpanBatch, request_of: Mapping[int, int]) -> dict[int, int]:
-    """The spans that count by other weights, and their requests."""
+    """Spans that count by other weights, each with its request."""
     if batch.reweighting is None:
         return {}
     is_chosen = ints(batch.reweighting.is_chosen)
@@ -203,7 +204,12 @@ def _chosen(batch: SpanBatch, request_of: Mapping[int, int]) -> dict[int, int]:
 def _beyond_cap(
     sizes: Mapping[tuple[int, ...], int], counts: Sequence[int], max_partials: int
 ) -> set[tuple[int, ...]]:
-    """The readers that must not read together, of those with so many tokens in common."""
+    """Readers that must not read together, or partial results would exceed `max_partials`.
+
+    Args:
+        sizes: tokens that readers have in common.
+        counts: queries of each request, by `counted_queries`.
+    """
     rows = {readers: sum(counts[r] for r in readers) for readers in sizes}
     # Tokens that are not read again, for each partial result.
     worth = {readers: size * (len(readers) - 1) / rows[readers] for readers, size in sizes.items()}
@@ -220,7 +226,7 @@ def _beyond_cap(
 
 
 def _parent_spans(batch: SpanBatch) -> dict[int, int]:
-    """Every span but the own ones, and its request."""
+    """Spans but the own ones, each with its request."""
     bounds = itertools.pairwise(ints(batch.span_start_loc))
     return {j: r for r, (begin, end) in enumerate(bounds) for j in range(begin, end - 1)}
 
@@ -230,7 +236,7 @@ _Cut = tuple[int, int, int]
 
 
 def _pieces(batch: SpanBatch, request_of: dict[int, int]) -> Iterator[SharedPiece]:
-    """The spans cut where their readers change."""
+    """Pieces of the spans, cut where their readers change."""
     readers: dict[tuple[_Cut, ...], list[int]] = {}
     cuts_of: dict[tuple[int, int, bytes], tuple[_Cut, ...]] = {}
     table = batch.block_table.numpy()
@@ -248,7 +254,7 @@ def _pieces(batch: SpanBatch, request_of: dict[int, int]) -> Iterator[SharedPiec
 
 
 def _cuts(blocks: Sequence[int], first: int, num_tokens: int, size: int) -> tuple[_Cut, ...]:
-    """What a span that begins at slot `first` of its first block reads of each block."""
+    """Slots of each block that a span reads which begins at slot `first` of its first block."""
     last = first + num_tokens
     return tuple(
         (block, max(first - k * size, 0), min(last - k * size, size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one attention call reads: the spans of every request, and rotations between positions.
+"""Spans that one attention call reads for every request, and rotations between positions.
 
 The tokens of a request lie in a *virtual sequence*: virtual index ``s`` is slot ``s % block_size``
 of block ``block_table[r, s // block_size]``. A span is a run of slots of that sequence::
@@ -17,7 +17,7 @@ import torch
 
 
 def ints(tensor: torch.Tensor) -> list[int]:
-    """The entries of a one-dimensional integer tensor."""
+    """Entries of a one-dimensional integer tensor."""
     values: list[int] = tensor.tolist()
     return values
 
@@ -42,7 +42,7 @@ class Reweighting:
 
 @dataclass(frozen=True, eq=False)
 class SpanBatch:
-    """The spans that a batch of requests attends to. All tensors are int32.
+    """Spans that a batch of requests attends to. All tensors are int32.
 
     Spans are flat: request ``r`` owns the spans ``span_start_loc[r]`` up to, not including,
     ``span_start_loc[r + 1]``. The last of them is the request's *own* span (the message being
@@ -61,7 +61,7 @@ class SpanBatch:
             meets the keys of the span; 0 for own spans. A key ``l`` is thereby seen at virtual
             position ``stored_position + l - position_delta``.
         block_size: tokens in a KV block.
-        reweighting: None: all spans count alike.
+        reweighting: weights of chosen spans; None: all spans count alike.
     """
 
     query_start_loc: torch.Tensor
@@ -76,16 +76,16 @@ class SpanBatch:
 
     @property
     def num_reqs(self) -> int:
-        """Requests in the batch."""
+        """Number of requests in the batch."""
         return self.query_start_loc.numel() - 1
 
     @property
     def num_spans(self) -> int:
-        """Spans of all requests."""
+        """Number of spans of all requests."""
         return self.first_slot.numel()
 
     def materialize_mask(self) -> torch.Tensor:
-        """The dense form: bool ``[num_query_tokens, num_kv_tokens]``, True where attended.
+        """Dense mask, bool ``[num_query_tokens, num_kv_tokens]``, True where attended.
 
         Columns are the tokens of span 0, then of span 1 and so on; a block that two spans read
         has a column for each.
@@ -229,7 +229,7 @@ def _check_cumulative(name: str, values: list[int], min_step: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """How one layer's rotary embedding turns a head per position.
+    """Rotation of a head per position, by one layer's rotary embedding.
 
     Attributes:
         inv_freq: float64 ``[rotary_dim / 2]``, radians per position, scaling (linear, llama3,
@@ -244,14 +244,14 @@ class Rotation:
 
     @property
     def rotary_dim(self) -> int:
-        """Leading dims of a head that rotate; 0 without rotary embedding."""
+        """Number of leading dims of a head that rotate; 0 without rotary embedding."""
         return 2 * self.inv_freq.numel()
 
     def cos_sin(self, deltas: torch.Tensor) -> torch.Tensor:
         """Cosines, then sines, of a rotation by each delta.
 
         Args:
-            deltas: integer ``[n]``, in positions, negative ones included.
+            deltas: positions, integer ``[n]``, negative ones included.
 
         Returns:
             float32 ``[n, rotary_dim]``. Angles are taken in float64, since float32 loses

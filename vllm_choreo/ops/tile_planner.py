@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts the work of a batch into the tiles and items of ``vllm_choreo.ops.tiles``."""
+"""Cutting of a batch's work into the tiles and items of ``vllm_choreo.ops.tiles``."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def plan_tiles(
     max_partials: int | None = None,
     window: int | None = None,
 ) -> Tiles:
-    """Cut the work of a batch.
+    """Cut the work of a batch into tiles and items.
 
     Args:
-        batch: its tensors lie in host memory, but for the block table, which is not looked at.
-        reads: ``plan_shared_reads`` of it; None: each request reads for itself.
-        num_heads, num_kv_heads: of the layer (of this worker's share of it).
-        max_rows: of a tile, a power of two; more where one query alone has more heads.
-        num_programs: how many the device runs at once; more work than that is not split.
-        device: where the plan goes.
+        batch: spans whose tensors lie in host memory, but for the block table, which is not used.
+        reads: ``plan_shared_reads`` of the batch; None: each request reads for itself.
+        num_heads, num_kv_heads: heads of the layer (of this worker's share of it).
+        max_rows: rows of a tile at most, a power of two; more where one query has more heads.
+        num_programs: programs that the device runs at once; more work than that is not split.
+        device: device of the plan's tensors.
         max_partials: rows of partial results that there is room for. If they would be more, long
             tiles are not split, then groups not read together.
-        window: of the layers (see ``LayerAttention``): what no query of a tile sees of a parent
-            is left out of its segments.
+        window: window of the layers (see ``LayerAttention``): tokens of a parent that no query of
+            a tile sees are left out of its segments.
     """
     check_reads(batch, reads)
     group_heads, num_items = num_heads // num_kv_heads, num_programs // num_kv_heads
@@ -64,7 +64,7 @@ def plan_tiles(
 
 
 def _alone(batch: SpanBatch) -> Iterator[Group]:
-    """The groups of a batch in which every request reads for itself what counts as it is."""
+    """Groups of single requests, each with its parents' spans that count as they are."""
     start, num_tokens = ints(batch.span_start_loc), ints(batch.num_tokens)
     given = batch.reweighting
     is_chosen = [0] * batch.num_spans if given is None else ints(given.is_chosen)
@@ -75,7 +75,7 @@ def _alone(batch: SpanBatch) -> Iterator[Group]:
 
 @dataclass(eq=False)
 class _Tile:
-    """Queries as (query, request, column) each; segments as in ``Tiles``."""
+    """One tile: queries as (query, request, column) each, segments as in ``Tiles``."""
 
     queries: list[tuple[int, int, int]]
     segments: list[tuple[int, ...]]
@@ -135,14 +135,14 @@ class _Planner:
                 self.tiles.append(_Tile(chosen, seen, rows, own_request, own, is_chosen))
 
     def _own_index(self, query: int, request: int) -> int:
-        """Which of the request's own tokens the query is."""
+        """Index of a query among its request's own tokens."""
         own = self.num_tokens[self.own_spans[request]]
         return own - self.query_start[request + 1] + query
 
     def _seen(
         self, segments: Sequence[tuple[int, ...]], queries: Sequence[tuple[int, int, int]]
     ) -> list[tuple[int, ...]]:
-        """The segments without the beginnings that none of the queries sees."""
+        """Segments without the beginnings that none of the queries sees."""
         if self.window is None:
             return list(segments)
         first: dict[int, int] = {}  # position of the first query, by column
@@ -168,7 +168,7 @@ class _Planner:
         return first_read, request, self.first_slot[span] + begin, piece.num_tokens, 0
 
     def _num_rows(self, rows: int) -> int:
-        """The smallest, a middle or the largest size: each further one is one launch more."""
+        """Rows of a tile: smallest, middle or largest; each size in use is one launch more."""
         sizes = (MIN_ROWS, 4 * MIN_ROWS, self.max_rows)
         return next(size for size in sizes if rows <= size <= self.max_rows)
 
@@ -191,7 +191,10 @@ class _Planner:
                 self.num_partials += len(tile.items) * len(tile.queries)
 
     def _split(self, tile: _Tile, num_splits: int) -> None:
-        """Items: (first segment, end segment, own request or -1, own share, own shares)."""
+        """Split a tile's tokens into items.
+
+        An item is (first segment, end segment, own request or -1, own share, own shares).
+        """
         share = -(-tile.num_tokens // num_splits)
         share = -(-share // SPLIT_UNIT) * SPLIT_UNIT
         cut = list(_cut(tile.segments, share)) if num_splits > 1 else [tile.segments]
@@ -215,7 +218,7 @@ class _Planner:
     # -- tensors -----------------------------------------------------------------------------
 
     def finish(self, device: torch.device | str) -> Tiles:
-        """Everything as tensors, in one copy to the device."""
+        """Make tensors of the plan, in one copy to the device."""
         segments: list[tuple[int, ...]] = []
         # By query: the rows of partial results that count by other weights, and the others.
         rows_of: dict[int, tuple[list[int], list[int]]] = {}
@@ -264,7 +267,11 @@ class _Planner:
                 row += 1
 
     def _class_arrays(self, num_rows: int, tiles: Sequence[tuple[_Tile, int]]) -> Iterator[list]:
-        """Query, request, column, items of the tiles of a size, each with its first segment."""
+        """Lists for a `TileClass`: query, request, column and items of the tiles of a size.
+
+        Args:
+            tiles: tiles, each with the index of its first segment.
+        """
         width = num_rows // self.group_heads
         padding = [(-1, 0, 0)]
         slots = [[*t.queries, *padding * (width - len(t.queries))] for t, _ in tiles]
@@ -280,7 +287,7 @@ class _Planner:
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest one that is not below `n`."""
+    """Smallest power of two that is not below `n`."""
     return 1 << (n - 1).bit_length()
 
 

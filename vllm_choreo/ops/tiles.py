@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the work of one attention call is cut for a GPU: tiles of queries, and items of tokens.
+"""Tiles of queries and items of tokens, into which an attention call is cut for a GPU.
 
 A *tile* is some queries of a group of readers (see ``SharedReads``) and all tokens that the group
 reads; its rows are the query heads of one KV head. An *item* is a share of a tile's tokens, the
@@ -26,13 +26,13 @@ MIN_SPLIT_TOKENS = 256
 
 @dataclass(frozen=True, eq=False)
 class TileClass:
-    """The tiles of one size, and their items: one kernel launch. All tensors are int32.
+    """Tiles of one size, and their items: one kernel launch. All tensors are int32.
 
     Attributes:
-        num_rows: of each tile, a power of two, at least ``MIN_ROWS``.
+        num_rows: rows of each tile, a power of two, at least ``MIN_ROWS``.
         query: ``[num_tiles, num_rows // group_heads]``, index of the query token; -1: no query.
-        request: alike, the request of the query.
-        column: alike, which member of its group the query belongs to.
+        request: same shape, the request of the query.
+        column: same shape, index of the member of its group that the query belongs to.
         items: ``[num_items, 8]``: tile; first and end segment; the request whose own tokens
             belong to the item, or -1; which share of them, of how many shares; first row of its
             partial results, or -1 where it writes the output itself; 1 where its spans count by
@@ -48,7 +48,7 @@ class TileClass:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """The plan of one call. All tensors are int32 and lie on the device of the call.
+    """Plan of one call. All tensors are int32 and lie on the device of the call.
 
     Valid for as long as queries, parents and reads of the batch stay the same; own spans may
     grow, see ``with_own_tokens``.
@@ -59,8 +59,9 @@ class Tiles:
             request whose row of the block table has the blocks; first slot there; number of
             tokens; how many tokens of the piece precede.
         read_span: ``[num_reads]``, the span through which a member reads a piece.
-        read_position: ``[num_reads]``, where the member sees the first token of the piece.
-        own_first_slot, own_tokens, own_position: ``[num_reqs]``, of the own spans.
+        read_position: ``[num_reads]``, position at which the member sees the piece's first token.
+        own_first_slot, own_tokens, own_position: ``[num_reqs]``, first slot, number of tokens and
+            stored position of the own spans.
         query_end: ``[num_reqs]``, end of the request's queries.
         merged_query: ``[num_merged]``, queries with partial results.
         partial_start_loc: ``[num_merged + 1]``, and
@@ -86,5 +87,5 @@ class Tiles:
     num_partials: int
 
     def with_own_tokens(self, own_tokens: torch.Tensor) -> Tiles:
-        """The same plan for own spans of other lengths (int32 ``[num_reqs]``, on the device)."""
+        """Copy the plan for own spans of other lengths (int32 ``[num_reqs]``, on the device)."""
         return dataclasses.replace(self, own_tokens=own_tokens)

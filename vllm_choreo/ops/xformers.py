@@ -51,9 +51,9 @@ class Reader:
 
     Attributes:
         column: 0 for the own span, from 1 on for the request's parents.
-        first_query: in the batch.
-        num_tokens: of the span; of an own span those up to the last of the queries.
-        first_token: of the span, 0 but in windows.
+        first_query: index in the batch of the first query.
+        num_tokens: tokens that are read of the span; of an own span those up to the last query.
+        first_token: first token that is read of the span, 0 but in windows.
     """
 
     request: int
@@ -67,21 +67,22 @@ class Reader:
 
 @dataclass(frozen=True)
 class Launch:
-    """Readers that the kernel serves together. If causal, the last query reads all tokens, the
-    one before it all but one, and so on.
+    """Readers that the kernel serves together.
+
+    If causal, the last query reads all tokens, the one before it all but one, and so on.
     """
 
     readers: Sequence[Reader]
     is_causal: bool
 
     def bias(self, batch: SpanBatch, pages_per_block: int = 1) -> PagedBlockDiagonalGappyKeysMask:
-        """What the readers see, as xformers' mask, on the device of the block table.
+        """Mask of xformers for the tokens that readers see, on the device of the block table.
 
         Its `materialize((num_queries, num_readers * slots of a row))` is 0 where attended, `-inf`
         elsewhere, over the slots of all blocks; a block must then occur once in a row.
 
         Args:
-            pages_per_block: block `b` is page `b * pages_per_block`.
+            pages_per_block: factor of page numbers: block `b` is page `b * pages_per_block`.
         """
         kinds = (BlockDiagonalGappyKeysMask, PagedBlockDiagonalGappyKeysMask)
         if self.is_causal:
@@ -106,7 +107,7 @@ class Launch:
 
 
 def plan_launches(batch: SpanBatch, window: int | None = None) -> list[Launch]:
-    """Every query of the batch with every span of its request.
+    """Plan launches that take every query of the batch to every span of its request.
 
     Parents, and own spans of single queries, are one launch; other own spans are cut into
     sequences as short as the kernel takes, one launch for each length. In a window every query
@@ -132,7 +133,7 @@ def plan_launches(batch: SpanBatch, window: int | None = None) -> list[Launch]:
 
 
 def _near(batch: SpanBatch, window: int) -> Iterator[Reader]:
-    """Every query, and what it sees in the window of each span."""
+    """Readers of single queries, each with the tokens of a span inside its window."""
     query_start, span_start = ints(batch.query_start_loc), ints(batch.span_start_loc)
     num_tokens, seen = ints(batch.num_tokens), ints(batch.stored_position - batch.position_delta)
     for r in range(batch.num_reqs):
@@ -154,7 +155,7 @@ def span_attention(
     plan: SpanPlan,
     layer: LayerAttention,
 ) -> None:
-    """See ``vllm_choreo.ops.span_attention``.
+    """Run ``vllm_choreo.ops.span_attention``.
 
     The block table and ``cos_sin`` lie on the query's device. ``reads`` and ``tiles`` only say how
     to read, and are not used: every request reads for itself, with the same result. Rotated
@@ -215,7 +216,7 @@ def reposition_keys(
     is_neox: bool,
     layout: Layout,
 ) -> None:
-    """Xformers has no such operation.
+    """Refuse to reposition keys: xformers has no such operation.
 
     Raises:
         ValueError: always.
@@ -226,7 +227,8 @@ def reposition_keys(
 def _refuse_unsupported(
     query: torch.Tensor, kv_cache: torch.Tensor, spans: SpanBatch, layer: LayerAttention
 ) -> None:
-    """
+    """Refuse arguments that xformers' kernel has no way for.
+
     Raises:
         ValueError: names the argument and the way out.
     """
@@ -276,7 +278,7 @@ def _paged(view: torch.Tensor, pages_per_block: int, group: int) -> torch.Tensor
 
 
 def _operator(launch: Launch, batch: SpanBatch, num_kv_heads: int) -> type[FwOp]:
-    """The kernel, with as many splits as xformers finds good."""
+    """Kernel with as many splits as xformers finds good."""
     block_size = batch.block_size
     num_splits = FwOp.get_split_k(
         B=len(launch.readers),
@@ -292,7 +294,7 @@ def _operator(launch: Launch, batch: SpanBatch, num_kv_heads: int) -> type[FwOp]
 
 
 def _rows(readers: Sequence[Reader], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Per copied query its row in the batch, its column and its span; int64 ``[num_copies]``."""
+    """Rows in the batch, columns and spans of the copied queries; int64 ``[num_copies]`` each."""
     rows = chain.from_iterable(range(r.first_query, r.first_query + r.num_queries) for r in readers)
     columns = chain.from_iterable(repeat(r.column, r.num_queries) for r in readers)
     spans = chain.from_iterable(repeat(r.span, r.num_queries) for r in readers)

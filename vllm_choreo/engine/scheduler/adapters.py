@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights an adapter has: by the files that hold them, for a name may be given to others.
+"""Adapters told apart by the files of their weights, for a name may be given to others.
 
 vLLM tells adapters apart by their names and loads one when a request first brings its number. An
 adapter that is trained on and loaded again under the same name is another one: what it encoded
@@ -25,17 +25,17 @@ _Stamp = tuple[tuple[str, int, int], ...]
 
 
 class Adapters:
-    """The adapters that requests have brought, by vLLM's number."""
+    """Adapters that requests have brought, by vLLM's number."""
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[_Stamp, Adapter]] = {}
         self._reloads: list[LoRARequest] = []
 
     def identify(self, request: Request) -> Adapter | None:
-        """The adapter of a request, by the weights that it finds.
+        """Identify the adapter of a request by its weights on the disk.
 
-        Where files have changed since the workers loaded them, they load them with the next step,
-        before anything is run: what is encoded for the request comes before the request itself.
+        Workers load files that have changed since they loaded them again with the next step, before
+        anything is run: what is encoded for the request comes before the request itself.
 
         Raises:
             ChoreoError: the files cannot be read.
@@ -63,12 +63,12 @@ class Adapters:
         return adapter
 
     def take_reloads(self) -> tuple[LoRARequest, ...]:
-        """What workers are to load again before they run the step that was planned."""
+        """Take the adapters that workers load again before they run the step just planned."""
         reloads, self._reloads = tuple(self._reloads), []
         return reloads
 
     def look(self, lora: LoRARequest) -> None:
-        """Know the adapter of a folder that no request has brought, unless its number is known."""
+        """Enter an adapter by its folder, before any request brings it, if its number is new."""
         if lora.lora_int_id in self._latest:
             return
         try:
@@ -79,12 +79,12 @@ class Adapters:
             return
 
     def of_weights(self, weights: bytes) -> Adapter | None:
-        """The known adapter of this digest."""
+        """Known adapter whose weights have this digest, or None."""
         known = (adapter for _, adapter in self._latest.values() if adapter.weights == weights)
         return next(known, None)
 
     def is_current(self, adapter: Adapter | None) -> bool:
-        """Whether what it encoded can be encoded again, with the same weights.
+        """Return whether messages that the adapter encoded can be encoded again with its weights.
 
         Only looks: what is new on the disk becomes known with the request that loads it.
         """
@@ -98,7 +98,7 @@ class Adapters:
 
 
 def replaced(adapter: Adapter, message_id: str) -> ChoreoError:
-    """The error of a call that reads what cannot be encoded again."""
+    """Error of a call that reads an evicted message whose adapter's weights are there no more."""
     name = adapter.request.lora_name
     if isinstance(adapter.request, OtherModel):
         what = f"another model, {name!r}, made it: load it again, or encode it anew (reencode)"
@@ -115,7 +115,7 @@ def replaced(adapter: Adapter, message_id: str) -> ChoreoError:
 
 
 def _stamp(lora: LoRARequest) -> tuple[list[Path], _Stamp]:
-    """The files of an adapter, and what they look like. Raises OSError."""
+    """Files of an adapter, with their names, sizes and times of change. Raises OSError."""
     folder = Path(lora.lora_path).expanduser()
     # What vLLM loads, under PEFT's names; training leaves more in the folder.
     files = sorted(path for path in folder.glob("adapter_*") if path.is_file())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests arrive: which of them are calls, and which calls can never run."""
+"""Arrival of requests: calls are entered, and those that can never run are refused."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vllm_choreo.semantics.params import EXTRA_ARGS_KEY, FLAT_PREFIX, ChoreoPara
 
 
 class Arrivals:
-    """Enters calls into the call_table.
+    """Entry of arriving calls into the call table.
 
     Args:
-        vllm_config: the engine's.
+        vllm_config: the engine's configuration.
         num_cache_groups: kinds of KV cache that its layers have.
     """
 
@@ -63,7 +63,7 @@ class Arrivals:
 
 
 def _check_options(request: Request) -> None:
-    """Refuse what would not make one message of the tokens that the caller sees."""
+    """Refuse options with which a call would not make one message of the caller's tokens."""
     if not request.prompt_token_ids:
         raise EmptyTokensError("a call needs at least one new token", parameter="tokens", value=[])
     params = request.sampling_params
@@ -89,9 +89,10 @@ def _check_options(request: Request) -> None:
 
 
 def _check_flat_keys(extra_args: Iterable[str]) -> None:
-    """
+    """Refuse flat keys of choreography that no front end has read.
+
     Raises:
-        UnsupportedOptionError: the front end did not read what is meant for us.
+        UnsupportedOptionError: there is such a key.
     """
     for key in extra_args:
         if key.startswith(FLAT_PREFIX):

@@ -15,7 +15,7 @@ from vllm_choreo.engine.scheduler.key_mover import KeyMover
 
 
 class ChoreoKVCacheManager(KVCacheManager):
-    """Three narrow changes: what counts as computed, what is kept, and where room comes from."""
+    """KV cache manager that starts calls on messages' blocks, and evicts messages for room."""
 
     call_table: CallTable
     mover: KeyMover | None  # None: queries are rotated, keys never move
@@ -39,7 +39,7 @@ class ChoreoKVCacheManager(KVCacheManager):
     def allocate_slots(
         self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
     ) -> KVCacheBlocks | None:
-        """As vLLM's; when the pool runs short, messages that nobody reads make room first."""
+        """Extend vLLM's method: evict messages that nobody reads when the pool runs short."""
         call = self.call_table.calls.get(request.request_id)
         if call is not None:
             # vLLM hashes and registers blocks here unless told that they are not written yet.
@@ -71,16 +71,16 @@ class ChoreoKVCacheManager(KVCacheManager):
         return blocks
 
     def inherit(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
-        """Let a new request go on in `blocks`, the last of them partly filled, without a copy."""
+        """Give a request, which has none, these blocks, the last one partly filled, uncopied."""
         self.block_pool.touch(blocks)
         self.coordinator.single_type_managers[0].req_to_blocks[request.request_id] = list(blocks)
 
     def reset_prefix_cache(self) -> bool:
-        """As vLLM's, which wants an empty pool; messages are encoded again when they are read."""
+        """Extend vLLM's method, which needs an empty pool: drop idle messages' blocks first."""
         self.drop_idle()
         return super().reset_prefix_cache()
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Choreographed keys and values never enter the prefix cache."""
+        """Extend vLLM's method: keys and values of calls never enter the prefix cache."""
         if request.request_id not in self.call_table.calls:
             super().cache_blocks(request, num_computed_tokens)

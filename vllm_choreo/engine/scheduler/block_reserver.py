@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room for calls that wait: what they lack is brought back, or encoded again, in their turn."""
+"""Blocks for waiting calls: parents are brought back, or encoded again, in the calls' turn."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from vllm_choreo.store.encoding import Encoding
 
 
 class BlockReserver:
-    """Prepares waiting calls at the beginning of a step.
+    """Preparation of waiting calls at the beginning of a step.
 
     Args:
         enqueue: puts a request of ours into vLLM's queue, right before another one.
         enqueue_woken: puts a request there whose parents are known now, by its arrival.
         finish: vLLM's `finish_requests`.
-        is_idle: whether no request runs.
+        is_idle: returns True while no request runs.
 
     Attributes:
-        short: calls of the step being planned for which there was too little room; with the error
-            that says of which kind, if it was not the KV cache.
-        has_begun: whether something was brought back, or begun, for the step being planned.
+        short: calls of the step being planned for which there was too little room, each with the
+            error that names the limit; None: the KV cache.
+        has_begun: True if an encoding was brought back, or begun, for the step being planned.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class BlockReserver:
                 self._refusals.refuse_unexpected(call.beneficiary.id, error)
 
     def _enter_woken(self) -> list[ScheduledCall]:
-        """Put calls into vLLM's queue whose parents are known now."""
+        """Put the calls whose parents are known now into vLLM's queue."""
         woken = self._call_table.take_woken()
         for call in woken:
             self._enqueue_woken(call.request)
@@ -104,14 +104,14 @@ class BlockReserver:
     def _prepare(
         self, call: ScheduledCall, waiting: list[ScheduledCall], free: int, is_first: bool
     ) -> int:
-        """Begin what a call lacks, or what of it fits into the blocks that are free.
+        """Begin to encode what a call lacks, as far as it fits into the free blocks.
 
         Args:
-            waiting: grows by the calls that encode for it.
-            is_first: it need not fit beside what others have been promised.
+            waiting: calls that wait; those that encode for this one are appended.
+            is_first: True if it need not fit beside blocks promised to others.
 
         Returns:
-            How many of the free blocks that will take.
+            Number of the free blocks that will be taken.
         """
         taken = 0
         for wanted in self._lacks(call):
@@ -137,7 +137,7 @@ class BlockReserver:
         return taken
 
     def refuse_too_large(self, waiting: Iterable[Request], is_tried: Callable[..., bool]) -> None:
-        """Nothing can get on: the first call that could not be begun is too large."""
+        """Refuse, when no call can get on, the first one that found too little room."""
         for request in waiting:
             call = self._call_table.calls.get(request.request_id)
             if call is None or not is_tried(request.status):
@@ -150,7 +150,7 @@ class BlockReserver:
                 return
 
     def _refuse_readers(self, encoding: Encoding) -> None:
-        """Tell all who wait for what cannot be encoded again, and for what is encoded with it."""
+        """Refuse the calls that wait for an encoding whose adapter is gone, even indirectly."""
         assert encoding.adapter is not None
         error = replaced(encoding.adapter, encoding.message.id)
         for call in self._call_table.readers_of(encoding):
@@ -158,7 +158,7 @@ class BlockReserver:
                 self._refusals.refuse(call.id, error)
 
     def end_unneeded(self) -> None:
-        """End what is encoded again for calls that have ended; that leaves more of the kind."""
+        """End encoding again for calls that have ended, and in turn what was encoded for that."""
         unneeded = self._call_table.unneeded
         while unneeded:
             ended = [call.id for call in unneeded if call.id in self._call_table.calls]
@@ -166,9 +166,9 @@ class BlockReserver:
             self._finish(ended, RequestStatus.FINISHED_ABORTED)
 
     def _lacks(self, call: ScheduledCall) -> Iterator[Encoding]:
-        """What a call lacks, in the order of its parents.
+        """Encodings that a call lacks, in the order of its parents.
 
-        Nothing that reads what could not be begun now: it would be queued before that, and the call
+        None reads one that could not be begun now: it would be queued before that, and the call
         would wait for one more step.
         """
         late: set[Encoding] = set()
@@ -195,23 +195,23 @@ class BlockReserver:
         return True
 
     def _lacking(self, encoding: Encoding) -> Encoding:
-        """What has to be encoded first: a patch needs its source."""
+        """Encoding that has to be there first: a patch's source, if it is not, or itself."""
         source = encoding.patch and encoding.patch.source
         return source if source and not source.is_resident else encoding
 
     def _is_blocked(self, encoding: Encoding) -> bool:
-        """Whether a patch by layers waits for what is encoded in this step, or later."""
+        """Return whether a patch by layers reads an encoding of this step, or of a later one."""
         by_layers = encoding.patch is not None and encoding.patch.layers is not None
         return by_layers and not self._patcher.stager.is_ready(encoding)
 
     def _num_blocks(self, encoding: Encoding) -> int:
-        """That encoding it takes."""
+        """Number of blocks that encoding it takes."""
         if encoding.patch:
             return self._patcher.num_blocks(encoding)
         return -(-encoding.num_tokens // self._store.block_size)
 
     def _free_blocks(self) -> int:
-        """Blocks that are free, or would be if all that is idle were evicted, and not promised."""
+        """Number of blocks that are free, or idle and so evictable, less those promised."""
         promised = sum(
             -(-call.encoding.num_tokens // self._store.block_size)
             for call in self._call_table.waiting.values()
@@ -223,7 +223,7 @@ class BlockReserver:
     def _encode_again(
         self, encoding: Encoding, serves: ScheduledCall, is_first: bool
     ) -> list[ScheduledCall]:
-        """Queue requests that encode what is lacking, right before the call they serve."""
+        """Queue requests that encode a missing encoding, right before the call they serve."""
         if encoding.encoders:
             return []
         if encoding.patch and not self._place(encoding, serves):
@@ -247,7 +247,7 @@ class BlockReserver:
         return [call]
 
     def _place(self, encoding: Encoding, serves: ScheduledCall) -> bool:
-        """Give a patch its blocks; what is anew by layers is written before the step."""
+        """Give a patch its blocks; a patch by layers is then written before the step."""
         assert encoding.patch is not None
         if not self._make_room(lambda: self._patcher.num_blocks(encoding), serves):
             return False
@@ -276,7 +276,7 @@ class BlockReserver:
             self.has_begun = True
 
     def _make_room(self, need: Callable[[], int], call: ScheduledCall) -> bool:
-        """Have as many blocks free as are needed now, by what a call can do without."""
+        """Evict messages that a call can do without until `need()` blocks are free."""
         while self._pool.get_num_free_blocks() < need():
             if not self._store.evict_one(call.needed(), waiting_too=self._is_idle()):
                 self.short[call] = None
@@ -284,7 +284,7 @@ class BlockReserver:
         return True
 
     def _end_lost_runs(self) -> None:
-        """A patch that made room for others is begun anew; what was to be written into it ends."""
+        """End the runs of patches that were evicted; such a patch is begun anew."""
         lost = [
             call.id
             for call in self._call_table.waiting.values()

@@ -35,16 +35,16 @@ _ROUNDS = 8
 
 
 class CallTable:
-    """The calls in flight. Knows messages and plans; queues and allocation are the scheduler's.
+    """Calls in flight. Knows messages and plans; queues and allocation are the scheduler's.
 
     Attributes:
-        min_run_tokens: with speculative decoding vLLM pads a request of one token to more, which
-            would be written over what follows the run.
-        calls: by request id.
-        waiting: those of them that are not admitted, and whose parents' lengths are known.
-        woken: those of them that are new there: vLLM's queue has yet to get their requests.
-        unneeded: those that encoded something again for calls that have ended, and whose result
-            nobody waits for: to be ended.
+        min_run_tokens: tokens that a run has at least. With speculative decoding vLLM pads a
+            request of one token to more, which would be written over the tokens after the run.
+        calls: all of them, by request id.
+        waiting: calls that are not admitted, and whose parents' lengths are known, by request id.
+        woken: calls new in `waiting`, whose requests vLLM's queue has yet to get.
+        unneeded: calls to be ended: they encode again for calls that have ended, and nobody else
+            waits for the encoding.
     """
 
     def __init__(self, store: MessageStore, max_model_len: int, min_run_tokens: int = 1) -> None:
@@ -103,7 +103,7 @@ class CallTable:
     def open_encode(
         self, request: Request, encoding: Encoding, serves: ScheduledCall | None
     ) -> ScheduledCall:
-        """Enter a call that encodes what is missing of something known."""
+        """Enter a call that encodes the missing tokens of a known encoding."""
         return self._enter(ScheduledCall(request, encoding, encoding.parents, None, serves))
 
     def open_run(
@@ -130,17 +130,17 @@ class CallTable:
     # -- waiting ---------------------------------------------------------------------------
 
     def is_parked(self, call_id: str) -> bool:
-        """Whether a request waits for a parent that is not known yet."""
+        """Return whether a request waits for a parent that is not known yet."""
         call = self.calls.get(call_id)
         return call is not None and call.parked_on is not None
 
     @property
     def num_parked(self) -> int:
-        """How many do."""
+        """Number of calls that wait for a parent that is not known yet."""
         return sum(map(len, self._parked.values()))
 
     def _park(self, call: ScheduledCall) -> bool:
-        """Have a call wait for the first parent that is not known; false: there is none."""
+        """Have a call wait for its first parent that is not known; False: there is none."""
         call.parked_on = None
         parents = call.parents if call.encoding.plan is None else ()
         if any(parent.message.failure for parent in parents):
@@ -151,7 +151,7 @@ class CallTable:
         return call.parked_on is not None
 
     def wake(self, encoding: Encoding) -> None:
-        """Go on with the calls that waited for it: it is known now, or failed."""
+        """Go on with the calls that wait for an encoding, if it is known now, or failed."""
         if not (encoding.message.failure or (encoding.is_known and encoding.plan)):
             return
         for call in self._parked.pop(encoding, {}).values():
@@ -160,19 +160,20 @@ class CallTable:
                 self.woken.append(call)
 
     def take_woken(self) -> list[ScheduledCall]:
-        """Those whose requests vLLM's queue has yet to get."""
+        """Take the calls whose requests vLLM's queue has yet to get."""
         woken, self.woken = self.woken, []
         return [call for call in woken if call.id in self.calls]
 
     def in_turn(self) -> list[ScheduledCall]:
-        """The calls that are not admitted, in order of arrival."""
+        """Waiting calls, in order of arrival."""
         return sorted(self.waiting.values(), key=lambda call: call.number)
 
     def resolve(self, call: ScheduledCall) -> bool:
         """Decide positions and write the virtual sequence, once all parents are known.
 
         Returns:
-            Whether they are known. The call has its plan then, unless it has to look at them first.
+            True if they are known. The call has its plan then, unless it has to look at its
+            parents first.
 
         Raises:
             ChoreoError: it does not fit, or a parent failed.
@@ -208,7 +209,7 @@ class CallTable:
         return True
 
     def told(self, attention: Mapping[str, Sequence[Sequence[float]]]) -> None:
-        """What calls attended to, of those that looked; some may have ended since."""
+        """Take in the attention of calls that looked at their parents; some may have ended."""
         for call_id, by_parent in attention.items():
             call = self.calls.get(call_id)
             if call is not None and call.watching is not None:
@@ -226,7 +227,7 @@ class CallTable:
             )
 
     def _read_instead(self, call: ScheduledCall, parents: tuple[Encoding, ...]) -> None:
-        """Wait for other parents than those that were listed."""
+        """Have a call wait for other parents than those that it listed."""
         if parents == call.parents:
             return
         listed, call.parents, call.encoding.parents = call.parents, parents, parents
@@ -236,7 +237,7 @@ class CallTable:
             self.store.settle(parent)
 
     def is_ready(self, call: ScheduledCall) -> bool:
-        """Whether all that the call reads exists, at the latest in the step being planned.
+        """Return whether all that the call reads exists by the step being planned.
 
         A parent whose last tokens are encoded in the same step counts: in every layer all keys
         and values of a batch are stored before any query reads.
@@ -248,21 +249,21 @@ class CallTable:
         return call.plan is not None and all(parent.is_resident for parent in call.parents)
 
     def missing(self, call: ScheduledCall) -> list[Encoding]:
-        """Parents that must be encoded again, and that nobody encodes yet."""
+        """Parents that must be encoded again, and that no call encodes yet."""
         return [p for p in call.parents if p.is_known and not p.is_resident and not p.encoders]
 
     def count_served(self, call: ScheduledCall) -> None:
-        """Count that something is encoded again for a call of a caller's."""
+        """Count an encoding again on behalf of a caller's call."""
         if call.served_since != self._num_events:
             call.served_since, call.num_served = self._num_events, 0
         call.num_served += 1
 
     def runs_in_circles(self, call: ScheduledCall) -> bool:
-        """Whether more was encoded again for this call than its recipes hold, several times over,
-        while nobody else got on.
+        """Return whether encodings again for this call evict one another.
 
-        That happens when what must be resident together does not fit into the pool: each
-        encoding evicts what the one before it made.
+        True if, while no caller's call began or ended, there were several times as many as its
+        recipes hold. That happens when encodings that must be resident together do not fit into
+        the pool: each evicts what the one before it made.
         """
         if call.num_served <= _ROUNDS:
             return False
@@ -278,11 +279,11 @@ class CallTable:
     # -- blocks ----------------------------------------------------------------------------
 
     def span_blocks(self, encoding: Encoding, span: ParentPlan) -> list[Any]:
-        """The blocks in which a span of something resident lies."""
+        """Blocks in which a span of a resident encoding lies."""
         return encoding.blocks[span.start // self.block_size : -(-span.stop // self.block_size)]
 
     def parent_blocks(self, call: ScheduledCall) -> list[Any]:
-        """The blocks with which the call's block table starts."""
+        """Blocks with which the call's block table starts: those of its parents' spans."""
         assert call.plan is not None
         return [
             block
@@ -291,7 +292,7 @@ class CallTable:
         ]
 
     def share_duplicate(self, call: ScheduledCall) -> None:
-        """Let a call that is about to start begin with what another of the same digest has."""
+        """Let a call that is about to start share the blocks of an encoding of the same digest."""
         encoding, params = call.encoding, call.beneficiary.params
         # A copy that is encoded for the first time is new, too.
         is_new = not call.is_internal or encoding.num_unreported > 0
@@ -304,19 +305,19 @@ class CallTable:
                 encoding.num_unreported = encoding.num_tokens - encoding.num_encoded
 
     def own_blocks(self, call: ScheduledCall) -> list[Any]:
-        """Full blocks of what the call encodes that exist, and need not be encoded again."""
+        """Full blocks of the call's own encoding that exist already."""
         # At least one token is left to run: a request without any cannot be scheduled.
         num_reused = max(0, min(call.encoding.num_encoded, call.encoding.num_tokens - 1))
         return call.encoding.blocks[: num_reused // self.block_size]
 
     def run_blocks(self, call: ScheduledCall) -> tuple[list[Any], int]:
-        """The whole block table of a run, its own slots included, and the tokens before it."""
+        """Block table of a run, its own slots included, and the number of tokens before it."""
         assert call.plan is not None and call.run is not None and call.encoding.patch
         start, stop = call.run
         return self.patch_blocks(call.encoding, stop), call.plan.base + start
 
     def patch_blocks(self, encoding: Encoding, stop: int) -> list[Any]:
-        """The block table of what is written into a patch before its token `stop`."""
+        """Block table for writing into a patch up to its token `stop`, which is left out."""
         assert encoding.plan is not None and encoding.patch is not None
         own = ParentPlan(encoding.message.id, encoding.patch.start, stop, 0)
         read = zip((*encoding.parents, encoding), (*encoding.plan.parents, own), strict=True)
@@ -324,7 +325,7 @@ class CallTable:
 
     @contextmanager
     def passing_on(self, finished: ScheduledCall) -> Iterator[None]:
-        """Within, what a call reads stays, for another one to take over."""
+        """Keep, within the context, what a call reads in its blocks for another to take over."""
         reads = list(finished.reads)
         self.store.residency.wait_for(reads)
         yield
@@ -333,11 +334,16 @@ class CallTable:
             self.store.settle(encoding)
 
     def take_over(self, call: ScheduledCall, finished: ScheduledCall) -> None:
-        """`call` goes on in the blocks of `finished`: it reads its parents where they lie."""
+        """Let `call` go on in the blocks of `finished`: it reads its parents where they lie."""
         self._admit(call, finished.stored_positions)
 
     def scheduled(self, call: ScheduledCall, blocks: Sequence[Any], up_to: int) -> None:
-        """The call got slots: it runs `blocks`, and the step encodes tokens before `up_to`."""
+        """Note that a call got slots: its block table, and the end of the step's tokens.
+
+        Args:
+            blocks: the request's block table.
+            up_to: virtual index before which all tokens are encoded after the step.
+        """
         assert call.plan is not None
         if not call.admitted:
             self._admit(call, call.stored_positions)
@@ -358,7 +364,7 @@ class CallTable:
         self.store.residency.read(call.reads)
 
     def preempted(self, call: ScheduledCall) -> None:
-        """The call lost its blocks; it waits again, and its parents may be evicted meanwhile."""
+        """Have a call that lost its blocks wait again; its parents may be evicted meanwhile."""
         if call.admitted:
             self._taken_back(call)
             call.admitted, call.stored_positions = False, None
@@ -366,7 +372,10 @@ class CallTable:
             self.store.residency.wait_again(call.reads)
 
     def _taken_back(self, call: ScheduledCall) -> None:
-        """With priorities, a call may lose its place in the step that encodes its last tokens."""
+        """Undo that a call's encoding is resident, if it was preempted in its very last step.
+
+        With priorities, a call may lose its place in the step that encodes its last tokens.
+        """
         encoding = call.encoding
         if not encoding.is_known or encoding.held_in_step != self.store.step:
             return
@@ -376,7 +385,7 @@ class CallTable:
             self.store.residency.on_unwritten(encoding, call.run)
 
     def spans(self, call: ScheduledCall) -> RequestSpans:
-        """What the worker must know; valid for as long as the call stays admitted."""
+        """Spans of a call for the workers; valid for as long as the call stays admitted."""
         assert call.plan is not None and call.stored_positions is not None
         start = call.encoding.patch.start if call.run and call.encoding.patch else 0
         return request_spans(
@@ -384,7 +393,7 @@ class CallTable:
         )
 
     def kept_hidden(self, call: ScheduledCall) -> KeptHidden:
-        """The hidden states that workers keep of a call that keeps some."""
+        """Hidden states that workers keep of a call that keeps some."""
         assert self.store.hidden is not None
         encoding = call.encoding
         return KeptHidden(self.store.hidden.key(encoding), encoding.keeps, call.own_position)
@@ -392,7 +401,7 @@ class CallTable:
     # -- the end ---------------------------------------------------------------------------
 
     def close(self, call: ScheduledCall, failure: str | None) -> None:
-        """The request ended; `failure` says why there is no message, if there is none."""
+        """Remove a call whose request ended; `failure` says why it made no message, or None."""
         del self.calls[call.id]
         self.waiting.pop(call.id, None)
         if call.parked_on is not None:
@@ -414,7 +423,7 @@ class CallTable:
             del self._parked[parent]
 
     def _leave_helpers(self, call: ScheduledCall) -> None:
-        """What is encoded for a call that ends is encoded for another one that waits for it."""
+        """Pass what is encoded for a call that ends on to another call that waits for it."""
         if call.serves is not None:
             call.serves.helpers.discard(call)
         for helper in list(call.helpers):
@@ -425,12 +434,12 @@ class CallTable:
                 self.unneeded.append(helper)
 
     def waiting_for(self, encoding: Encoding) -> ScheduledCall | None:
-        """The first call that waits for an encoding, other than those that write it."""
+        """First call that waits for an encoding as one of its parents, or None."""
         found = (c for c in self.waiting.values() if encoding in c.parents)
         return min(found, key=lambda c: c.number, default=None) if encoding.num_waiting else None
 
     def readers_of(self, encoding: Encoding) -> list[ScheduledCall]:
-        """All calls that wait for an encoding, or for what is encoded with it; ours, too."""
+        """Calls that wait for an encoding, or for what is encoded with it; internal ones, too."""
         found: dict[ScheduledCall, None] = {}
         frontier = [encoding]
         while frontier:
@@ -443,7 +452,7 @@ class CallTable:
         return list(found)
 
     def finish_decode(self, call: ScheduledCall, blocks: Sequence[Any]) -> None:
-        """Generation ended: header and all sampled tokens are the message.
+        """Make a message of the header and all sampled tokens of a call that has generated.
 
         The last token has been sampled but not run, and with asynchronous scheduling no more
         than that is certain. A request that ended while it was preempted holds no blocks: its

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of our own: they encode something again, and answer nobody."""
+"""Internal requests, which encode something again and answer no client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_choreo.store.encoding import Encoding
 
 
 class InternalRequests:
-    """Makes them, and knows them by their ids: random, so that no client's id looks like one."""
+    """Factory of internal requests; their ids are random, so that no client's id looks like one."""
 
     def __init__(self) -> None:
         self._prefix = f"choreo-{uuid.uuid4().hex}-"
@@ -22,11 +22,11 @@ class InternalRequests:
     def make(
         self, encoding: Encoding, like: Request, start: int = 0, stop: int | None = None
     ) -> Request:
-        """A request over the tokens of an encoding; vLLM samples a token, we drop it.
+        """Make a request over the tokens of an encoding; vLLM samples a token, which is dropped.
 
         Args:
             like: the request whose turn and priority it has.
-            start, stop: of the encoding's tokens, if not all of them.
+            start, stop: range of the encoding's tokens, if not all of them.
         """
         self._count += 1
         return Request(
@@ -40,5 +40,5 @@ class InternalRequests:
         )
 
     def includes(self, item: Request | EngineCoreOutput) -> bool:
-        """Whether a request, or an output, is ours."""
+        """Return whether a request, or an output, is an internal one's."""
         return item.request_id.startswith(self._prefix)

@@ -21,7 +21,7 @@ from vllm_choreo.store.encoding import Encoding
 
 @dataclass
 class _Placement:
-    """How one parent of a call is read: its blocks, and where their first key will be stored."""
+    """One parent as a call reads it: its blocks, and where their first key will be stored."""
 
     encoding: Encoding
     blocks: list[Any]
@@ -31,9 +31,9 @@ class _Placement:
 
 
 class KeyMover:
-    """Decides, per parent of a starting call, whether its keys move, and collects the moves.
+    """Choice, per parent of a starting call, whether its keys move; and the moves of a step.
 
-    `place` when vLLM asks for the blocks; `commit` or `withdraw` when it could, or could not,
+    Call `place` when vLLM asks for the blocks; `commit` or `withdraw` when it could, or could not,
     allocate the rest of the call.
     """
 
@@ -44,12 +44,12 @@ class KeyMover:
         self._placed: dict[ScheduledCall, list[_Placement]] = {}
 
     def take_moves(self) -> list[BlockMove]:
-        """The moves of the step just planned. Those in place come first: copies may read them."""
+        """Take the moves of the step just planned; those in place first: copies may read them."""
         moves, self._moves = self._moves, []
         return sorted(moves, key=lambda move: move.src != move.dst)
 
     def place(self, call: ScheduledCall) -> list[Any]:
-        """The parents' blocks, copies where keys must move and others read them."""
+        """Return the parents' blocks: copies where keys must move and others read them."""
         self.withdraw(call)
         assert call.plan is not None
         placements = [
@@ -77,7 +77,7 @@ class KeyMover:
         return _Placement(encoding, self.pool.get_new_blocks(len(blocks)), wanted, delta, True)
 
     def commit(self, call: ScheduledCall) -> None:
-        """The call starts: its moves happen before this step."""
+        """Have the moves of a call that starts happen before this step."""
         assert call.plan is not None
         placements = self._placed.pop(call)
         for placement, span in zip(placements, call.plan.parents, strict=True):
@@ -97,10 +97,10 @@ class KeyMover:
         self._release_copies(placements)
 
     def withdraw_copies(self, call: ScheduledCall) -> list[Any]:
-        """Read where they lie those parents that were to be copied for a call that lacks room.
+        """Let a call that lacks room read the parents that were to be copied where they lie.
 
         Returns:
-            The parents' blocks now; none if nothing was to be copied.
+            The parents' blocks now; an empty list if nothing was to be copied.
         """
         placements = self._placed.get(call, [])
         if not any(placement.is_copy for placement in placements):
@@ -115,16 +115,16 @@ class KeyMover:
         return [block for placement in placements for block in placement.blocks]
 
     def withdraw(self, call: ScheduledCall) -> None:
-        """The call could not start."""
+        """Undo `place` for a call that could not start."""
         self._release_copies(self._placed.pop(call, []))
 
     def withdraw_all(self) -> None:
-        """End of planning: whatever was placed and never started."""
+        """Undo `place`, at the end of planning, for all calls that did not start."""
         for call in list(self._placed):
             self.withdraw(call)
 
     def _release_copies(self, placements: list[_Placement]) -> None:
-        """The request holds its own references by now, or there is no request."""
+        """Free the blocks of copies; a call that started holds its own references by now."""
         for placement in placements:
             if placement.is_copy:
                 self.pool.free_blocks(reversed(placement.blocks))

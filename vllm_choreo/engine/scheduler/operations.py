@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the client asks of the scheduler between steps, through the engine core (`utility`)."""
+"""Operations that the client asks of the scheduler between steps, through the engine core."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ OPERATIONS = ("free", "close", "evict", "end", "pin", "unpin", "stats", "counts"
 
 
 class Operations:
-    """Methods named in `OPERATIONS` take and return plain data.
+    """Operations by name; the methods named in `OPERATIONS` take and return plain data.
 
     Args:
         snapshots: operations of messages that are saved and loaded, by name.
-        max_pinned_blocks: of the KV cache that pinned messages may hold.
-        unsealed: the seals whose step has not been planned yet.
+        max_pinned_blocks: blocks of the KV cache that pinned messages may hold.
+        unsealed: returns the seals whose step has not been planned yet.
         finish: the scheduler's `finish_requests`.
     """
 
@@ -47,7 +47,7 @@ class Operations:
         self._finish = finish
 
     def run(self, operation: str, args: Iterable[Any]) -> Any:
-        """Run an operation by its name; what it refuses comes back as a report of the error.
+        """Run an operation by its name; a refusal comes back as a report of the error.
 
         Nothing may be raised here: it would be raised in the engine core.
         """
@@ -59,7 +59,7 @@ class Operations:
             return {"choreo_error": error.to_report()}
 
     def free(self, session: str, message_ids: Iterable[str]) -> int:
-        """Give messages up; returns how many there were."""
+        """Free messages; returns how many there were."""
         messages = [self._store.find(session, message_id) for message_id in message_ids]
         found = [message for message in messages if message is not None]
         self._withdraw_encodings({*(message.own for message in found), *copies_of(found)})
@@ -68,7 +68,7 @@ class Operations:
         return len(found)
 
     def close(self, session: str) -> int:
-        """Give up all messages of a session; returns how many there were."""
+        """Free all messages of a session; returns how many there were."""
         return self.free(session, [message.id for message in self._store.messages(session)])
 
     def evict(self, session: str, message_ids: Iterable[str]) -> int:
@@ -118,7 +118,7 @@ class Operations:
 
         Raises:
             UnknownMessageError: there is no such message.
-            LimitError: that is too much.
+            LimitError: pinned messages would hold too many blocks.
         """
         messages = {self._store.get(session, m, "messages") for m in message_ids}
         self._store.pin(messages, ttl, self._max_pinned_blocks)
@@ -134,7 +134,7 @@ class Operations:
             message.pinned_until = 0.0
 
     def totals(self) -> dict[str, Any]:
-        """The numbers of all sessions together, for metrics."""
+        """Counts of all sessions together, for metrics."""
         return {**store_stats.totals(self._store), **self._pool_stats()}
 
     def stats(self, session: str | None = None) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Operations:
         return {**store_stats.stats(self._store, session), **self._pool_stats()}
 
     def counts(self, session: str) -> dict[str, Any]:
-        """The numbers of a session, without its messages."""
+        """Counts of a session, without its messages."""
         return store_stats.counts(self._store, session)
 
     def drop_idle(self) -> None:
@@ -166,7 +166,7 @@ class Operations:
         }
 
     def _withdraw_encodings(self, encodings: set[Encoding]) -> None:
-        """Do not seal or encode again what is given up, unless a call waits for it."""
+        """End seals and encodings again of these encodings, unless a call waits for them."""
         ended = True
         while ended:  # what ends leaves its own parents to nobody
             found = [self._call_table.calls.get(r) for e in encodings for r in e.encoders]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches are encoded: whole blocks are shared or copied, then runs are written over the copies."""
+"""Blocks of patches: whole ones are shared or copied, then runs are written over the copies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vllm_choreo.store.encoding import Encoding
 
 
 class Patcher:
-    """Gives patches their blocks.
+    """Allocation of the blocks of patches.
 
     Attributes:
-        stager: writes patches by layers.
+        stager: writer of patches by layers.
     """
 
     def __init__(self, call_table: CallTable, pool: BlockPool) -> None:
@@ -25,7 +25,7 @@ class Patcher:
         self.stager = Stager(call_table, pool)
 
     def num_blocks(self, encoding: Encoding) -> int:
-        """That are free now and will not be when the patch has its place."""
+        """Number of free blocks that placing the patch takes."""
         return len(self._private(encoding))
 
     def place(self, encoding: Encoding) -> None:
@@ -53,7 +53,7 @@ class Patcher:
         store.settle(patch.source)
 
     def _private(self, encoding: Encoding) -> list[int]:
-        """The numbers of the blocks that the patch does not share with its source."""
+        """Indices of the blocks that the patch does not share with its source."""
         patch = encoding.patch
         assert patch is not None
         if self._position(encoding) != patch.source.stored_position:
@@ -63,13 +63,13 @@ class Patcher:
         return sorted(touched)
 
     def _position(self, encoding: Encoding) -> int:
-        """Of token 0: that of the source, unless the model cannot be asked for it."""
+        """Stored position of token 0: the source's, or 0 if the model does not know it."""
         assert encoding.patch is not None
         position = encoding.patch.source.stored_position
         is_known = 0 <= position <= self._call_table.max_model_len - encoding.num_tokens
         return position if is_known else 0
 
     def _is_overwritten(self, index: int, num_tokens: int, runs: TokenRanges) -> bool:
-        """Whether one run has all tokens of a block."""
+        """Return whether one run has all tokens of a block."""
         first, last = index * self._block_size, min((index + 1) * self._block_size, num_tokens)
         return any(start <= first and last <= stop for start, stop in runs)

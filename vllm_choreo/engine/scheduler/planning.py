@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a call whose parents are known to its plan, and to the virtual sequence in its request."""
+"""Planning of a call whose parents are known, and the virtual sequence in its request."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from vllm_choreo.store.store import MessageStore
 
 
 class _Listed(NamedTuple):
-    """The parents that a call lists, as they are, and where the call stands.
+    """Parents that a call lists, unrepaired, and the position at which the call stands.
 
     Attributes:
-        links, offsets, new_offset: parents, where the call sees them, and itself.
-        plan: that reads them so.
+        links: the parents, each with its span.
+        offsets: positions at which the call sees them.
+        new_offset: position of the call's own first token.
+        plan: positions of a call that reads them so.
     """
 
     links: list[Link]
@@ -42,7 +44,8 @@ class _Listed(NamedTuple):
 
 
 def _listed(call: ScheduledCall, store: MessageStore, max_model_len: int) -> _Listed:
-    """
+    """Resolve the spans and offsets that a call lists.
+
     Raises:
         ChoreoError: it does not fit, or is no text in exact mode.
     """
@@ -65,7 +68,7 @@ def _listed(call: ScheduledCall, store: MessageStore, max_model_len: int) -> _Li
 
 
 def watching_of(call: ScheduledCall, store: MessageStore, max_model_len: int) -> Watching | None:
-    """How a call looks at its parents before it is repaired; None: it need not.
+    """Plan by which a call looks at its parents before it is repaired; None: it need not.
 
     Raises:
         ChoreoError: it does not fit, or cannot be repaired so.
@@ -84,7 +87,7 @@ def watching_of(call: ScheduledCall, store: MessageStore, max_model_len: int) ->
 def plan_call(
     call: ScheduledCall, store: MessageStore, max_model_len: int
 ) -> tuple[CallPlan, tuple[Encoding, ...]]:
-    """Where a call stands, and what it reads for the parents that it lists.
+    """Plan a call: its positions, and the encodings it reads for the parents that it lists.
 
     Raises:
         ChoreoError: it does not fit, or is no text in exact mode.
@@ -111,7 +114,7 @@ def plan_call(
 
 
 def _seen(call: ScheduledCall, links: Sequence[Link], offsets: Sequence[int]) -> list[Seen]:
-    """What rules choose from."""
+    """Spans that a repair rule chooses from, with the attention they got, if a call looked."""
     seen = [Seen(link.start, link.stop) for link in links]
     if call.watching is None:
         return seen
@@ -122,7 +125,7 @@ def _seen(call: ScheduledCall, links: Sequence[Link], offsets: Sequence[int]) ->
 
 
 def _check_repairable(rule: Rule, store: MessageStore) -> None:
-    """Raises RepairError: no call to this model is."""
+    """Check that calls to this model can be repaired, or raise a RepairError."""
     if store.is_placed:
         raise RepairError(
             "this model scales queries by their position, so that tokens encoded elsewhere "
@@ -133,16 +136,16 @@ def _check_repairable(rule: Rule, store: MessageStore) -> None:
 
 
 def _layers(rule: Rule, store: MessageStore) -> LayerRanges | None:
-    """In which layers a rule repairs; None: in all.
+    """Layers in which a rule repairs; None: all.
 
     Raises:
-        ChoreoError: these cannot be run.
+        ChoreoError: these layers cannot be run.
     """
     return asked_layers(rule, store.hidden) if isinstance(rule, ByLayers) else None
 
 
 def write_virtual_sequence(call: ScheduledCall, block_size: int, max_model_len: int) -> None:
-    """Put the padded tokens of its parents before the new tokens of a call's request."""
+    """Put the padded tokens of a call's parents before the new tokens of its request."""
     plan, request = call.plan, call.request
     assert plan is not None and request.prompt_token_ids is not None
     num_new_tokens = request.num_prompt_tokens

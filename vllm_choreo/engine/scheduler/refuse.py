@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that are refused: each ends with its error, and nothing else is disturbed."""
+"""Refused calls: each ends with its error, and nothing else is disturbed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Refusals:
     """Errors of requests that are still to be ended, by request id.
 
     Args:
-        pool: the KV cache in words, for those that it is too small for.
+        pool: the KV cache in words, for the error of calls that do not fit into it.
     """
 
     def __init__(self, pool: str) -> None:
@@ -33,7 +33,7 @@ class Refusals:
         return bool(self._errors)
 
     def refuse(self, request_id: str, error: ChoreoError) -> None:
-        """The request ends with this error after the step that is being planned."""
+        """End a request with this error after the step that is being planned."""
         self._errors[request_id] = error
 
     def refuse_unexpected(self, call_id: str, error: Exception) -> None:
@@ -65,7 +65,7 @@ class Refusals:
         self.refuse(call.id, error)
 
     def reason(self, request_id: str) -> str | None:
-        """Why a request was refused, in words; None if it was not."""
+        """Text of the error by which a request was refused; None if it was not."""
         error = self._errors.get(request_id)
         return None if error is None else str(error)
 
@@ -77,7 +77,7 @@ class Refusals:
         """End the refused requests, and put their errors among the outputs of the step.
 
         Args:
-            outputs: of the step, by client.
+            outputs: the step's outputs, by client.
             finish: the scheduler's `finish_requests`.
         """
         for request in finish(list(self._errors), RequestStatus.FINISHED_ERROR):

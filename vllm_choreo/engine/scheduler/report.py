@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call's result says of itself, besides text."""
+"""Report of a call, which its result carries besides text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_choreo.store.encoding import Encoding
 
 
 def report_of(call: ScheduledCall) -> dict[str, Any]:
-    """What a result says of itself, besides text."""
+    """Report of a call: id, length, position, and tokens by how they came to be."""
     plan = call.plan
     assert plan is not None
     num_copied = _take_unreported(call)
@@ -33,7 +33,7 @@ def report_of(call: ScheduledCall) -> dict[str, Any]:
 
 
 def _take_unreported(call: ScheduledCall) -> int:
-    """Tokens of the copies that were encoded for this call; no later call reports them."""
+    """Take the number of tokens of copies encoded for this call; no later call reports them."""
     num_tokens = sum(parent.num_unreported for parent in call.parents)
     params = call.request.sampling_params
     # With stop strings nobody reads the report, unless the client asks for it ("end").
@@ -45,6 +45,6 @@ def _take_unreported(call: ScheduledCall) -> int:
 
 
 def _position(encoding: Encoding) -> int | None:
-    """At which token 0 was encoded; of a patch, those tokens that are as in its source."""
+    """Position at which token 0 was encoded; for a patch, that of its source."""
     plan = encoding.patch.source.plan if encoding.patch else encoding.plan
     return plan.new_offset if plan else None

@@ -16,12 +16,13 @@ from vllm_choreo.store.encoding import Encoding, StoredMessage
 
 @dataclass
 class Watching:
-    """A call whose repair goes by attention attends to its parents first, as they are stored.
+    """First look of a call whose repair goes by attention at its parents, as they are stored.
 
     Attributes:
-        plan: with which it does: that of the call without repair.
-        is_staged: a step was planned in which it does.
-        attention: of each parent, what each token that the call sees got; None: not known yet.
+        plan: positions of the call without repair.
+        is_staged: True once a step was planned in which it looks.
+        attention: one list per parent, the attention that each token in its span gets; None: not
+            known yet.
     """
 
     plan: CallPlan
@@ -36,24 +37,23 @@ class ScheduledCall:
     Attributes:
         request: vLLM's request; its prompt is the new tokens until `resolve`, then the virtual
             sequence.
-        encoding: what it makes or encodes again.
-        parents: what it attends to; in exact mode, once it has its plan, copies among them.
-        params: as the caller gave them; None for an encoding again.
+        encoding: the encoding that it makes or encodes again.
+        parents: encodings that it attends to; once planned, copies among them in exact mode.
+        params: the caller's parameters; None for an encoding again.
         serves: the call for which this one encodes something again, or None.
         helpers: the calls that encode something again for this one.
         beneficiary: the caller's call for whose sake it runs: itself, unless it encodes again.
-        run: of a patch: the tokens that this one writes; None: all that the encoding lacks.
-        plan: positions; None until all parents are known, and what it attends to, if that counts.
-        watching: None: it does not count.
-        admitted: it runs (or is being scheduled) and reads its parents.
+        run: the tokens of a patch that this one writes; None: all that the encoding lacks.
+        plan: positions; None until all parents are known and, if it watches, their attention.
+        watching: first look at the parents, for repair by attention; None: there is none.
+        admitted: True while it runs (or is being scheduled) and reads its parents.
         num_shared: tokens of its message that another of the same digest had encoded.
-        num_served: how often something was encoded again for its sake while no call of a caller's
-            began or ended.
-        max_served: as often as that it may be; 0: not known yet.
-        served_since: how many calls had begun and ended when it was counted first.
-        stored_positions: while admitted, where the first key of each parent is stored.
-        number: of its arrival.
-        parked_on: the parent that it waits for, which is not known yet; None: all are.
+        num_served: encodings again for its sake while no call of a caller's began or ended.
+        max_served: limit of `num_served`; 0: not known yet.
+        served_since: number of calls begun and ended when `num_served` was last reset.
+        stored_positions: while admitted, positions at which each parent's first key is stored.
+        number: order of arrival; an encoding again has that of the call that it serves.
+        parked_on: the parent that it waits for, which is not known yet; None: all are known.
     """
 
     request: Request
@@ -81,7 +81,7 @@ class ScheduledCall:
             self.serve(self.serves)
 
     def serve(self, other: ScheduledCall) -> None:
-        """Encode for another call from now on, and so do all that encode for this one."""
+        """Encode for another call from now on, with all calls that encode for this one."""
         if self.serves is not None:
             self.serves.helpers.discard(self)
         self.serves = other
@@ -94,7 +94,7 @@ class ScheduledCall:
 
     @property
     def id(self) -> str:
-        """That of its request."""
+        """Id of its request."""
         return self.request.request_id
 
     @property
@@ -111,17 +111,17 @@ class ScheduledCall:
 
     @property
     def reads(self) -> tuple[Encoding, ...]:
-        """What must stay where it is while the call runs; a run reads the rest of its patch."""
+        """Encodings that must stay in place while the call runs; a run reads its patch, too."""
         return self.parents if self.run is None else (*self.parents, self.encoding)
 
     @property
     def own_position(self) -> int:
-        """To which the model rotates the own token 0."""
+        """Position to which the model rotates the own token 0."""
         assert self.plan is not None
         return self.plan.own_position if self.run is None else self.encoding.stored_position
 
     def needed(self) -> Iterator[set[Encoding]]:
-        """What this call needs now, then what the calls that it serves need later."""
+        """Encodings that this call needs now, then those that the calls it serves need later."""
         call: ScheduledCall | None = self
         while call is not None:
             sources = (p.patch.source for p in call.parents if p.patch and not p.blocks)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's schedulers, in which requests may be choreographed calls.
 
-Here stands when something happens; what happens stands in `arrival`, `block_reserver`, `seal`,
-`refuse` and `operations`, and what the calls are in `call_table`.
+This module says when something happens; `arrival`, `block_reserver`, `seal`, `refuse` and
+`operations` say what, and `call_table` has the calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MAX_IDLE_STEPS = 10_000
 
 
 class _Choreographed(Scheduler):
-    """What both schedulers add. Mixed in before vLLM's class, and delegating to it."""
+    """Mixin of both schedulers, before vLLM's class and delegating to it."""
 
     # Of the class, for a scheduler that is made without its constructor: it has no calls.
     internal = InternalRequests()
@@ -117,7 +117,7 @@ class _Choreographed(Scheduler):
         )
 
     def _signature(self) -> bytes:
-        """What the keys and values of all messages depend on, besides the messages."""
+        """Bytes of the model, its dtypes and rotation, which all keys and values depend on."""
         model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         rotation = getattr(model.hf_text_config, "rope_parameters", None)
         parts = (model.model, model.revision, model.dtype, cache.cache_dtype, rotation)
@@ -175,7 +175,7 @@ class _Choreographed(Scheduler):
             queue.insert(index, request)
 
     def get_num_unfinished_requests(self) -> int:
-        """As vLLM's: a call that waits for what is not known yet needs no step."""
+        """Extend vLLM's method by the woken calls; parked ones need no step."""
         is_paused = self._pause_state != PauseState.UNPAUSED
         return super().get_num_unfinished_requests() + (
             not is_paused and len(self.call_table.woken)
@@ -236,7 +236,7 @@ class _Choreographed(Scheduler):
             self.call_table.preempted(call)
 
     def _can_progress(self) -> bool:
-        """Whether a later step may find more room than the one just planned, which runs nothing.
+        """Return whether a later step may find more room than the one just planned, which is empty.
 
         If not, the first call that found too little will never fit.
         """
@@ -299,8 +299,8 @@ class _Choreographed(Scheduler):
 
 
 class ChoreoScheduler(_Choreographed, Scheduler):
-    """For engines without asynchronous scheduling."""
+    """Scheduler of engines without asynchronous scheduling."""
 
 
 class ChoreoAsyncScheduler(_Choreographed, AsyncScheduler):
-    """For engines with asynchronous scheduling."""
+    """Scheduler of engines with asynchronous scheduling."""

@@ -25,10 +25,10 @@ _COMPLETE = (
 
 
 class Sealer:
-    """Makes messages of finished requests.
+    """Maker of messages from finished requests.
 
     Args:
-        enqueue: puts a request of ours, which holds blocks, into vLLM's queue.
+        enqueue: puts an internal request, which holds blocks, into vLLM's queue.
     """
 
     def __init__(

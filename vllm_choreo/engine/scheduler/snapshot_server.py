@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages that are saved and loaded: what the scheduler does for it, between steps.
+"""The scheduler's part in saving and loading messages, between steps.
 
 Files are the facade's (`snapshot/`), bytes the workers' (`engine/worker/kept_blocks.py`). Here
-blocks are held while they are read, and found for what comes; a message has its name when all is
-there.
+blocks are held while they are read, and found for what is loaded; a loaded message has its name
+when all is there.
 
     save    describe -> hold -> (workers read) -> release
     load    begin -> place -> (workers write) -> ... -> enter, or give_up
@@ -30,10 +30,11 @@ from vllm_choreo.store.store import MessageStore
 
 
 class SnapshotServer:
-    """
+    """Blocks and recipes of messages that are being saved or loaded, by ticket.
+
     Args:
-        max_model_len: what is longer could not be encoded again.
-        lora_config: vLLM's; None: the engine takes no adapters.
+        max_model_len: tokens of the longest message that could be encoded again.
+        lora_config: the engine's `LoRAConfig` of vLLM; None: the engine takes no adapters.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class SnapshotServer:
 
     @property
     def is_holding(self) -> bool:
-        """Whether blocks are read, or written, that will be let go of."""
+        """True while blocks are held for a save or a load."""
         return bool(self._held) or any(
             encoding.num_readers
             for rebuilt in self._loads.values()
@@ -67,7 +68,7 @@ class SnapshotServer:
     # -- saving ------------------------------------------------------------------------------
 
     def describe(self, session: str, message_ids: Sequence[str]) -> dict[str, Any]:
-        """The recipes of messages, and a ticket for `hold`, until `release_ticket`.
+        """Describe messages by their recipes, with a ticket for `hold`, until `release_ticket`.
 
         Returns:
             `recipes`: see `store/recipes.py`; `own`: the encodings of the messages, in their order;
@@ -88,15 +89,15 @@ class SnapshotServer:
         }
 
     def release_ticket(self, ticket: int) -> None:
-        """The ticket of `describe` is not needed any more."""
+        """Forget a ticket of `describe`."""
         self._described.pop(ticket, None)
 
     def hold(self, ticket: int, number: int) -> dict[str, Any] | None:
-        """Keep the blocks of an encoding where they are, until `release`; None: it is not there.
+        """Keep the blocks of an encoding where they are until `release`.
 
         Returns:
-            `ticket`, `blocks`: their ids, `stored_position`, and `hidden`: the key of what layers
-            were given, or None.
+            `ticket`, `blocks`: their ids, `stored_position`, and `hidden`: the key of the hidden
+            states, or None. None: the encoding, or hidden states of it, are not there any more.
         """
         encoding, layers = self._described[ticket][number]
         hidden = self._hidden_key(encoding)
@@ -123,7 +124,7 @@ class SnapshotServer:
         return True
 
     def revoke(self) -> bool:
-        """Let go of all that is read: calls need the room. Returns whether that was anything."""
+        """Release all blocks held for saves, as calls need them; returns whether there were any."""
         tickets = list(self._held)
         for ticket in tickets:
             self.release(ticket)
@@ -134,10 +135,10 @@ class SnapshotServer:
     def begin(
         self, session: str, tenant: str, recipes: Mapping[str, Any], named: Mapping[str, int]
     ) -> int:
-        """Rebuild messages; a ticket for the other operations. See `Rebuilt`.
+        """Rebuild messages (see `Rebuilt`); returns a ticket for the other operations.
 
         Raises:
-            TooLongError, OffsetError: what could not be encoded again here.
+            TooLongError, OffsetError: a message could not be encoded again here.
             AdapterError: there is only a recipe, and its adapter is not here.
             ChoreoError: hidden states for which there is no room, or layers that cannot be run.
         """
@@ -160,13 +161,13 @@ class SnapshotServer:
         return ticket
 
     def place(self, ticket: int, number: int, stored_position: int) -> dict[str, Any] | None:
-        """Where to write an encoding: free blocks, then host memory, then what is idle makes room.
+        """Find blocks for an encoding: free ones, then host memory, then those of idle messages.
 
         Returns:
             `blocks`, and `in_host`, whether they are of host memory; without blocks: another
-            message has the same keys and values, and its blocks are shared; `hidden`: the key for
-            what layers were given, or None. None: there is no room, and the message will be
-            encoded when it is read.
+            message has the same keys and values, and its blocks are shared; `hidden`: the key of
+            the hidden states, or None. None: there is no room, and the message will be encoded
+            when it is read.
         """
         place = self._place(ticket, number, stored_position)
         hidden = self._hidden_key(self._loads[ticket].encodings[number])
@@ -194,11 +195,14 @@ class SnapshotServer:
         return {"blocks": [block.block_id for block in blocks], "in_host": False}
 
     def unplace(self, ticket: int, number: int) -> None:
-        """What was written is not right: the message will be encoded when it is read."""
+        """Drop an encoding whose bytes were wrong: it will be encoded when it is read."""
         self._drop(self._loads[ticket].encodings[number])
 
     def enter(self, ticket: int) -> dict[str, int]:
-        """Calls can name the messages from now on; how many came with their keys and values.
+        """Let calls name the messages from now on.
+
+        Returns:
+            `messages` and `tokens` that came with their keys and values.
 
         Raises:
             NameTakenError: one of the names is taken; then none is entered.
@@ -226,9 +230,9 @@ class SnapshotServer:
                 self._store.hidden.give_up(encoding)
 
     def _reserve(self, rebuilt: Rebuilt, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Have messages keep what they kept, if this engine keeps hidden states at all.
+        """Reserve memory for the messages' hidden states, if this engine keeps any.
 
-        What nobody can name keeps them only while it is encoded again.
+        A message that nobody can name keeps them only while it is encoded again.
         """
         hidden = self._store.hidden
         for encoding, entry in zip(rebuilt.encodings, entries, strict=True):
@@ -247,11 +251,11 @@ class SnapshotServer:
             hidden.keep(encoding, layers, encoding.num_tokens)
 
     def _hidden_key(self, encoding: Encoding) -> int | None:
-        """Under which workers keep what layers are given; None: nothing is kept."""
+        """Key under which workers keep the encoding's hidden states; None: none are kept."""
         return self._store.hidden.find(encoding) if self._store.hidden else None
 
     def _share(self, encoding: Encoding) -> bool:
-        """Take the blocks of a whole one of the same digest, if there is one."""
+        """Share the blocks of a resident encoding of the same digest; False: there is none."""
         duplicate = self._store.duplicates.most_resident(
             encoding, lambda duplicate: duplicate.is_resident
         )
@@ -276,8 +280,9 @@ class SnapshotServer:
             self._store.tier.discard(encoding)
 
     def _adapter(self, entry: Mapping[str, Any]) -> Adapter:
-        """An adapter by its weights: one that requests have brought, or that lies where it did;
-        where somebody says whom nobody trusts, nobody looks.
+        """Adapter by its weights: one that requests have brought, or that lies where it did.
+
+        The path is looked at only if the entry is trusted.
         """
         if entry["number"] == OTHER_MODEL:
             return Adapter(bytes.fromhex(entry["weights"]), OtherModel(entry["name"]))
@@ -293,7 +298,7 @@ class SnapshotServer:
 
 
 def operations(server: SnapshotServer) -> dict[str, Callable[..., Any]]:
-    """What facades ask for by name."""
+    """Operations on saved and loaded messages, by the names that facades use."""
     names = (
         "describe",
         "release_ticket",

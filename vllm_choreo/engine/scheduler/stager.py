@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of a part of the layers come before a step: no request of vLLM's does that.
+"""Runs of some layers before a step, which no request of vLLM's does.
 
-Patches by layers are written so, and calls look where they would look.
+They write patches by layers, and let calls look at their parents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_choreo.store.encoding import Encoding
 
 
 class Stager:
-    """Collects the runs of layers of the step being planned.
+    """Collection of the runs of layers of the step being planned.
 
     They come after copies and moves of blocks, and before the step itself. So all that they read
     must have been written in earlier steps, or by runs before them; and a call that reads what they
@@ -34,16 +34,16 @@ class Stager:
         self._held: list[Any] = []
 
     def is_ready(self, encoding: Encoding) -> bool:
-        """Whether a patch could be written before this step."""
+        """Return whether a patch could be written before this step."""
         return self._are_written(encoding.recipe)
 
     def can_watch(self, call: ScheduledCall) -> bool:
-        """Whether a call could look at its parents before this step, and needs to."""
+        """Return whether a call needs to look at its parents and can, before this step."""
         wants = call.plan is None and call.watching is not None and not call.watching.is_staged
         return wants and self._are_written(call.parents)
 
     def add(self, encoding: Encoding) -> None:
-        """Have a patch written that has its place. It counts as written from now on."""
+        """Add the run that writes a placed patch, which counts as written from now on."""
         plan, patch, store = encoding.plan, encoding.patch, self._call_table.store
         assert plan is not None and patch is not None and patch.layers is not None
         ((start, stop),) = patch.runs
@@ -69,11 +69,11 @@ class Stager:
         self._written.add(encoding)
 
     def num_scratch_blocks(self, call: ScheduledCall) -> int:
-        """That a call needs in order to look at its parents."""
+        """Number of blocks for a call's own tokens while it looks at its parents."""
         return -(-call.request.num_prompt_tokens // self._call_table.block_size)
 
     def watch(self, call: ScheduledCall) -> None:
-        """Have a call look at its parents. Its keys and values are of no use afterwards."""
+        """Add the run in which a call looks at its parents; its keys and values are dropped."""
         hidden, watching, request = self._call_table.store.hidden, call.watching, call.request
         assert hidden is not None and watching is not None and request.prompt_token_ids is not None
         parents = zip(call.parents, watching.plan.parents, strict=True)
@@ -100,7 +100,7 @@ class Stager:
         watching.is_staged = True
 
     def take(self) -> tuple[StageRun, ...]:
-        """The runs of the step that was planned, in their order."""
+        """Take the runs of the step that was planned, in their order."""
         runs, self._runs = tuple(self._runs), []
         self._pool.free_blocks(self._held)
         self._held = []
@@ -108,14 +108,14 @@ class Stager:
         return runs
 
     def _are_written(self, encodings: Iterable[Encoding]) -> bool:
-        """Whether all can be read before this step."""
+        """Return whether all encodings can be read before this step."""
         return all(
             e.is_resident and (e in self._written or self._call_table.store.is_settled(e))
             for e in encodings
         )
 
     def _hold(self, blocks: Sequence[Any]) -> None:
-        """Until the step has been planned nobody else gets them, nor are keys moved there."""
+        """Hold blocks until `take`: nobody else gets them, and no keys move there."""
         self._pool.touch(blocks)
         self._held += blocks
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our attention implementations add to vLLM's, on every device."""
+"""Mixin of our attention implementations, over vLLM's, on every device."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from vllm_choreo.ops.dispatch import Impl
 
 
 class ChoreoImpl:
-    """Ordinary batches go to vLLM's implementation unchanged, others to `ops.span_attention`.
+    """Attention by vLLM's implementation for ordinary batches, `ops.span_attention` for others.
 
     Mixed in before one of vLLM's implementations. vLLM has stored the keys and values of the
     batch before it calls `forward` (`forward_includes_kv_cache_update` of the backend is False).
 
     Attributes:
-        layout: in which vLLM's implementation stores keys and values.
-        kernels: that run choreographed batches; None takes the default of the CPU.
+        layout: layout in which vLLM's implementation stores keys and values.
+        kernels: module of `ops` that runs choreographed batches; None: the default of the CPU.
         rotation: the layer's rotary embedding as the position probe found it; None: it has none.
-        batcher: of the worker; None until choreography is prepared.
-        plan_index: of the layer's kind among the batcher's.
-        attention: what the layer is to `ops.span_attention`, set together with the batcher.
+        batcher: the worker's batcher; None until choreography is prepared.
+        plan_index: index of the layer's kind among the batcher's.
+        attention: the layer as `ops.span_attention` takes it, set together with the batcher.
     """
 
     layout: ClassVar[Layout]
@@ -37,11 +37,11 @@ class ChoreoImpl:
 
     @classmethod
     def resolved_kernels(cls) -> Impl:
-        """Of which module of `vllm_choreo.ops` choreographed batches run the kernels."""
+        """Name of the module of `vllm_choreo.ops` that runs choreographed batches."""
         return cls.kernels or default_impl()
 
     def prepare(self: Any, batcher: SpanBatcher, kind: LayerKind) -> None:
-        """From now on the layer reads what the batcher plans for its kind."""
+        """Have the layer read, from now on, what the batcher plans for its kind."""
         rotation, sinks = kind.rotation, getattr(self, "sinks", None)
         self.rotation, self.plan_index = rotation, batcher.kinds.index(kind)
         self.attention = LayerAttention(
@@ -56,7 +56,7 @@ class ChoreoImpl:
         self.batcher = batcher
 
     def describe(self) -> dict[str, Any]:
-        """What there is besides the rotation, as plain data."""
+        """Window and sinks of the layer, as plain data."""
         return {
             "window": self.attention.window,
             "sinks": self.attention.sinks is not None,
@@ -74,7 +74,7 @@ class ChoreoImpl:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As vLLM's, which says what the arguments are.
+        """Extend vLLM's method, which describes the arguments, by batches that read spans.
 
         With CUDA graphs `query` and `output` may have rows of padding; they are left alone.
         """
@@ -92,5 +92,5 @@ class ChoreoImpl:
         return output
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """No: what `ops.span_attention` writes is not quantized."""
+        """Return False: the output of `ops.span_attention` is not quantized."""
         return False

@@ -21,7 +21,7 @@ from vllm_choreo.ops import AdapterFactors, add_adapter, factors_of
 
 @dataclass
 class LayerFactors:
-    """What is known of a layer's adapters at a version of their weights."""
+    """Factors of a layer's adapters, at a version of their weights."""
 
     held: torch.Tensor  # by whose id it is found: as long as it lives, nobody else has that id
     versions: list[int] | None
@@ -29,7 +29,7 @@ class LayerFactors:
 
 
 class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
-    """vLLM's products with adapters, for rows that may have none."""
+    """Products with adapters in place of vLLM's, for rows that may have none."""
 
     _worn: dict[int, torch.Tensor]  # of the step: see `rows_by_adapter`
     _layers: dict[int, LayerFactors]  # of each layer, by the id of its first `lora_b_stacked`
@@ -39,7 +39,7 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
         self._group_rows()
 
     def start(self) -> None:
-        """Begin to work, as a new one or as what was vLLM's."""
+        """Set up a new wrapper, or one that was vLLM's."""
         self._layers = {}
         self._group_rows()
 
@@ -64,8 +64,8 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
             x: [num_rows, in_features].
             lora_a_stacked, lora_b_stacked: [num_adapters, 1, rank, in_features] and
                 [num_adapters, 1, slice, rank], a pair for each slice.
-            scale: of the products.
-            output_slices: how many columns of `y` each pair has.
+            scale: factor of the products.
+            output_slices: number of columns of `y` of each pair.
         """
         y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
         for adapter, rows in self._worn.items():
@@ -80,7 +80,7 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
         b: tuple[torch.Tensor, ...],
         dtype: torch.dtype,
     ) -> AdapterFactors | None:
-        """Of an adapter in a layer; None: its training has not touched it."""
+        """Factors of an adapter in a layer; None: its training has not touched the layer."""
         # vLLM writes an adapter into the place of another one, and does not say so here.
         layer, versions = self._layers.get(id(b[0])), _versions([*a, *b])
         if layer is None or versions is None or layer.versions != versions:
@@ -100,17 +100,17 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
 
 
 def rows_by_adapter(indices: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Which rows wear the adapter of which place, int64 [n]; those without one are in none.
+    """Rows that wear an adapter, int64 [n], by its place; rows without one are left out.
 
     Args:
-        indices: int64 [num_rows]: the place of the adapter, or -1.
+        indices: int64 [num_rows], the place of each row's adapter, or -1.
     """
     worn = [adapter for adapter in indices.unique().tolist() if adapter >= 0]
     return {adapter: (indices == adapter).nonzero().flatten() for adapter in worn}
 
 
 def _versions(weights: Sequence[torch.Tensor]) -> list[int] | None:
-    """Counts of what was written into them; None: nobody counts, so what is known is not kept."""
+    """Versions that torch counts of tensors; None: it does not, so factors are not kept."""
     if any(one.is_inference() for one in weights):
         return None
     return [one._version for one in weights]
@@ -125,7 +125,7 @@ def correct_adapters(lora_manager: Any) -> None:
     """Have the layers of a model use `ChoreoPunicaWrapperCPU`.
 
     Args:
-        lora_manager: of a model runner with LoRA, on any device; only CPUs need it.
+        lora_manager: LoRA manager of a model runner, on any device; only CPUs need the change.
     """
     for wrapper in lora_manager._adapter_manager.punica_wrapper_mapping.values():
         if type(wrapper) is PunicaWrapperCPU:  # and not that of a GPU

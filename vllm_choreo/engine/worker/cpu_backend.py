@@ -16,7 +16,7 @@ from vllm_choreo.ops import Layout
 
 
 class ChoreoCPUMetadataBuilder(CPUAttentionMetadataBuilder):
-    """vLLM's, with attention kernels whose KV cache we can read.
+    """vLLM's metadata builder, with attention kernels whose KV cache we can read.
 
     On CPUs with AMX vLLM packs bfloat16 keys and values into tiles for `amx`; its kernels `vec` lay
     them out as those for float32 do. Products with weights use AMX all the same.
@@ -44,6 +44,6 @@ class ChoreoCPUBackend(CPUAttentionBackend):
 
 
 class ChoreoCPUImpl(ChoreoImpl, CPUAttentionBackendImpl):
-    """Runs choreographed batches by the C++ kernels; in plain PyTorch where those are missing."""
+    """Implementation with our C++ kernels; in plain PyTorch where those are missing."""
 
     layout = Layout.KEYS_TRANSPOSED

@@ -11,7 +11,7 @@ from vllm_choreo.engine.worker.worker import ChoreoWorker
 
 
 class ChoreoCPUWorker(ChoreoWorker, CPUWorker):
-    """For CPU engines; vLLM's runner V2 takes part where vLLM has Triton for CPUs."""
+    """Worker of CPU engines, with vLLM's runner V1, or V2 where vLLM has Triton for CPUs."""
 
     backends = {  # noqa: RUF012
         AttentionBackendEnum.CPU_ATTN: "vllm_choreo.engine.worker.cpu_backend.ChoreoCPUBackend"

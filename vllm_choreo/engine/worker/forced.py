@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forced tokens: a request that samples what it is told, while decoding is computed in full.
+"""Forced tokens: a request samples the tokens it is given, while decoding is computed in full.
 
     LLM(model, logits_processors=["vllm_choreo.engine.worker.forced:ForcedTokens"])
     SamplingParams(extra_args={"forced_tokens": [17, 4, 2]}, max_tokens=3)
 
-To replay a recorded workflow, and to compare two ways of computing the same tokens. What the model
-would have said in their place can be kept, see `engine.captured_logprobs`.
+They serve to replay a recorded workflow, and to compare two ways of computing the same tokens. The
+distributions that the model gave in their place can be kept, see `engine.captured_logprobs`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ KEY = "forced_tokens"
 
 
 class _Forced(NamedTuple):
-    """One request: the tokens to sample, the live list of those sampled so far, and the name under
-    which its distributions are kept, if any.
+    """Forced tokens of one request.
+
+    Attributes:
+        tokens: ids to sample, in order.
+        sampled: the live list of those sampled so far.
+        kept_as: name under which its distributions are kept, or None.
     """
 
     tokens: Sequence[int]
@@ -34,7 +38,7 @@ class _Forced(NamedTuple):
 
 
 class ForcedTokens(LogitsProcessor):
-    """Masks every logit but that of the next forced token; other requests are left as they are.
+    """Mask of every logit but that of the next forced token; other requests are left as they are.
 
     A request samples freely where its list has ended, and where an id lies outside the vocabulary
     (the size of which the front end, where requests are refused, does not know).

@@ -26,7 +26,7 @@ class ChoreoFlashAttentionBackend(FlashAttentionBackend):
 
 
 class ChoreoFlashAttentionImpl(ChoreoImpl, FlashAttentionImpl):
-    """Runs choreographed batches by our Triton kernels."""
+    """Implementation with our Triton kernels."""
 
     layout = Layout.SIDE_BY_SIDE
     kernels = "triton"
@@ -41,7 +41,7 @@ class ChoreoTritonBackend(TritonAttentionBackend):
 
 
 class ChoreoTritonImpl(ChoreoImpl, TritonAttentionImpl):
-    """Runs choreographed batches by our Triton kernels."""
+    """Implementation with our Triton kernels."""
 
     layout = Layout.SIDE_BY_SIDE
     kernels = "triton"

@@ -13,7 +13,7 @@ _BACKENDS = "vllm_choreo.engine.worker.gpu_backends"
 
 
 class ChoreoGPUWorker(ChoreoWorker, Worker):
-    """For NVIDIA GPUs, with vLLM's runner V2 (the default there) or V1."""
+    """Worker of engines on NVIDIA GPUs, with vLLM's runner V2 (the default there) or V1."""
 
     backends = {  # noqa: RUF012
         AttentionBackendEnum.FLASH_ATTN: f"{_BACKENDS}.ChoreoFlashAttentionBackend",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states that a worker keeps, in host memory; which, the scheduler says."""
+"""Hidden states that a worker keeps in host memory, as the scheduler says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HiddenMemory:
     """Rows of messages, by key and layer, in blocks that are made as the messages grow.
 
     Args:
-        block_size: rows of a block, of one message.
+        block_size: rows of a block; a block holds rows of one message.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -26,30 +26,30 @@ class HiddenMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Taken by all blocks."""
+        """Bytes of all blocks."""
         return sum(b.numel() * b.element_size() for of_key in self._blocks.values() for b in of_key)
 
     def update(self, kept: Mapping[str, KeptHidden], finished: Iterable[str]) -> None:
-        """Take in which requests of a step keep what, and which have ended."""
+        """Take in a step: hidden states that its requests keep, and ids of those that ended."""
         for request_id in finished:
             self._requests.pop(request_id, None)
         self._requests.update(kept)
 
     def forget(self, forgotten: Iterable[int]) -> None:
-        """Drop what is kept under these keys."""
+        """Drop the hidden states of these keys."""
         gone = set(forgotten)
         for name in [name for name in self._blocks if name[0] in gone]:
             del self._blocks[name]
 
     def layers_of(self, request_ids: Iterable[str]) -> list[int]:
-        """Layers of which any of the requests keeps hidden states, ascending."""
+        """Layers, ascending, whose hidden states any of the requests keeps."""
         found = (self._requests.get(request_id) for request_id in request_ids)
         return sorted({layer for kept in found if kept for layer in kept.layers})
 
     def keep(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, step: StepBatch
     ) -> None:
-        """Keep what a layer was given in a step.
+        """Keep the hidden states that a layer was given in a step.
 
         Args:
             hidden: `[num_rows, hidden_size]`; rows behind the last request's are padding.
@@ -64,14 +64,14 @@ class HiddenMemory:
             self.put(kept.key, layer, first, hidden[ends[i] : ends[i + 1]].cpu())
 
     def rows(self, key: int, layer: int, start: int, stop: int) -> torch.Tensor:
-        """Those of tokens `start … stop-1`, `[stop - start, hidden_size]`."""
+        """Hidden states of tokens `start … stop-1`, `[stop - start, hidden_size]`."""
         size, blocks = self._block_size, self._blocks[key, layer]
         part = torch.cat(blocks[start // size : -(-stop // size)])
         first = start % size
         return part[first : first + stop - start]
 
     def put(self, key: int, layer: int, start: int, rows: torch.Tensor) -> None:
-        """Keep those of the tokens from `start` on, `[num_tokens, hidden_size]`."""
+        """Keep the hidden states of tokens from `start` on, `[num_tokens, hidden_size]`."""
         blocks, size = self._blocks.setdefault((key, layer), []), self._block_size
         while len(blocks) * size < start + len(rows):
             blocks.append(rows.new_empty(size, rows.shape[1]))

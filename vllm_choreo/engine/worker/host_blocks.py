@@ -15,8 +15,8 @@ class HostBlocks:
 
     Args:
         kv_caches: one per layer, `[num_blocks, ...]`, any dtype, strides and device.
-        num_blocks: of the host. The memory is taken from the system when it is first written;
-            with a GPU, which copies from and to pinned memory, at once.
+        num_blocks: blocks in host memory, which is taken from the system when it is first
+            written; with a GPU, which copies from and to pinned memory, at once.
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
@@ -27,8 +27,8 @@ class HostBlocks:
         """Copy blocks out, then in.
 
         Args:
-            saves: (block of the KV cache, block of the host) each.
-            loads: (block of the host, block of the KV cache) each; of several into one block the
+            saves: pairs (block of the KV cache, block of the host).
+            loads: pairs (block of the host, block of the KV cache); of several into one block the
                 last one counts.
         """
         for cache, copies in zip(self.kv_caches, self.copies, strict=True):

@@ -21,12 +21,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # nump
 
 
 class KeptBlocks:
-    """
+    """Reader and writer of the bytes of KV cache blocks.
+
     Args:
         caches: one per layer, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`: the KV
             cache, or the copies in host memory.
-        layout: of all of them.
-        rank, num_ranks: of the worker, among those that share the heads.
+        layout: layout of all caches.
+        rank, num_ranks: the worker's number, and the number of workers that share the heads.
     """
 
     def __init__(
@@ -37,12 +38,16 @@ class KeptBlocks:
         self._rank, self._num_ranks = rank, num_ranks
 
     def shape(self) -> dict[str, Any]:
-        """`dtype`, and of each layer `[num_kv_heads, head_size]` that this worker has."""
+        """`dtype`, and `layers`: `[num_kv_heads, head_size]` of each in this worker."""
         sizes = [[cache.shape[1], cache.shape[3] // 2] for cache in self._caches]
         return {"dtype": str(self._caches[0].dtype).removeprefix("torch."), "layers": sizes}
 
     def read(self, blocks: Sequence[int], parts: Parts, start: int, stop: int) -> bytes:
-        """Tokens `start … stop-1` of what lies in `blocks`, of the parts `first … last-1`."""
+        """Read tokens `start … stop-1` in `blocks`, of the parts `first … last-1`.
+
+        Args:
+            parts: `(first, last)`; part `2 * i` is the keys of layer `i`, `2 * i + 1` its values.
+        """
         where = self._where(blocks, start, stop)
         return b"".join(bytes_of(_placed(self._part(part))[where]) for part in range(*parts))
 
@@ -59,7 +64,7 @@ class KeptBlocks:
 
         Args:
             data: bytes of all heads.
-            heads: how many heads each layer has in all workers together.
+            heads: number of heads of each layer in all workers together.
         """
         rest, where = tensor_of(data), self._where(blocks, start, stop)
         for part in range(*parts):
@@ -71,17 +76,17 @@ class KeptBlocks:
             rest = rest[size:]
 
     def _part(self, part: int) -> torch.Tensor:
-        """View `[num_blocks, num_kv_heads, block_size, head_size]` of its keys or values."""
+        """View `[num_blocks, num_kv_heads, block_size, head_size]` of a layer's keys or values."""
         view = value_view if part % 2 else key_view
         return view(self._caches[part // 2], self._layout)
 
     def _own(self, rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The heads that this worker has."""
+        """Rows of the heads that this worker has."""
         first = self._rank * rows.shape[1] // self._num_ranks
         return rows[:, first : first + target.shape[1]]
 
     def _where(self, blocks: Sequence[int], start: int, stop: int) -> tuple[Any, slice, Any]:
-        """The index of tokens in any part, which gives `[num_tokens, num_kv_heads, head_size]`."""
+        """Index of tokens in any part, which gives `[num_tokens, num_kv_heads, head_size]`."""
         cache = self._caches[0]
         tokens, size = torch.arange(start, stop), cache.shape[2]
         ids, offsets = torch.tensor(blocks)[tokens // size], tokens % size
@@ -89,7 +94,7 @@ class KeptBlocks:
 
 
 def _placed(tensor: torch.Tensor) -> Any:
-    """To be indexed and copied where it is; what lies on the host as numpy's array of its bits.
+    """Tensor as it is indexed and copied fastest: on the host as numpy's array of its bits.
 
     numpy copies with one thread, which is faster than the digest (`snapshot/streams.py`). More
     threads, such as torch's, would take the digest's core, and wait for one another.
@@ -98,7 +103,7 @@ def _placed(tensor: torch.Tensor) -> Any:
 
 
 def bytes_of(rows: Any) -> bytes:
-    """The numbers of a tensor or array, one row after the other."""
+    """Bytes of a tensor or array, one row after the other."""
     if isinstance(rows, torch.Tensor):
         rows = rows.contiguous().view(torch.uint8).cpu().numpy()
     found: bytes = rows.tobytes()
@@ -106,7 +111,7 @@ def bytes_of(rows: Any) -> bytes:
 
 
 def tensor_of(data: Any) -> torch.Tensor:
-    """Bytes as uint8, not copied."""
+    """View of bytes as a uint8 tensor, not copied."""
     with warnings.catch_warnings():  # that they cannot be written: nobody does
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(data, dtype=torch.uint8)

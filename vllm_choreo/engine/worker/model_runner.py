@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our model runners add to vLLM's, on every device and in both generations."""
+"""Mixin of our model runners, over vLLM's, on every device and in both generations."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _NO_ROTATION = Rotation(inv_freq=torch.empty(0, dtype=torch.float64), is_neox=Tr
 
 
 class ChoreoModelRunner:
-    """Before a step come the moves and copies of blocks; in it, the spans go to the attention
-    layers by `batcher.running`. Mixed in before one of vLLM's runners.
+    """Model runner of choreographed steps, mixed in before one of vLLM's runners.
 
-    `prepare_choreography` comes before the first choreographed step.
+    Before a step come the moves and copies of blocks; in it, the spans go to the attention layers
+    by `batcher.running`. `prepare_choreography` comes before the first choreographed step.
     """
 
     # Of vLLM's runners.
@@ -56,11 +56,11 @@ class ChoreoModelRunner:
 
     @property
     def graphs(self) -> Any:
-        """What chooses CUDA graphs for a step; has `allow_full`."""
+        """Chooser of CUDA graphs for a step; has `allow_full`."""
         raise NotImplementedError
 
     def get_kv_cache_spec(self: Any) -> dict[str, Any]:
-        """As vLLM's, with room for all tokens in layers with sliding windows, too."""
+        """Extend vLLM's method: layers with sliding windows have room for all tokens, too."""
         return keep_all_tokens(super().get_kv_cache_spec(), self.vllm_config)  # type: ignore[misc]
 
     def prepare_choreography(self: Any) -> None:
@@ -106,9 +106,9 @@ class ChoreoModelRunner:
                 self._move_keys([BlockMove(src=0, dst=0, delta=0)])  # block 0 is nobody's
 
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's, which measures what memory is left for the KV cache.
+        """Extend vLLM's method, which measures the memory that is left for the KV cache.
 
-        On a GPU that leaves out what partial results of attention take: allocated here, once.
+        On a GPU that would leave out the partial results of attention: allocated here, once.
         """
         if self.device.type != "cpu" and self._workspace is None:
             self._workspace = torch.empty(
@@ -117,13 +117,13 @@ class ChoreoModelRunner:
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
     def _use_adapter(self: Any, num_tokens: int, lora: Any = None) -> None:
-        """Have the next run of the model use one adapter, or none, for so many tokens."""
+        """Have the next run of the model use one adapter, or none, for all `num_tokens` tokens."""
         if self.lora_config:
             by_token = (lora.lora_int_id if lora else 0,) * num_tokens
             self._set_active_loras(by_token, by_token, {lora} if lora else set())
 
     def _kind(self, layer: Any, rotation: Rotation | None) -> LayerKind:
-        """What the layer shares with others."""
+        """Kind of the layer: rotation and shape, which layers of one plan share."""
         heads = layer.num_heads, layer.num_kv_heads, layer.head_size
         return LayerKind(rotation, LayerShape(*heads, self.kv_cache_dtype, layer.sliding_window))
 
@@ -155,7 +155,7 @@ class ChoreoModelRunner:
         raise NotImplementedError
 
     def _guard_graphs(self) -> None:
-        """Have `graphs` obey `allow_full`."""
+        """Make `graphs` obey `allow_full`."""
         raise NotImplementedError
 
     def execute_model(
@@ -189,11 +189,11 @@ class ChoreoModelRunner:
             self.batcher.running = None
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, with what the scheduler is told besides."""
+        """Extend vLLM's method: the output also tells the scheduler what calls attended to."""
         return self._tell(super().sample_tokens(*args, **kwargs))  # type: ignore[misc]
 
     def _tell(self, output: Any) -> Any:
-        """What a step puts out, with what calls attended to that looked before it."""
+        """Add the attention that parents' tokens got, of calls that looked, to a step's output."""
         attention = self._attention
         if not attention or not isinstance(output, (ModelRunnerOutput, AsyncModelRunnerOutput)):
             return output
@@ -203,7 +203,7 @@ class ChoreoModelRunner:
         return AsyncTold(output, attention)
 
     def _lay_out(self, step: StepBatch, positions: torch.Tensor) -> None:
-        """Hand the spans of a step to the layers, and the positions of its tokens to the model."""
+        """Hand the spans of a step to the layers, and the positions of own tokens to the model."""
         self.batcher.place(step, positions)
         self.batcher.running = self.batcher.batch(step)
         if self.partial_runs is not None:
@@ -238,7 +238,7 @@ class ChoreoModelRunner:
 
 
 def _started_blocks(output: SchedulerOutput) -> dict[str, Sequence[int]]:
-    """The block ids of the requests that start, or start again, in a step."""
+    """Block ids of the requests that start, or start again, in a step."""
     cached = output.scheduled_cached_reqs
     resumed = zip(cached.req_ids, cached.new_block_ids, strict=True)
     return {
@@ -248,9 +248,10 @@ def _started_blocks(output: SchedulerOutput) -> dict[str, Sequence[int]]:
 
 
 def _check_layer(name: str, layer: Any, block_size: int) -> None:
-    """
+    """Check that the layer's attention can read spans.
+
     Raises:
-        UnsupportedModelError: attention of a kind for which spans mean nothing.
+        UnsupportedModelError: it cannot.
     """
     impl = layer.impl
     if not isinstance(impl, ChoreoImpl):

@@ -19,10 +19,10 @@ from vllm_choreo.engine.worker.stages import LayerStages
 
 
 class PartialRuns:
-    """What a worker does of it in a step.
+    """A worker's part in repair by layers, step by step.
 
     Args:
-        model: as vLLM runs it, without wrappers.
+        model: the model as vLLM runs it, without wrappers.
         layers: the attention layers, by their names.
         before_run: called before the model is run outside of steps, see `StageWriter`.
 
@@ -48,7 +48,7 @@ class PartialRuns:
         )
 
     def begin(self, output: SchedulerOutput, step: ChoreoStep) -> dict[str, list[list[float]]]:
-        """What comes before a step; returns what calls attended to, see `StageWriter.write`."""
+        """Run what comes before a step; returns the attention as `StageWriter.write` does."""
         self.memory.update(step.kept, output.finished_req_ids)
         attention = self._writer.write(step.stages)
         # Runs may begin with what is given up in the same planning.
@@ -56,13 +56,14 @@ class PartialRuns:
         return attention
 
     def keeps(self, request_ids: Iterable[str]) -> bool:
-        """Whether any of them keeps hidden states; then no graph of the whole model will do."""
+        """Return whether a request keeps hidden states, for which no full graph will do."""
         return bool(self.memory.layers_of(request_ids))
 
     @contextmanager
     def keeping(self, request_ids: Iterable[str]) -> Iterator[None]:
-        """Within, what layers are given is kept of the requests that want it. Who lays out the
-        batch has it in `batch`.
+        """Keep, within the context, hidden states of the requests that want it.
+
+        `batch` is set by whoever lays out the batch.
         """
         layers = self.memory.layers_of(request_ids)
         if not layers:

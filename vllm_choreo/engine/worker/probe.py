@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The position probe: which rotary embedding has each layer?
+"""The position probe, which finds the rotary embedding of each layer.
 
 One token is run through the loaded model, at several positions at once. With every token alone,
 attention is the identity on values, so nothing in the model depends on the position but the
@@ -37,7 +37,7 @@ _NEAR = 8191
 
 @dataclass
 class QueryRecorder:
-    """Takes the place of attention metadata: records queries and keys, passes values through.
+    """Stand-in for attention metadata that records queries and keys, and passes values through.
 
     Attributes:
         queries, keys: per layer, float32 `[num_tokens, heads, head_size]`, in host memory.
@@ -54,7 +54,12 @@ class QueryRecorder:
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """Shapes: query, output `[num_tokens, num_heads, head_size]`; key, value alike."""
+        """Record a layer's query and key, and write its value to `output`.
+
+        Args:
+            query, output: `[num_tokens, num_heads, head_size]`.
+            key, value: `[num_tokens, num_kv_heads, head_size]`.
+        """
         self.queries[layer.layer_name] = query.detach().to("cpu", torch.float32, copy=True)
         self.keys[layer.layer_name] = key.detach().to("cpu", torch.float32, copy=True)
         group = query.shape[1] // value.shape[1]
@@ -64,14 +69,14 @@ class QueryRecorder:
 
 @dataclass(frozen=True)
 class LayerPositions:
-    """What the probe proved of one layer. `max_error` is relative to the largest entry."""
+    """Rotation that the probe proved of one layer; `max_error` is relative to the largest entry."""
 
     layer: str
     rotation: Rotation | None
     max_error: float
 
     def describe(self) -> dict[str, Any]:
-        """Plain data, to travel between processes."""
+        """The rotation as plain data, to travel between processes."""
         rotation = self.rotation
         return {
             "layer": self.layer,
@@ -86,7 +91,7 @@ class LayerPositions:
 
 
 def declared_rotations(model: torch.nn.Module, max_position: int) -> list[Rotation]:
-    """The distinct rotations that the model's rotary modules declare.
+    """Distinct rotations that the model's rotary modules declare.
 
     vLLM's modules hold a table of cosines and sines. Those of `transformers`, on which vLLM runs
     architectures that it has no own code for, hold frequencies and do not say how dims are
@@ -165,7 +170,7 @@ def probe_positions(
     """Find out, and prove, the rotation of every attention layer.
 
     Args:
-        model: loaded; its attention layers run our backend.
+        model: the loaded model; its attention layers run our backend.
         layers: names of its attention layers.
         before_run: called with the number of tokens before the model is run.
 
@@ -196,7 +201,7 @@ def probe_positions(
 
 
 def probed_positions(max_model_len: int) -> list[int]:
-    """The positions at which models are run: powers of two, the last one, and one in between."""
+    """Positions at which models are run: powers of two, the last one, and one in between."""
     powers = [1 << i for i in range(max_model_len.bit_length())]
     chosen = {0, *powers, 4099, max_model_len - 1}
     return sorted(p for p in chosen if p < max_model_len)
@@ -209,7 +214,7 @@ def _record(
     layers: Sequence[str],
     device: torch.device,
 ) -> QueryRecorder:
-    """Run a token at each of the positions and record what every layer asks."""
+    """Run a token at each of the positions and record every layer's queries and keys."""
     recorder = QueryRecorder()
     # Of the dtype that vLLM's runners give: a compiled model takes no other.
     token_id = min(7, vllm_config.model_config.get_vocab_size() - 1)
@@ -225,7 +230,7 @@ def _record(
 
 @dataclass(frozen=True)
 class _Vectors:
-    """What a layer asked: queries and keys, float32 `[positions, heads, head_size]`."""
+    """Queries and keys of a layer, float32 `[positions, heads, head_size]` each."""
 
     layer: str
     positions: Sequence[int]
@@ -233,7 +238,8 @@ class _Vectors:
 
     @classmethod
     def of(cls, layer: str, positions: Sequence[int], records: Sequence[QueryRecorder]) -> _Vectors:
-        """
+        """Collect the vectors of a layer from records.
+
         Raises:
             UnsupportedModelError: the layer did not run.
         """
@@ -249,7 +255,7 @@ class _Vectors:
         return cls(layer, positions, (queries, keys))
 
     def keys_only(self) -> _Vectors:
-        """Without the queries."""
+        """Copy without the queries."""
         return _Vectors(self.layer, self.positions, self.parts[1:])
 
     def rotation_error(self, rotation: Rotation | None) -> float:
@@ -268,7 +274,7 @@ class _Vectors:
         return worst
 
     def _slack(self, rotation: Rotation | None) -> torch.Tensor:
-        """What the model's float32 angles are off by, `[positions]`."""
+        """Error of the model's float32 angles, float32 `[positions]`."""
         if rotation is None:
             return torch.zeros(len(self.positions))
         fastest = float(rotation.inv_freq.abs().max())
@@ -279,8 +285,9 @@ class _Vectors:
         )  # fmt: skip
 
     def first_scaled(self, tolerance: float) -> tuple[int, float] | None:
-        """Index of the first position at which a vector has another length than at position 0,
-        and the factor; None if there is none.
+        """Index of the first position at which a vector changes its length, and the factor.
+
+        None if all vectors are as long as at position 0.
         """
         for i in range(len(self.positions)):
             for vectors in self.parts:
@@ -295,7 +302,7 @@ class _Vectors:
 def _match(
     layer: str, candidates: Sequence[Rotation | None], vectors: _Vectors, dtype: torch.dtype
 ) -> LayerPositions:
-    """The one candidate by which the layer's queries and keys differ between positions."""
+    """Find the candidate by which the layer's queries and keys differ between positions."""
     errors = [vectors.rotation_error(candidate) for candidate in candidates]
     best = min(range(len(candidates)), key=errors.__getitem__)
     if errors[best] > _TOLERANCE[dtype]:
@@ -313,9 +320,10 @@ def _match(
 def _refuse_scaled(
     vectors: _Vectors, tolerance: float, run: Callable[[Sequence[int]], list[QueryRecorder]]
 ) -> None:
-    """
+    """Check that vectors do not change their length with the position.
+
     Raises:
-        UnsupportedModelError: the vectors change their length with the position.
+        UnsupportedModelError: they do.
     """
     scaled = vectors.first_scaled(tolerance)
     if scaled is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which spans of a batch count by other weights."""
+"""Spans of a batch that count by other weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from vllm_choreo.ops import Reweighting
 
 
 def reweighting_of(requests: Sequence[RequestSpans], device: torch.device) -> Reweighting | None:
-    """How requests attend, own spans listed last in each; None: to all alike."""
+    """Weights by which requests attend; None: all spans count alike.
+
+    Args:
+        requests: spans of each request, its own span last.
+    """
     if not any(request.weights for request in requests):
         return None
     is_chosen: list[int] = []

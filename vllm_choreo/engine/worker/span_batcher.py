@@ -35,7 +35,7 @@ _ORDINARY = RequestSpans((), (), (), (), 0)
 
 
 class LayerShape(NamedTuple):
-    """What a layer's tiles depend on; heads are those of this worker's share."""
+    """Shape of a layer, on which its tiles depend; heads are this worker's share."""
 
     num_heads: int
     num_kv_heads: int
@@ -48,8 +48,8 @@ class LayerKind(NamedTuple):
     """Layers of one kind take the same plan.
 
     Attributes:
-        rotation: of the layer; None: it has none.
-        shape: of the layer.
+        rotation: rotary embedding of the layer; None: it has none.
+        shape: heads, dtype and window of the layer.
         group: layers of a group read the same spans, see `RequestSpans.of_group`.
     """
 
@@ -59,10 +59,10 @@ class LayerKind(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """What vLLM's runner knows of the batch of a step.
+    """Batch of a step, as vLLM's runner knows it.
 
     Attributes:
-        request_ids: in the order of the batch.
+        request_ids: ids of the requests, in the order of the batch.
         query_start_loc: int32 `[num_reqs + 1]`, in host memory.
         seq_lens: int32 `[num_reqs]`, tokens of the virtual sequences after this step, in host
             memory; for kernels that take tiles an upper bound will do.
@@ -78,7 +78,7 @@ class StepBatch(NamedTuple):
 
 
 class SpanBatcher:
-    """Keeps the spans of running requests and lays them out for a batch.
+    """Spans of running requests, laid out for a batch.
 
     Between two steps of the same requests only the own spans grow, so the rest is kept: laying
     out, grouping, rotating and cutting cost nothing in a decode step. Nothing here waits for a
@@ -86,18 +86,18 @@ class SpanBatcher:
 
     Args:
         block_size: tokens in a KV block.
-        kinds: of the model's layers, each once.
+        kinds: kinds of the model's layers, each once.
         shared_reading: see the attribute.
-        device: of the KV cache.
-        is_tiled: whether the layers' kernels take tiles (`impl="triton"`).
+        device: device of the KV cache.
+        is_tiled: True if the layers' kernels take tiles (`impl="triton"`).
         workspace: see `SpanPlan`.
 
     Attributes:
-        shared_reading: read what several requests attend to once for all of them. May be set
-            between two steps.
+        shared_reading: True if tokens that several requests attend to are read once for all of
+            them. May be set between two steps.
         running: the plans of the step that runs now, one per kind; None while it is an ordinary
             one, or no step at all but a dummy run.
-        watch: sees what layers are asked; None: nobody wants to know.
+        watch: observer of the layers' queries, which sums up attention; None: there is none.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class SpanBatcher:
 
     @property
     def rotations(self) -> list[Rotation]:
-        """That the layers have, each once."""
+        """Rotations that the layers have, each once."""
         return list({kind.rotation: None for kind in self.kinds if kind.rotation is not None})
 
     def update(
@@ -139,7 +139,8 @@ class SpanBatcher:
         Args:
             started: spans of the requests that start, or start again.
             finished: requests that ended.
-            block_ids: of requests that start; needed where the block table lies on a device.
+            block_ids: block ids of requests that start; needed where the block table lies on a
+                device.
         """
         for request_id in finished:
             self._requests.pop(request_id, None)
@@ -148,16 +149,16 @@ class SpanBatcher:
         self._block_ids.update({r: ids for r, ids in (block_ids or {}).items() if r in started})
 
     def reads_spans(self, request_ids: Iterable[str]) -> bool:
-        """Whether any of the requests reads more than its own tokens, or has them elsewhere."""
+        """Return whether a request reads more than its own tokens, or has them elsewhere."""
         found = (self._requests.get(request_id, _ORDINARY) for request_id in request_ids)
         return not all(spans.is_ordinary for spans in found)
 
     def batch(self, step: StepBatch, always: bool = False) -> list[SpanPlan] | None:
-        """The plan of each kind; None if every request reads its own tokens only.
+        """Plan a batch, once per kind; None if every request reads its own tokens only.
 
         Args:
             step: the batch.
-            always: whether there is a plan for such a batch, too.
+            always: True to plan such a batch, too.
         """
         if not (always or self.reads_spans(step.request_ids)):
             return None
@@ -188,21 +189,21 @@ class SpanBatcher:
             positions[..., : len(by_token)] += to_device(by_token, positions.device)
 
     def host_table(self, step: StepBatch) -> torch.Tensor:
-        """The block table in host memory, as far as planning looks it up."""
+        """Block table in host memory, as far as planning looks it up."""
         is_host = step.block_table.device.type == "cpu"
         return step.block_table if is_host else self._sent_table(step.request_ids)
 
     def _sent_table(self, request_ids: Sequence[str]) -> torch.Tensor:
-        """The block table in host memory, as far as the scheduler sent it when requests started.
+        """Block table in host memory, as far as the scheduler sent it when requests started.
 
-        What requests got since then holds own tokens only, which planning does not look up.
+        Later blocks of requests hold own tokens only, which planning does not look up.
         """
         rows = [int32(self._block_ids.get(request_id, ())) for request_id in request_ids]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 class _GroupBatcher:
-    """The part of a `SpanBatcher` for the layers of one group."""
+    """Part of a `SpanBatcher` for the layers of one group."""
 
     def __init__(
         self,
@@ -263,12 +264,12 @@ class _GroupBatcher:
         }
 
     def batch(self, step: StepBatch, is_new: bool) -> dict[int, SpanPlan]:
-        """The plans of the group's kinds, by the kinds' indices.
+        """Plan a batch for the group's kinds; returns the plans by the kinds' indices.
 
         Args:
-            step: of the requests that were laid out last.
-            is_new: if not, then since the step before only the own spans have grown, as vLLM lets
-                its sequences.
+            step: batch of the requests that were laid out last.
+            is_new: False if, since the step before, only the own spans have grown, as vLLM's
+                sequences do.
         """
         own = step.seq_lens - self._bases
         num_tokens = self._columns["num_tokens"].clone()
@@ -293,7 +294,7 @@ class _GroupBatcher:
         }
 
     def _reads_of(self, step: StepBatch, spans: SpanBatch, is_new: bool) -> SharedReads | None:
-        """What is read together; planned anew where a request begins to decode, too."""
+        """Groups of shared reads; planned anew where a request begins to decode, too."""
         counts = counted_queries(spans.query_start_loc)
         if is_new or counts != self._reads_for:
             in_host = dataclasses.replace(spans, block_table=self.batcher.host_table(step))
@@ -304,7 +305,7 @@ class _GroupBatcher:
     def _tiles_of(
         self, step: StepBatch, spans: SpanBatch, reads: SharedReads | None, own: torch.Tensor
     ) -> dict[LayerShape, Tiles]:
-        """Per shape of a layer, how its work is cut."""
+        """Tiles of each shape of a layer, cut anew where the last step's do not serve."""
         if not self._tiles_serve(spans, reads, own):
             from vllm_choreo.ops.triton import make_tiles
 
@@ -319,7 +320,7 @@ class _GroupBatcher:
         return {shape: tiles.with_own_tokens(own_tokens) for shape, tiles in self._tiles.items()}
 
     def _tiles_serve(self, spans: SpanBatch, reads: SharedReads | None, own: torch.Tensor) -> bool:
-        """Whether the last step's tiles do.
+        """Return whether the last step's tiles serve for this one.
 
         They hold for the same queries; own spans that grow leave the shares of the work uneven.
         """

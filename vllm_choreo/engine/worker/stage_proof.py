@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a model do in stages what it does at once? Proved by running both, when an engine starts."""
+"""Proof that a model does in stages what it does at once: both are run when an engine starts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def prove_stages(
     """Run tokens through all layers, through one after the other, and from some layers on.
 
     Args:
-        layer_names: of the attention layers.
+        layer_names: names of the attention layers.
         before_run: called before the model is run, see `StageWriter`.
 
     Raises:
-        UnsupportedModelError: a layer asks something else.
+        UnsupportedModelError: a layer's queries differ.
     """
     vocab_size = vllm_config.model_config.get_vocab_size()
     token_ids = torch.arange(7, 7 + _NUM_TOKENS, dtype=torch.int32, device=device) % vocab_size
@@ -71,9 +71,10 @@ def prove_stages(
 
 
 def _compare(whole: QueryRecorder, part: QueryRecorder, num_layers: int, tolerance: float) -> None:
-    """
+    """Compare the queries of a run in stages with those of the whole model.
+
     Raises:
-        UnsupportedModelError: `part` is not what `num_layers` layers of `whole` ask.
+        UnsupportedModelError: `part` has not the queries of `num_layers` layers of `whole`.
     """
     if len(part.queries) != num_layers:
         raise no_stages(f"{len(part.queries)} layers ran where {num_layers} should have")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of layers that a step begins with: tokens of stored messages, in another context."""
+"""Runs of layers before a step: tokens of stored messages, in another context."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Piece(NamedTuple):
 
 
 class StageWriter:
-    """Runs them, as many at once as a step of the engine may have tokens.
+    """Runner of stage runs, with as many tokens at once as a step of the engine may have.
 
     Keys and values of a batch are stored, layer by layer, before any query reads: a run may read
     what those before it in the same batch write.
@@ -63,10 +63,10 @@ class StageWriter:
 
     @torch.inference_mode()
     def write(self, runs: Sequence[StageRun]) -> dict[str, list[list[float]]]:
-        """Run all of them, in their order.
+        """Run all stage runs, in their order.
 
         Returns:
-            By the ids of calls, of each parent, how much attention each token got.
+            By call id, of the calls that look, one list per parent: the attention of each token.
         """
         seen = {}
         for watch, group in groupby(runs, key=lambda run: run.watch):
@@ -124,7 +124,7 @@ class StageWriter:
             batcher.update({}, names)
 
     def _hidden(self, batch: Sequence[_Piece], layer: int) -> torch.Tensor | None:
-        """What a layer is given; None: the tokens."""
+        """Kept hidden states with which a layer begins; None: layer 0 begins with the tokens."""
         if not layer:
             return None
         found = []
@@ -135,7 +135,7 @@ class StageWriter:
 
 
 def batches(runs: Sequence[StageRun], max_tokens: int) -> Iterator[list[_Piece]]:
-    """Runs one after the other, of the same layers and as many tokens at once as may be.
+    """Cut runs into batches, in order, of the same layers and adapter and `max_tokens` at most.
 
     Ranges of layers do not overlap, and each begins with what was kept: so all pieces of a batch go
     through the first range before any goes through the next.
@@ -164,7 +164,7 @@ def _go_together(one: StageRun, other: StageRun) -> bool:
 def _laid_out(
     batch: Sequence[_Piece], names: Sequence[str], device: torch.device
 ) -> tuple[StepBatch, torch.Tensor]:
-    """The batch as a step has it, and the virtual index of every token, int64."""
+    """Batch as a step has it, and the virtual index of every token, int64 `[num_tokens]`."""
     counts = torch.tensor([0, *(piece.num_tokens for piece in batch)], dtype=torch.int32)
     seq_lens = torch.tensor([run.first + end for run, _, end in batch], dtype=torch.int32)
     rows = [torch.tensor(piece.run.blocks, dtype=torch.int32) for piece in batch]
@@ -181,7 +181,7 @@ def _laid_out(
 
 
 def _slots(batch: Sequence[_Piece], block_size: int) -> torch.Tensor:
-    """Where each token's keys and values are stored, int64."""
+    """Slots at which the tokens' keys and values are stored, int64 `[num_tokens]`."""
     found = []
     for run, begin, end in batch:
         indices = torch.arange(run.first + begin, run.first + end)

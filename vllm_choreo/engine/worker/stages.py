@@ -30,11 +30,11 @@ Keep = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class LayerStages:
-    """The stages of a loaded model.
+    """Stages of a loaded model.
 
     Args:
-        model: as vLLM runs it, without wrappers.
-        num_layers: that it has.
+        model: the model as vLLM runs it, without wrappers.
+        num_layers: number of its layers.
 
     Raises:
         UnsupportedModelError: vLLM's code of the model has no stages.
@@ -61,14 +61,15 @@ class LayerStages:
         positions: torch.Tensor,
         hidden: torch.Tensor | None,
     ) -> None:
-        """Run tokens through layers `(first, stop)`, inside a forward context that skips compiled
-        code. Keys and values are stored where the context says; nothing else comes of it.
+        """Run tokens through layers `(first, stop)`; keeps nothing but keys and values.
+
+        They are stored where the forward context says, which must skip compiled code.
 
         Args:
             token_ids: int32 `[num_tokens]`.
             positions: int64 `[num_tokens]`, or `[3, num_tokens]` with M-RoPE.
-            hidden: what the first of the layers is given, `[num_tokens, hidden_size]`; None: that
-                is layer 0, which is given the tokens.
+            hidden: hidden states for the first of the layers, `[num_tokens, hidden_size]`; None:
+                that is layer 0, which is given the tokens.
         """
         states = None if hidden is None else self._states(hidden)
         first, stop = layers
@@ -78,8 +79,9 @@ class LayerStages:
 
     @contextmanager
     def keeping(self, layers: Sequence[int], keep: Keep) -> Iterator[None]:
-        """Within, the model runs in stages whose borders are `layers`, and tells what these were
-        given. The results are the same, bit for bit.
+        """Run the model, within the context, in stages whose borders are `layers`.
+
+        `keep` gets the hidden states of these. The results are the same, bit for bit.
         """
         inner, model = self._inner, self.model
         run_all, run_model = inner.forward, model.forward
@@ -113,7 +115,7 @@ class LayerStages:
 
     @contextmanager
     def _playing(self, first: int, stop: int, is_last: bool) -> Iterator[None]:
-        """Within, the model is the stage of these layers."""
+        """Make the model, within the context, the stage of layers `first … stop-1`."""
         inner, group = self._inner, parallel_state._PP
         inner.start_layer, inner.end_layer = first, stop
         parallel_state._PP = _Stage(group, first == 0, is_last)
@@ -124,7 +126,7 @@ class LayerStages:
             inner.start_layer, inner.end_layer = 0, self.num_layers
 
     def _states(self, hidden: torch.Tensor) -> IntermediateTensors:
-        """What a stage would be handed whose first layer is given `hidden`."""
+        """Tensors handed to a stage whose first layer is given `hidden`."""
         empty = self._inner.make_empty_intermediate_tensors(
             len(hidden), hidden.dtype, hidden.device
         )
@@ -135,7 +137,7 @@ class LayerStages:
 
 
 class _Stage:
-    """The group of pipeline ranks, as one stage sees it."""
+    """Group of pipeline ranks, as one stage sees it."""
 
     def __init__(self, group: Any, is_first: bool, is_last: bool) -> None:
         self._group = group
@@ -147,7 +149,7 @@ class _Stage:
 
 
 def no_stages(reason: str) -> UnsupportedModelError:
-    """What an engine is refused with that is to keep hidden states."""
+    """Error of an engine that is to keep hidden states of a model without stages."""
     return UnsupportedModelError(
         f"this model cannot be run by layers: {reason}; start the engine without "
         "additional_config.choreo.hidden_memory_gib",

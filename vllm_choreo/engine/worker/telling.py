@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker tells the scheduler with the output of a step of vLLM's."""
+"""Output of a step that also tells the scheduler the attention of calls that looked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_choreo.engine.step import tell_attention
 
 
 class AsyncTold(AsyncModelRunnerOutput):
-    """What a step will put out, with what calls attended to that looked before it."""
+    """Asynchronous output of a step, with the attention that parents' tokens got added."""
 
     def __init__(
         self, output: AsyncModelRunnerOutput, attention: Mapping[str, Sequence[Sequence[float]]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors from lists of Python, and to the device."""
+"""Tensors made of Python's lists, and moved to the device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device, without waiting for what runs there."""
+    """Copy a host tensor to the device, without waiting for what runs there."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def int32(values: Sequence[int]) -> torch.Tensor:
-    """A host tensor."""
+    """Int32 tensor of `values`, in host memory."""
     return torch.tensor(values, dtype=torch.int32)

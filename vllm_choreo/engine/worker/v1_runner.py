@@ -16,7 +16,7 @@ from vllm_choreo.engine.worker.span_batcher import StepBatch
 
 
 class ChoreoDispatcher(CudagraphDispatcher):
-    """Chooses no full CUDA graph while those are not allowed."""
+    """Dispatcher that chooses no full CUDA graph while those are not allowed."""
 
     allow_full = True
 
@@ -29,7 +29,7 @@ class ChoreoDispatcher(CudagraphDispatcher):
 
 
 class ChoreoModelRunnerV1(ChoreoModelRunner):
-    """Takes part where vLLM builds the metadata of a batch."""
+    """Mixin that takes part where vLLM builds the metadata of a batch."""
 
     @property
     def graphs(self: Any) -> ChoreoDispatcher:
@@ -65,9 +65,9 @@ class ChoreoCPUModelRunner(ChoreoModelRunnerV1, CPUModelRunner):
     """The runner V1 on CPU."""
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, without the generators of requests whose prompt goes on in the next step.
+        """Extend vLLM's method: hide generators of requests whose prompt goes on in the next step.
 
-        What is sampled for those is dropped. vLLM then turns their generators back, by an offset
+        Tokens sampled for those are dropped. vLLM then turns their generators back, by an offset
         that generators on CPU lack: the engine would end. A generator that is not used in the step
         needs no turning back.
         """

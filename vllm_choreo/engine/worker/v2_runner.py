@@ -21,7 +21,7 @@ from vllm_choreo.errors import UnsupportedModelError
 
 
 class ChoreoCudaGraphManager(ModelCudaGraphManager):
-    """Chooses no full CUDA graph while those are not allowed."""
+    """Graph manager that chooses no full CUDA graph while those are not allowed."""
 
     allow_full = True
 
@@ -43,10 +43,10 @@ class ChoreoCudaGraphManager(ModelCudaGraphManager):
 
 
 class ChoreoModelRunnerV2(ChoreoModelRunner):
-    """Takes part where vLLM looks up the blocks of a batch; dummy runs look none up."""
+    """Mixin that takes part where vLLM looks up the blocks of a batch; dummy runs look none up."""
 
     def prepare_choreography(self: Any) -> None:
-        """As on all runners, but of models with M-RoPE, whose positions are built elsewhere.
+        """Refuse models with M-RoPE, whose positions are built elsewhere; prepare others.
 
         Raises:
             UnsupportedModelError: the model cannot be choreographed; says why.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the Triton kernels of choreographed batches before the first one comes."""
+"""Compilation of the Triton kernels of choreographed batches before the first one comes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def warm_up(layers: Iterable[Any], batcher: SpanBatcher, table_width: int) -> No
     tiles of every size, and results that are merged.
 
     Args:
-        layers: of the model, with their KV caches.
-        batcher: not used by anything else yet.
+        layers: attention layers of the model, with their KV caches.
+        batcher: the worker's batcher, not used by anything else yet.
         table_width: columns of the block tables that batches have.
     """
     # All zeros: block 0 belongs to no request.
@@ -47,7 +47,7 @@ def _kind(batcher: SpanBatcher, layer: Any) -> LayerKind:
 
 
 def _compiled_for(batcher: SpanBatcher, layer: Any) -> tuple[Any, ...]:
-    """What kernels are compiled for."""
+    """Properties of a layer for which kernels are compiled."""
     rotation, shape, _ = _kind(batcher, layer)
     turns = rotation and (rotation.rotary_dim, rotation.is_neox)
     attention = layer.impl.attention
@@ -56,7 +56,7 @@ def _compiled_for(batcher: SpanBatcher, layer: Any) -> tuple[Any, ...]:
 
 
 def _start_batch(batcher: SpanBatcher, group_heads: int, block_table: torch.Tensor) -> int:
-    """Make the calls the running batch. Returns its number of queries."""
+    """Make the made-up calls the running batch; returns its number of queries."""
     size = batcher.block_size
     num_blocks = -(-MIN_SHARED_TOKENS // size)
     base = num_blocks * size

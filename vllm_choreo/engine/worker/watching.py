@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tokens attend to, summed in some layers while the model runs them."""
+"""Attention that tokens receive, summed in some layers while the model runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vllm_choreo.ops.reference import attention_received
 
 
 class AttentionWatch:
-    """Sums over runs of one request's tokens, in the heads of this worker.
+    """Sum of attention over runs of one request's tokens, in the heads of this worker.
 
     Args:
-        layers: that count.
+        layers: layers that count.
 
     Attributes:
-        received: of each parent, what each token got, float32 `[num_tokens]`.
+        received: attention of each parent's tokens, float32 `[num_tokens]` per parent.
     """
 
     def __init__(self, layers: Iterable[LayerAttention]) -> None:
@@ -32,7 +32,7 @@ class AttentionWatch:
         plan: SpanPlan,
         layer: LayerAttention,
     ) -> None:
-        """What a layer is asked; see `ops.span_attention`."""
+        """Add a layer's attention, if the layer counts; the arguments of `ops.span_attention`."""
         if id(layer) not in self._layers:
             return
         found = attention_received(query, kv_cache, plan, layer)

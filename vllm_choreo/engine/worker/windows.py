@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with sliding windows keep the keys and values of all tokens.
+"""Full KV cache of layers with sliding windows: they keep the keys and values of all tokens.
 
 vLLM lets go of what a window has left behind, in a group of blocks of its own. A message is read by
 calls that see it elsewhere, perhaps all of it inside their window, and has one list of blocks for
@@ -23,13 +23,12 @@ logger = init_logger("vllm.choreo.windows")  # vLLM prints the lines of loggers 
 
 
 def keep_all_tokens(specs: Mapping[str, KVCacheSpec], vllm_config: Any) -> dict[str, KVCacheSpec]:
-    """What each layer stores, as if no layer had a window: vLLM then makes one group of all.
+    """Replace the KV cache specs of layers with windows, so that vLLM makes one group of all.
 
-    It is what vLLM itself does where its hybrid KV cache manager is disabled. The layers compute
-    as before.
+    vLLM itself does so where its hybrid KV cache manager is disabled. The layers compute as before.
 
     Args:
-        specs: by layer, of vLLM's runner.
+        specs: vLLM's KV cache specs, by layer.
     """
     kept = {
         name: _full(spec, vllm_config.cache_config.block_size)

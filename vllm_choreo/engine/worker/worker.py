@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our workers add to vLLM's, on every device."""
+"""Mixin of our workers, over vLLM's, on every device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 
 
 class ChoreoWorker:
-    """Names our attention backends before the model is loaded, exchanges the class of the runner,
-    and has it prepared once model and cache are there. Mixed in before one of vLLM's workers.
+    """Worker of choreographed engines, mixed in before one of vLLM's workers.
+
+    It names our attention backends before the model is loaded, exchanges the class of the runner,
+    and has it prepared once model and cache are there.
 
     Attributes:
         backends: ours, by vLLM's name for the one that each takes the place of.
@@ -51,9 +53,7 @@ class ChoreoWorker:
         return self.model_runner
 
     def choreo_positions(self) -> list[dict[str, Any]]:
-        """What the position probe found, and what the layer attends to, per layer, as plain data
-        (for `vllm-choreo doctor`).
-        """
+        """Rotation, window and sinks of each layer, as plain data, for `vllm-choreo doctor`."""
         return [
             {**found.describe(), **self.runner.layers[found.layer].impl.describe()}
             for found in self.runner.layer_positions
@@ -62,7 +62,7 @@ class ChoreoWorker:
     # -- keys and values that are saved and loaded -------------------------------------------
 
     def choreo_kv_shape(self) -> dict[str, Any]:
-        """See `KeptBlocks.shape`; and `hidden`, dtype and size of what a layer is given."""
+        """`KeptBlocks.shape`, and `hidden`: dtype and size of hidden states."""
         model = self.runner.vllm_config.model_config
         hidden = str(model.dtype).removeprefix("torch."), model.get_hidden_size()
         return {**self._kept_blocks(in_host=False).shape(), "hidden": hidden}
@@ -70,7 +70,7 @@ class ChoreoWorker:
     def choreo_read_kv(
         self, blocks: Sequence[int], parts: Sequence[int], start: int, stop: int
     ) -> bytes:
-        """See `KeptBlocks.read`."""
+        """Read keys and values of the KV cache, as `KeptBlocks.read` does."""
         first, last = parts
         return self._kept_blocks(in_host=False).read(blocks, (first, last), start, stop)
 
@@ -83,14 +83,19 @@ class ChoreoWorker:
         start: int,
         stop: int,
     ) -> None:
-        """See `KeptBlocks.write`; `place` are the blocks, and whether they are of host memory."""
+        """Write keys and values, as `KeptBlocks.write` does.
+
+        Args:
+            place: the blocks, and whether they are of host memory.
+        """
         blocks, in_host = place
         first, last = parts
         self._kept_blocks(in_host).write(data, heads, blocks, (first, last), start, stop)
 
     def choreo_read_hidden(self, key: int, layers: Sequence[int], start: int, stop: int) -> bytes:
-        """What `layers` were given of the tokens `start … stop-1`: the bytes of one layer after the
-        other, each `[stop - start, hidden_size]`.
+        """Read the hidden states of `layers`, of tokens `start … stop-1`.
+
+        Bytes of one layer after the other, each `[stop - start, hidden_size]`.
         """
         memory = self._hidden_memory
         return b"".join(bytes_of(memory.rows(key, layer, start, stop)) for layer in layers)
@@ -98,7 +103,7 @@ class ChoreoWorker:
     def choreo_write_hidden(
         self, data: Any, key: int, layers: Sequence[int], start: int, stop: int
     ) -> None:
-        """Put the bytes of `choreo_read_hidden` where it finds them."""
+        """Write the bytes of `choreo_read_hidden` where it finds them."""
         model = self.runner.vllm_config.model_config
         shape = len(layers), stop - start, model.get_hidden_size()
         for layer, rows in zip(layers, tensor_of(data).view(model.dtype).view(shape), strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels, for GPUs; on CPU they run in Triton's interpreter (TRITON_INTERPRET=1)."""
+"""Triton kernels, for GPUs; on CPU they run in Triton's interpreter (TRITON_INTERPRET=1)."""
 
 from vllm_choreo.ops.triton.attention import make_tiles, span_attention
 from vllm_choreo.ops.triton.reposition import reposition_keys

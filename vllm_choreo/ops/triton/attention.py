@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches the attention kernels over the tiles of a batch."""
+"""Launch of the attention kernels over the tiles of a batch."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ def _num_programs(device: torch.device) -> int:
 
 
 def _max_rows(head_size: int, dtype: torch.dtype) -> int:
-    """Rows of a tile: as many as fit into the registers of any GPU from Ampere on, and into the
-    99 KiB of shared memory that the smallest of them give a program.
+    """Rows of a tile: as many as fit into any GPU from Ampere on.
+
+    That is into its registers, and into the 99 KiB of shared memory that the smallest of them give
+    a program.
     """
     row_bytes = triton.next_power_of_2(head_size) * dtype.itemsize
     return 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
 
 
 def _chunk_tokens(padded_head_size: int, dtype: torch.dtype) -> int:
-    """Tokens that are loaded at once."""
+    """Number of tokens that are loaded at once."""
     return max(MIN_ROWS, min(64, _CHUNK_BYTES // (padded_head_size * dtype.itemsize)))
 
 
@@ -58,7 +60,7 @@ def make_tiles(
     device: torch.device | str,
     window: int | None = None,
 ) -> Tiles:
-    """`plan_tiles` for these kernels on a device. The batch lies in host memory."""
+    """Cut a batch, which lies in host memory, for these kernels on a device: see `plan_tiles`."""
     device = torch.device(device)
     return plan_tiles(
         batch,
@@ -76,8 +78,9 @@ def make_tiles(
 def _partials(
     plan: SpanPlan, num_partials: int, query: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for outputs ``[num_partials, num_heads, head_size]`` and log-sum-exps without the last
-    dim, both flat.
+    """Room for partial outputs and their log-sum-exps, flat float32.
+
+    The outputs are ``[num_partials, num_heads, head_size]``, log-sum-exps lack the last dim.
     """
     num_rows = num_partials * query.shape[1]
     sizes = (num_rows * query.shape[2], num_rows)
@@ -101,7 +104,7 @@ def span_attention(
     plan: SpanPlan,
     layer: LayerAttention,
 ) -> None:
-    """See ``vllm_choreo.ops.span_attention``.
+    """Run ``vllm_choreo.ops.span_attention``.
 
     The block table, ``cos_sin``, temperatures and factors lie on the query's device; without
     ``tiles`` the rest of the plan's spans lies in host memory.

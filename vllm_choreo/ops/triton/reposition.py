@@ -18,7 +18,7 @@ def reposition_keys(
     is_neox: bool,
     layout: Layout,
 ) -> None:
-    """See ``vllm_choreo.ops.reposition_keys``. All tensors lie on the cache's device."""
+    """Run ``vllm_choreo.ops.reposition_keys``; all tensors lie on the cache's device."""
     num_moves, rotary_dim = cos_sin.shape
     if num_moves == 0:
         return
