@@ -194,6 +194,7 @@ class Life:
     def _killed(self, role: str | None) -> dict[str, Any]:
         """Kill a role under load: what is left of the server, and after how long."""
         if role is None:
+            self._is_ending = True
             return {"seconds_to_end": "", "processes_left": ""}
         load = threading.Thread(target=self._send, args=(self._num_senders, 10**6))
         load.start()
