@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapter encodes a call: the one that it names, or that of the session where it is placed.
+"""Adapters of calls: the one that a call names, or the session's where its placement says so.
 
 | placement | prefill | decode |
 |---|---|---|
@@ -36,7 +36,7 @@ class WithAdapter:
     """Stands in place of a call's adapter: worn if its placement has such calls wear it.
 
     Attributes:
-        adapter: as a session takes it.
+        adapter: a `LoRARequest` or a folder, as a session takes it.
     """
 
     adapter: Any
@@ -47,9 +47,9 @@ class SessionAdapters:
 
     Args:
         vllm_config: the engine's.
-        adapter: of calls that name none: a `LoRARequest`, a folder, or the name of the model for
-            none.
-        placement: which calls wear adapters in this session; None: as the folder of each says
+        adapter: adapter of calls that name none: a `LoRARequest`, a folder, or the name of the
+            model for none.
+        placement: the calls that wear adapters in this session; None: as the folder of each says
             (`choreo_train.json`), and all calls where it does not.
 
     Raises:
@@ -82,7 +82,7 @@ class SessionAdapters:
 
     @property
     def placement(self) -> str | None:
-        """That of the session's adapter; None: the session has none."""
+        """Placement of the session's adapter; None: the session has no adapter."""
         return self._adapter and (self._placement_of(self._adapter) or "both")
 
     def of(self, kind: str, given: Any) -> Any:
@@ -111,7 +111,7 @@ class SessionAdapters:
         raise _contradicts(kind, placement, request)
 
     def _placement_of(self, request: Any) -> str | None:
-        """None: nobody says."""
+        """Placement of an adapter; None: neither the session nor its folder says it."""
         trained = _trained(request)
         return self._given_placement or (trained.placement if trained else None)
 
@@ -174,14 +174,14 @@ def _contradicts(kind: str, placement: str, request: Any) -> AdapterError:
 
 
 def _trained(request: Any) -> TrainedAdapter | None:
-    """What training has left with an adapter; None: it is none of ours."""
+    """Record that training left beside the adapter; None: we did not train it."""
     folder = _folder(request)
     stamp = _stamp(folder)[0]
     return None if stamp is None else _load(folder, *stamp)
 
 
 def _check_fits(request: Any, vllm_config: Any) -> None:
-    """Raises AdapterError: the adapter is of another model, or vLLM does not load it."""
+    """Check that vLLM can load the adapter. Raises AdapterError: not so, or of another model."""
     trained, model = _trained(request), vllm_config.model_config.model
     if trained is not None and not trained.base.same_as(base_model(model)):
         raise AdapterError(
@@ -216,7 +216,7 @@ def _stamp_of(path: Path) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=64)
 def _load(folder: Path, *stamp: int) -> TrainedAdapter:
-    """Read again when the file changes."""
+    """Read what training wrote into a folder; again when the file changes."""
     return TrainedAdapter.load(folder)
 
 
@@ -230,7 +230,7 @@ def adapter_weights_of(request: Any) -> str | None:
 
 @lru_cache(maxsize=64)
 def _weights(folder: Path, stamp: Any) -> str:
-    """Read again when the file changes."""
+    """Digest an adapter's weights; again when the file changes."""
     return adapter_weights(folder)
 
 

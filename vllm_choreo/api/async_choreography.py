@@ -54,11 +54,12 @@ class AsyncChoreography:
     """A tenant's session on an AsyncLLM. Arguments and rules are those of `Choreography`.
 
     Args:
-        tenant: to whom the session belongs; identical messages of one tenant are encoded once.
-        adapter, placement, repair: of calls that name none, see `Choreography`.
-        limits: has `max_messages_per_session` and `max_tokens_per_session`; None: no limits.
-        session_id: that of an earlier process, whose messages are to be loaded; None: a new one.
-        on_choice: see `SessionRepair`.
+        tenant: owner of the session; identical messages of one tenant are encoded once.
+        adapter, placement, repair: defaults of calls that name none, see `Choreography`.
+        limits: object with `max_messages_per_session` and `max_tokens_per_session`; None: none.
+        session_id: id of a session of an earlier process, whose messages are to be loaded; None:
+            a new one.
+        on_choice: function that is told which layers a pair's profile chooses for a call.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class AsyncChoreography:
 
     @property
     def placement(self) -> str | None:
-        """Which calls wear the session's adapter; None: it has none."""
+        """Calls that wear the session's adapter: "writer", "reader" or "both"; None: no adapter."""
         return self._session.adapters.placement
 
     @overload
@@ -120,7 +121,7 @@ class AsyncChoreography:
     async def prefill(
         self, tokens: Content | Calls, **options: Unpack[ReadOptions]
     ) -> Message | list[Message]:
-        """See `Choreography.prefill`."""
+        """Encode a message, or a list of them: `Choreography.prefill`."""
         return await self._run(asked("prefill", tokens, options, self._denied))
 
     @overload
@@ -132,16 +133,16 @@ class AsyncChoreography:
     async def decode(
         self, header: Content | Calls, **options: Unpack[DecodeOptions]
     ) -> Message | list[Message]:
-        """See `Choreography.decode`."""
+        """Encode a header and generate, or run a list of such calls: `Choreography.decode`."""
         return await self._run(asked("decode", header, options, self._denied))
 
     async def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:
-        """See `Choreography.reencode`; the message must be complete."""
+        """Encode a complete message anew with other parents: `Choreography.reencode`."""
         clean: Message = await self._run(asked_copy(message, options, self._denied))
         return clean
 
     def deny(self, *messages: Named) -> AsyncChoreography:
-        """See `Choreography.deny`; a pending call can be denied, too."""
+        """Return the session under a policy: `Choreography.deny`; also against pending calls."""
         view = copy.copy(self)
         view._denied = (*self._denied, *self._session.deniable(messages))
         return view
@@ -212,11 +213,12 @@ class AsyncChoreography:
         return self._runner.reserve(call)
 
     async def submitted(self, pending: Pending, queue: Any) -> None:
-        """The engine has the request of a call that `begin` reserved: who ends the call, or closes
-        the session, aborts it from now on.
+        """Tell that the engine has the request of a call that `begin` reserved.
+
+        From now on, ending the call or closing the session aborts the request.
 
         Args:
-            queue: where its outputs arrive, as `AsyncLLM.add_request` returns it.
+            queue: queue on which its outputs arrive, as `AsyncLLM.add_request` returns it.
         """
         await self._runner.submitted(pending, queue)
 
@@ -237,21 +239,21 @@ class AsyncChoreography:
         await self._runner.cancel(pending)
 
     async def free(self, *messages: Named) -> None:
-        """See `Choreography.free`."""
+        """Free messages: `Choreography.free`."""
         ids = self._ids(messages)
         await self._runner.utility("free", self._session.id, ids)
         self._entries.freed(ids)
 
     async def evict(self, *messages: Named) -> None:
-        """See `Choreography.evict`."""
+        """Drop cached keys and values: `Choreography.evict`."""
         await self._runner.utility("evict", self._session.id, self._ids(messages))
 
     async def pin(self, *messages: Named, ttl: float = DEFAULT_PIN_SECONDS) -> None:
-        """See `Choreography.pin`."""
+        """Evict messages after all others, for `ttl` seconds: `Choreography.pin`."""
         await self._runner.utility("pin", self._session.id, self._ids(messages), check_ttl(ttl))
 
     async def unpin(self, *messages: Named) -> None:
-        """See `Choreography.unpin`."""
+        """Take pins back: `Choreography.unpin`."""
         await self._runner.utility("unpin", self._session.id, self._ids(messages))
 
     async def save(
@@ -262,7 +264,7 @@ class AsyncChoreography:
         encodings: bool = False,
         progress: bool | None = None,
     ) -> Kept:
-        """See `Choreography.save`. Other calls run meanwhile; files are written in a thread."""
+        """Keep messages in a folder: `Choreography.save`. Files are written in a thread."""
         options: Any = {"encodings": encodings, "progress": progress, "denied": self._denied}
         return await drive_async(self._keeping.save(messages, uri, **options), self._answer)
 
@@ -273,16 +275,16 @@ class AsyncChoreography:
         on_mismatch: str = "refuse",
         progress: bool | None = None,
     ) -> list[Message]:
-        """See `Choreography.load`. Other calls run meanwhile; files are read in a thread."""
+        """Load saved messages: `Choreography.load`. Files are read in a thread."""
         steps = self._keeping.load(uri, on_mismatch=on_mismatch, progress=progress)
         return await drive_async(steps, self._answer)
 
     def message(self, named: Named) -> Message:
-        """See `Choreography.message`."""
+        """Return a complete message by its id or name."""
         return self._entries.complete("message", named)
 
     def is_live(self, message_id: str) -> bool:
-        """Whether there is a message of this id, complete or pending."""
+        """Return whether a message of this id is complete or pending."""
         return self._entries.is_live(message_id)
 
     def messages(self) -> list[Message]:
@@ -290,11 +292,11 @@ class AsyncChoreography:
         return list(self._entries.messages().values())
 
     async def provenance(self, named: Named) -> frozenset[str]:
-        """See `Choreography.provenance`."""
+        """Ids of all messages that a complete message carries traces of."""
         return self.message(named).provenance
 
     async def stats(self) -> dict[str, Any]:
-        """See `Choreography.stats`."""
+        """Return the engine's numbers on this session's messages: `Choreography.stats`."""
         if self.mode == "baseline":
             return self._session.stats()
         stats: dict[str, Any] = await self._runner.utility("stats", self._session.id)
@@ -330,7 +332,7 @@ class AsyncChoreography:
         return pending
 
     async def _answer(self, ask: Ask) -> Any:
-        """What a save or a load asks of the engine."""
+        """Do what a save or a load asks of the engine."""
         if ask.what == "session":
             function, *args = ask.args
             return function(*args)

@@ -34,8 +34,8 @@ class AsyncRunner:
     """The calls of one session that are running.
 
     Args:
-        async_llm: vLLM's.
-        session: is told what each call comes to.
+        async_llm: vLLM's AsyncLLM.
+        session: session of the calls; it records the result of each.
     """
 
     def __init__(self, async_llm: Any, session: Session) -> None:
@@ -62,27 +62,27 @@ class AsyncRunner:
         return pending
 
     async def results(self, pending: Sequence[Pending]) -> list[Result]:
-        """What the calls come to; if the caller gives up before, they are ended."""
+        """Wait for the results of calls; a caller that gives up before ends them."""
         try:
             return await asyncio.gather(*(call.result() for call in pending))
         finally:
             await self.cancel(pending)
 
     def reserve(self, call: PlannedCall) -> Pending:
-        """The handle of a call that somebody else runs: then `submitted` and `conclude`."""
+        """Return the handle of a call that somebody else runs: then `submitted` and `conclude`."""
         pending = Pending(call)
         pending._future = asyncio.get_running_loop().create_future()
         self._pending[pending.id] = pending
         return pending
 
     async def submitted(self, pending: Pending, queue: Any) -> None:
-        """The engine has a reserved call; see `AsyncChoreography.submitted`."""
+        """Record that the engine has a reserved call: `AsyncChoreography.submitted`."""
         pending._queue = queue
         if pending.id not in self._pending:  # it was ended meanwhile
             await self._abort(pending.call, queue)
 
     async def conclude(self, pending: Pending, outcome: Outcome) -> None:
-        """Settle a reserved call; see `AsyncChoreography.conclude`."""
+        """Settle a reserved call: `AsyncChoreography.conclude`."""
         call = pending.call
         result: Result = ended()
         try:
@@ -127,7 +127,7 @@ class AsyncRunner:
     # -- one call ---------------------------------------------------------------------------------
 
     async def _life(self, handle: Pending, parents: Sequence[Pending], start: float) -> Result:
-        """The life of one call, up to its message."""
+        """Run one call up to its message."""
         result: Result = ended()
         try:
             if self.mode == "baseline":
@@ -145,7 +145,7 @@ class AsyncRunner:
     async def _baseline_result(
         self, handle: Pending, parents: Sequence[Pending], start: float
     ) -> Result:
-        """The prompt is the text of the parents, once they are complete."""
+        """Run a call on the text of its parents, once they are complete."""
         for parent in parents:
             if isinstance(await parent.result(), ChoreoError):
                 raise ParentFailedError(
@@ -164,7 +164,7 @@ class AsyncRunner:
         return [parent for parent in parents.values() if parent is not None]
 
     async def _report(self, call: PlannedCall, outcome: Outcome) -> Report:
-        """What the engine says of a finished call."""
+        """The engine's report on a finished call."""
         if not ends_here(call, outcome):
             return report_of(outcome)
         return end_report(await self.utility("end", *end_arguments(call, outcome)))

@@ -26,7 +26,7 @@ def prompt_token_ids(call: PlannedCall, messages: Mapping[str, Message]) -> list
 
 
 def span_token_ids(span: ParentSpan, token_ids: Sequence[int]) -> Sequence[int]:
-    """Those of a message's tokens that a span names."""
+    """Token ids that a span names of a message."""
     return token_ids[span.start : span.stop]
 
 
@@ -53,7 +53,7 @@ def stored_message(call: PlannedCall, messages: Mapping[str, Message], submitted
 
 
 def report(call: PlannedCall, output: Any) -> dict[str, Any]:
-    """What the engine's report would say of a `RequestOutput`; hits are `reused_tokens`."""
+    """Report on a `RequestOutput`, in the engine's form; prefix cache hits are `reused_tokens`."""
     num_prompt = len(output.prompt_token_ids)
     num_generated = len(output.outputs[0].token_ids)
     reused = output.num_cached_tokens or 0

@@ -25,8 +25,8 @@ class SessionChats:
     """The messages of a session's chats.
 
     Args:
-        llm: of the session.
-        is_live: whether there is a message of this id.
+        llm: the session's `vllm.LLM`.
+        is_live: function that tells whether a message of this id exists.
     """
 
     def __init__(self, llm: Any, is_live: Callable[[str], bool]) -> None:
@@ -45,7 +45,7 @@ class SessionChats:
         min_tokens: int | None,
         options: Mapping[str, Any],
     ) -> Message:
-        """The answer to a chat; see `Choreography.chat`.
+        """Answer a chat: `Choreography.chat`.
 
         Args:
             choreography: the session, or a view of it, that runs the calls.
@@ -100,7 +100,7 @@ class SessionChats:
         return self._cutter
 
     def _plan(self, choreography: SessionFacade, split: Split, adapter: str) -> ChatPlan:
-        """What the chat reads, as far as it is known; makes room for the rest."""
+        """Plan which known messages the chat reads, and make room for the new ones."""
 
         def new_id() -> str:
             self._count += 1
@@ -114,7 +114,7 @@ class SessionChats:
         return plan
 
     def _encode(self, choreography: SessionFacade, plan: ChatPlan, mode: str, adapter: Any) -> int:
-        """Make the messages that are new; how many tokens were encoded for that."""
+        """Encode the plan's new messages; return how many tokens that took."""
         num_encoded = 0
         for piece in plan.new:
             made: Message = choreography.prefill(
@@ -132,7 +132,7 @@ class SessionChats:
     def _keep(
         self, choreography: SessionFacade, answer: Message, key: bytes, context: bytes
     ) -> None:
-        """For the chat that goes on from there."""
+        """Keep an answer for the chat that goes on from it."""
         entry = Entry(key, context, answer.id, answer.num_tokens, is_answer=True)
         known, same = self.book.find(key, context), []
         if known is not None and known.context == context:

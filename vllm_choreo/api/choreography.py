@@ -59,11 +59,11 @@ class Choreography(SyncKeeping):
         llm: the `vllm.LLM`, with nothing enqueued.
         mode: "choreo"; "exact": every result is that of an ordinary request on the concatenated
             text; or "baseline": the same program as text over vLLM's prefix caching.
-        tenant: to whom the session belongs; identical messages of one tenant are encoded once.
-        adapter: of calls that name none: the folder that training wrote, a folder of PEFT, or a
-            `vllm.lora.request.LoRARequest`; None: the model alone.
-        placement: which calls wear it: "writer", those that encode messages; "reader", those that
-            generate; "both"; None: as training has written into the folder.
+        tenant: owner of the session; identical messages of one tenant are encoded once.
+        adapter: adapter of calls that name none: the folder that training wrote, a folder of PEFT,
+            or a `vllm.lora.request.LoRARequest`; None: the model alone.
+        placement: the calls that wear it: "writer", those that encode messages; "reader", those
+            that generate; "both"; None: the placement that training has written into the folder.
         repair: the rule of calls that name none, such as "first:32" (docs/repair.md); None: none.
 
     `tokens` and `header` are text or token ids; text is tokenised without special tokens added.
@@ -169,13 +169,13 @@ class Choreography(SyncKeeping):
         """Answer a chat whose messages were seen before, or were not (docs/on-ramps.md).
 
         Args:
-            messages: as `LLM.chat` takes them.
+            messages: dicts of role and content, as `LLM.chat` takes them.
             auto: "exact": the answer of plain text; "choreo": its parts are read as they were
                 encoded, wherever they stood; "off": nothing is reused, and nothing kept.
-            rendering: what the chat template is told: `tools`, and variables of its own.
+            rendering: variables of the chat template: `tools`, and its own.
             min_tokens: shorter parts are joined; None: 16.
-            options: `sampling_params`, `adapter`, `role`, `save_as`, and with "choreo" `repair`:
-                as of `decode`.
+            options: options of `decode`: `sampling_params`, `adapter`, `role`, `save_as`, and
+                with "choreo" `repair`.
 
         Returns:
             The answer, with the header before it; its usage counts what was encoded for the chat.
@@ -196,7 +196,7 @@ class Choreography(SyncKeeping):
         return clean
 
     def deny(self, *messages: Named) -> Choreography:
-        """The same session under a policy: no call through what is returned reads their traces.
+        """Return the session under a policy: calls through it read no traces of these messages.
 
         Messages, calls and memory are shared with this one, which keeps its own policy; closing
         one closes the session.
@@ -296,7 +296,7 @@ class Choreography(SyncKeeping):
         ]
 
     def _report(self, call: PlannedCall, outcome: Outcome) -> Report:
-        """What the engine says of a finished call."""
+        """The engine's report on a finished call."""
         if not ends_here(call, outcome):
             return report_of(outcome)
         return end_report(self._utility("end", *end_arguments(call, outcome)))

@@ -40,15 +40,14 @@ _FREED = ""  # what is remembered of a message that was freed; of a failed call 
 
 
 class Entries:
-    """What has become of each id: its call while it is generated, then its Message; or it is gone.
+    """States of a session's ids: a pending call, then its Message; or gone.
 
     Args:
         session: the id of the session; ids are `session/name`.
-        limits: has `max_messages_per_session` and `max_tokens_per_session`; None: no limits.
+        limits: object with `max_messages_per_session` and `max_tokens_per_session`; None: none.
 
     Attributes:
-        num_tokens: of all messages that are pending or complete; of pending ones as far as it is
-            known.
+        num_tokens: tokens of all messages, complete or pending; of pending ones those known yet.
         count: ids that are numbers were given below it; the session counts.
     """
 
@@ -130,7 +129,7 @@ class Entries:
             self._gone.popitem(last=False)
 
     def _was_freed(self, message_id: str) -> bool:
-        """Whether the id was a message's, as far as it is known; or long ago a failed call's."""
+        """Return whether the id is known to be a freed message's; or an old failed call's."""
         if message_id in self._gone:
             return self._gone[message_id] == _FREED
         return message_id in self._held or self._was_numbered(message_id)
@@ -147,11 +146,11 @@ class Entries:
         return {key: entry for key, entry in self._live.items() if isinstance(entry, Message)}
 
     def is_live(self, message_id: str) -> bool:
-        """Whether there is such a message, or a call that makes it."""
+        """Return whether there is such a message, or a call that makes it."""
         return message_id in self._live
 
     def resolve(self, named: str) -> str:
-        """The id of a message that is named by its id or its `save_as` name."""
+        """Return the id of a message that is named by its id or its `save_as` name."""
         return named if "/" in named else f"{self.session}/{named}"
 
     def get(self, parameter: str, message_id: str) -> PlannedCall | Message:
@@ -250,7 +249,7 @@ class Entries:
             self._check_limits(calls)
 
     def check_names(self, message_ids: Sequence[str]) -> None:
-        """Raises NameTakenError: one of them is, or occurs twice."""
+        """Check that no id is taken or occurs twice. Raises NameTakenError: one does."""
         seen: set[str] = set()
         for message_id in message_ids:
             # The name of a failed call may be used again: there is no message of that name.

@@ -40,7 +40,7 @@ class FacadeWrapper:
     def prefill(
         self, tokens: Content | Calls, **options: Unpack[ReadOptions]
     ) -> Message | list[Message]:
-        """See `Choreography.prefill`."""
+        """Encode a message, or a list of them: `Choreography.prefill`."""
         return _made(self._prefill, "tokens", tokens, options)
 
     @overload
@@ -52,24 +52,24 @@ class FacadeWrapper:
     def decode(
         self, header: Content | Calls, **options: Unpack[DecodeOptions]
     ) -> Message | list[Message]:
-        """See `Choreography.decode`."""
+        """Encode a header and generate, or run a list of such calls: `Choreography.decode`."""
         return _made(self._decode, "header", header, options)
 
     def free(self, *messages: Named) -> None:
-        """See `Choreography.free`."""
+        """Free messages: `Choreography.free`."""
         self._c.free(*messages)
 
     def _prefill(self, calls: list[Item]) -> Sequence[Message]:
-        """What comes of calls, in order; one that was made by itself is a list of one."""
+        """Prefill a list of calls, in order; a single call comes as a list of one."""
         return self._c.prefill(calls)
 
     def _decode(self, calls: list[Item]) -> Sequence[Message]:
-        """As `_prefill`."""
+        """Decode a list of calls, in order; a single call comes as a list of one."""
         return self._c.decode(calls)
 
 
 class PassingSession(FacadeWrapper):
-    """The same in front of a session, which ends with this one."""
+    """Wrapper of a session, which ends with this one."""
 
     def __init__(self, c: SessionFacade) -> None:
         super().__init__(c)

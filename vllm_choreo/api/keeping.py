@@ -25,10 +25,11 @@ from vllm_choreo.snapshot.storage import KeptFolder
 
 
 class Keeping:
-    """
+    """Saves and loads of one session.
+
     Args:
-        session: whose messages.
-        vllm_config: the engine's.
+        session: session that owns the messages.
+        vllm_config: configuration of its engine.
     """
 
     def __init__(self, session: Session, vllm_config: Any) -> None:
@@ -44,7 +45,7 @@ class Keeping:
         progress: bool | None,
         denied: Sequence[str] = (),
     ) -> Steps[Kept]:
-        """The steps of a save; see `Choreography.save`. Raises as it does."""
+        """Return the steps of `Choreography.save`. Raises as it does."""
         check_mode_keeps(self._session.mode)
         if not isinstance(encodings, bool):
             raise ChoreoError("choose true or false", parameter="encodings", value=encodings)
@@ -66,7 +67,7 @@ class Keeping:
     def load(
         self, uri: str | Path | KeptFolder, *, on_mismatch: str, progress: bool | None
     ) -> Steps[list[Message]]:
-        """The steps of a load; see `Choreography.load`. Raises as it does."""
+        """Return the steps of `Choreography.load`. Raises as it does."""
         check_mode_keeps(self._session.mode)
         check_on_mismatch(on_mismatch)
         self._session.entries.check_open()
@@ -93,7 +94,7 @@ class Keeping:
         )
 
     def _folder(self, uri: str | Path | KeptFolder) -> KeptFolder:
-        """What a caller names; with the key of this program, unless it has one."""
+        """Folder at a URI, with this program's key unless it has its own."""
         folder = uri if isinstance(uri, KeptFolder) else KeptFolder(uri)
         if folder.keep_key is None:
             folder.keep_key = own_key(ChoreoConfig.from_vllm(self._vllm_config).keep_key)

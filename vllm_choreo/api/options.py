@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options of vLLM a call may have: sampling that makes one message."""
+"""Options of vLLM that a call may have: sampling that makes one message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def checked_sampling_params(kind: str, given: Any, model_config: Any) -> Any:
     Args:
         kind: "prefill", which samples nothing, or "decode".
         given: `vllm.SamplingParams`, or None.
-        model_config: vLLM's.
+        model_config: vLLM's `ModelConfig`.
 
     Raises:
         UnsupportedOptionError: an option that does not make one message per call.

@@ -35,7 +35,7 @@ def engine_prompt(token_ids: Sequence[int], cache_salt: str | None = None) -> An
     """The prompt of a request as vLLM's input processor takes it, without tokenising again.
 
     Args:
-        cache_salt: who finds it in vLLM's prefix cache: requests of the same salt.
+        cache_salt: salt of vLLM's prefix cache: only requests of the same salt share blocks.
     """
     from vllm.inputs.engine import tokens_input
 
@@ -58,13 +58,13 @@ def engine_params(call: PlannedCall, mode: str) -> Any:
 
 
 def end_arguments(call: PlannedCall, outcome: Outcome | None) -> tuple[str, str, int]:
-    """Of the operation "end"; without an outcome nothing is kept."""
+    """Arguments of the engine's operation "end"; without an outcome nothing is kept."""
     generated = outcome.output.outputs[0].token_ids if outcome else ()
     return call.params.session, call.id, len(call.token_ids) + len(generated) if outcome else 0
 
 
 def check_ttl(ttl: Any) -> float:
-    """Raises ChoreoError: no number of seconds above 0."""
+    """Return `ttl` as a float. Raises ChoreoError: no number of seconds above 0."""
     if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl < float("inf"):
         raise ChoreoError("a number of seconds above 0 is needed", parameter="ttl", value=ttl)
     return float(ttl)
@@ -85,8 +85,8 @@ def metrics_of(output: Any, submitted: float, first: float, now: float) -> Metri
 
     Args:
         output: its latest `RequestOutput`.
-        submitted, first, now: when it was submitted, when the first of its outputs came, and this
-            one; on the clock of `time.perf_counter`.
+        submitted, first, now: times of its submission, of its first output and of this one, in
+            seconds on the clock of `time.perf_counter`.
     """
     # The engine core's stamps are `time.monotonic`: on Linux the clock of `time.perf_counter`, in
     # every process.
@@ -118,7 +118,7 @@ def report_of(outcome: Outcome) -> Report:
 
 
 def ends_here(call: PlannedCall, outcome: Outcome) -> bool:
-    """Whether the engine has to be told where the message ends: see `ChoreoParams.open_end`."""
+    """Return whether the engine must be told where the message ends (`ChoreoParams.open_end`)."""
     params = outcome.output.kv_transfer_params or {}
     reason = outcome.output.outputs[0].finish_reason
     return (
@@ -132,12 +132,12 @@ def end_report(report: Mapping[str, Any] | None) -> Report:
 
 
 def choreo_result(call: PlannedCall, outcome: Outcome, report: Report) -> Result:
-    """What a choreographed call came to."""
+    """Result of a choreographed call: its message, or its error."""
     return report if isinstance(report, ChoreoError) else message_from(call, outcome, report)
 
 
 def baseline_result(call: PlannedCall, outcome: Outcome) -> Result:
-    """What a baseline call came to."""
+    """Result of a baseline call: its message, or its error."""
     reason = outcome.output.outputs[0].finish_reason
     if reason in ("abort", "error"):
         return ChoreoError(f"the engine ended the call: {reason}", parameter="finish_reason")
@@ -149,7 +149,7 @@ def message_from(call: PlannedCall, outcome: Outcome, report: Mapping[str, Any])
 
     Args:
         call: the call as it was planned.
-        outcome: of the call.
+        outcome: its last output, and its times.
         report: `position`, and the fields of `Usage`.
     """
     completion = outcome.output.outputs[0]

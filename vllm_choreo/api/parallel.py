@@ -14,12 +14,12 @@ def results_of(
     calls: Sequence[Any],
     errors: type[Exception] = ChoreoError,
 ) -> Sequence[Any]:
-    """What each call came to: its message, or the error with which it failed.
+    """Results of calls: the message of each, or the error with which it failed.
 
     Args:
         make: `decode`, `prefill` or the like of a facade: takes a list, returns one.
         calls: its items, in order.
-        errors: what one call may end with; all others are raised.
+        errors: class of the errors that one call may end with; all others are raised.
 
     Returns:
         One entry per call, in order.

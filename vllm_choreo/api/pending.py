@@ -40,7 +40,7 @@ class Pending:
         return result
 
     async def result(self) -> Result:
-        """What the call comes to."""
+        """Wait for the call's message, or for its error."""
         assert self._future is not None
         try:
             # Shielded: that one of several readers gives up does not stop the call for the others.
@@ -51,7 +51,7 @@ class Pending:
             raise
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
-        """What was generated so far, each time that there is more. For one reader."""
+        """Yield all that was generated so far, each time that there is more. For one reader."""
         assert self._future is not None
         self._future.add_done_callback(lambda _: self._changed.set())
         while not self._future.done():
@@ -61,7 +61,7 @@ class Pending:
                 yield self._latest
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """What is new, each time that there is more; the last one carries the message.
+        """Yield the newly generated text and tokens; the last piece carries the message.
 
         Raises:
             ChoreoError: the call failed.

@@ -16,11 +16,11 @@ class PlannedCall:
 
     Attributes:
         text, token_ids: the new tokens, and their text.
-        params: what the engine is told; `params.save_as` is the message's id.
+        params: parameters for the engine; `params.save_as` is the message's id.
         sampling_params: the caller's for decode, None for prefill.
         adapter: the `LoRARequest` that encodes the new tokens and generates, or None.
-        role: what the message is in its workflow, or None.
-        trace: what the message that it makes will carry traces of.
+        role: role of the message in its workflow, or None.
+        trace: history of the message that it makes.
     """
 
     text: str

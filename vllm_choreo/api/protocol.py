@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every facade offers, so that one program runs on any of them.
+"""Protocols of the facades, so that one program runs on any of them.
 
     Facade           Choreography (in any mode), ChoreoClient, FacadeWrapper, benchmarks' Script
     SessionFacade    Choreography (in any mode), ChoreoClient
@@ -27,7 +27,7 @@ from vllm_choreo.semantics.message import Kept, Message, Piece
 
 
 class Facade(Protocol):
-    """Makes messages. See `Choreography` for what the methods do."""
+    """Maker of messages, with methods as in `Choreography`."""
 
     @property
     def mode(self) -> str: ...
@@ -38,11 +38,19 @@ class Facade(Protocol):
     @overload
     def prefill(self, tokens: Calls, **options: Unpack[ReadOptions]) -> list[Message]: ...
 
+    def prefill(
+        self, tokens: Content | Calls, **options: Unpack[ReadOptions]
+    ) -> Message | list[Message]: ...
+
     @overload
     def decode(self, header: Content, **options: Unpack[DecodeOptions]) -> Message: ...
 
     @overload
     def decode(self, header: Calls, **options: Unpack[DecodeOptions]) -> list[Message]: ...
+
+    def decode(
+        self, header: Content | Calls, **options: Unpack[DecodeOptions]
+    ) -> Message | list[Message]: ...
 
     def free(self, *messages: Named) -> None: ...
 
@@ -100,7 +108,7 @@ class PendingMessage(Protocol):
 
 
 class AsyncFacade(Protocol):
-    """A session whose calls may overlap. See `AsyncChoreography` for what the methods do.
+    """A session whose calls may overlap, with methods as in `AsyncChoreography`.
 
     A complete message is at hand in process, and must be asked for over HTTP: so `message` is a
     coroutine there alone.
@@ -118,11 +126,19 @@ class AsyncFacade(Protocol):
     @overload
     async def prefill(self, tokens: Calls, **options: Unpack[ReadOptions]) -> list[Message]: ...
 
+    async def prefill(
+        self, tokens: Content | Calls, **options: Unpack[ReadOptions]
+    ) -> Message | list[Message]: ...
+
     @overload
     async def decode(self, header: Content, **options: Unpack[DecodeOptions]) -> Message: ...
 
     @overload
     async def decode(self, header: Calls, **options: Unpack[DecodeOptions]) -> list[Message]: ...
+
+    async def decode(
+        self, header: Content | Calls, **options: Unpack[DecodeOptions]
+    ) -> Message | list[Message]: ...
 
     async def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message: ...
 

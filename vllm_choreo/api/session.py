@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tenant's session on the client's side: which messages there are, and which calls are legal.
+"""A tenant's session on the client's side: its messages, and the rules for legal calls.
 
 `plan` turns `CallSpec`s into `PlannedCall`s, or refuses all of them before any is submitted. Both
 facades (`Choreography`, `AsyncChoreography`) and both modes share it.
@@ -43,15 +43,16 @@ class Session:
 
     Args:
         tokenizer: the model's; text is tokenised without special tokens added.
-        vllm_config: of the engine, for the vocabulary, the context length, the sampling defaults,
-            and whether it takes adapters.
-        mode: of calls that name none; in "baseline" every call is text, whatever it names.
-        tenant: to whom it belongs; identical messages of one tenant are encoded once.
-        limits: see `Entries`.
-        adapter, placement: see `SessionAdapters`.
+        vllm_config: the engine's `VllmConfig`: vocabulary, context length, sampling defaults, and
+            whether it takes adapters.
+        mode: mode of calls that name none; in "baseline" every call is text, whatever it names.
+        tenant: owner of the session; identical messages of one tenant are encoded once.
+        limits: object with the limits of `Entries`, or None.
+        adapter, placement: defaults of calls, as `SessionAdapters` takes them.
         repair: the rule of calls that name none.
-        session_id: that of an earlier process, whose messages are to be loaded; None: a new one.
-        num_unfinished, on_choice: see `SessionRepair`.
+        session_id: id of a session of an earlier process, whose messages are to be loaded; None:
+            a new one.
+        num_unfinished, on_choice: functions that `SessionRepair` calls.
 
     Raises:
         ChoreoError: as `SessionAdapters`, or no such rule.
@@ -109,7 +110,7 @@ class Session:
         return renamed
 
     def admit(self, messages: Sequence[Message]) -> None:
-        """Know messages that were loaded.
+        """Enter messages that were loaded.
 
         Raises:
             NameTakenError, LimitError: there is no name, or no room.
@@ -124,7 +125,7 @@ class Session:
         """Validate calls; reserve nothing unless all of them are right.
 
         Args:
-            specs: what is asked.
+            specs: calls as they are asked for.
             linked: later calls may name earlier ones; otherwise they do not see one another.
 
         Raises:
@@ -147,7 +148,7 @@ class Session:
         return calls
 
     def _planned(self, spec: CallSpec, number: int) -> PlannedCall:
-        """A call that is the list's `number`-th, from 0 on."""
+        """Plan the call that is the list's `number`-th, from 0 on."""
         message_id = self._new_id(spec.save_as)
         copied = spec.content if isinstance(spec.content, ParentSpan) else None
         if copied is None:
@@ -195,7 +196,7 @@ class Session:
         return str(given)
 
     def _trace(self, params: ChoreoParams) -> Trace:
-        """What the message will carry traces of.
+        """History of the message that a call would make.
 
         Raises:
             DeniedMessageError: traces of a message that is denied to the call.
@@ -221,17 +222,17 @@ class Session:
         return f"{self.id}/{save_as}"
 
     def deniable(self, messages: Any) -> tuple[str, ...]:
-        """The ids of messages that calls are to be denied. Raises ChoreoError: see `Entries`."""
+        """Ids of messages to deny to calls. Raises ChoreoError: as `Entries.denied`."""
         self.entries.check_open()
         return self.entries.denied(message_ids(messages, "deny"))
 
     def stats(self) -> dict[str, Any]:
-        """What the client itself knows of a session: `messages` and their `tokens`."""
+        """Numbers that the client itself knows: `messages` and their `tokens`."""
         messages = self.entries.messages().values()
         return {"messages": len(messages), "tokens": sum(m.num_tokens for m in messages)}
 
     def with_choices(self, stats: dict[str, Any]) -> dict[str, Any]:
-        """The engine's numbers of a session, and what a profile of a pair has chosen."""
+        """Add to the engine's numbers which layers a pair's profile has chosen."""
         choices = self.repair.choices
         return stats if choices is None else {**stats, "layers_chosen": choices}
 
@@ -288,7 +289,7 @@ class Session:
         return span._replace(id=message_id)
 
     def _lengths(self, parents: Sequence[ParentSpan]) -> list[int]:
-        """Of the parents that are complete, in tokens.
+        """Lengths of the complete parents, in tokens.
 
         Raises:
             SpanError: a sub-span does not lie inside its message.
@@ -302,7 +303,8 @@ class Session:
         return lengths
 
     def _check_runs(self, params: ChoreoParams) -> None:
-        """
+        """Check that the runs of a repair lie in their parents.
+
         Raises:
             RepairError: a run does not lie in its parent, or names one that is still generated.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the calls of a session repair where they do not say it themselves."""
+"""Repair of calls that name no rule: by the rule, policy or profile of their session."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class SessionRepair:
     """The rule of a session.
 
     Args:
-        given: as `Choreography` takes it.
+        given: the rule, policy or profile, as `Choreography` takes `repair`.
         mode: the session's.
-        model: of the engine, as its configuration names it.
+        model: name of the engine's model in its configuration.
         entries: the messages of the session.
-        num_unfinished: how many requests the engine has.
-        on_choice: told what is chosen for each call by the profile of a pair.
+        num_unfinished: function that counts the engine's unfinished requests.
+        on_choice: function that is told what a pair's profile chooses for each call.
 
     Attributes:
-        rule: as it is read; None: there is none.
-        keep_hidden: of calls that do not say it, the layers whose hidden states are kept.
+        rule: the parsed rule, policy or profile; None: there is none.
+        keep_hidden: layers whose hidden states are kept for calls that do not say it.
 
     Raises:
         RepairError: no rule, or one that was found with another model.
@@ -68,12 +68,12 @@ class SessionRepair:
 
     @property
     def follows_load(self) -> bool:
-        """Whether what calls repair depends on what else the engine does."""
+        """True if what calls repair depends on the engine's load."""
         return isinstance(self.rule, PairRule) and self.rule.ttft is not None
 
     @property
     def choices(self) -> dict[str, dict[str, int]] | None:
-        """How often which layers were chosen, and why; None: nothing is chosen here."""
+        """Counts of the layers chosen, by the reason; None: nothing is chosen here."""
         return None if self._chooser is None else self._chooser.counts
 
     def of(
@@ -84,12 +84,12 @@ class SessionRepair:
         adapter: Any,
         num_planned: int,
     ) -> Any:
-        """The call's own rule, or what the session has for it.
+        """Return the call's own rule, or the one that the session has for it.
 
         Args:
-            exact: whether the call is; what it must, it encodes anew whatever its session repairs.
-            parents: of the call, by the ids of messages.
-            adapter: that it wears.
+            exact: True for an exact call, which encodes anew what it must and has no other repair.
+            parents: the call's parents, by the ids of messages.
+            adapter: the `LoRARequest` that the call wears, or None.
             num_planned: calls of the same list before it.
 
         Raises:

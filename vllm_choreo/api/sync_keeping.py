@@ -15,7 +15,7 @@ from vllm_choreo.snapshot.storage import KeptFolder
 
 
 class SyncKeeping:
-    """Mixed into the facade, whose session and engine it uses."""
+    """Mixin of the facade, whose session and engine it uses."""
 
     def save(
         self: Any,
@@ -51,12 +51,12 @@ class SyncKeeping:
         on_mismatch: str = "refuse",
         progress: bool | None = None,
     ) -> list[Message]:
-        """Bring saved messages into this session, under their names; nothing is encoded for that.
+        """Load saved messages into this session, under their names; nothing is encoded for that.
 
         What has no keys and values in the folder, or no room here, is encoded when it is read.
 
         Args:
-            on_mismatch: what becomes of keys and values that another model made, or that were
+            on_mismatch: treatment of keys and values that another model made, or that were
                 damaged: "refuse" the load, or "encode" their messages when they are read; those of
                 a "variant" of the model, other weights of the same shapes, are taken as they are.
             progress: show a bar; None: on a terminal.
@@ -75,7 +75,7 @@ class SyncKeeping:
         return messages
 
     def _answer(self: Any, ask: Ask) -> Any:
-        """What a save or a load asks of the engine."""
+        """Do what a save or a load asks of the engine."""
         from vllm_choreo.engine.utility import of_workers
 
         if ask.what == "session":

@@ -12,7 +12,7 @@ from vllm_choreo.semantics.message import Kept, Message
 
 
 class AsyncKeeping:
-    """Mixed into the client, whose session and connection it uses."""
+    """Mixin of the client, whose session and connection it uses."""
 
     async def save(
         self: Any,
@@ -22,7 +22,7 @@ class AsyncKeeping:
         encodings: bool = False,
         progress: bool | None = None,
     ) -> Kept:
-        """See `ChoreoClient.save`."""
+        """Keep messages on the server: `ChoreoClient.save`."""
         exchange = exchanges.saving(await self.open(), messages, uri, encodings)
         kept: Kept = await self._exchange(exchange)
         return kept
@@ -34,7 +34,7 @@ class AsyncKeeping:
         on_mismatch: str = "refuse",
         progress: bool | None = None,
     ) -> list[Message]:
-        """See `ChoreoClient.load`."""
+        """Load messages that the server keeps: `ChoreoClient.load`."""
         exchange = exchanges.loading(await self.open(), uri, on_mismatch)
         messages: list[Message] = await self._exchange(exchange)
         return messages

@@ -83,7 +83,7 @@ class PendingAnswer:
         return result
 
     async def result(self) -> Result:
-        """What the call comes to: its message, or why there is none."""
+        """Wait for the call's message, or for its error."""
         # Shielded: that one of several readers gives up does not stop the call for the others.
         return await asyncio.shield(self._future)
 
@@ -94,7 +94,7 @@ class PendingAnswer:
 
 @dataclass
 class _Shared:
-    """What a client and its views under a policy have in common."""
+    """State that a client and its views under a policy share."""
 
     http: httpx.AsyncClient
     session: str = ""  # until it is open
@@ -158,7 +158,7 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
     async def prefill(
         self, tokens: Content | Calls, **options: Unpack[ReadOptions]
     ) -> Message | list[Message]:
-        """See `Choreography.prefill`."""
+        """Encode a message, or a list of them: `Choreography.prefill`."""
         return await self._run(asked("prefill", tokens, options, self._denied))
 
     @overload
@@ -170,11 +170,11 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
     async def decode(
         self, header: Content | Calls, **options: Unpack[DecodeOptions]
     ) -> Message | list[Message]:
-        """See `ChoreoClient.decode`."""
+        """Encode a header and generate, or run a list of such calls: `ChoreoClient.decode`."""
         return await self._run(asked("decode", header, options, self._denied))
 
     async def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:
-        """See `Choreography.reencode`; the message must be complete."""
+        """Encode a complete message anew with other parents: `Choreography.reencode`."""
         clean: Message = await self._run(asked_copy(message, options, self._denied))
         return clean
 
@@ -200,7 +200,9 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
     async def submit_all(
         self, calls: Sequence[Call | Mapping[str, Any] | CallSpec]
     ) -> list[PendingAnswer]:
-        """See `AsyncChoreography.submit_all`; one request, and one that stands or falls as a whole.
+        """Start calls of both kinds in one request, accepted or refused as a whole.
+
+        Otherwise as `AsyncChoreography.submit_all`.
 
         Raises:
             ChoreoError: one of the calls is illegal; nothing was submitted.
@@ -238,35 +240,35 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
         )
 
     async def message(self, named: Named) -> Message:
-        """See `ChoreoClient.message`."""
+        """Fetch a complete message from the server: `ChoreoClient.message`."""
         return await self._exchange(exchanges.fetching(await self.open(), named))
 
     async def provenance(self, named: Named) -> frozenset[str]:
-        """See `ChoreoClient.provenance`."""
+        """Ask the server whose traces a message carries: `ChoreoClient.provenance`."""
         return await self._exchange(exchanges.tracing(await self.open(), named))
 
     async def free(self, *messages: Named) -> None:
-        """See `Choreography.free`."""
+        """Free messages: `Choreography.free`."""
         await self._exchange(exchanges.freeing(await self.open(), messages))
 
     async def evict(self, *messages: Named) -> None:
-        """See `Choreography.evict`."""
+        """Drop cached keys and values: `Choreography.evict`."""
         await self._exchange(exchanges.evicting(await self.open(), messages))
 
     async def pin(self, *messages: Named, ttl: float | None = None) -> None:
-        """See `ChoreoClient.pin`."""
+        """Evict messages after all others, for `ttl` seconds: `ChoreoClient.pin`."""
         await self._exchange(exchanges.pinning(await self.open(), messages, ttl))
 
     async def unpin(self, *messages: Named) -> None:
-        """See `Choreography.unpin`."""
+        """Take pins back: `Choreography.unpin`."""
         await self._exchange(exchanges.unpinning(await self.open(), messages))
 
     async def stats(self) -> dict[str, Any]:
-        """See `ChoreoClient.stats`."""
+        """Ask for the server's numbers on the session: `ChoreoClient.stats`."""
         return await self._exchange(exchanges.stats(await self.open()))
 
     async def close(self) -> None:
-        """End the calls that are running and free all messages; see `ChoreoClient.close`."""
+        """End the calls that are running and free all messages: `ChoreoClient.close`."""
         shared = self._shared
         if shared.http.is_closed:
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both clients are: a session on a server, under a policy."""
+"""Base of both clients: a session on a server, under a policy."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 
 class ClientBase:
-    """
+    """A session on a server, whose requests a subclass sends.
+
     Args:
-        base_url: of the server, for example "http://127.0.0.1:8000".
+        base_url: address of the server, for example "http://127.0.0.1:8000".
         api_key: one of those that the server was started with; None if it asks for none.
         mode: "choreo", "exact" or "baseline", as for `Choreography`.
         timeout: the longest time to wait for an answer, in seconds.
         ttl_seconds: the server closes the session if it is not used for so long; None: the
             server's default, which is also the longest.
-        adapter: of calls that name none: a LoRA adapter that the server knows, by its name.
-        placement: which calls wear it, as for `Choreography`.
+        adapter: adapter of calls that name none: a LoRA adapter that the server knows, by its name.
+        placement: the calls that wear it, as for `Choreography`.
         repair: the rule of calls that name none, as for `Choreography`.
 
     Raises:
@@ -54,7 +55,10 @@ class ClientBase:
         self._denied: tuple[str, ...] = ()
 
     def deny(self, *messages: Named) -> Self:
-        """See `Choreography.deny`; that the messages exist is checked with the next call."""
+        """Return the session under a policy: `Choreography.deny`.
+
+        That the messages exist is checked with the next call.
+        """
         view = copy.copy(self)
         view._denied = (*self._denied, *message_ids(messages, "deny"))
         return view

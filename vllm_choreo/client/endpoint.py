@@ -18,9 +18,10 @@ _IDLE_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """
+    """Address of a server, with the key and the timeout of its requests.
+
     Attributes:
-        base_url: of the server, without the path `/v1`.
+        base_url: address of the server, without the path `/v1`.
         api_key: None for a server that asks for none.
         timeout: the longest time to wait for an answer, or for more of a stream, in seconds.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a server, and how its answer is read: all of a client that does no I/O.
+"""Requests to a server and readers of their answers: all of a client that does no I/O.
 
 An `Exchange` is a request and the reader of its answer; both clients send the one and pass the
 other on. What can be seen without the session is refused here, by the same errors as
@@ -43,8 +43,8 @@ class Exchange(Generic[_T]):
     """A request, and what its answer means.
 
     Attributes:
-        read: makes the result of the answer's JSON and of when the request was made, on the clock
-            of `time.perf_counter`. Raises ChoreoError: a call failed.
+        read: function of the answer's JSON and of the time of the request, on the clock of
+            `time.perf_counter`, that makes the result. Raises ChoreoError: a call failed.
     """
 
     request: Request
@@ -57,7 +57,7 @@ class Exchange(Generic[_T]):
 def opening(
     mode: str, ttl_seconds: float | None, adapter: Any, placement: str | None, repair: Any
 ) -> Exchange[str]:
-    """Open a session; its id."""
+    """Open a session, and read its id."""
     rule = session_rule(repair, mode)
     options = {
         "ttl_seconds": ttl_seconds,
@@ -86,7 +86,7 @@ def _stats_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nothing(body: Any, submitted: float) -> None:
-    """Of an answer that says no more than that it was done."""
+    """Read an answer that says no more than that it was done."""
 
 
 # -- calls ---------------------------------------------------------------------------------------
@@ -112,14 +112,14 @@ def streaming(session: str, specs: Sequence[CallSpec]) -> Request:
 
 
 def result_of(body: Mapping[str, Any], submitted: float) -> Result:
-    """What a call came to: a message object, or that of an error."""
+    """Read the result of a call: a message object, or that of an error."""
     if body["object"] == "error":
         return refusal_of(body["error"])
     return message_of(body, submitted)
 
 
 def is_chunk(event: Mapping[str, Any]) -> bool:
-    """Whether an event of a stream is a piece of a message, not its end."""
+    """Return whether an event of a stream is a piece of a message, not its end."""
     return bool(event["object"] == "choreo.message.chunk")
 
 
@@ -204,7 +204,7 @@ def _operation(
 
 
 def _message_path(session: str, named: Named) -> str:
-    """Where a message is; it is not asked for if it is of another session."""
+    """Return the path of a message, or refuse one of another session."""
     found = message_id(named, "messages")
     owner, slash, name = found.partition("/")
     if not slash:

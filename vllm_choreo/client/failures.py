@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong between client and server, as errors that name the server and the way out."""
+"""Errors between client and server, which name the server and the way out."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def content_of(endpoint: Endpoint, status: int, body: bytes) -> Any:
 
 
 def _advice(status: int, body: bytes) -> str:
-    """What to do about an answer that is not understood."""
+    """Advice on an answer that is not understood."""
     if status in (401, 403):
         return "the server does not accept the API key: pass the one it was started with as api_key"
     if status == 404:

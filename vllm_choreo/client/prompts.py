@@ -39,15 +39,15 @@ class ServerPrompts:
     def register(
         self, schema: str | Schema, *, context: str = "modules", encode: bool = False
     ) -> dict[str, Any]:
-        """Add a schema; what the server says of it. See `PromptCache.register`."""
+        """Add a schema, as `PromptCache.register` does; return the server's description of it."""
         return self._done(_registering(schema, context, encode))
 
     def schemas(self) -> list[dict[str, Any]]:
-        """What the server says of each schema that prompts can name, its operator's too."""
+        """Descriptions of all schemas that prompts can name, the operator's too."""
         return self._done(_listing())
 
     def schema(self, name: str) -> dict[str, Any]:
-        """What the server says of a schema: modules, `markup`, and its tree, `outline`."""
+        """Description of a schema: modules, `markup`, and its tree, `outline`."""
         return self._done(_reading(name))
 
     def show(self, name: str) -> str:
@@ -59,7 +59,7 @@ class ServerPrompts:
         self._done(_deleting(name))
 
     def decode(self, prompt: str | Prompt, **options: Any) -> PromptAnswer:
-        """See `PromptCache.decode`; one prompt. `messages` are ids."""
+        """Answer one prompt, as `PromptCache.decode` does; `messages` are ids."""
         client = self._client
         return self._done(_running(client.session, prompt, options, client._denied))
 
@@ -77,33 +77,33 @@ class AsyncServerPrompts:
     async def register(
         self, schema: str | Schema, *, context: str = "modules", encode: bool = False
     ) -> dict[str, Any]:
-        """See `ServerPrompts.register`."""
+        """Add a schema: `ServerPrompts.register`."""
         return await self._done(_registering(schema, context, encode))
 
     async def schemas(self) -> list[dict[str, Any]]:
-        """See `ServerPrompts.schemas`."""
+        """List the schemas: `ServerPrompts.schemas`."""
         return await self._done(_listing())
 
     async def schema(self, name: str) -> dict[str, Any]:
-        """See `ServerPrompts.schema`."""
+        """Describe a schema: `ServerPrompts.schema`."""
         return await self._done(_reading(name))
 
     async def show(self, name: str) -> str:
-        """See `ServerPrompts.show`."""
+        """Show a schema as a tree: `ServerPrompts.show`."""
         return str((await self.schema(name))["outline"])
 
     async def unregister(self, name: str) -> None:
-        """See `ServerPrompts.unregister`."""
+        """Delete a schema: `ServerPrompts.unregister`."""
         await self._done(_deleting(name))
 
     async def decode(self, prompt: str | Prompt, **options: Any) -> PromptAnswer:
-        """See `ServerPrompts.decode`."""
+        """Answer one prompt: `ServerPrompts.decode`."""
         client = self._client
         session = await client.open()
         return await self._done(_running(session, prompt, options, client._denied))
 
     def stream_decode(self, prompt: str | Prompt, **options: Any) -> AsyncIterator[Piece]:
-        """As `decode`, piece by piece; the last one carries the message."""
+        """Answer one prompt piece by piece; the last piece carries the message."""
         client = self._client
 
         def request(session: str) -> Request:

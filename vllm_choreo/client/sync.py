@@ -36,14 +36,14 @@ class ChoreoClient(ClientBase):
     """A session on a server, with the methods of `vllm_choreo.Choreography`.
 
     Args:
-        base_url: of the server, for example "http://127.0.0.1:8000".
+        base_url: address of the server, for example "http://127.0.0.1:8000".
         api_key: one of those that the server was started with; None if it asks for none.
         mode: "choreo", "exact" or "baseline", as for `Choreography`.
         timeout: the longest time to wait for an answer, in seconds.
         ttl_seconds: the server closes the session if it is not used for so long; None: the
             server's default, which is also the longest.
-        adapter: of calls that name none: a LoRA adapter that the server knows, by its name.
-        placement: which calls wear it, as for `Choreography`.
+        adapter: adapter of calls that name none: a LoRA adapter that the server knows, by its name.
+        placement: the calls that wear it, as for `Choreography`.
         repair: the rule of calls that name none, as for `Choreography`.
 
     Raises:
@@ -90,7 +90,7 @@ class ChoreoClient(ClientBase):
     def prefill(
         self, tokens: Content | Calls, **options: Unpack[ReadOptions]
     ) -> Message | list[Message]:
-        """See `Choreography.prefill`."""
+        """Encode a message, or a list of them: `Choreography.prefill`."""
         return self._run(asked("prefill", tokens, options, self._denied))
 
     @overload
@@ -102,39 +102,39 @@ class ChoreoClient(ClientBase):
     def decode(
         self, header: Content | Calls, **options: Unpack[DecodeOptions]
     ) -> Message | list[Message]:
-        """See `Choreography.decode`.
+        """Encode a header and generate, or run a list of such calls: `Choreography.decode`.
 
         `sampling_params` are `vllm.SamplingParams`, or a dict of their fields.
         """
         return self._run(asked("decode", header, options, self._denied))
 
     def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:
-        """See `Choreography.reencode`."""
+        """Encode a message anew with other parents: `Choreography.reencode`."""
         clean: Message = self._run(asked_copy(message, options, self._denied))
         return clean
 
     def message(self, named: Named) -> Message:
-        """See `Choreography.message`; `metrics.submitted` is 0, for it is not the client's."""
+        """Fetch a complete message; its `metrics.submitted` is 0, for it is not the client's."""
         return self._exchange(exchanges.fetching(self._session, named))
 
     def provenance(self, named: Named) -> frozenset[str]:
-        """See `Choreography.provenance`; the server is asked."""
+        """Ask the server whose traces a message carries: `Choreography.provenance`."""
         return self._exchange(exchanges.tracing(self._session, named))
 
     def free(self, *messages: Named) -> None:
-        """See `Choreography.free`."""
+        """Free messages: `Choreography.free`."""
         self._exchange(exchanges.freeing(self._session, messages))
 
     def evict(self, *messages: Named) -> None:
-        """See `Choreography.evict`."""
+        """Drop cached keys and values: `Choreography.evict`."""
         self._exchange(exchanges.evicting(self._session, messages))
 
     def pin(self, *messages: Named, ttl: float | None = None) -> None:
-        """See `Choreography.pin`; without `ttl`, for as long as the server allows."""
+        """Evict messages after all others; without `ttl`, for as long as the server allows."""
         self._exchange(exchanges.pinning(self._session, messages, ttl))
 
     def unpin(self, *messages: Named) -> None:
-        """See `Choreography.unpin`."""
+        """Take pins back: `Choreography.unpin`."""
         self._exchange(exchanges.unpinning(self._session, messages))
 
     def save(
@@ -145,7 +145,7 @@ class ChoreoClient(ClientBase):
         encodings: bool = False,
         progress: bool | None = None,
     ) -> Kept:
-        """See `Choreography.save`; `uri` is a name, for the operator decides where that is.
+        """Keep messages on the server; `uri` is a name, for the operator decides where that is.
 
         Raises:
             ChoreoError: the operator lets nobody save (`--choreo-keep`), or it is no name.
@@ -156,7 +156,7 @@ class ChoreoClient(ClientBase):
     def load(
         self, uri: str, *, on_mismatch: str = "refuse", progress: bool | None = None
     ) -> list[Message]:
-        """See `Choreography.load`; `uri` is the name under which it was saved."""
+        """Load saved messages: `Choreography.load`; `uri` is the name that was given to `save`."""
         return self._exchange(exchanges.loading(self._session, uri, on_mismatch))
 
     def stats(self) -> dict[str, Any]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What messages and calls mean: pure rules that both sides of the wire share; no torch, no vLLM."""
+"""Meaning of messages and calls: rules that both sides of the wire share; no torch, no vLLM."""

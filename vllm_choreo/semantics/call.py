@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What a caller asks of one call: `CallSpec`, from the facade to the wire. No torch, no vllm.
+r"""`CallSpec`: one call as its caller asks for it, from the facade to the wire. No torch, no vllm.
 
     c.decode("Say:", parents=[doc])        arguments   \
     c.decode([{"header": "Say:", ...}])    dicts        >  CallSpec  >  the session, or JSON
@@ -49,7 +49,7 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """What a caller asks of one call. Messages are named as the caller named them: `name` or id.
+    """A call as asked for. Messages are named as the caller named them: `name` or id.
 
     Attributes:
         kind: "prefill" or "decode".
@@ -58,8 +58,8 @@ class CallSpec:
         sampling_params: `vllm.SamplingParams`, fields of them (HTTP), or None.
         parents, offsets, new_offset, save_as, mode, deny, adapter, repair, keep_hidden, role: see
             `ReadOptions`.
-        tenant: whose identical messages it shares, where that is not the session's; callers have
-            no option for it, only the server for what its operator provides.
+        tenant: tenant whose identical messages it shares, if not the session's; callers have no
+            option for it, only the server for what its operator provides.
     """
 
     kind: str
@@ -96,7 +96,7 @@ class CallSpec:
             check_span(self.content.start, self.content.stop, None, self.content)
 
     def params(self, **engine_side: Any) -> ChoreoParams:
-        """What the engine is told, checked; `engine_side` says what the session adds or resolves.
+        """Checked parameters for the engine; `engine_side` are those that the session decides.
 
         Raises:
             ChoreoError: as `ChoreoParams`.
@@ -121,7 +121,7 @@ class Asked:
     is_list: bool
 
     def answer(self, results: Sequence[Result]) -> Any:
-        """What the method returns: the message, or a list of them.
+        """Return the message, or a list of them.
 
         Raises:
             ChoreoError: the first error among `results`; its `results` are all of them.
@@ -224,7 +224,7 @@ def linked_specs(items: Sequence[Any], denied: Sequence[str] = ()) -> list[CallS
 
 
 def is_list_of_calls(content: Any) -> bool:
-    """Whether `content` is a parallel list, not text or token ids."""
+    """Return whether `content` is a parallel list, not text or token ids."""
     return isinstance(content, Sequence) and bool(content) and isinstance(content[0], Mapping)
 
 
@@ -303,7 +303,7 @@ def _repair(options: Mapping[str, Any]) -> Any:
 
 
 def content_name(kind: str) -> str:
-    """What the new tokens of a call are called, for errors."""
+    """Name of the new tokens' argument, for errors."""
     return "header" if kind == "decode" else "tokens"
 
 
@@ -329,11 +329,11 @@ def _content(kind: str, given: Any) -> str | tuple[int, ...]:
 
 
 def check_mode(mode: str) -> None:
-    """Raises ChoreoError: no such mode."""
+    """Check that a session can have this mode. Raises ChoreoError: it cannot."""
     if mode not in MODES:
         raise ChoreoError(f"mode must be one of {MODES}", parameter="mode", value=mode)
 
 
 def ended() -> ChoreoError:
-    """What a call comes to that is cancelled."""
+    """Error of a call that is cancelled."""
     return ChoreoError("the call was ended before it was complete")

@@ -39,10 +39,10 @@ class ReadOptions(TypedDict, total=False):
         mode: "choreo" or "exact"; omitted: that of the session.
         deny: messages of which the call may read no trace (docs/exactness.md).
         adapter: the LoRA adapter that encodes the new tokens and generates: in process a folder or
-            a `vllm.lora.request.LoRARequest`, over HTTP a name that the server knows. Omitted: that
-            of the session, if its placement has such calls wear it; the name of the model: none.
+            a `vllm.lora.request.LoRARequest`, over HTTP a name that the server knows. Omitted: the
+            session's, if its placement has such calls wear it; the name of the model: none.
             Parents are read as they were encoded.
-        repair: which tokens of the parents are encoded anew in the call's own context: a rule
+        repair: tokens of the parents that are encoded anew in the call's own context: a rule
             ("first:32"), or runs (docs/repair.md). Omitted: that of the session; "none": none.
         layers: `(first, stop)`, or several of these: repair every token of the parents in these
             layers alone, short for `repair={"layers": …}`. In words: "reuse", as they are stored,
@@ -50,7 +50,7 @@ class ReadOptions(TypedDict, total=False):
             chooses (docs/variants.md).
         keep_hidden: layers from which on later calls may repair the new message by layers; omitted:
             that from which on the session repairs, if it does so by layers.
-        role: what the new message is in its workflow, such as "vote"; policies of repair go by it.
+        role: role of the new message in its workflow, such as "vote"; policies of repair go by it.
     """
 
     parents: Sequence[Parent] | None
@@ -67,7 +67,7 @@ class ReadOptions(TypedDict, total=False):
 
 
 class DecodeOptions(ReadOptions, total=False):
-    """Those of a call that generates.
+    """Options of a call that generates.
 
     Attributes:
         sampling_params: `vllm.SamplingParams`; over HTTP also a dict of their fields.

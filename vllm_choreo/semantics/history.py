@@ -75,20 +75,20 @@ class IdSet:
 
     @classmethod
     def known(cls, message_ids: Iterable[str]) -> IdSet:
-        """Those of some ids that any history holds."""
+        """Return the set of those ids that any history holds."""
         found = map(_names.find, message_ids)
         return cls(_branches_of(name.number for name in found if name is not None))
 
     @classmethod
     def union(cls, sets: Iterable[IdSet], names: Iterable[MessageName] = ()) -> IdSet:
-        """All ids of some sets, and some more."""
+        """Union of sets, and of further ids."""
         # Of what a call reads, the latest is last, and often has all of the others.
         tables = [found._branches for found in reversed(tuple(sets)) if found._branches]
         tables.append(_branches_of(name.number for name in names))
         return cls(_merged(tables))
 
     def holds(self, name: MessageName) -> bool:
-        """Whether an id is one of these."""
+        """Return whether the set holds an id."""
         number = name.number
         branch = self._branches.get(number >> (_LEAF_BITS + _BRANCH_BITS))
         leaf = branch[number >> _LEAF_BITS & _IN_BRANCH] if branch is not None else None
@@ -99,7 +99,7 @@ class IdSet:
         return name is not None and self.holds(name)
 
     def meets(self, other: IdSet) -> bool:
-        """Whether the two have an id in common."""
+        """Return whether two sets have an id in common."""
         fewer, more = sorted((self._branches, other._branches), key=len)
         for key, branch in fewer.items():
             others = more.get(key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Message`: what a caller has of a message, and what its call cost. No torch, no vllm.
+"""`Message`: a caller's handle of a message, with the cost of its call. No torch, no vllm.
 
 Keys and values stay in the engine: a `Message` is a handle with the text.
 """
@@ -17,15 +17,15 @@ from vllm_choreo.semantics.provenance import Trace
 
 @dataclass(frozen=True)
 class Usage:
-    """Where the tokens that a call read and wrote came from, in tokens.
+    """Tokens that a call read and wrote, by their source.
 
     Attributes:
         exact: the result is what an ordinary request on the concatenated text would give.
         reused_tokens: read from the cache (choreography: messages; baseline: vLLM's prefix cache).
-        repositioned_tokens: those of `reused_tokens` that were seen at another position than the
-            one at which they were encoded.
-        encoded_tokens: whose keys and values were computed for this call, generated ones included.
-        repaired_tokens: of the parents, that were read as they are encoded in the call's own
+        repositioned_tokens: part of `reused_tokens` that was seen at another position than the one
+            at which it was encoded.
+        encoded_tokens: tokens whose keys and values this call computed, generated ones included.
+        repaired_tokens: tokens of the parents that were read as they are encoded in the call's own
             context, by `repair=`; computed for this call, or for an earlier one with the same.
         untrusted: it depends on keys and values that were loaded, and that nobody whom this process
             trusts has saved (docs/keep.md); then it is not exact.
@@ -40,7 +40,7 @@ class Usage:
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Usage:
-        """What a report of the engine, or a record, says among other things."""
+        """Read the usage in a report of the engine, or in a record."""
         return cls(**{field.name: report.get(field.name, field.default) for field in fields(cls)})
 
 
@@ -49,11 +49,11 @@ class Metrics:
     """The times of a call, in seconds.
 
     Attributes:
-        submitted: when it was submitted, on the clock of `time.perf_counter`.
-        waiting: from then until the engine first scheduled it. None where the engine did not say
-            (it does if started with `disable_log_stats=False`) or had nothing to do.
-        ttft, latency: from then to the first generated token, and to the end. For a prefill both
-            are the time until it was encoded.
+        submitted: time of submission, on the clock of `time.perf_counter`.
+        waiting: time from submission until the engine first scheduled it. None where the engine did
+            not say (it does if started with `disable_log_stats=False`) or had nothing to do.
+        ttft, latency: time from submission to the first generated token, and to the end. For a
+            prefill both are the time until it was encoded.
     """
 
     submitted: float
@@ -68,20 +68,21 @@ class Message:
 
     Attributes:
         id: unique in the engine.
-        text: what was given, then what was generated (special tokens left out, as vLLM does).
+        text: the given text, then the generated one (special tokens left out, as vLLM does).
         token_ids: header and generated tokens, the end-of-sequence token included.
         num_tokens: `len(token_ids)`.
         position: position of the first token when the message was encoded.
         parents: the messages that it was encoded with, as they were listed.
-        generated_text, generated_token_ids: what decode sampled; empty for a prefill.
-        logprobs: as vLLM's `CompletionOutput.logprobs`, of the generated tokens; None if not asked.
+        generated_text, generated_token_ids: output of decode; empty for a prefill.
+        logprobs: logprobs of the generated tokens, as in vLLM's `CompletionOutput.logprobs`; None
+            if not asked.
         finish_reason: "stop", "length" or "repetition"; None for a prefill.
-        usage, metrics: see `Usage`, `Metrics`.
-        offsets, new_offset: where the call asked its parents to be seen and its tokens to stand;
-            None: omitted, one after the other. Text has no such places, hence they count for
+        usage, metrics: tokens and times of its call.
+        offsets, new_offset: positions at which the call placed its parents and its tokens; None:
+            omitted, one after the other. Text has no such places, hence they count for
             nothing in baseline mode; but a program that is recorded there can be trained on as if
             it were choreographed.
-        role: what it is in its workflow, as its call said; None: it did not.
+        role: role in its workflow, as its call said; None: it did not.
         trace: the history of its keys and values, from which `provenance` is read; None where the
             history is elsewhere: on a server, or lost with the engine (transcripts).
     """
@@ -148,13 +149,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a save has written.
+    """Counts of what a save has written.
 
     Attributes:
-        messages: that can be loaded by their names.
-        encodings: with keys and values.
-        tokens: of the messages.
-        bytes: of keys and values.
+        messages: messages that can be loaded by their names.
+        encodings: messages saved with keys and values.
+        tokens: tokens of the messages.
+        bytes: size of the keys and values.
     """
 
     messages: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What names a message: a `Message`, a pending call, an id, a `save_as` name. No torch, no vllm."""
+"""Names of messages: a `Message`, a pending call, an id, a `save_as` name. No torch, no vllm."""
 
 from __future__ import annotations
 

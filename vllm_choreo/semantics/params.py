@@ -45,7 +45,7 @@ class ParentSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class ChoreoParams:
-    """What a call adds to an ordinary vLLM request.
+    """Parameters that a call adds to an ordinary vLLM request.
 
     Attributes:
         parents: the messages that the new tokens attend to; `ParentSpan`, an id, or
@@ -57,8 +57,8 @@ class ChoreoParams:
         kind: "prefill" (encode, sample nothing) or "decode".
         session: the tenant's session that the message belongs to.
         tenant: identical messages of one tenant are encoded once; those of others never meet.
-        reader: whose the message's other encodings are, where that is not `tenant`: in which
-            contexts a message has been read tells of its readers.
+        reader: tenant that owns the message's other encodings, if not `tenant`: the contexts in
+            which a message has been read tell of its readers.
         open_end: the message is complete only once the client has told how many of its tokens it
             keeps: stop strings are found by the client (operation "end" of the engine).
         exact: the result is that of a request on the concatenated text: parents that were encoded
@@ -66,9 +66,9 @@ class ChoreoParams:
         deny: ids of messages of which the call may read no trace.
         copy_of: id of the message whose tokens are encoded anew, of which the new one then
             carries a trace.
-        repair: which tokens of the parents are encoded anew in the call's own context: a rule as
+        repair: tokens of the parents that are encoded anew in the call's own context: a rule as
             `rule_of` takes it, kept as `Rule`; None: none.
-        keep_hidden: layers of which the workers keep what they are given for the new message's
+        keep_hidden: layers whose input (hidden states) the workers keep for the new message's
             tokens, for calls that repair it by layers from there on.
 
     Raises:

@@ -42,14 +42,14 @@ class CallPlan:
     """A call whose parents have known lengths: every position is decided.
 
     Attributes:
-        parents: in the order of the call.
+        parents: the parents, in the order of the call.
         new_offset: position of the first new token.
         base: virtual index of the first new token, a multiple of the block size.
-        exact: whether the result is what an ordinary request on the concatenated text gives.
-        repaired_tokens: of the parents, that are read as they are encoded in the call's context.
-        is_placed: whether the model sees new tokens at their positions, not at their virtual
+        exact: True if the result is that of an ordinary request on the concatenated text.
+        repaired_tokens: tokens of the parents that are read as encoded in the call's context.
+        is_placed: True if the model sees new tokens at their positions, not at their virtual
             indices.
-        weights: None: all parents count alike.
+        weights: weights of the parents; None: all count alike.
     """
 
     parents: tuple[ParentPlan, ...]
@@ -62,7 +62,7 @@ class CallPlan:
 
     @property
     def own_position(self) -> int:
-        """To which the model rotates the first new token."""
+        """Position to which the model rotates the first new token."""
         return self.new_offset if self.is_placed else self.base
 
 
@@ -82,7 +82,7 @@ def resolve_offsets(
 def is_text(
     lengths: Sequence[int], offsets: Sequence[int], new_offset: int, from_zero: bool = False
 ) -> bool:
-    """Whether everything lies one right after the other, from anywhere on or from position 0."""
+    """Return whether all lies one right after the other, from anywhere or from position 0."""
     if from_zero and (*offsets, new_offset)[0]:
         return False
     ends = [offset + length for offset, length in zip(offsets, lengths, strict=True)]
@@ -98,7 +98,7 @@ def check_text_offsets(
     """Refuse positions that no text has; a constant added to all of them is allowed.
 
     Args:
-        from_zero: it is not, for the model scales queries by their position.
+        from_zero: the first position must be 0, for the model scales queries by their position.
 
     Raises:
         OffsetError: there is a gap, an overlap, or another order.
@@ -153,7 +153,7 @@ def check_length(
     """Refuse what does not fit into the model's context, before anything is allocated.
 
     Args:
-        generates: tokens follow the new ones, one at least.
+        generates: True if tokens follow the new ones, one at least.
 
     Raises:
         TooLongError: the virtual sequence, or the room for sampled tokens, is too long.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a message carries traces of, and which traces a call may read. No torch, no vllm.
+"""Traces that a message carries, and those that a call may read. No torch, no vllm.
 
 A message's keys and values depend on all that its encoding attended to, and on all that this had
 attended to before, whether or not it is listed: an agent's utterance carries its private plan. A
@@ -44,7 +44,7 @@ class Trace:
 
     @property
     def id(self) -> str:
-        """Of the message."""
+        """Id of the message."""
         return self._name.id
 
     def __repr__(self) -> str:
@@ -64,11 +64,11 @@ class Trace:
         return frozenset(trace.id for trace in seen if trace is not self)
 
     def carries(self, denied: Collection[str]) -> bool:
-        """Whether the message is one of those denied, or has one in its history."""
+        """Return whether the message is one of those denied, or has one in its history."""
         return bool(denied) and self.holds_any(IdSet.known(denied))
 
     def holds_any(self, ids: IdSet) -> bool:
-        """As `carries`, of a set that is asked for more than once."""
+        """Do as `carries`, for a set of ids that is made once."""
         return ids.holds(self._name) or self.history.meets(ids)
 
     def check(self, denied: Collection[str]) -> None:
@@ -99,10 +99,10 @@ def trace_of(
     """The history of a message that a call makes.
 
     Args:
-        message_id: of the new message.
-        parents: of the messages that the call lists.
+        message_id: id of the new message.
+        parents: histories of the messages that the call lists.
         reads_text: the call depends on its parents' tokens alone, as in exact and baseline mode.
-        origin: of the message whose tokens it takes, for a copy.
+        origin: history of the message whose tokens a copy takes; None: no copy.
     """
     read = tuple(parent.as_text() if reads_text else parent for parent in parents)
     return Trace(message_id, read, origin.as_text() if origin else None)
@@ -126,7 +126,7 @@ def _refusal(trace: Trace, denied: Collection[str], ids: IdSet) -> DeniedMessage
 
 
 def _path(parent: Trace, denied: Collection[str], ids: IdSet) -> list[str]:
-    """From a denied message to the parent by which it came, both included.
+    """Return the path from a denied message to the parent by which it came, both included.
 
     Of a long path, what lies between the steps next to the parent and its end is left out.
     """
@@ -141,6 +141,6 @@ def _path(parent: Trace, denied: Collection[str], ids: IdSet) -> list[str]:
 
 
 def _towards(trace: Trace, ids: IdSet) -> Trace:
-    """Of what a message was encoded with: one of `ids`, or the oldest that carries one."""
+    """Return the source of a message that is one of `ids`, or the oldest that carries one."""
     sources = [source for source in trace._sources() if source.holds_any(ids)]
     return min(sources, key=lambda source: (not ids.holds(source._name), source._name.number))

@@ -24,7 +24,7 @@ _LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class Logprob:
-    """As `vllm.logprobs.Logprob`: of a token, natural; `rank` 1 is the likeliest."""
+    """Natural log-probability of a token, like `vllm.logprobs.Logprob`; `rank` 1: likeliest."""
 
     logprob: float
     rank: int | None = None
@@ -35,7 +35,7 @@ class Logprob:
 
 
 def record_json(message: Message) -> dict[str, Any]:
-    """What answers and transcripts both tell of a message; logprobs are left out."""
+    """Record of a message in answers and transcripts; logprobs are left out."""
     metrics = message.metrics
     return {
         "id": message.id,
@@ -114,7 +114,7 @@ def _usage_json(usage: Usage, num_generated: int) -> dict[str, Any]:
 
 
 def _logprobs_json(logprobs: Any) -> list[dict[str, Any]] | None:
-    """VLLM's logprobs of the generated tokens: one map per token, from token ids."""
+    """Logprobs of the generated tokens, as vLLM gives them: one map per token, from token ids."""
     if logprobs is None:
         return None
     return [
@@ -137,8 +137,8 @@ def message_of(body: Mapping[str, Any], submitted: float) -> Message:
     """The message of a record, with what an answer adds to it.
 
     Args:
-        body: of an answer, or of a transcript.
-        submitted: when the call was submitted, on the clock of `time.perf_counter`.
+        body: message object of an answer, or of a transcript.
+        submitted: time at which the call was submitted, on the clock of `time.perf_counter`.
     """
     metrics = body["metrics"]
     return Message(

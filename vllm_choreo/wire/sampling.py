@@ -79,7 +79,7 @@ def _changed_fields(params: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A field's value; those that are objects as what was set in them."""
+    """Value of a field; of an object, a dict of the fields that were set."""
     if not is_dataclass(value) or isinstance(value, type):
         return value
     fields = asdict(value).items()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_choreo.cli.calibrate.repaired import Call, Choose, Repaired
+from vllm_choreo.cli.calibrate.repaired import Choose, Repaired, RepairedCall
 from vllm_choreo.cli.run.task import Task, program_of
 from vllm_choreo.judge.divergence import Measured, kl_per_token
 from vllm_choreo.workflows.record.replay import Replay
@@ -33,13 +33,13 @@ class Heard:
         read: all calls that have parents.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[RepairedCall, ...]
     kl: tuple[float, ...]
     same: tuple[int, ...]
     num_encoded: int
     num_reused: int
     ttft: float
-    read: tuple[Call, ...]
+    read: tuple[RepairedCall, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -47,9 +47,9 @@ class Heard:
         return sum(len(call.message.generated_token_ids) for call in self.calls)
 
 
-def distinct(calls: Sequence[Call]) -> list[Call]:
+def distinct(calls: Sequence[RepairedCall]) -> list[RepairedCall]:
     """First of the calls of each role that read the same: what one repairs, the others share."""
-    first: dict[Any, Call] = {}
+    first: dict[Any, RepairedCall] = {}
     for call in calls:
         first.setdefault((call.role, call.message.parents), call)
     return list(first.values())
@@ -89,7 +89,7 @@ class Replays:
 
     def _replay(
         self, mode: str, repair: Any, choose: Choose | None
-    ) -> tuple[Sequence[np.ndarray], list[Call]]:
+    ) -> tuple[Sequence[np.ndarray], list[RepairedCall]]:
         from vllm_choreo.api.choreography import Choreography
 
         assert self.task.recorded is not None

@@ -19,7 +19,7 @@ Choose = Callable[[str, Sequence[ReadParent]], frozenset[Key] | None]
 
 
 @dataclass(frozen=True)
-class Call:
+class RepairedCall:
     """A call that was made: its role, its parents, what was chosen, and its message."""
 
     role: str
@@ -42,7 +42,7 @@ class Repaired(FacadeWrapper):
 
     def __init__(self, c: Facade, choose: Choose | None, block: int, num_blocks: int) -> None:
         super().__init__(c)
-        self.calls: list[Call] = []
+        self.calls: list[RepairedCall] = []
         self._choose = choose
         self._block, self._num_blocks = block, num_blocks
 
@@ -67,7 +67,7 @@ class Repaired(FacadeWrapper):
             ]
         )
         for call, parents, keys, message in zip(calls, read, chosen, messages, strict=True):
-            self.calls.append(Call(call.get("role") or "", parents, keys, message))
+            self.calls.append(RepairedCall(call.get("role") or "", parents, keys, message))
         return messages
 
     def _rule(self, parents: Sequence[ReadParent], keys: frozenset[Key]) -> Any:
