@@ -68,7 +68,7 @@ def _check_transfers(extra_args: Mapping[str, Any] | None) -> None:
             raise VLLMValidationError(
                 "This argument is an object of a connector's parameters.",
                 parameter=f"vllm_xargs.{key}",
-                value=value,
+                value=type(value).__name__,  # it may be as long as a body
             )
 
 

@@ -41,7 +41,7 @@ class Operations:
         self._call_table = call_table
         self._store = call_table.store
         self._pool = pool
-        self._keeping = snapshots
+        self._snapshots = snapshots
         self._max_pinned_blocks = max_pinned_blocks
         self._unsealed = unsealed
         self._finish = finish
@@ -51,9 +51,9 @@ class Operations:
 
         Nothing may be raised here: it would be raised in the engine core.
         """
-        assert operation in OPERATIONS or operation in self._keeping
+        assert operation in OPERATIONS or operation in self._snapshots
         try:
-            run = self._keeping.get(operation) or getattr(self, operation)
+            run = self._snapshots.get(operation) or getattr(self, operation)
             return run(*args)
         except ChoreoError as error:
             return {"choreo_error": error.to_report()}

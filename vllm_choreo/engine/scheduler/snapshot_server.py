@@ -51,7 +51,7 @@ class SnapshotServer:
         self._max_model_len = max_model_len
         self._lora_config = lora_config
         self._tickets = itertools.count()
-        # With the layers of which they kept hidden states when they were told.
+        # Each with the layers that it kept then: who saves it counts on their hidden states.
         self._described: dict[int, list[tuple[Encoding, tuple[int, ...]]]] = {}
         self._held: dict[int, Encoding] = {}
         self._loads: dict[int, Rebuilt] = {}
