@@ -37,6 +37,8 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a test that needs the network must fail at once, everywhere
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": str(_NUM_THREADS),
+    # vLLM's n-grams run in numba, which gives torch, too, as many threads as it has itself.
+    "NUMBA_NUM_THREADS": str(_NUM_THREADS),
     # Where programs keep the key of what they save: not among this user's own.
     "XDG_CONFIG_HOME": str(Path(tempfile.gettempdir()) / f"vllm-choreo-tests-{os.getuid()}"),
 }

@@ -126,6 +126,7 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     # Two threads of a step wait for one another, on a busy machine for seconds, and a client that
     # is to act while a call runs gets its turn too late.
     variables["OMP_NUM_THREADS"] = "1"
+    variables["NUMBA_NUM_THREADS"] = "1"  # which n-grams would give torch, too
     return {**variables, **(changes or {})}
 
 

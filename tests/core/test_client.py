@@ -334,6 +334,11 @@ BAD_CALLS: dict[str, tuple[Bad, type[ChoreoError], str]] = {
     ),
     "too long": (lambda c, d: c.prefill("a" * 300), TooLongError, "parents"),
     "parents too long": (lambda c, d: c.decode("a", parents=[d] * 85), TooLongError, "parents"),
+    "more parents than a context has tokens": (
+        lambda c, d: c.decode("a", parents=["unknown"] * 100_000),
+        TooLongError,
+        "parents",
+    ),
     "n": (
         lambda c, d: c.decode("a", sampling_params=SamplingParams(n=2)),
         UnsupportedOptionError,

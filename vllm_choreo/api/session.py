@@ -149,6 +149,8 @@ class Session:
 
     def _planned(self, spec: CallSpec, number: int) -> PlannedCall:
         """Plan the call that is the list's `number`-th, from 0 on."""
+        # A message has a token at least, and this is told before 100,000 of them are looked up.
+        self._check_length(spec.parents, [1] * len(spec.parents), 0)
         message_id = self._new_id(spec.save_as)
         copied = spec.content if isinstance(spec.content, ParentSpan) else None
         if copied is None:

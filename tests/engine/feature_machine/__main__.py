@@ -34,6 +34,7 @@ _ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # else n-grams give torch two threads, which wait for each other
     "TRITON_INTERPRET": "1",
     "TORCHDYNAMO_DISABLE": "1",  # else what counts ranks is compiled for batches of every size
 }
