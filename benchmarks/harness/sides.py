@@ -36,9 +36,9 @@ from benchmarks.harness.engine import (
 from benchmarks.harness.probes import chain_tokens, step_times
 from benchmarks.harness.script import scripted
 from benchmarks.harness.turns import in_turn
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.iterative_debate import iterative_debate
 from vllm_choreo.workflows.parallel_debate import parallel_debate
-from vllm_choreo.workflows.record.transcript import Transcript
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
 
 # Name: block size (None: vLLM's own choice), VLLM_PLUGINS.

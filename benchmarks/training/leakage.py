@@ -31,9 +31,9 @@ from vllm_choreo.cli.run.engine import start_engine
 from vllm_choreo.cli.run.task import Task
 from vllm_choreo.judge.stats import bootstrap_interval
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.chat import system
 from vllm_choreo.workflows.prisoners_dilemma import NAMES, STRATEGIES, SYSTEM
-from vllm_choreo.workflows.record.transcript import Transcript
 from vllm_choreo.workflows.together import all_made, run_together
 
 NAME = "training_leakage"

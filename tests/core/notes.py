@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.params import ParentSpan
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.transcript import Transcript
 
 
 class Notes:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.core.transcripts import HOSTILE, debate
-from vllm_choreo.show.page import Shown, ShownProblem, page_html
+from vllm_choreo.transcript.page import Shown, ShownProblem, page_html
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), "")

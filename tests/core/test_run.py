@@ -25,9 +25,9 @@ from vllm_choreo.cli.run.options import OPTIONS, WORKFLOWS
 from vllm_choreo.cli.run.report import Result, question_of, save_transcript, table
 from vllm_choreo.cli.run.task import Task, program_of
 from vllm_choreo.cli.run.tasks import tasks_of
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.problems import Problem
 from vllm_choreo.workflows.record.replay import Replay
-from vllm_choreo.workflows.record.transcript import Transcript
 
 
 def parsed(*arguments: str) -> Namespace:

@@ -12,12 +12,12 @@ from vllm import SamplingParams
 
 from tests.core.notes import Notes
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.direct import direct
 from vllm_choreo.workflows.multi_qa import multi_qa
 from vllm_choreo.workflows.parallel_debate import parallel_debate
 from vllm_choreo.workflows.prisoners_dilemma import prisoners_dilemma
 from vllm_choreo.workflows.record.replay import Replay
-from vllm_choreo.workflows.record.transcript import Transcript
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
 
 

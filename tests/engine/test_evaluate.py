@@ -32,11 +32,11 @@ from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.train.packing import PackedCall, pack, pack_as_text
 from vllm_choreo.train.recorded import calls_of, check_recorded_as_text
 from vllm_choreo.trained_adapter import PLACEMENTS, ModelIdentity, TrainedAdapter, wears_adapter
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.direct import direct, question_of
 from vllm_choreo.workflows.problems import trivia
 from vllm_choreo.workflows.record.recording import Recorder, Recording
 from vllm_choreo.workflows.record.replay import Replay
-from vllm_choreo.workflows.record.transcript import Transcript
 
 DOCS = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

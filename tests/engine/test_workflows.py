@@ -14,6 +14,7 @@ from tests.engine.byte_model import make_byte_model
 from vllm_choreo import Choreography
 from vllm_choreo.errors import OffsetError
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.branch_solve_merge import branch_solve_merge
 from vllm_choreo.workflows.direct import direct
 from vllm_choreo.workflows.iterative_debate import iterative_debate
@@ -21,7 +22,6 @@ from vllm_choreo.workflows.multi_qa import multi_qa
 from vllm_choreo.workflows.parallel_debate import parallel_debate
 from vllm_choreo.workflows.prisoners_dilemma import prisoners_dilemma
 from vllm_choreo.workflows.record.replay import Replay
-from vllm_choreo.workflows.record.transcript import Transcript
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
 
 MODES = ("choreo", "exact", "baseline")

@@ -24,8 +24,8 @@ from vllm_choreo.errors import (
     UnknownMessageError,
     UnknownSessionError,
 )
-from vllm_choreo.show.page import Shown, ShownProblem, page_html
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.page import Shown, ShownProblem, page_html
+from vllm_choreo.transcript.transcript import Transcript
 
 GREEDY = {"temperature": 0, "max_tokens": 6}
 SHED = "The shed behind the house is green, and its door is red.\n"

@@ -15,8 +15,8 @@ from tests.train.packings import load
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.trained_adapter import ModelIdentity
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.record.recording import Recorder
-from vllm_choreo.workflows.record.transcript import Transcript
 
 NUM_GENERATED = 5
 

@@ -28,7 +28,7 @@ from vllm_choreo.train.loss import (
 from vllm_choreo.train.packing import pack
 from vllm_choreo.train.recorded import calls_of, check_recorded_as_text
 from vllm_choreo.trained_adapter import PLACEMENTS
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.transcript import Transcript
 
 TOLERANCE = 1e-4
 _SAMPLING = SamplingParams(temperature=1.0, seed=5, max_tokens=7, ignore_eos=True, logprobs=4)

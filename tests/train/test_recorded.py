@@ -26,7 +26,7 @@ from vllm_choreo.train.loss import (
 )
 from vllm_choreo.train.packing import PackedCall, SeenSpan, pack, pack_as_text
 from vllm_choreo.train.recorded import calls_of, check_recorded_as_text
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.transcript import Transcript
 
 
 def _recorded(mode: str = "baseline", **of_last: Any) -> Transcript:

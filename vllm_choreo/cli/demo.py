@@ -22,8 +22,8 @@ from typing import Any
 
 from vllm_choreo.cli.run.engine import LocalEngine, start_engine, warm_up
 from vllm_choreo.cli.run.options import positive
+from vllm_choreo.transcript.transcript import Step, Transcript
 from vllm_choreo.workflows.parallel_debate import parallel_debate
-from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
 
 MODES = ("choreo", "baseline")

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
-from vllm_choreo.show.page import fragment
+from vllm_choreo.transcript.page import fragment
 
 
 def filled(title: str, facts: Mapping[str, Any], body: str) -> str:
@@ -19,7 +20,8 @@ def filled(title: str, facts: Mapping[str, Any], body: str) -> str:
         body: markup.
     """
     shown = " · ".join(f"{text(k)} <b>{text(v)}</b>" for k, v in facts.items())
-    page = fragment("charts.html").replace("<!-- include style.html -->", fragment("style.html"))
+    frame = (files("vllm_choreo.show") / "charts.html").read_text(encoding="utf-8")
+    page = frame.replace("<!-- include style.html -->", fragment("style.html"))
     page = page.replace("{{title}}", text(title))
     for name, content in (("facts", shown), ("body", body)):
         page = page.replace("{{" + name + "}}", content, 1)

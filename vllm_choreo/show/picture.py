@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.workflows.record.transcript import Step, Transcript
+from vllm_choreo.transcript.transcript import Step, Transcript
 
 _INK, _PALE, _HIT, _AGAIN, _NEW = "#1f2430", "#8a93a3", "#c3c9d3", "#d64545", "#1f2430"
 _PAGE, _BOX = "#fbfbf9", "#ffffff"

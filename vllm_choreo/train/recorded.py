@@ -7,7 +7,7 @@ from vllm_choreo.errors import ChoreoError, UnknownMessageError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.positions import resolve_offsets, resolve_span
 from vllm_choreo.train.packing import PackedCall, SeenSpan
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.transcript import Transcript
 
 TEXT_MODES = ("baseline", "exact")
 

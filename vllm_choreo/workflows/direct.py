@@ -8,10 +8,10 @@ from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.transcript.transcript import Step, Transcript
 from vllm_choreo.workflows.chat import assistant, user
 from vllm_choreo.workflows.multi_qa import ASK
 from vllm_choreo.workflows.problems.words import concepts_question
-from vllm_choreo.workflows.record.transcript import Step, Transcript
 
 
 def direct(

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message, Metrics, Usage
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.chat import assistant, user
 from vllm_choreo.workflows.direct import question_of
-from vllm_choreo.workflows.record.transcript import Transcript
 
 
 def as_direct(transcript: Transcript, encode: Callable[[str], Sequence[int]]) -> Transcript:

@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.transcript.transcript import Step, Transcript
 from vllm_choreo.workflows.chat import assistant, user
-from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.variants import check_variant, layout
 
 # Numbers and the opening are for small models, which otherwise answer one of the questions alone.

@@ -14,8 +14,8 @@ from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.transcript.transcript import Step, Transcript
 from vllm_choreo.workflows.chat import assistant, restated, system, user
-from vllm_choreo.workflows.record.transcript import Step, Transcript
 from vllm_choreo.workflows.sampling import seeded
 
 REVISE = "Read the other answers. Say what is wrong with them, then give your final answer."

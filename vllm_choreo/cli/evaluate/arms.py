@@ -16,9 +16,9 @@ from vllm_choreo.errors import AdapterError
 from vllm_choreo.judge.divergence import Measured
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.trained_adapter import FILE_NAME, TrainedAdapter, wears_adapter
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.direct import direct, question_of
 from vllm_choreo.workflows.record.replay import Replay
-from vllm_choreo.workflows.record.transcript import Transcript
 
 DIRECT = "direct"
 

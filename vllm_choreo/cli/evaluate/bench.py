@@ -16,7 +16,7 @@ from vllm_choreo.cli.run.task import Task
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.judge.divergence import divergence, same_calls
 from vllm_choreo.judge.scores import TEXT, Judged
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.together import run_together
 
 

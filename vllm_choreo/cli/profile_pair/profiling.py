@@ -18,7 +18,7 @@ from vllm_choreo.cli.profile_pair.grid import coarse, finer, scattered, singles,
 from vllm_choreo.cli.run.task import Task
 from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT, Judged, rows_of
 from vllm_choreo.repair.pair import Cell, Ranges, num_run, pareto
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.together import all_made, run_together
 
 Made = TypeVar("Made")

@@ -24,7 +24,7 @@ from vllm_choreo.cli.run.report import Result, facts_of, save_page, save_transcr
 from vllm_choreo.cli.run.task import Task, program_of
 from vllm_choreo.cli.run.tasks import tasks_of
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.transcript import Transcript
 
 __all__ = ["add_arguments", "main"]
 

@@ -13,9 +13,9 @@ from vllm_choreo.cli.run.engine import LocalEngine
 from vllm_choreo.cli.run.options import OPTIONS, WORKFLOWS
 from vllm_choreo.cli.run.task import Task, program_of, unreadable
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.transcript.check import check_form
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.problems import Kind, Problem
-from vllm_choreo.workflows.record.check import check_form
-from vllm_choreo.workflows.record.transcript import Transcript
 
 # Forms of the inputs of all workflows, see `check_form`; sampling parameters end in "_params".
 INPUTS: dict[str, Any] = {

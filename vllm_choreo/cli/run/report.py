@@ -12,8 +12,8 @@ from typing import Any
 
 from vllm_choreo.cli.run.task import Task, transcript_json
 from vllm_choreo.files import write_text
-from vllm_choreo.show.page import Shown, ShownProblem, page_html
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.page import Shown, ShownProblem, page_html
+from vllm_choreo.transcript.transcript import Transcript
 
 
 @dataclass(frozen=True)

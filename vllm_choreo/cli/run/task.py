@@ -11,9 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.problems import Problem
 from vllm_choreo.workflows.problems.grading import coverage, is_correct
-from vllm_choreo.workflows.record.transcript import Transcript
 
 _MAX_SHOWN = 4  # of the ways to write an answer
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_choreo.workflows.record.check import check_form
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.check import check_form
+from vllm_choreo.transcript.transcript import Transcript
 
 _FORM = {"token_ids": [[int]], "logprobs": [[float]]}
 _DIGITS = 6  # of a log-probability

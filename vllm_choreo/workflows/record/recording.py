@@ -21,9 +21,9 @@ from typing import Any
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.files import write_text
 from vllm_choreo.trained_adapter import ModelIdentity
-from vllm_choreo.workflows.record.check import check_form
+from vllm_choreo.transcript.check import check_form
+from vllm_choreo.transcript.transcript import Transcript
 from vllm_choreo.workflows.record.likeliest import Likeliest, likeliest_of
-from vllm_choreo.workflows.record.transcript import Transcript
 
 FORMAT = 1
 FILE_NAME = "record.json"

@@ -21,7 +21,7 @@ from vllm_choreo.api.facade_wrapper import FacadeWrapper, Item
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.transcript import Transcript
 
 
 class Replay(FacadeWrapper):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.transcript.check import check_transcript
 from vllm_choreo.wire.messages import message_of, record_json
-from vllm_choreo.workflows.record.check import check_transcript
 
 FORMAT = 1  # of the JSON form
 

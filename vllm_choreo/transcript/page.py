@@ -71,7 +71,7 @@ def page_html(workflow: str, problems: Sequence[ShownProblem], facts: Mapping[st
 
 def fragment(name: str) -> str:
     """Read a file beside this one."""
-    return (files("vllm_choreo.show") / name).read_text(encoding="utf-8")
+    return (files("vllm_choreo.transcript") / name).read_text(encoding="utf-8")
 
 
 def _script_json(data: Any) -> str:
