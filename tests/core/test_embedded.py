@@ -25,13 +25,13 @@ from tests.core.small_gguf import (
     write_gguf,
 )
 from vllm_choreo.cli import main as cli
-from vllm_choreo.smallmodel import convert as gguf_convert
-from vllm_choreo.smallmodel import embedded, fetch
-from vllm_choreo.smallmodel.architectures import unpermute
-from vllm_choreo.smallmodel.embedded import embedded_model
-from vllm_choreo.smallmodel.fetch import EmbeddedModelError
-from vllm_choreo.smallmodel.gguf_fields import ConversionError
-from vllm_choreo.smallmodel.sources import DEFAULT, SOURCES
+from vllm_choreo.testing.models import convert as gguf_convert
+from vllm_choreo.testing.models import embedded, fetch
+from vllm_choreo.testing.models.architectures import unpermute
+from vllm_choreo.testing.models.embedded import embedded_model
+from vllm_choreo.testing.models.fetch import EmbeddedModelError
+from vllm_choreo.testing.models.gguf_fields import ConversionError
+from vllm_choreo.testing.models.sources import DEFAULT, SOURCES
 
 pytest.importorskip("gguf")
 

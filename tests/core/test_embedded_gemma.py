@@ -17,10 +17,10 @@ import pytest
 
 from tests.core import small_gemma_gguf as small
 from vllm_choreo.cli import main as cli
-from vllm_choreo.smallmodel import fetch
-from vllm_choreo.smallmodel.embedded import embedded_model
-from vllm_choreo.smallmodel.fetch import EmbeddedModelError
-from vllm_choreo.smallmodel.sources import SOURCES, ModelSource
+from vllm_choreo.testing.models import fetch
+from vllm_choreo.testing.models.embedded import embedded_model
+from vllm_choreo.testing.models.fetch import EmbeddedModelError
+from vllm_choreo.testing.models.sources import SOURCES, ModelSource
 
 NAME = "gemma3-270m"
 

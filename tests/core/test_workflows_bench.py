@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.harness.cost_model import CostModel
-from benchmarks.harness.script import Script
 from tests.core.notes import Notes
+from vllm_choreo.testing.script import Script
 from vllm_choreo.workflows.parallel_debate import parallel_debate
 from vllm_choreo.workflows.record.replay import Replay
 from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts

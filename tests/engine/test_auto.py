@@ -17,7 +17,7 @@ from benchmarks.on_ramps import bars
 from benchmarks.on_ramps.chats import Bot, measure_agents, measure_retrieval, retrieval
 from vllm_choreo import Choreography
 from vllm_choreo.errors import ChoreoError, DeniedMessageError
-from vllm_choreo.smallmodel.tiny import EOS_TOKEN_ID
+from vllm_choreo.testing.models.tiny import EOS_TOKEN_ID
 
 # Of the tokenizer's words, those that do not begin with one of its special tokens, `t0` to `t2`.
 WORDS = [number for number in range(30, 500) if str(number)[0] > "2"]

@@ -12,7 +12,6 @@ import pytest
 from vllm import SamplingParams
 
 import vllm_choreo.client
-from benchmarks.harness.serving import Server
 from tests.engine.test_workflows import WORKFLOWS
 from vllm_choreo import ChoreoClient
 from vllm_choreo.client import Logprob
@@ -24,6 +23,7 @@ from vllm_choreo.errors import (
     UnknownMessageError,
     UnknownSessionError,
 )
+from vllm_choreo.testing.server import Server
 from vllm_choreo.transcript.page import Shown, ShownProblem, page_html
 from vllm_choreo.transcript.transcript import Transcript
 

@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import KEYS, Server, start_server
 from benchmarks.soak.routes.machine import ROLES, Machine, kill
 from benchmarks.soak.routes.probe import probe_tokens
 from tests.server.serving import QUICK, Session
 from tests.server.test_routes import error_of
+from vllm_choreo.testing.server import KEYS, Server, start_server
 
 pytestmark = pytest.mark.exhaustive  # servers of its own
 

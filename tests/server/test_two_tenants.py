@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.serving import Server, start_server
 from benchmarks.soak.routes.probe import Calm, left_over, probe_tokens
 from benchmarks.soak.routes.run import KEYS, SETTINGS, TEMPLATE
 from benchmarks.soak.routes.sender import Sender
 from benchmarks.soak.routes.tenant import Requests
 from tests.server.serving import QUICK
+from vllm_choreo.testing.server import Server, start_server
 
 pytestmark = pytest.mark.exhaustive  # a server of its own
 

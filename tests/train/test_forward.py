@@ -25,7 +25,7 @@ from vllm_choreo.errors import (
     TooLongError,
     UnsupportedModelError,
 )
-from vllm_choreo.smallmodel.tiny import TINY_MODELS
+from vllm_choreo.testing.models.tiny import TINY_MODELS
 from vllm_choreo.train.forward import PackedModel
 from vllm_choreo.train.packing import PackedCall, Packing, SeenSpan, pack, pack_as_text
 

@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     """
     from transformers import AutoTokenizer
 
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     recording = Recording.load(args.recorded)
     model = args.model or str(embedded_model())

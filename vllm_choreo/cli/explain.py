@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     """Print what would be reused."""
     from transformers import AutoTokenizer
 
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     recorded = _read(args.chat)
     model = args.model or str(embedded_model())

@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     texts = [(path, _text(path)) for path in args.files] if args.action == "save" else []
     from vllm_choreo import Choreography
     from vllm_choreo.cli.doctor import start_engine
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     folder = args.model or str(embedded_model())
     print(f"Starting vLLM with {folder} …", flush=True)

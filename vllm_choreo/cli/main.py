@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     from vllm_choreo.errors import ChoreoError
-    from vllm_choreo.smallmodel.embedded import EmbeddedModelError
+    from vllm_choreo.testing.models.embedded import EmbeddedModelError
 
     try:
         return int(args.main(args) or 0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from vllm_choreo.smallmodel.sources import DEFAULT, SOURCES
+from vllm_choreo.testing.models.sources import DEFAULT, SOURCES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the folder alone on standard output, for use in scripts; the exit status, 0."""
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     print(embedded_model(args.path, name=args.name))
     return 0

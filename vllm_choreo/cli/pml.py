@@ -108,7 +108,7 @@ def _split(documents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def _tokenizer(model: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     return AutoTokenizer.from_pretrained(model or str(embedded_model()))
 

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
         ChoreoError: the arguments do not make sense, the folder holds other runs, the engine does
             not start, or no run succeeds.
     """
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     tasks = tasks_of(args)
     model = args.model or str(embedded_model())

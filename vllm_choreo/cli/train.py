@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
         ChoreoError: see `vllm_choreo.train.loop.train`.
     """
     from vllm_choreo.show.curves import draw_curves
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
     from vllm_choreo.train.loop import train
     from vllm_choreo.workflows.record.recording import Recording
 

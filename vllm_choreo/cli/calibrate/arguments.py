@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
     """
     from vllm_choreo.cli.calibrate.calibrating import calibrate
     from vllm_choreo.cli.calibrate.rungs import target_of
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     target = target_of(args.target)
     rules = DEFAULT_RULES if args.repair is None else args.repair

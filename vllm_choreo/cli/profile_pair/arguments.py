@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
     from vllm_choreo.cli.profile_pair.cell_arms import AdapterPair, Pair
     from vllm_choreo.cli.profile_pair.models import ModelPair
     from vllm_choreo.cli.profile_pair.results import measure, target_of, write_results
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     target, tried = target_of(args.target), _tried(args)
     if args.writer == args.reader:

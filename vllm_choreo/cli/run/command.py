@@ -14,7 +14,7 @@ from vllm_choreo.cli.run.engine import (
     DEFAULT_MAX_MODEL_LEN,
     Engine,
     LocalEngine,
-    Server,
+    RemoteEngine,
     memory_for,
     start_engine,
     warm_up,
@@ -66,7 +66,7 @@ def _check_server(args: argparse.Namespace) -> None:
 def _engine(args: argparse.Namespace, options: Mapping[str, Any]) -> Engine:
     if args.server is not None:
         api_key = args.api_key or os.environ.get("VLLM_API_KEY")
-        return Server(args.server, api_key, options)
+        return RemoteEngine(args.server, api_key, options)
     max_model_len = args.max_model_len or DEFAULT_MAX_MODEL_LEN
     adapters = [options["adapter"]] if "adapter" in options else []
     memory = memory_for([options.get("repair")])

@@ -71,7 +71,7 @@ class LocalEngine:
 
 
 @dataclass(frozen=True)
-class Server:
+class RemoteEngine:
     """A server, which others may use at the same time. Needs neither vllm nor torch here.
 
     Attributes:
@@ -148,7 +148,7 @@ def start_engine(
         AdapterError: one of the folders is no adapter.
         ChoreoError: vLLM does not start with this model.
     """
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     folder = model or str(embedded_model())
     print("Starting vLLM …", flush=True)

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_choreo.cli.run.engine import LocalEngine, Server
+from vllm_choreo.cli.run.engine import LocalEngine, RemoteEngine
 from vllm_choreo.cli.run.options import OPTIONS
 from vllm_choreo.cli.run.recorded import recorded_tasks
 from vllm_choreo.cli.run.sets import DEFAULT_MAX_TOKENS, DEFAULT_SHORT_TOKENS, SETS, ProblemSet
@@ -125,7 +125,7 @@ def _inputs(workflow: str, group: Sequence[Problem]) -> dict[str, Any]:
 
 def _sampling(args: argparse.Namespace, number: int) -> dict[str, Any]:
     """The sampling parameters, by argument of the workflow; `number` is that of the run."""
-    params = Server.sampling if args.server else LocalEngine.sampling
+    params = RemoteEngine.sampling if args.server else LocalEngine.sampling
     max_tokens = args.max_tokens or _max_tokens(args)
     temperature = args.temperature
     if temperature is None:

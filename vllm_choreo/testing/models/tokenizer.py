@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_choreo.smallmodel.gguf_fields import CONTROL, NORMAL, USER_DEFINED, Fields
+from vllm_choreo.testing.models.gguf_fields import CONTROL, NORMAL, USER_DEFINED, Fields
 
 if TYPE_CHECKING:
     import tokenizers

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from vllm_choreo.smallmodel.sources import ModelSource, PackageFile
+from vllm_choreo.testing.models.sources import ModelSource, PackageFile
 
 
 class EmbeddedModelError(RuntimeError):

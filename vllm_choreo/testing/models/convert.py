@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_choreo.smallmodel.architectures import Architecture, find_architecture
-from vllm_choreo.smallmodel.gguf_fields import CONTROL, ConversionError, Fields
-from vllm_choreo.smallmodel.tokenizer import tokenizer_config
+from vllm_choreo.testing.models.architectures import Architecture, find_architecture
+from vllm_choreo.testing.models.gguf_fields import CONTROL, ConversionError, Fields
+from vllm_choreo.testing.models.tokenizer import tokenizer_config
 
 if TYPE_CHECKING:
     import gguf

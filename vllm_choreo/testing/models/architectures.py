@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_choreo.smallmodel.gguf_fields import ConversionError, Fields
-from vllm_choreo.smallmodel.tokenizer import byte_level_bpe, sentence_pieces
+from vllm_choreo.testing.models.gguf_fields import ConversionError, Fields
+from vllm_choreo.testing.models.tokenizer import byte_level_bpe, sentence_pieces
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `vllm serve` process, for benchmarks and tests."""
+"""Servers for tests and benchmarks: `vllm serve` processes with the plugin."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Server:
         base_url: without a path, for example http://127.0.0.1:8000.
         keys: its API keys; each is a tenant.
         model: the name under which it serves its model.
-        log: what it wrote to stdout and stderr.
-        process: of the API server, the leader of its process group.
+        log: file with its stdout and stderr.
+        process: the API server, leader of its process group.
     """
 
     base_url: str
@@ -47,12 +47,13 @@ class Server:
     process: subprocess.Popen[bytes]
 
     def client(self, key: str | None = KEYS[0], **options: Any) -> httpx.Client:
-        """A client that sends `key`; None: no key."""
+        """Return an HTTP client that sends `key`; None: no key."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         options = {"timeout": 120.0, **options}
         return httpx.Client(base_url=self.base_url, headers=headers, **options)
 
     def log_tail(self, num_lines: int = 60) -> str:
+        """Return the last lines of the log."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
@@ -72,10 +73,16 @@ def start_server(
     Args:
         model_path: the model.
         folder: for the log.
-        settings: of the plugin, the value of `additional_config["choreo"]`.
+        settings: the plugin's, the value of `additional_config["choreo"]`.
         keys: API keys; none: no key is asked for.
         env: changes to the environment.
-        options: of the command, see `words_of`; None leaves out one that is set by default.
+        options: the command's, see `words_of`; None leaves out one that is set by default.
+
+    Yields:
+        The server, when it answers.
+
+    Raises:
+        RuntimeError: it ended at its start, or did not answer in time; has the end of its log.
     """
     port = _free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model_path)]
@@ -120,7 +127,11 @@ def _defaults(settings: Mapping[str, Any] | None, keys: Sequence[str]) -> dict[s
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """That of this process, as a server, or another process with an engine, needs it."""
+    """Return this process's environment as a server, or another process with an engine, needs it.
+
+    Args:
+        changes: variables on top of it, or instead of some.
+    """
     variables = {key: os.environ[key] for key in os.environ if key not in _NOT_FOR_SERVERS}
     variables.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Two threads of a step wait for one another, on a busy machine for seconds, and a client that

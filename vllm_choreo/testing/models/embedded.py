@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.smallmodel.convert import ConversionError, check_packages, convert
-from vllm_choreo.smallmodel.fetch import EmbeddedModelError, find_gguf
-from vllm_choreo.smallmodel.sources import DEFAULT, SOURCES, ModelSource
+from vllm_choreo.testing.models.convert import ConversionError, check_packages, convert
+from vllm_choreo.testing.models.fetch import EmbeddedModelError, find_gguf
+from vllm_choreo.testing.models.sources import DEFAULT, SOURCES, ModelSource
 
 # Written last: the folder is ours and complete. Raise the version when the output changes.
 MARKER_NAME = "vllm_choreo_embedded.json"
