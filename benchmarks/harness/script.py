@@ -11,7 +11,7 @@ from vllm_choreo.testing.script import Script
 
 def scripted(tokenizer: Any, lengths: Mapping[str, int]) -> Script:
     """A script of the demo's passages."""
-    from vllm_choreo.cli.demo import TASKS
+    from vllm_choreo.lab.cli.demo import TASKS
 
     words = " ".join(task.question for task in TASKS)
     text = "".join(letter for letter in words if not letter.isdigit())

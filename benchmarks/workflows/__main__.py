@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
 
 def _record(side: Side, folder: Path, args: argparse.Namespace) -> list[tuple[str, Path]]:
     """Transcripts of every workflow on every question: (id of the question, file)."""
-    from vllm_choreo.workflows.problems import algebra, counting
+    from vllm_choreo.lab.problems import algebra, counting
 
     count = (args.questions + 1) // 2
     pairs = zip(algebra(count), counting(count), strict=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_choreo.workflows import problems as data
-from vllm_choreo.workflows.problems import Problem, facts, words
-from vllm_choreo.workflows.problems.grading import is_correct
+from vllm_choreo.lab import problems as data
+from vllm_choreo.lab.problems import Problem, facts, words
+from vllm_choreo.lab.problems.grading import is_correct
 
 SETS: dict[str, Callable[..., list[Problem]]] = {
     name: getattr(data, name)
@@ -295,7 +295,7 @@ def test_both_lists_are_needed() -> None:
 
 def test_importing_the_data_loads_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys, vllm_choreo.workflows.problems; "
+        "import sys, vllm_choreo.lab.problems; "
         "print([m for m in ('torch', 'vllm') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

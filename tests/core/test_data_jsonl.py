@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm_choreo.workflows.problems import DataError, load_jsonl
-from vllm_choreo.workflows.problems.grading import is_correct
+from vllm_choreo.lab.problems import DataError, load_jsonl
+from vllm_choreo.lab.problems.grading import is_correct
 
 
 def write(path: Path, *rows: Any) -> Path:

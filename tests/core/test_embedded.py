@@ -300,7 +300,7 @@ def test_a_missing_engine_is_explained(
 
         return 0
 
-    monkeypatch.setitem(sys.modules, "vllm_choreo.cli.demo", SimpleNamespace(main=demo))
+    monkeypatch.setitem(sys.modules, "vllm_choreo.lab.cli.demo", SimpleNamespace(main=demo))
     assert cli.main(["demo"]) == 1
     assert "make setup" in capsys.readouterr().err
 

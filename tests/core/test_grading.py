@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_choreo.workflows.problems.grading import (
+from vllm_choreo.lab.problems.grading import (
     contains_any,
     coverage,
     final_answer,
@@ -17,9 +17,9 @@ from vllm_choreo.workflows.problems.grading import (
     is_correct,
     normalized,
 )
-from vllm_choreo.workflows.problems.inflections import inflections
-from vllm_choreo.workflows.problems.latex import last_boxed, math_equal, normalized_math
-from vllm_choreo.workflows.problems.numbers import number, numbers
+from vllm_choreo.lab.problems.inflections import inflections
+from vllm_choreo.lab.problems.latex import last_boxed, math_equal, normalized_math
+from vllm_choreo.lab.problems.numbers import number, numbers
 
 # -- numbers -------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from vllm_choreo.judge.divergence import divergence, kl_per_token, same_calls
-from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT, Judged, rows_of
-from vllm_choreo.judge.stats import mcnemar, wilson_interval
+from vllm_choreo.lab.study.divergence import divergence, kl_per_token, same_calls
+from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT, Judged, rows_of
+from vllm_choreo.lab.study.stats import mcnemar, wilson_interval
 
 
 @pytest.mark.parametrize("n", range(11))

@@ -14,9 +14,9 @@ import pytest
 from tests.core.notes import Notes
 from vllm_choreo import AsyncChoreoClient, AsyncChoreography, ChoreoClient, Choreography
 from vllm_choreo.api.protocol import AsyncFacade, Facade, SessionFacade
+from vllm_choreo.lab.record.replay import Replay
 from vllm_choreo.semantics.call_options import ReadOptions
 from vllm_choreo.testing.script import Script
-from vllm_choreo.workflows.record.replay import Replay
 
 
 def _members(protocol: type) -> list[str]:

@@ -12,12 +12,12 @@ import pytest
 
 from tests.core.notes import Notes
 from vllm_choreo.cli import main as cli
-from vllm_choreo.cli import record
-from vllm_choreo.cli.run.options import WORKFLOWS
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.lab.cli import record
+from vllm_choreo.lab.cli.options import WORKFLOWS
+from vllm_choreo.lab.problems import trivia
+from vllm_choreo.lab.record.recording import PARTS, Recording
 from vllm_choreo.trained_adapter import ModelIdentity
-from vllm_choreo.workflows.problems import trivia
-from vllm_choreo.workflows.record.recording import PARTS, Recording
 
 
 class _Failing(Notes):

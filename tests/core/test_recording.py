@@ -16,11 +16,11 @@ import pytest
 
 from tests.core.notes import Notes
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.lab.record.likeliest import Likeliest, likeliest_of
+from vllm_choreo.lab.record.recording import FILE_NAME, PARTS, Recorder, Recording
+from vllm_choreo.lab.workflows.document_qa import document_qa
 from vllm_choreo.trained_adapter import ModelIdentity
 from vllm_choreo.transcript.transcript import Step, Transcript
-from vllm_choreo.workflows.document_qa import document_qa
-from vllm_choreo.workflows.record.likeliest import Likeliest, likeliest_of
-from vllm_choreo.workflows.record.recording import FILE_NAME, PARTS, Recorder, Recording
 
 BASE = ModelIdentity("tiny", "ab", "cd")
 

@@ -18,16 +18,16 @@ import pytest
 from tests.core.notes import Notes
 from tests.core.transcripts import debate
 from vllm_choreo.cli import main as cli
-from vllm_choreo.cli.run import command
-from vllm_choreo.cli.run.command import modes_of, run_tasks
-from vllm_choreo.cli.run.engine import LocalEngine
-from vllm_choreo.cli.run.options import OPTIONS, WORKFLOWS
-from vllm_choreo.cli.run.report import Result, question_of, save_transcript, table
-from vllm_choreo.cli.run.task import Task, program_of
-from vllm_choreo.cli.run.tasks import tasks_of
+from vllm_choreo.cli.engine import LocalEngine
+from vllm_choreo.lab.cli import run as command
+from vllm_choreo.lab.cli.options import OPTIONS, WORKFLOWS
+from vllm_choreo.lab.cli.report import Result, question_of, save_transcript, table
+from vllm_choreo.lab.cli.run import modes_of, run_tasks
+from vllm_choreo.lab.cli.task import Task, program_of
+from vllm_choreo.lab.cli.tasks import tasks_of
+from vllm_choreo.lab.problems import Problem
+from vllm_choreo.lab.record.replay import Replay
 from vllm_choreo.transcript.transcript import Transcript
-from vllm_choreo.workflows.problems import Problem
-from vllm_choreo.workflows.record.replay import Replay
 
 
 def parsed(*arguments: str) -> Namespace:

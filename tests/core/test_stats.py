@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.stats import paired_ratio_interval
-from vllm_choreo.judge.stats import bootstrap_interval, wilson_interval
+from vllm_choreo.lab.study.stats import bootstrap_interval, wilson_interval
 
 
 @pytest.mark.parametrize(

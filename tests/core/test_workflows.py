@@ -10,15 +10,15 @@ from vllm import SamplingParams
 
 from tests.core.notes import Notes, message, reads
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.workflows.branch_solve_merge import branch_solve_merge
-from vllm_choreo.workflows.chat import user
-from vllm_choreo.workflows.direct import direct
-from vllm_choreo.workflows.document_qa import document_qa
-from vllm_choreo.workflows.iterative_debate import is_settled, iterative_debate
-from vllm_choreo.workflows.multi_qa import multi_qa
-from vllm_choreo.workflows.parallel_debate import parallel_debate
-from vllm_choreo.workflows.prisoners_dilemma import decision, payoffs, prisoners_dilemma
-from vllm_choreo.workflows.tree_of_thoughts import elected, tree_of_thoughts
+from vllm_choreo.lab.workflows.branch_solve_merge import branch_solve_merge
+from vllm_choreo.lab.workflows.chat import user
+from vllm_choreo.lab.workflows.direct import direct
+from vllm_choreo.lab.workflows.document_qa import document_qa
+from vllm_choreo.lab.workflows.iterative_debate import is_settled, iterative_debate
+from vllm_choreo.lab.workflows.multi_qa import multi_qa
+from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
+from vllm_choreo.lab.workflows.prisoners_dilemma import decision, payoffs, prisoners_dilemma
+from vllm_choreo.lab.workflows.tree_of_thoughts import elected, tree_of_thoughts
 
 # -- the question once more ----------------------------------------------------------------------
 

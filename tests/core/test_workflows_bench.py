@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.harness.cost_model import CostModel
 from tests.core.notes import Notes
+from vllm_choreo.lab.record.replay import Replay
+from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
+from vllm_choreo.lab.workflows.tree_of_thoughts import tree_of_thoughts
 from vllm_choreo.testing.script import Script
-from vllm_choreo.workflows.parallel_debate import parallel_debate
-from vllm_choreo.workflows.record.replay import Replay
-from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
 
 
 class Letters:

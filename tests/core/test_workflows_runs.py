@@ -12,13 +12,13 @@ from vllm import SamplingParams
 
 from tests.core.notes import Notes
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.lab.record.replay import Replay
+from vllm_choreo.lab.workflows.direct import direct
+from vllm_choreo.lab.workflows.multi_qa import multi_qa
+from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
+from vllm_choreo.lab.workflows.prisoners_dilemma import prisoners_dilemma
+from vllm_choreo.lab.workflows.tree_of_thoughts import tree_of_thoughts
 from vllm_choreo.transcript.transcript import Transcript
-from vllm_choreo.workflows.direct import direct
-from vllm_choreo.workflows.multi_qa import multi_qa
-from vllm_choreo.workflows.parallel_debate import parallel_debate
-from vllm_choreo.workflows.prisoners_dilemma import prisoners_dilemma
-from vllm_choreo.workflows.record.replay import Replay
-from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
 
 
 def test_a_transcript_survives_its_file(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_an_engine_that_does_not_force_is_found_out() -> None:
 
 def test_the_picture_shows_every_message_once(tmp_path: Any) -> None:
     pytest.importorskip("matplotlib")
-    from vllm_choreo.show.picture import draw_workflows
+    from vllm_choreo.lab.report.picture import draw_workflows
 
     runs = [parallel_debate(Notes(), "Why <&?", agents=["A", "B"], rounds=2) for _ in range(2)]
     trees = [tree_of_thoughts(Notes(), "How?", voters=["x", "y"], candidates=2) for _ in range(2)]
@@ -144,7 +144,7 @@ def test_the_picture_shows_every_message_once(tmp_path: Any) -> None:
 
 
 def test_the_table_compares_what_was_measured() -> None:
-    from vllm_choreo.cli.demo import late_steps, rows
+    from vllm_choreo.lab.cli.demo import late_steps, rows
 
     def run(mode: str) -> Transcript:
         log = parallel_debate(Notes(), "Why?", agents=["A", "B"], rounds=2)
@@ -160,7 +160,7 @@ def test_the_table_compares_what_was_measured() -> None:
 
 
 def test_runs_of_different_length_are_not_compared() -> None:
-    from vllm_choreo.cli.demo import _check_comparable
+    from vllm_choreo.lab.cli.demo import _check_comparable
 
     one, two = (parallel_debate(Notes(), "Why?", agents=["A"], rounds=rounds) for rounds in (1, 2))
     _check_comparable({"choreo": one, "baseline": one})

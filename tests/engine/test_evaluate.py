@@ -23,20 +23,20 @@ from tests.engine.oracle import Oracle
 from tests.train.packings import oracle_logprobs
 from vllm_choreo import Choreography
 from vllm_choreo.cli import main as cli
-from vllm_choreo.cli.evaluate import command
-from vllm_choreo.cli.evaluate.arms import Arm, arms_of
-from vllm_choreo.cli.evaluate.bench import judge
-from vllm_choreo.cli.run import command as run_command
-from vllm_choreo.cli.run.task import Task, transcript_json
-from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
-from vllm_choreo.train.packing import PackedCall, pack, pack_as_text
-from vllm_choreo.train.recorded import calls_of, check_recorded_as_text
+from vllm_choreo.lab.cli import run as run_command
+from vllm_choreo.lab.cli.task import Task, transcript_json
+from vllm_choreo.lab.problems import trivia
+from vllm_choreo.lab.record.recording import Recorder, Recording
+from vllm_choreo.lab.record.replay import Replay
+from vllm_choreo.lab.study.evaluate import command
+from vllm_choreo.lab.study.evaluate.arms import Arm, arms_of
+from vllm_choreo.lab.study.evaluate.bench import judge
+from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT
+from vllm_choreo.lab.train.packing import PackedCall, pack, pack_as_text
+from vllm_choreo.lab.train.recorded import calls_of, check_recorded_as_text
+from vllm_choreo.lab.workflows.direct import direct, question_of
 from vllm_choreo.trained_adapter import PLACEMENTS, ModelIdentity, TrainedAdapter, wears_adapter
 from vllm_choreo.transcript.transcript import Transcript
-from vllm_choreo.workflows.direct import direct, question_of
-from vllm_choreo.workflows.problems import trivia
-from vllm_choreo.workflows.record.recording import Recorder, Recording
-from vllm_choreo.workflows.record.replay import Replay
 
 DOCS = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

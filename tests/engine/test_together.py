@@ -14,8 +14,8 @@ from vllm import SamplingParams
 
 from vllm_choreo import Choreography
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.workflows.parallel_debate import parallel_debate
-from vllm_choreo.workflows.together import run_together
+from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
+from vllm_choreo.lab.workflows.together import run_together
 
 _SAMPLING = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 

@@ -13,16 +13,16 @@ from vllm import SamplingParams
 from tests.engine.byte_model import make_byte_model
 from vllm_choreo import Choreography
 from vllm_choreo.errors import OffsetError
+from vllm_choreo.lab.record.replay import Replay
+from vllm_choreo.lab.workflows.branch_solve_merge import branch_solve_merge
+from vllm_choreo.lab.workflows.direct import direct
+from vllm_choreo.lab.workflows.iterative_debate import iterative_debate
+from vllm_choreo.lab.workflows.multi_qa import multi_qa
+from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
+from vllm_choreo.lab.workflows.prisoners_dilemma import prisoners_dilemma
+from vllm_choreo.lab.workflows.tree_of_thoughts import tree_of_thoughts
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.transcript.transcript import Transcript
-from vllm_choreo.workflows.branch_solve_merge import branch_solve_merge
-from vllm_choreo.workflows.direct import direct
-from vllm_choreo.workflows.iterative_debate import iterative_debate
-from vllm_choreo.workflows.multi_qa import multi_qa
-from vllm_choreo.workflows.parallel_debate import parallel_debate
-from vllm_choreo.workflows.prisoners_dilemma import prisoners_dilemma
-from vllm_choreo.workflows.record.replay import Replay
-from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
 
 MODES = ("choreo", "exact", "baseline")
 LIKE_TEXT = ("exact", "baseline")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_choreo.cli import main as cli
-from vllm_choreo.cli.run.options import WORKFLOWS
+from vllm_choreo.lab.cli.options import WORKFLOWS
 from vllm_choreo.testing.server import MODEL_NAME, Server
 from vllm_choreo.transcript.transcript import Transcript
 

@@ -13,8 +13,8 @@ import torch
 
 from tests.engine.choreographies import Draw, PlannedCall, Ran, draw_choreography, resolve_call
 from tests.engine.oracle import Encoded, Oracle, Parent, private_model_class
-from vllm_choreo.train.forward import PackedModel
-from vllm_choreo.train.packing import PackedCall, SeenSpan
+from vllm_choreo.lab.train.forward import PackedModel
+from vllm_choreo.lab.train.packing import PackedCall, SeenSpan
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:

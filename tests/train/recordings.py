@@ -12,11 +12,11 @@ import torch
 
 from tests.engine.oracle import random_tokens
 from tests.train.packings import load
+from vllm_choreo.lab.record.recording import Recorder
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.trained_adapter import ModelIdentity
 from vllm_choreo.transcript.transcript import Transcript
-from vllm_choreo.workflows.record.recording import Recorder
 
 NUM_GENERATED = 5
 

@@ -14,14 +14,14 @@ import torch
 from tests.engine.conftest import stop_engine
 from tests.train.packings import load
 from vllm_choreo.cli import main as cli
-from vllm_choreo.cli import record
-from vllm_choreo.cli.run.engine import start_engine
-from vllm_choreo.train.examples import Example, examples_of
-from vllm_choreo.train.forward import PackedModel
-from vllm_choreo.train.loss import text_logprobs
-from vllm_choreo.train.packing import pack
+from vllm_choreo.cli.engine import start_engine
+from vllm_choreo.lab.cli import record
+from vllm_choreo.lab.record.recording import Recording
+from vllm_choreo.lab.train.examples import Example, examples_of
+from vllm_choreo.lab.train.forward import PackedModel
+from vllm_choreo.lab.train.loss import text_logprobs
+from vllm_choreo.lab.train.packing import pack
 from vllm_choreo.trained_adapter import ModelIdentity, TrainedAdapter
-from vllm_choreo.workflows.record.recording import Recording
 
 DOCS = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 # Of the documentation, and what suits a test.

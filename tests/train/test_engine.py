@@ -17,16 +17,16 @@ from tests.engine.adapters import Adapter
 from tests.engine.choreographies import draw_choreography, run_choreography
 from tests.train.packings import load, packed_model
 from vllm_choreo import Choreography
-from vllm_choreo.semantics.message import Message
-from vllm_choreo.train.forward import PackedModel
-from vllm_choreo.train.loss import (
+from vllm_choreo.lab.train.forward import PackedModel
+from vllm_choreo.lab.train.loss import (
     adapted_calls,
     cross_entropy,
     text_logprobs,
     trained_logprobs,
 )
-from vllm_choreo.train.packing import pack
-from vllm_choreo.train.recorded import calls_of, check_recorded_as_text
+from vllm_choreo.lab.train.packing import pack
+from vllm_choreo.lab.train.recorded import calls_of, check_recorded_as_text
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.trained_adapter import PLACEMENTS
 from vllm_choreo.transcript.transcript import Transcript
 

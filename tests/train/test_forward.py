@@ -25,9 +25,9 @@ from vllm_choreo.errors import (
     TooLongError,
     UnsupportedModelError,
 )
+from vllm_choreo.lab.train.forward import PackedModel
+from vllm_choreo.lab.train.packing import PackedCall, Packing, SeenSpan, pack, pack_as_text
 from vllm_choreo.testing.models.tiny import TINY_MODELS
-from vllm_choreo.train.forward import PackedModel
-from vllm_choreo.train.packing import PackedCall, Packing, SeenSpan, pack, pack_as_text
 
 TOLERANCE = 1e-4  # of a log-probability in float32; measured: at most 2.4e-5
 _NAMES = sorted(name for name, model in TINY_MODELS.items() if model.is_trainable)
@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_refused(config: transformers.PretrainedConfig, rea
 
 def test_importing_the_room_imports_no_vllm() -> None:
     code = (
-        "import sys, vllm_choreo.train.forward, vllm_choreo.train.gate\n"
+        "import sys, vllm_choreo.lab.train.forward, vllm_choreo.lab.train.gate\n"
         "assert not [m for m in sys.modules if m.split('.')[0] == 'vllm'], 'vllm'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

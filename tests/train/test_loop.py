@@ -23,11 +23,13 @@ from tests.train.packings import load
 from tests.train.recordings import record_runs
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.train.checkpoint import FILE_NAME as CHECKPOINT
-from vllm_choreo.train.examples import examples_of, joined, order, packed_together, taught
-from vllm_choreo.train.forward import PackedModel
-from vllm_choreo.train.loop import TrainState, train
-from vllm_choreo.train.loss import (
+from vllm_choreo.lab.record.recording import FILE_NAME as RECORD
+from vllm_choreo.lab.record.recording import Recording
+from vllm_choreo.lab.train.checkpoint import FILE_NAME as CHECKPOINT
+from vllm_choreo.lab.train.examples import examples_of, joined, order, packed_together, taught
+from vllm_choreo.lab.train.forward import PackedModel
+from vllm_choreo.lab.train.loop import TrainState, train
+from vllm_choreo.lab.train.loss import (
     Teacher,
     adapted_calls,
     divergence,
@@ -35,12 +37,10 @@ from vllm_choreo.train.loss import (
     text_logprobs,
     trained_logprobs,
 )
-from vllm_choreo.train.packing import pack
-from vllm_choreo.train.settings import TrainSettings
-from vllm_choreo.train.training import adapted_model
+from vllm_choreo.lab.train.packing import pack
+from vllm_choreo.lab.train.settings import TrainSettings
+from vllm_choreo.lab.train.training import adapted_model
 from vllm_choreo.trained_adapter import PEFT_FILES, TrainedAdapter
-from vllm_choreo.workflows.record.recording import FILE_NAME as RECORD
-from vllm_choreo.workflows.record.recording import Recording
 
 SETTINGS = TrainSettings(
     "writer", rank=4, alpha=8, learning_rate=3e-3, epochs=2, dropout=0.1, evaluations=2, patience=9

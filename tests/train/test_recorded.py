@@ -16,16 +16,16 @@ from tests.core.transcripts import debate
 from tests.engine.adapters import MODULES
 from tests.train.packings import load
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.train.forward import PackedModel
-from vllm_choreo.train.loss import (
+from vllm_choreo.lab.train.forward import PackedModel
+from vllm_choreo.lab.train.loss import (
     adapted_calls,
     cross_entropy,
     divergence,
     text_logprobs,
     trained_logprobs,
 )
-from vllm_choreo.train.packing import PackedCall, SeenSpan, pack, pack_as_text
-from vllm_choreo.train.recorded import calls_of, check_recorded_as_text
+from vllm_choreo.lab.train.packing import PackedCall, SeenSpan, pack, pack_as_text
+from vllm_choreo.lab.train.recorded import calls_of, check_recorded_as_text
 from vllm_choreo.transcript.transcript import Transcript
 
 

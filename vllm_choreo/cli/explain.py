@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.auto.forecast import Forecast, Forecaster, requests_of
-from vllm_choreo.cli.run.options import positive
+from vllm_choreo.cli.numbers import positive
 from vllm_choreo.errors import ChoreoError
 
 _STATES = {

@@ -9,23 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from vllm_choreo.cli import (
-    dashboard,
-    demo,
-    distil,
-    doctor,
-    explain,
-    inspect,
-    keep,
-    model,
-    pml,
-    record,
-    train,
-)
-from vllm_choreo.cli.calibrate import arguments as calibrate
-from vllm_choreo.cli.evaluate import command as evaluate
-from vllm_choreo.cli.profile_pair import arguments as profile_pair
-from vllm_choreo.cli.run import command as run
+from vllm_choreo.cli import dashboard, doctor, explain, inspect, keep, model, pml
+from vllm_choreo.lab.cli import demo, distil, record, run, train
+from vllm_choreo.lab.study.calibrate import command as calibrate
+from vllm_choreo.lab.study.evaluate import command as evaluate
+from vllm_choreo.lab.study.profile_pair import command as profile_pair
 
 
 class Command(Protocol):

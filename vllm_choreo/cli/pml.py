@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.cli.run.engine import DEFAULT_MAX_MODEL_LEN
-from vllm_choreo.cli.run.options import add_model, positive
+from vllm_choreo.cli.arguments import add_model
+from vllm_choreo.cli.engine import DEFAULT_MAX_MODEL_LEN
+from vllm_choreo.cli.numbers import positive
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.pml.registered import CONTEXTS
 from vllm_choreo.semantics.call import MODES
@@ -139,7 +140,7 @@ def _show(args: argparse.Namespace, documents: Sequence[Any]) -> int:
 
 
 def _engine(args: argparse.Namespace) -> Any:
-    from vllm_choreo.cli.run.engine import start_engine
+    from vllm_choreo.cli.engine import start_engine
 
     return start_engine(args.model, args.max_model_len or DEFAULT_MAX_MODEL_LEN)
 

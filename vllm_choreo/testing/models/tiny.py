@@ -62,7 +62,7 @@ class TinyModel:
         name: name of the model and its folder.
         config: makes the `transformers` configuration.
         why: the feature that it is here for.
-        is_trainable: True if `vllm_choreo.train` takes it.
+        is_trainable: True if `vllm_choreo.lab.train` takes it.
         is_local: True if it has sliding windows.
     """
 
