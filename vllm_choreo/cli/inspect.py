@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_choreo.cli.commands import Main
 from vllm_choreo.errors import ChoreoError
 
 _HEADER = ("Message", "Tokens", "At", "Blocks", "Refs", "Slots", "Used by", "Attends to")
 _RIGHT = (False, True, True, False, False, True, True, False)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Show messages, their blocks and who shares them."""
     parser.add_argument(
         "file",
         nargs="?",
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="MODEL", help="model folder or name (default: the small test model)"
     )
+    return main
 
 
 def main(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.cli.arguments import add_model
+from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.engine import DEFAULT_MAX_MODEL_LEN
 from vllm_choreo.cli.numbers import positive
 from vllm_choreo.errors import ChoreoError
@@ -26,8 +27,8 @@ _ACTIONS = {
 _LAYOUTS = ("schema", "compact")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Prompts from schemas of reusable modules: check, show, encode and run files."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in _ACTIONS.items():
         own = actions.add_parser(name, help=text, description=text)
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         if name == "run":
             _add_run(own)
+    return main
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

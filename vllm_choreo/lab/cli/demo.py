@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.engine import LocalEngine, start_engine, warm_up
 from vllm_choreo.cli.numbers import positive
 from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
@@ -93,8 +94,8 @@ End to end: median over the tasks. Encoded: tokens whose keys and values were co
 ones included. Both modes ran in turn, each from an empty prefix cache."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Run two workflows both ways and compare times."""
     parser.add_argument(
         "--model", metavar="MODEL", help="model folder or name (default: the small test model)"
     )
@@ -108,6 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=positive, metavar="N", help="run N tasks only (default: all)"
     )
+    return main
 
 
 def main(args: argparse.Namespace) -> int:

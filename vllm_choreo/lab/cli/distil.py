@@ -7,14 +7,15 @@ import argparse
 from pathlib import Path
 
 from vllm_choreo.cli.arguments import add_out
+from vllm_choreo.cli.commands import Main
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.record.recording import Recorder, Recording
 from vllm_choreo.lab.workflows.distilled import as_direct
 from vllm_choreo.trained_adapter import ModelIdentity
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Turn recorded runs into direct calls with their answers, a control to train."""
     parser.add_argument(
         "recorded", type=Path, metavar="RECORDED", help="folder of `vllm-choreo record`"
     )
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="MODEL", help="model folder or name (default: the small test model)"
     )
     add_out(parser, "distilled", "folder for the direct calls, to be trained on with --loss ce")
+    return main
 
 
 def main(args: argparse.Namespace) -> int:

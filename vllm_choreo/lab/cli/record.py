@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.cli.arguments import add_model, add_out
+from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.engine import DEFAULT_MAX_MODEL_LEN, LocalEngine, start_engine
 from vllm_choreo.cli.numbers import natural
 from vllm_choreo.errors import ChoreoError
@@ -27,8 +28,11 @@ DEFAULT_LIKELIEST = 64
 DEFAULT_TOGETHER = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the parser of `record` one subcommand for each workflow."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Run a workflow on many problems as text and record it, for training.
+
+    The parser is given one subcommand for each workflow.
+    """
     parser.set_defaults(server=None, replay=None)
     common = argparse.ArgumentParser(add_help=False)
     add_model(common)
@@ -60,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_together(common, DEFAULT_TOGETHER, "a step decodes for all of them")
     add_out(common, "recorded", "folder for the runs; an interrupted recording goes on")
     add_workflows(parser, common)
+    return main
 
 
 def main(args: argparse.Namespace) -> int:

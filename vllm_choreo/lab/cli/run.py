@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.engine import (
     DEFAULT_MAX_MODEL_LEN,
     Engine,
@@ -26,7 +27,11 @@ from vllm_choreo.lab.cli.task import Task, program_of
 from vllm_choreo.lab.cli.tasks import tasks_of
 from vllm_choreo.transcript.transcript import Transcript
 
-__all__ = ["add_arguments", "main"]
+
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Run a workflow on problems; write transcripts and a page that shows them."""
+    add_arguments(parser)
+    return main
 
 
 def main(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.cli.arguments import add_out
+from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.numbers import natural, positive
 from vllm_choreo.lab.train.settings import LOSSES, SCHEDULES, TrainSettings
 from vllm_choreo.trained_adapter import PLACEMENTS, TrainedAdapter
@@ -16,8 +17,11 @@ from vllm_choreo.trained_adapter import PLACEMENTS, TrainedAdapter
 PICTURE = "curves.png"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser; defaults are those of `TrainSettings`."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Train an adapter on recorded runs, so that choreography answers as text.
+
+    Defaults of the arguments are those of `TrainSettings`.
+    """
     add = parser.add_argument
     add("recorded", type=Path, metavar="RECORDED", help="folder of `vllm-choreo record`")
     add("--model", metavar="MODEL", help="model folder or name (default: the small test model)")
@@ -52,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save-memory", action="store_true", default=None, help="run layers twice instead of "
         "keeping what they computed")  # fmt: skip
     add_out(parser, "adapter", "folder of the adapter")
+    return main
 
 
 def main(args: argparse.Namespace) -> int:

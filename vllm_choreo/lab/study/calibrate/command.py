@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.cli.arguments import add_model, add_out
+from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.engine import (
     DEFAULT_MAX_MODEL_LEN,
     LocalEngine,
@@ -36,8 +37,8 @@ DEFAULT_TARGET = "agreement=0.95"
 MIN_RUNS = 2  # one half tells what blocks buy, the other one whether that is so
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Measure what repair buys on your own runs, and write a policy that buys enough."""
     add = parser.add_argument
     add(
         "transcripts",
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_sampling(parser, None, "0, or 0.7 where calls ask the same")
     add_out(parser, "calibration", "folder for policy.json, the numbers and index.html")
+    return main
 
 
 def main(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_choreo.cli.arguments import add_model, add_out
+from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.engine import DEFAULT_MAX_MODEL_LEN, memory_for, start_engine
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.options import OPTIONS, WORKFLOWS, add_repair, add_sampling, add_together
@@ -16,8 +17,8 @@ from vllm_choreo.lab.study.evaluate.sets import HeldOutSet, sets_of
 from vllm_choreo.trained_adapter import PLACEMENTS
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Judge choreography and adapters against the text; a page of it."""
     add = parser.add_argument
     add(
         "recorded",
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_sampling(parser, None, "0, or 0.7 where calls ask the same")
     add_out(parser, "evaluation", "folder for the numbers and index.html")
+    return main
 
 
 def _check_restated(is_asked: bool, sets: Sequence[HeldOutSet]) -> None:

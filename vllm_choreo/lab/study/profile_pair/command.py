@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from vllm_choreo.cli.arguments import add_model, add_out
+from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.engine import (
     DEFAULT_MAX_MODEL_LEN,
     LocalEngine,
@@ -30,8 +31,8 @@ THE_MODEL = "none"  # in place of an adapter
 MIN_PROBLEMS = 2  # one half tells which layers matter, the other one whether that is so
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Find which layers one adapter encodes anew of what another has encoded; a profile of it."""
     add = parser.add_argument
     add(
         "writer",
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_sampling(parser, None, "0, or 0.7 where calls ask the same")
     add_out(parser, "pair", "folder for pair.json, the numbers and index.html")
+    return main
 
 
 def main(args: argparse.Namespace) -> int:
