@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 # From the ground up. A package imports those that are named with it, `errors`, and itself.
 PACKAGES: dict[str, set[str]] = {
     "errors": set(),
+    "moved": set(),
     "config": set(),
     "files": set(),
     "trained_adapter": {"files"},
