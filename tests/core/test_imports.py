@@ -142,6 +142,14 @@ def test_benchmarks_import_neither_tests_nor_programs() -> None:
         assert not [*_imports(path, "tests"), *_imports(path, "benchmarks")], path
 
 
+def test_only_tests_of_benchmarks_import_benchmarks() -> None:
+    # Its schedules are those of a benchmark, too.
+    allowed = {ROOT / "tests/planner/test_schedule.py"}
+    for path in _sources("tests"):
+        if path.parent.name != "benchmarks" and path not in allowed:
+            assert not list(_imports(path, "benchmarks")), path
+
+
 def test_one_name_for_one_class() -> None:
     classes = Counter(
         node.name

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.notes import Notes
+from tests.lab.notes import Notes
 from vllm_choreo import AsyncChoreoClient, AsyncChoreography, ChoreoClient, Choreography
 from vllm_choreo.api.protocol import AsyncFacade, Facade, SessionFacade
 from vllm_choreo.lab.record.replay import Replay

@@ -12,7 +12,7 @@ import pytest
 from vllm import SamplingParams
 
 import vllm_choreo.client
-from tests.engine.test_workflows import WORKFLOWS
+from tests.lab.workflows.test_workflows_in_engine import WORKFLOWS
 from vllm_choreo import ChoreoClient
 from vllm_choreo.client import Logprob
 from vllm_choreo.errors import (

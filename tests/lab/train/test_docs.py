@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import stop_engine
-from tests.train.packings import load
+from tests.lab.train.packings import load
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.engine import start_engine
 from vllm_choreo.lab.cli import record
@@ -23,7 +23,7 @@ from vllm_choreo.lab.train.loss import text_logprobs
 from vllm_choreo.lab.train.packing import pack
 from vllm_choreo.trained_adapter import ModelIdentity, TrainedAdapter
 
-DOCS = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
 # Of the documentation, and what suits a test.
 _SMALLER = {"limit": "10", "epochs": "1", "set": "key_values"}
 

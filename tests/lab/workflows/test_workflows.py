@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.core.notes import Notes, message, reads
+from tests.lab.notes import Notes, message, reads
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.workflows.branch_solve_merge import branch_solve_merge
 from vllm_choreo.lab.workflows.chat import user

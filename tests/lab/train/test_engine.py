@@ -15,7 +15,7 @@ from vllm import SamplingParams
 
 from tests.engine.adapters import Adapter
 from tests.engine.choreographies import draw_choreography, run_choreography
-from tests.train.packings import load, packed_model
+from tests.lab.train.packings import load, packed_model
 from vllm_choreo import Choreography
 from vllm_choreo.lab.train.forward import PackedModel
 from vllm_choreo.lab.train.loss import (

@@ -17,7 +17,7 @@ import transformers
 
 from tests.engine.choreographies import Draw
 from tests.engine.oracle import Oracle, random_tokens
-from tests.train.packings import draw_calls, load, oracle_logprobs, packed_model
+from tests.lab.train.packings import draw_calls, load, oracle_logprobs, packed_model
 from vllm_choreo.errors import (
     ChoreoError,
     OffsetError,

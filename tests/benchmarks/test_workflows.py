@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.harness.cost_model import CostModel
-from tests.core.notes import Notes
+from tests.lab.notes import Notes
 from vllm_choreo.lab.record.replay import Replay
 from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
 from vllm_choreo.lab.workflows.tree_of_thoughts import tree_of_thoughts

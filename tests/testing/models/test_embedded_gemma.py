@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.core import small_gemma_gguf as small
+from tests.testing.models import small_gemma_gguf as small
 from vllm_choreo.cli import main as cli
 from vllm_choreo.testing.models import fetch
 from vllm_choreo.testing.models.embedded import embedded_model

@@ -28,7 +28,7 @@ from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.repair.policy import Policy
 from vllm_choreo.trained_adapter import ModelIdentity
 
-DOCS = (Path(__file__).parents[2] / "docs" / "repair.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[3] / "docs" / "repair.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.core.notes import Notes
-from tests.core.transcripts import debate
+from tests.lab.notes import Notes
+from tests.transcript.transcripts import debate
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.engine import LocalEngine
 from vllm_choreo.lab.cli import run as command

@@ -19,8 +19,8 @@ import peft
 import pytest
 import torch
 
-from tests.train.packings import load
-from tests.train.recordings import record_runs
+from tests.lab.train.packings import load
+from tests.lab.train.recordings import record_runs
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.record.recording import FILE_NAME as RECORD

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.core.test_page import browser, needs_chromium
 from tests.engine.conftest import stop_engine
+from tests.transcript.test_page import browser, needs_chromium
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.engine import start_engine
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli import run as command
 
-DOCS = (Path(__file__).parents[2] / "docs" / "workflows.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[3] / "docs" / "workflows.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

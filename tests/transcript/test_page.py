@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.transcripts import HOSTILE, debate
+from tests.transcript.transcripts import HOSTILE, debate
 from vllm_choreo.transcript.page import Shown, ShownProblem, page_html
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

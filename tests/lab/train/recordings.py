@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.engine.oracle import random_tokens
-from tests.train.packings import load
+from tests.lab.train.packings import load
 from vllm_choreo.lab.record.recording import Recorder
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.params import ParentSpan

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.notes import Notes
+from tests.lab.notes import Notes
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.record.likeliest import Likeliest, likeliest_of
 from vllm_choreo.lab.record.recording import FILE_NAME, PARTS, Recorder, Recording

@@ -12,9 +12,9 @@ import peft
 import pytest
 import torch
 
-from tests.core.transcripts import debate
 from tests.engine.adapters import MODULES
-from tests.train.packings import load
+from tests.lab.train.packings import load
+from tests.transcript.transcripts import debate
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.train.forward import PackedModel
 from vllm_choreo.lab.train.loss import (

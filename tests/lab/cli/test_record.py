@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.notes import Notes
+from tests.lab.notes import Notes
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli import record

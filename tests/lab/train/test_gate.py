@@ -14,7 +14,7 @@ import torch
 
 from tests.engine.adapters import MODULES, Adapter
 from tests.engine.oracle import Oracle
-from tests.train.packings import draw_calls, load, oracle_logprobs, packed_model
+from tests.lab.train.packings import draw_calls, load, oracle_logprobs, packed_model
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 from vllm_choreo.lab.train.forward import PackedModel
 from vllm_choreo.lab.train.packing import pack

@@ -31,7 +31,7 @@ from vllm_choreo.lab.study.profile_pair.profiling import PLAIN, Profiling, searc
 from vllm_choreo.repair.pair import PairProfile
 from vllm_choreo.trained_adapter import ModelIdentity, adapter_weights
 
-DOCS = (Path(__file__).parents[2] / "docs" / "variants.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[3] / "docs" / "variants.md").read_text(encoding="utf-8")
 MODEL = "llama"  # its name alone is asked for
 NUM_LAYERS = 3  # of the tiny model
 

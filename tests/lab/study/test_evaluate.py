@@ -17,10 +17,10 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.core.test_page import browser, needs_chromium
 from tests.engine.adapters import Adapter
 from tests.engine.oracle import Oracle
-from tests.train.packings import oracle_logprobs
+from tests.lab.train.packings import oracle_logprobs
+from tests.transcript.test_page import browser, needs_chromium
 from vllm_choreo import Choreography
 from vllm_choreo.cli import main as cli
 from vllm_choreo.lab.cli import run as run_command
@@ -38,7 +38,7 @@ from vllm_choreo.lab.workflows.direct import direct, question_of
 from vllm_choreo.trained_adapter import PLACEMENTS, ModelIdentity, TrainedAdapter, wears_adapter
 from vllm_choreo.transcript.transcript import Transcript
 
-DOCS = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 _QUESTIONS = ["Who?", "Which colour has the shed?"]
 
@@ -320,7 +320,7 @@ def test_the_documentation(
 
 # -- repair --------------------------------------------------------------------------------------
 
-REPAIR = (Path(__file__).parents[2] / "docs" / "repair.md").read_text(encoding="utf-8")
+REPAIR = (Path(__file__).parents[3] / "docs" / "repair.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("_one_engine")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.core.notes import Notes
+from tests.lab.notes import Notes
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.record.replay import Replay
 from vllm_choreo.lab.workflows.direct import direct

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.core.small_gguf import (
+from tests.testing.models.small_gguf import (
     HEAD_SIZE,
     HEADS,
     KV_HEADS,
