@@ -42,15 +42,13 @@ def test_all_of_ours_load_and_have_a_line_of_help(
 
 
 def test_help_loads_neither_torch_nor_vllm() -> None:
-    program = (
-        "import sys\nfrom vllm_choreo.cli.main import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: print(*sorted({'torch', 'vllm', 'transformers'} & sys.modules.keys()))"
+    code = (
+        "import sys, vllm_choreo.cli.main as cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'numpy')))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.endswith("\n\n")
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_the_page_adds_a_command(

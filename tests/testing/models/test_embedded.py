@@ -10,7 +10,6 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -300,19 +299,9 @@ def test_a_missing_engine_is_explained(
 
         return 0
 
-    monkeypatch.setitem(sys.modules, "vllm_choreo.lab.cli.demo", SimpleNamespace(main=demo))
+    monkeypatch.setattr("vllm_choreo.lab.cli.demo.main", demo)
     assert cli.main(["demo"]) == 1
     assert "make setup" in capsys.readouterr().err
-
-
-def test_help_loads_neither_torch_nor_vllm() -> None:
-    code = (
-        "import sys, vllm_choreo.cli.main as cli\n"
-        "try: cli.main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'numpy')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
 # ---- the real file ----
