@@ -46,5 +46,4 @@ def test_texts_are_saved_shown_and_loaded(
 def test_the_commands_of_the_documentation_parse(line: str) -> None:
     import shlex
 
-    words = shlex.split(line)
-    assert _parser(words).parse_args(words).command == "keep"
+    assert _parser().parse_args(shlex.split(line)).command == "keep"

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Parser of a command line; it has the subcommand that is named first, or else all."""
     parser = argparse.ArgumentParser(
         prog="vllm-choreo", description="Choreographed LLM workflows on vLLM: reuse any message."
