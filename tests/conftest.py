@@ -52,7 +52,7 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def embedded_model_path() -> Path:
     """Folder of SmolLM2-135M-Instruct (float32); made in the user's cache at the first use."""
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     return embedded_model(progress=False)
 
@@ -70,7 +70,7 @@ def shallow_model_path(embedded_model_path: Path, tmp_path_factory: pytest.TempP
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`tiny_model_path(name)`: the folder of a tiny random model, written on first use."""
-    from vllm_choreo.smallmodel.tiny import make_tiny_model
+    from vllm_choreo.testing.models.tiny import make_tiny_model
 
     folder = tmp_path_factory.mktemp("tiny_models")
     return cache(lambda name: make_tiny_model(name, folder))

@@ -16,7 +16,11 @@ from typing import Any
 
 import pytest
 
-_TURN = {name: turn for turn, name in enumerate(("server", "engine", "ops", "train", "core"))}
+_FOLDERS = (
+    *("server", "engine", "planner", "pml", "prototypes", "study", "workflows", "benchmarks"),
+    *("ops", "train"),
+)
+_TURN = {name: turn for turn, name in enumerate(_FOLDERS)}
 # Hundreds of choreographies each with `--all`, and a file is run by one process.
 _LONGEST = ("test_random.py", "test_repair.py")
 
@@ -80,7 +84,7 @@ def _home(path: Path) -> str:
 
 
 def _turn(item: pytest.Item) -> tuple[bool, int]:
-    return item.path.name not in _LONGEST, _TURN.get(item.path.parent.name, 0)
+    return item.path.name not in _LONGEST, _TURN.get(item.path.parent.name, len(_TURN))
 
 
 @cache

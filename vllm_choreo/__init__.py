@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vllm_choreo import moved
+
 if TYPE_CHECKING:
     from vllm_choreo.api.async_choreography import AsyncChoreography as AsyncChoreography
     from vllm_choreo.api.choreography import Choreography as Choreography
@@ -33,6 +35,9 @@ _EXPORTS = {
 }
 
 __all__ = ["__version__", "register", *_EXPORTS]
+
+
+moved.install()
 
 
 def register() -> None:

@@ -51,7 +51,7 @@ def _arguments() -> argparse.Namespace:
     if not (args.against / "vllm_choreo" / "__init__.py").exists():
         parser.error(f"--against: {args.against} is no checkout of this repository")
     if args.model is None:
-        from vllm_choreo.smallmodel.embedded import embedded_model
+        from vllm_choreo.testing.models.embedded import embedded_model
 
         args.model = str(embedded_model())
     return args

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.stats import median
-from vllm_choreo.judge.stats import bootstrap_interval
+from vllm_choreo.lab.study.stats import bootstrap_interval
 
 THIS, OTHER = "this checkout", "the other one"
 FIGURES = ("choreo", "baseline", "ordinary")  # what a child is asked

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.frontier.rules import ALL, NONE, Choice, Given, choices, hidden_layers
 from benchmarks.frontier.tasks import Reading
-from vllm_choreo.judge.divergence import Measured, kl_per_token
+from vllm_choreo.lab.study.divergence import Measured, kl_per_token
 
 # Temperature and scale of the log-sum-exp; the paper's searches are around these.
 WEIGHTS = ((0.9, 1.0), (0.8, 1.0), (0.9, 0.95))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.frontier.rules import ALL, FIRST, NONE
-from vllm_choreo.judge.stats import bootstrap_interval
+from vllm_choreo.lab.study.stats import bootstrap_interval
 
 Rows = Sequence[Mapping[str, str]]
 

@@ -10,10 +10,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_choreo.workflows.chat import assistant, system, user
-from vllm_choreo.workflows.problems import word_problems
-from vllm_choreo.workflows.problems.long_documents import reports
-from vllm_choreo.workflows.tree_of_thoughts import BALLOT
+from vllm_choreo.lab.problems import word_problems
+from vllm_choreo.lab.problems.long_documents import reports
+from vllm_choreo.lab.workflows.chat import assistant, system, user
+from vllm_choreo.lab.workflows.tree_of_thoughts import BALLOT
 
 NUM_DOCUMENTS = 4
 _REPORTS = 5  # in a document, of about 70 tokens each

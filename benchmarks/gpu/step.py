@@ -21,10 +21,10 @@ from benchmarks.gpu.report import Bar, Report, Sheet
 from benchmarks.gpu.toy_engine import BLOCK_SIZE, ToyEngine
 from benchmarks.harness.stats import median
 from benchmarks.harness.tables import with_spread
-from vllm_choreo.workflows.iterative_debate import iterative_debate
-from vllm_choreo.workflows.parallel_debate import parallel_debate
-from vllm_choreo.workflows.problems import algebra
-from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
+from vllm_choreo.lab.problems import algebra
+from vllm_choreo.lab.workflows.iterative_debate import iterative_debate
+from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
+from vllm_choreo.lab.workflows.tree_of_thoughts import tree_of_thoughts
 
 TINY = Shape(2, 128, Heads(4, 2, 32), 128, 256)
 ADVICE = "\n\nReason step by step, and put the final answer in \\boxed{}."

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.stats import median
-from vllm_choreo.workflows.record.transcript import Step, Transcript
+from vllm_choreo.transcript.transcript import Step, Transcript
 
 
 class CostModel:

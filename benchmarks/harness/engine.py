@@ -32,7 +32,7 @@ def start_engine(
         block_size: of the KV cache, in tokens; None leaves the choice to vLLM (or the plugin).
         options: of `vllm.LLM`, on top of or instead of the ones below.
     """
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     model = model or str(embedded_model())
     from vllm import LLM

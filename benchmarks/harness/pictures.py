@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of what was measured, in the colours of `vllm_choreo.show.picture`; no display."""
+"""Plots of what was measured, in the colours of `vllm_choreo.lab.report.picture`; no display."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def chain_tokens(llm: Any, client: Mapping[str, str]) -> list[tuple[int, ...]]:
     from vllm import SamplingParams
 
     from vllm_choreo import Choreography
-    from vllm_choreo.workflows.chat import assistant, system, user
+    from vllm_choreo.lab.workflows.chat import assistant, system, user
 
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     empty_caches(llm)

@@ -36,10 +36,10 @@ from benchmarks.harness.engine import (
 from benchmarks.harness.probes import chain_tokens, step_times
 from benchmarks.harness.script import scripted
 from benchmarks.harness.turns import in_turn
-from vllm_choreo.workflows.iterative_debate import iterative_debate
-from vllm_choreo.workflows.parallel_debate import parallel_debate
-from vllm_choreo.workflows.record.transcript import Transcript
-from vllm_choreo.workflows.tree_of_thoughts import tree_of_thoughts
+from vllm_choreo.lab.workflows.iterative_debate import iterative_debate
+from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
+from vllm_choreo.lab.workflows.tree_of_thoughts import tree_of_thoughts
+from vllm_choreo.transcript.transcript import Transcript
 
 # Name: block size (None: vLLM's own choice), VLLM_PLUGINS.
 PROCESSES: dict[str, tuple[int | None, str]] = {
@@ -200,7 +200,7 @@ def _script(
 
 def _replay(llm: Any, client: Client, path: str) -> dict[str, Any]:
     from vllm_choreo import Choreography
-    from vllm_choreo.workflows.record.replay import Replay
+    from vllm_choreo.lab.record.replay import Replay
 
     recorded = Transcript.load(Path(path))
     inputs = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from vllm_choreo.judge.stats import LEVEL, RESAMPLES, bootstrap_interval
+from vllm_choreo.lab.study.stats import LEVEL, RESAMPLES, bootstrap_interval
 
 
 def median(values: Iterable[float]) -> float:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness import stats
 from benchmarks.harness.record import machines_in_words, read_csv
-from vllm_choreo.judge.stats import bootstrap_interval
+from vllm_choreo.lab.study.stats import bootstrap_interval
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]

@@ -52,7 +52,7 @@ def main() -> int:
 
 def _tokens(llm: Any, num_tokens: int) -> list[list[int]]:
     """`NUM_MESSAGES` texts of equal length, no two alike."""
-    from vllm_choreo.cli.demo import TASKS
+    from vllm_choreo.lab.cli.demo import TASKS
 
     text = " ".join(task.question for task in TASKS)
     ids = llm.get_tokenizer().encode(text, add_special_tokens=False)

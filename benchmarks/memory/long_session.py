@@ -70,7 +70,7 @@ def main() -> int:
 def _start_engine(folder: Path) -> Any:
     """A tiny model, its engine core in a process of its own."""
     import vllm_choreo
-    from vllm_choreo.smallmodel.tiny import make_tiny_model
+    from vllm_choreo.testing.models.tiny import make_tiny_model
 
     model = make_tiny_model("llama", folder)
     vllm_choreo.register()

@@ -26,7 +26,6 @@ import httpx
 from benchmarks.harness.completions import stream_completion
 from benchmarks.harness.engine import draw_tokens
 from benchmarks.harness.record import record, write_csv
-from benchmarks.harness.serving import Server, start_server
 from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.mixed.bars import bar_reached, in_words
@@ -40,12 +39,13 @@ from benchmarks.mixed.work import (
     SIDES,
 )
 from benchmarks.mixed.work import SLOTS as CLIENTS
+from vllm_choreo.testing.server import Server, start_server
 
 KEY = "bench"
 
 
 def main() -> int:
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     args = _arguments()
     rows: list[dict[str, Any]] = []

@@ -8,7 +8,7 @@ from functools import partial
 from benchmarks.harness.tables import Cell, Rows, Table, Values, interval, over, spread, with_ends
 from benchmarks.mixed.bars import P99_BAR, p99, p99_ratio, step_times, ttfts
 from benchmarks.mixed.work import SIDES
-from vllm_choreo.judge.stats import bootstrap_interval
+from vllm_choreo.lab.study.stats import bootstrap_interval
 
 
 def _rate(side: str) -> Cell:

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.harness.engine import empty_caches, scheduler_of
 from benchmarks.harness.turns import in_turn
-from vllm_choreo.workflows.problems.long_documents import reports
+from vllm_choreo.lab.problems.long_documents import reports
 
 SIDES = ("text", "choreo")
 NUM_DOCUMENTS = 10

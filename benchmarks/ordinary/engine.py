@@ -52,8 +52,8 @@ def _batch(llm: Any, num_requests: int) -> tuple[list[list[int]], list[Any]]:
     """Questions about passages, of 20 to 190 tokens, with answers of 8 to 48 tokens."""
     from vllm import SamplingParams
 
-    from vllm_choreo.cli.demo import AGENTS, TASKS
-    from vllm_choreo.workflows.chat import assistant, system, user
+    from vllm_choreo.lab.cli.demo import AGENTS, TASKS
+    from vllm_choreo.lab.workflows.chat import assistant, system, user
 
     prompts, params = [], []
     for i in range(num_requests):

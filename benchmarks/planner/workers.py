@@ -89,7 +89,7 @@ def _facade() -> Any:
     from vllm import LLM
 
     from vllm_choreo import Choreography
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     llm = LLM(
         str(embedded_model()),

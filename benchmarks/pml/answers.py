@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.pml.texts import problem_prompt, problem_schema, without_scaffolds
-from vllm_choreo.judge.stats import bootstrap_interval, mcnemar, wilson_interval
-from vllm_choreo.workflows.problems import (
+from vllm_choreo.lab.problems import (
     Problem,
     fact_pairs,
     key_values,
     list_pairs,
     sentence_facts,
 )
-from vllm_choreo.workflows.problems.grading import coverage, is_correct
-from vllm_choreo.workflows.problems.long_documents import reports
+from vllm_choreo.lab.problems.grading import coverage, is_correct
+from vllm_choreo.lab.problems.long_documents import reports
+from vllm_choreo.lab.study.stats import bootstrap_interval, mcnemar, wilson_interval
 
 SEED = 1
 BASELINE = "text"

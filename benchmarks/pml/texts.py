@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_choreo.lab.problems import Problem
+from vllm_choreo.lab.problems.long_documents import reports
 from vllm_choreo.pml.tree import Module, Prompt, Scaffold, Schema, Text, Turn, Union, Use
-from vllm_choreo.workflows.problems import Problem
-from vllm_choreo.workflows.problems.long_documents import reports
 
 INSTRUCTION = "Answer from the given facts."
 QUESTION = " Which of the numbers above is the largest?"

@@ -18,7 +18,7 @@ from benchmarks.harness.tables import as_text
 from benchmarks.quality import agreement, answers
 from benchmarks.quality.tables import TABLES
 from benchmarks.quality.tasks import TASKS
-from vllm_choreo.workflows.problems import load_jsonl, word_problems
+from vllm_choreo.lab.problems import load_jsonl, word_problems
 
 
 def main() -> int:

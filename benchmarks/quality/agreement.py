@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.engine import FORCED
-from vllm_choreo.judge.divergence import kl_per_token
-from vllm_choreo.workflows.chat import assistant, system, user
-from vllm_choreo.workflows.parallel_debate import REVISE
+from vllm_choreo.lab.study.divergence import kl_per_token
+from vllm_choreo.lab.workflows.chat import assistant, system, user
+from vllm_choreo.lab.workflows.parallel_debate import REVISE
 
 # What the engine must be started with.
 ENGINE_OPTIONS: dict[str, Any] = {

@@ -20,9 +20,9 @@ from benchmarks.quality.tasks import (
     Way,
     score,
 )
-from vllm_choreo.judge.stats import bootstrap_interval, wilson_interval
-from vllm_choreo.workflows.chat import assistant, system, user
-from vllm_choreo.workflows.problems import Problem, key_values
+from vllm_choreo.lab.problems import Problem, key_values
+from vllm_choreo.lab.study.stats import bootstrap_interval, wilson_interval
+from vllm_choreo.lab.workflows.chat import assistant, system, user
 
 SEED = 1
 INSTRUCTION = "Answer from the given facts."

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vllm_choreo.workflows.problems import (
+from vllm_choreo.lab.problems import (
     Problem,
     fact_pairs,
     key_values,
     list_pairs,
     sentence_facts,
 )
-from vllm_choreo.workflows.problems.grading import coverage, is_correct
+from vllm_choreo.lab.problems.grading import coverage, is_correct
 
 # How documents reached the reader, as the rows of the CSV files name it.
 BASELINE = "baseline"

@@ -153,7 +153,7 @@ class Readers:
 
     def speeds(self) -> dict[str, Any]:
         """Of this machine and model, for the cost models."""
-        from vllm_choreo.smallmodel.embedded import embedded_model
+        from vllm_choreo.testing.models.embedded import embedded_model
 
         # From the file, since vLLM packs the weights of linear layers away.
         weights = _num_weights(embedded_model())

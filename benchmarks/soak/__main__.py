@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.record import record, write_csv
-from benchmarks.harness.serving import Server, start_server
 from benchmarks.harness.tables import as_text
 from benchmarks.soak.judge import Judge
 from benchmarks.soak.routes.run import soak as routes
 from benchmarks.soak.tables import COUNTED, TABLES
 from benchmarks.soak.users import DOC_TOKENS, DOCS, ChoreoUser, Notes, OrdinaryUser, run_all
+from vllm_choreo.testing.server import Server, start_server
 
 PARTS = ("load", "routes")
 BLOCK_SIZE = 32
@@ -61,7 +61,7 @@ def soak(folder: Path, num_clients: int, seconds: float) -> dict[str, Any]:
         num_clients: half of them choreographed.
         seconds: of load.
     """
-    from vllm_choreo.smallmodel.tiny import make_tiny_model
+    from vllm_choreo.testing.models.tiny import make_tiny_model
 
     model = make_tiny_model("llama", folder)
     num_blocks = pool_blocks(num_clients // 2)

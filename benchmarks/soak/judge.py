@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.soak.users import Notes, Seen
-from vllm_choreo.cli.reference import Made, Reference, num_unlike_greedy
+from vllm_choreo.testing.reference import Made, Reference, num_unlike_greedy
 
 
 class Judge:
-    """Encodes anew what was read, wherever it was read: see `vllm_choreo.cli.reference`."""
+    """Encodes anew what was read, wherever it was read: see `vllm_choreo.testing.reference`."""
 
     def __init__(self, model: Path) -> None:
         self._reference = Reference(str(model))

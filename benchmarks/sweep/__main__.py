@@ -29,7 +29,7 @@ from benchmarks.harness.tables import as_text
 from benchmarks.sweep.bars import BARS, bars_reached
 from benchmarks.sweep.picture import draw
 from benchmarks.sweep.tables import TABLES
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.transcript import Transcript
 
 SIZES = (2, 4, 8, 16)
 STAGES = ("task", "candidates", "votes", "answer")

@@ -26,15 +26,15 @@ from benchmarks.harness.tables import as_text
 from benchmarks.training.tables import TABLES
 from vllm_choreo.api.facade_wrapper import FacadeWrapper, Item
 from vllm_choreo.api.protocol import Facade
-from vllm_choreo.cli.evaluate.arms import Arm, arms_of
-from vllm_choreo.cli.run.engine import start_engine
-from vllm_choreo.cli.run.task import Task
-from vllm_choreo.judge.stats import bootstrap_interval
+from vllm_choreo.cli.engine import start_engine
+from vllm_choreo.lab.cli.task import Task
+from vllm_choreo.lab.study.evaluate.arms import Arm, arms_of
+from vllm_choreo.lab.study.stats import bootstrap_interval
+from vllm_choreo.lab.workflows.chat import system
+from vllm_choreo.lab.workflows.prisoners_dilemma import NAMES, STRATEGIES, SYSTEM
+from vllm_choreo.lab.workflows.together import all_made, run_together
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.workflows.chat import system
-from vllm_choreo.workflows.prisoners_dilemma import NAMES, STRATEGIES, SYSTEM
-from vllm_choreo.workflows.record.transcript import Transcript
-from vllm_choreo.workflows.together import all_made, run_together
+from vllm_choreo.transcript.transcript import Transcript
 
 NAME = "training_leakage"
 _WORKFLOW = "prisoners_dilemma"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.pictures import BLUE, GREEN, INK, ORANGE, PALE, RED, panels, save_picture
-from vllm_choreo.judge.scores import CHOREOGRAPHED
+from vllm_choreo.lab.study.scores import CHOREOGRAPHED
 from vllm_choreo.trained_adapter import PLACEMENTS
 
 Row = Mapping[str, str]

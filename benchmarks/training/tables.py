@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from benchmarks.harness.tables import Cell, Row, Rows, Table, stored, text
 from benchmarks.training.bars import is_won_back
-from vllm_choreo.judge.scores import CHOREOGRAPHED, TEXT
+from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.trained_adapter import PLACEMENTS
 
 # What the text itself cannot do tells nothing of answers.

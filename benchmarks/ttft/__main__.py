@@ -66,7 +66,7 @@ def _check_chain(llm: Any) -> None:
 def _debate(llm: Any, mode: str, args: argparse.Namespace, num_tokens: int) -> list[Any]:
     """The steps of one debate that generated text."""
     from vllm_choreo import Choreography
-    from vllm_choreo.workflows.parallel_debate import parallel_debate
+    from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
 
     empty_caches(llm)
     with Choreography(llm, mode=mode) as c:

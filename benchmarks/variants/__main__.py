@@ -102,7 +102,7 @@ def _engine(args: argparse.Namespace, pair: Pair) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from vllm_choreo.engine.lora import engine_options
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     arguments = AsyncEngineArgs(
         str(embedded_model()) if pair.reader else args.reader,

@@ -21,7 +21,7 @@ def write_documents(
         layers: whose hidden states are kept.
     """
     from vllm_choreo import Choreography
-    from vllm_choreo.cli.run.engine import stop_engine
+    from vllm_choreo.cli.engine import stop_engine
 
     memory = {"choreo": {"hidden_memory_gib": 2.0}}
     llm = start_choreo_engine(4, model=model, block_size=BLOCK_SIZE, additional_config=memory)

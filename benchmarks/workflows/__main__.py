@@ -35,7 +35,7 @@ from benchmarks.harness.sides import (
 from benchmarks.harness.tables import as_text
 from benchmarks.workflows.bars import FULL_ANSWER_TOKENS, bars_reached, is_full
 from benchmarks.workflows.tables import CHECK, DECIDED, TABLES
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.transcript.transcript import Transcript
 
 SIDES = ("choreo", "repaired", "baseline")  # on one engine
 ROOM = Room(kv_cache_gib=3, max_model_len=8192)
@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
 
 def _record(side: Side, folder: Path, args: argparse.Namespace) -> list[tuple[str, Path]]:
     """Transcripts of every workflow on every question: (id of the question, file)."""
-    from vllm_choreo.workflows.problems import algebra, counting
+    from vllm_choreo.lab.problems import algebra, counting
 
     count = (args.questions + 1) // 2
     pairs = zip(algebra(count), counting(count), strict=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_choreo.integrations.conversations import Conversations
-from vllm_choreo.workflows.problems.long_documents import reports
+from vllm_choreo.lab.problems.long_documents import reports
 
 WAYS = {"vLLM, prefix caching": "off", "choreographed": "choreo"}
 

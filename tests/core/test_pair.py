@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_choreo.cli.profile_pair.grid import coarse, finer, joined, scattered, singles, steps
-from vllm_choreo.cli.run.engine import memory_for
+from vllm_choreo.cli.engine import memory_for
 from vllm_choreo.errors import RepairError
+from vllm_choreo.lab.study.profile_pair.grid import coarse, finer, joined, scattered, singles, steps
 from vllm_choreo.repair.pair import Cell, PairProfile, pareto
 from vllm_choreo.repair.pair_rule import HYSTERESIS, PairChooser, PairRule
 from vllm_choreo.repair.rules import ByLayers, NoTokens

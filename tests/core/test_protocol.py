@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.script import Script
-from tests.core.notes import Notes
+from tests.lab.notes import Notes
 from vllm_choreo import AsyncChoreoClient, AsyncChoreography, ChoreoClient, Choreography
 from vllm_choreo.api.protocol import AsyncFacade, Facade, SessionFacade
+from vllm_choreo.lab.record.replay import Replay
 from vllm_choreo.semantics.call_options import ReadOptions
-from vllm_choreo.workflows.record.replay import Replay
+from vllm_choreo.testing.script import Script
 
 
 def _members(protocol: type) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import tokenizers
 import transformers
 
-from vllm_choreo.smallmodel.tiny import VOCAB_SIZE, make_tiny_model
+from vllm_choreo.testing.models.tiny import VOCAB_SIZE, make_tiny_model
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 

@@ -20,7 +20,7 @@ from vllm import SamplingParams
 from tests.engine.oracle import Encoded, Oracle, Parent
 from vllm_choreo import Choreography
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.smallmodel.tiny import EOS_TOKEN_ID
+from vllm_choreo.testing.models.tiny import EOS_TOKEN_ID
 
 # Largest difference in log-probability between the engine in float32 and the oracle. Measured on
 # the tiny models: at most 6e-5; the rest is room for kernels of other instruction sets.

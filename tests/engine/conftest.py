@@ -19,8 +19,8 @@ import torch
 
 from tests.engine.oracle import Oracle
 from tests.quick import NUM_BLOCKS
-from vllm_choreo.smallmodel.embedded import default_path, is_complete
-from vllm_choreo.smallmodel.tiny import MAX_MODEL_LEN
+from vllm_choreo.testing.models.embedded import default_path, is_complete
+from vllm_choreo.testing.models.tiny import MAX_MODEL_LEN
 
 if TYPE_CHECKING:
     from vllm import LLM

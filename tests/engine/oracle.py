@@ -27,7 +27,7 @@ import torch
 import transformers
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from vllm_choreo.smallmodel.tiny import model_class
+from vllm_choreo.testing.models.tiny import model_class
 
 # Model types whose rotary embedding pairs neighbouring components (2i, 2i+1) instead of the two
 # halves (i, i + rotary_dim / 2).

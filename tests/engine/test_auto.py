@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from benchmarks.on_ramps import bars
-from benchmarks.on_ramps.chats import Bot, measure_agents, measure_retrieval, retrieval
 from vllm_choreo import Choreography
 from vllm_choreo.errors import ChoreoError, DeniedMessageError
-from vllm_choreo.smallmodel.tiny import EOS_TOKEN_ID
+from vllm_choreo.testing.models.tiny import EOS_TOKEN_ID
 
 # Of the tokenizer's words, those that do not begin with one of its special tokens, `t0` to `t2`.
 WORDS = [number for number in range(30, 500) if str(number)[0] > "2"]
@@ -114,23 +112,3 @@ def test_the_page_runs(llm: Any) -> None:
     """The example in process; the others are a client's: tests/server/test_auto.py."""
     _, example, _ = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     exec(compile(example, "docs/on-ramps.md", "exec"), {"llm": llm})
-
-
-def test_the_benchmark(llm: Any) -> None:
-    def make() -> Bot:
-        return Bot(llm, SamplingParams(temperature=0.0, max_tokens=1))
-
-    bot, documents = make(), [words(300 + n) for n in range(5)]
-    bot.check_outputs([retrieval(documents, n) for n in range(2)], GREEDY)
-    bot.close()
-    bot = make()
-    rows = [{k: str(v) for k, v in row.items()} for row in measure_retrieval(bot, documents, 2)]
-    bot.close()
-    reused = [int(row["reused_tokens"]) for row in rows if row["side"] == "choreo"]
-    assert reused[0] == 0 and all(count >= 5 * 40 for count in reused[1:])
-    assert bars.first_token_ratio(rows) > 0.0
-    assert bars.bars_reached(rows, []), "short prompts have no bar"
-    systems = [words(500 + n, 20) for n in range(4)]
-    blocks = measure_agents(llm, make, [words(400 + n, 64) for n in range(4)], systems)
-    assert bars.blocks_ratio([{k: str(v) for k, v in row.items()} for row in blocks]) > 1.0
-    assert blocks[0]["agents"] == len(systems)

@@ -24,7 +24,7 @@ from tests.engine.choreographies import (
 )
 from tests.engine.oracle import Encoded, Oracle, Parent, whole
 from vllm_choreo import Choreography
-from vllm_choreo.smallmodel.embedded import embedded_model
+from vllm_choreo.testing.models.embedded import embedded_model
 
 pytestmark = pytest.mark.slow
 

@@ -16,12 +16,12 @@ import pytest
 from langchain_core.messages import HumanMessage, SystemMessage
 from openai import OpenAI
 
-from benchmarks.harness.serving import environment
 from tests.quick import NUM_BLOCKS, ONE_PROCESS
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.integrations.in_process import InProcessServer
 from vllm_choreo.integrations.langchain import ChatChoreo
 from vllm_choreo.server.openai.engine_client import CallClient
+from vllm_choreo.testing.server import environment
 
 pytestmark = pytest.mark.exhaustive  # servers of its own
 

@@ -16,7 +16,6 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from benchmarks.keep import bars, measure
 from tests.engine.oracle import random_tokens
 from tests.engine.test_tiers import BLOCK_GIB
 from vllm_choreo import Choreography
@@ -563,17 +562,6 @@ def test_a_save_that_fails_anywhere_leaves_what_was_there(llm: Any) -> None:
         with Choreography(llm) as reader:
             assert [m.token_ids for m in reader.load(uri)] == [m.token_ids for m in new]
     assert len(_Failing.store) == 3
-
-
-def test_the_benchmark_measures_what_it_says(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(3)
-    monkeypatch.setattr(measure, "draw_tokens", lambda start, count: random_tokens(rng, count))
-    (row,) = measure.measure(llm, 96, 48, 1)
-    assert row["messages"] == 2 and min(row["encode_s"], row["save_s"], row["load_s"]) > 0
-    short = {key: str(value) for key, value in row.items()}
-    assert bars.bar_reached([short]), "short messages have no bar"
-    slow = {**short, "tokens": "8000", "encode_s": "10.0", "load_s": "1.0"}
-    assert not bars.bar_reached([slow]) and bars.bar_reached([{**slow, "load_s": "0.1"}])
 
 
 def test_examples_of_the_documentation_run(

@@ -13,7 +13,7 @@ import torch
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE
 from tests.engine.oracle import Encoded, Oracle, Parent, whole
-from vllm_choreo.smallmodel.tiny import LOGIT_STD, TINY_MODELS
+from vllm_choreo.testing.models.tiny import LOGIT_STD, TINY_MODELS
 
 # Differences between two float32 evaluations of the same thing in another order; measured at most
 # 2e-5 on these models, and a tenth of what the engine is allowed.

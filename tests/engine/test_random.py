@@ -13,7 +13,7 @@ from tests.engine.choreographies import Draw, check, draw_choreography, side_by_
 from tests.engine.oracle import Oracle
 from tests.grids import sampled
 from vllm_choreo import Choreography
-from vllm_choreo.smallmodel.tiny import TINY_MODELS
+from vllm_choreo.testing.models.tiny import TINY_MODELS
 
 # Each group of seeds is a test: its choreographies run side by side in one session.
 _SEEDS = [range(1), range(1, 3), range(3, 12), range(12, 21)]  # for each of 10 architectures

@@ -16,7 +16,7 @@ from tests.engine.choreographies import check, draw_choreography
 from tests.engine.oracle import Oracle, assert_greedy, random_tokens, whole
 from vllm_choreo import Choreography
 from vllm_choreo.errors import OffsetError, RepairError
-from vllm_choreo.smallmodel.tiny import make_tiny_model
+from vllm_choreo.testing.models.tiny import make_tiny_model
 
 _IN_PLACE = {"choreo": {"reposition": "in_place"}}
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)

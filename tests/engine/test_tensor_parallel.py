@@ -24,7 +24,7 @@ from tests.engine.oracle import Oracle, random_tokens
 from vllm_choreo import Choreography
 from vllm_choreo.engine import utility
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.smallmodel.tiny import TINY_MODELS, TinyModel, make_tiny_model
+from vllm_choreo.testing.models.tiny import TINY_MODELS, TinyModel, make_tiny_model
 
 # The smallest pool in which vLLM has room for one sequence of the greatest length, 2,048 tokens.
 POOL_BLOCKS = 66

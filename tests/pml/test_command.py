@@ -13,7 +13,7 @@ import pytest
 from tests.engine.conftest import stop_engine
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli import pml as command
-from vllm_choreo.cli.run.engine import start_engine
+from vllm_choreo.cli.engine import start_engine
 from vllm_choreo.pml.markup import parse
 from vllm_choreo.pml.printer import to_markup
 

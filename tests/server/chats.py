@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from benchmarks.harness.serving import KEYS, Server
+from vllm_choreo.testing.server import KEYS, Server
 
 Chat = list[dict[str, Any]]
 

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import KEYS, Server, start_server
 from tests.server.serving import QUICK, Session
+from vllm_choreo.testing.server import KEYS, Server, start_server
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from benchmarks.harness.serving import Server
+from vllm_choreo.testing.server import Server
 
 
 class Caller:

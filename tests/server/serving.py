@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness.serving import Server
 from tests.quick import NUM_BLOCKS, ONE_PROCESS
+from vllm_choreo.testing.server import Server
 
 # Options of servers that start sooner.
 QUICK: dict[str, Any] = {

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import MODEL_NAME, start_server
 from tests.engine.adapters import Adapter
 from tests.engine.oracle import Oracle, assert_choices, random_tokens, whole
 from tests.server.serving import Session
 from vllm_choreo import ChoreoClient
 from vllm_choreo.errors import AdapterError
+from vllm_choreo.testing.server import MODEL_NAME, start_server
 
 pytestmark = pytest.mark.exhaustive  # a server of its own
 

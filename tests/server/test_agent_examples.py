@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.serving import Server, start_server
 from tests.server.chats import ask_chat, tokens_of
 from vllm_choreo.integrations.conversations import Conversations
+from vllm_choreo.testing.server import Server, start_server
 
 pytestmark = pytest.mark.exhaustive  # programs against a server
 

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import KEYS, Server
 from tests.server.chats import Chat, ask_chat, said, tokens_of, turn
+from vllm_choreo.testing.server import KEYS, Server
 
 SYSTEM = "You answer questions about the documents, in one sentence, and you never guess at all."
 DOCUMENTS = [

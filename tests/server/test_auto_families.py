@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.serving import Server, start_server
 from tests.core.chat_templates import FAMILIES
 from tests.engine.adapters import Adapter
 from tests.engine.byte_model import CHATML, make_byte_model
 from tests.server.chats import Chat, ask_chat, said, tokens_of, turn
 from tests.server.serving import QUICK
+from vllm_choreo.testing.server import Server, start_server
 
 pytestmark = pytest.mark.exhaustive  # a server of its own
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.serving import MODEL_NAME, Server, environment
 from tests.server.openai_calls import Caller
 from tests.server.serving import QUICK
 from vllm_choreo.integrations.in_process import words_of
+from vllm_choreo.testing.server import MODEL_NAME, Server, environment
 
 pytestmark = pytest.mark.exhaustive  # processes of their own
 

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import KEYS, MODEL_NAME, Server
 from tests.server.serving import Session
 from tests.server.test_routes import GREEDY, error_of
+from vllm_choreo.testing.server import KEYS, MODEL_NAME, Server
 
 _NUM_SAMPLES = 100
 # A sample that took no longer is none that waited for somebody's body: without bounds, those below

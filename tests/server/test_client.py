@@ -12,8 +12,7 @@ import pytest
 from vllm import SamplingParams
 
 import vllm_choreo.client
-from benchmarks.harness.serving import Server
-from tests.engine.test_workflows import WORKFLOWS
+from tests.lab.workflows.test_workflows_in_engine import WORKFLOWS
 from vllm_choreo import ChoreoClient
 from vllm_choreo.client import Logprob
 from vllm_choreo.errors import (
@@ -24,8 +23,9 @@ from vllm_choreo.errors import (
     UnknownMessageError,
     UnknownSessionError,
 )
-from vllm_choreo.show.page import Shown, ShownProblem, page_html
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.testing.server import Server
+from vllm_choreo.transcript.page import Shown, ShownProblem, page_html
+from vllm_choreo.transcript.transcript import Transcript
 
 GREEDY = {"temperature": 0, "max_tokens": 6}
 SHED = "The shed behind the house is green, and its door is red.\n"

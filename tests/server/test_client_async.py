@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.serving import Server
 from tests.server.test_client import ANNA, GREEDY, SHED
 from vllm_choreo import AsyncChoreoClient
 from vllm_choreo.errors import (
@@ -22,6 +21,7 @@ from vllm_choreo.errors import (
     TooLongError,
     UnknownMessageError,
 )
+from vllm_choreo.testing.server import Server
 
 
 def in_session(server: Server, program: Callable[[AsyncChoreoClient], Any], **options: Any) -> None:

@@ -12,7 +12,6 @@ import pytest
 import transformers
 from vllm import SamplingParams
 
-from benchmarks.harness.serving import Server
 from tests.server.test_client import ANNA, GREEDY, SHED
 from vllm_choreo import ChoreoClient, Choreography
 from vllm_choreo.errors import (
@@ -21,6 +20,7 @@ from vllm_choreo.errors import (
     UnsupportedOptionError,
 )
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.testing.server import Server
 from vllm_choreo.wire.sampling import SENT
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import KEYS, Server, start_server
 from tests.server.serving import Session, wait_until_nothing_is_left
 from vllm_choreo import ChoreoClient
 from vllm_choreo.errors import (
@@ -27,6 +26,7 @@ from vllm_choreo.errors import (
     ParentFailedError,
     PoolFullError,
 )
+from vllm_choreo.testing.server import KEYS, Server, start_server
 
 pytestmark = pytest.mark.exhaustive  # servers of its own
 

@@ -30,10 +30,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from benchmarks.harness.serving import Server, start_server
 from tests.server.serving import QUICK, Session, wait_until_nothing_is_left
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.server.schemas import OneCallBody, SamplingBody
+from vllm_choreo.testing.server import Server, start_server
 
 pytestmark = pytest.mark.exhaustive  # a server of its own
 

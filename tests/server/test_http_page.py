@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.serving import KEYS, Server
+from vllm_choreo.testing.server import KEYS, Server
 
 PAGE = Path(__file__).parents[2] / "docs" / "http.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

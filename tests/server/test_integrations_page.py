@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.serving import Server
+from vllm_choreo.testing.server import Server
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 EXAMPLES = [

@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.harness.serving import KEYS, Server, start_server
 from tests.server.serving import QUICK, Session
 from vllm_choreo import AsyncChoreoClient, ChoreoClient
 from vllm_choreo.config import ServerConfig
@@ -20,6 +19,7 @@ from vllm_choreo.errors import ChoreoError, KeptError, UnknownKeptError
 from vllm_choreo.server import documents
 from vllm_choreo.server.keep_bodies import KeptAnswer, KeptDeletedAnswer, KeptListAnswer
 from vllm_choreo.snapshot.manifest import manifest_bytes
+from vllm_choreo.testing.server import KEYS, Server, start_server
 
 pytestmark = pytest.mark.exhaustive  # servers of its own
 

@@ -20,8 +20,8 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 from openai import DefaultHttpxClient
 
-from benchmarks.harness.serving import Server
 from vllm_choreo.integrations.langchain import ChatChoreo
+from vllm_choreo.testing.server import Server
 
 RULE = SystemMessage("You answer in a few words.")
 FACTS = [HumanMessage(text) for text in ("The shed is green.", "Anna owns a red bicycle.")]

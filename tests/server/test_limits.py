@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import KEYS, Server, start_server
 from tests.server.serving import QUICK, Session
 from tests.server.test_routes import GREEDY, LONG, error_of
+from vllm_choreo.testing.server import KEYS, Server, start_server
 
 pytestmark = pytest.mark.exhaustive  # a server of its own
 

@@ -19,10 +19,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.harness.serving import KEYS, MODEL_NAME, Server
 from tests.server.serving import Session
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.server.metrics import POLL_SECONDS
+from vllm_choreo.testing.server import KEYS, MODEL_NAME, Server
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")

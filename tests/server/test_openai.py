@@ -16,9 +16,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from benchmarks.harness.serving import Server
 from tests.server.openai_calls import Caller, plain, text_of, tokens_of
 from tests.server.serving import Session
+from vllm_choreo.testing.server import Server
 
 ROOT = Path(__file__).parents[2]
 ANNA = "Anna owns a red bicycle. Bob owns a blue car.\n"

@@ -11,11 +11,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from benchmarks.harness.serving import Server
 from tests.server.openai_calls import Caller, plain, tokens_of
 from tests.server.serving import Session
 from vllm_choreo.integrations.conversations import Conversations
 from vllm_choreo.integrations.openai_http import ChoreoAsyncHttpClient, ChoreoHttpClient
+from vllm_choreo.testing.server import Server
 
 CHAT = [
     {"role": "system", "content": "You answer in a few words."},

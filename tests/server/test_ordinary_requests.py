@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import MODEL_NAME, Server, start_server
+from vllm_choreo.testing.server import MODEL_NAME, Server, start_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 

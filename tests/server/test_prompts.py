@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import KEYS, Server, start_server
 from tests.server.serving import QUICK
 from vllm_choreo import AsyncChoreoClient, ChoreoClient
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import LimitError, NameTakenError, PmlError, UnknownSchemaError
 from vllm_choreo.pml import parse_prompt, parse_schema, to_markup
+from vllm_choreo.testing.server import KEYS, Server, start_server
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 TEXT = " ".join(f"Shelf {n} of the cellar holds {n * 7} jars of plums." for n in range(1, 12))

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import Server
 from tests.server.serving import Session
 from tests.server.test_routes import GREEDY
+from vllm_choreo.testing.server import Server
 
 _NUM_ROUNDS = 25
 _ACTIONS = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.serving import KEYS, Server
+from vllm_choreo.testing.server import KEYS, Server
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import Server
 from tests.server.openai_calls import Caller
 from tests.server.serving import Session
 from vllm_choreo.client import ChoreoClient
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.pair import Cell, PairProfile
 from vllm_choreo.repair.policy import Policy
+from vllm_choreo.testing.server import Server
 from vllm_choreo.trained_adapter import ModelIdentity
 
 DOCUMENTS = ("Anna owns a red bicycle. It is in the shed.", "Bert has the key. He is at work.")

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import Server
 from tests.server.serving import Session
 from vllm_choreo.server import documents
+from vllm_choreo.testing.server import Server
 
 GREEDY = {"temperature": 0, "max_tokens": 6}
 SHED = "The shed behind the house is green, and its door is red.\n"

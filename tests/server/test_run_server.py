@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.serving import MODEL_NAME, Server
 from vllm_choreo.cli import main as cli
-from vllm_choreo.cli.run.options import WORKFLOWS
-from vllm_choreo.workflows.record.transcript import Transcript
+from vllm_choreo.lab.cli.options import WORKFLOWS
+from vllm_choreo.testing.server import MODEL_NAME, Server
+from vllm_choreo.transcript.transcript import Transcript
 
 SHORT = ("--limit", "1", "--max-tokens", "4")
 SMALL = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.serving import start_server
+from vllm_choreo.testing.server import start_server
 
 
 @pytest.mark.exhaustive  # a server's start

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.harness.serving import KEYS, Server
 from tests.server.serving import Session
 from tests.server.test_routes import GREEDY, SHED, error_of
+from vllm_choreo.testing.server import KEYS, Server
 
 # Every route of a session: method, what follows the session's path, and a legal body.
 ROUTES: list[tuple[str, str, Any]] = [

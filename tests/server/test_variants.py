@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from benchmarks.harness.serving import KEYS, MODEL_NAME, start_server
 from tests.engine.variants import make_variant
 from tests.quick import NUM_LAYERS
 from tests.server.serving import QUICK
 from vllm_choreo import ChoreoClient
 from vllm_choreo.errors import FreedMessageError, KeptError, UnknownKeptError, UnknownMessageError
 from vllm_choreo.repair.pair import Cell, PairProfile
+from vllm_choreo.testing.server import KEYS, MODEL_NAME, start_server
 from vllm_choreo.trained_adapter import ModelIdentity
 
 pytestmark = pytest.mark.exhaustive  # servers of its own

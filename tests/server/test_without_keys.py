@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.harness.serving import Server, start_server
 from tests.server.serving import QUICK, Session
 from tests.server.test_limits import limit_of
 from tests.server.test_tenants import completion
+from vllm_choreo.testing.server import Server, start_server
 
 pytestmark = pytest.mark.exhaustive  # a server of its own
 

@@ -7,9 +7,12 @@ import argparse
 import importlib.resources
 import sys
 
+from vllm_choreo.cli.commands import Main
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no argument to the parser: `main` takes none."""
+
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Print the Grafana dashboard of a server's metrics, as JSON."""
+    return main
 
 
 def main(args: argparse.Namespace) -> int:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from vllm_choreo.cli.reference import Made, Reference, num_unlike_greedy
+from vllm_choreo.cli.commands import Main
+from vllm_choreo.testing.reference import Made, Reference, num_unlike_greedy
 
 # Float32 on both sides; one wrong position costs a hundred times as much.
 LOGPROB_TOLERANCE = 2e-3
@@ -54,14 +55,15 @@ class Verdict:
         return self.agreed == self.num_tokens and self.difference <= LOGPROB_TOLERANCE
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Check on this machine that choreography is right for a model (against HuggingFace)."""
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
         help="model folder or name (default: the small test model)",
     )
+    return main
 
 
 def main(args: argparse.Namespace) -> int:
@@ -73,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
     Returns:
         The exit status: 0 if all answers agree, 1 if one does not or the engine refuses the model.
     """
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     model = args.model or str(embedded_model())
     print(f"Starting vLLM with {model} …", flush=True)

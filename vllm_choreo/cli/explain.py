@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.auto.forecast import Forecast, Forecaster, requests_of
-from vllm_choreo.cli.run.options import positive
+from vllm_choreo.cli.commands import Main
+from vllm_choreo.cli.numbers import positive
 from vllm_choreo.errors import ChoreoError
 
 _STATES = {
@@ -20,8 +21,8 @@ _STATES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Show what of recorded chats would be reused, and where answers may differ."""
     parser.add_argument(
         "--chat",
         type=Path,
@@ -41,13 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=positive, default=16, metavar="N", help="(default: %(default)s)"
     )
     parser.add_argument("--parts", action="store_true", help="show the parts of each request")
+    return main
 
 
 def main(args: argparse.Namespace) -> int:
     """Print what would be reused."""
     from transformers import AutoTokenizer
 
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     recorded = _read(args.chat)
     model = args.model or str(embedded_model())

@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_choreo.cli.commands import Main
 from vllm_choreo.errors import ChoreoError
 
 _HEADER = ("Message", "Tokens", "At", "Blocks", "Refs", "Slots", "Used by", "Attends to")
 _RIGHT = (False, True, True, False, False, True, True, False)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Show messages, their blocks and who shares them."""
     parser.add_argument(
         "file",
         nargs="?",
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="MODEL", help="model folder or name (default: the small test model)"
     )
+    return main
 
 
 def main(args: argparse.Namespace) -> int:
@@ -75,7 +77,7 @@ def read_stats(path: Path) -> dict[str, Any]:
 def _run_example(model: str | None) -> dict[str, Any]:
     """Run an example: a document, two readers at different places, an answer that reads one."""
     from vllm_choreo.cli.doctor import start_engine
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     folder = model or str(embedded_model())
     print(f"Starting vLLM with {folder} …\n", flush=True)

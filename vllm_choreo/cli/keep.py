@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_choreo.cli.commands import Main
 from vllm_choreo.errors import ChoreoError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Encode texts and save them, load them, see what a folder of them holds."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     save = actions.add_parser("save", help="encode texts, each a message, and save them")
     save.add_argument("files", nargs="+", type=Path, metavar="FILE", help="text, in UTF-8")
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument(
         "--keep-key", default="", metavar="FILE", help="key of who is believed (default: yours)"
     )
+    return main
 
 
 def main(args: argparse.Namespace) -> int:
@@ -60,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
     texts = [(path, _text(path)) for path in args.files] if args.action == "save" else []
     from vllm_choreo import Choreography
     from vllm_choreo.cli.doctor import start_engine
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     folder = args.model or str(embedded_model())
     print(f"Starting vLLM with {folder} …", flush=True)

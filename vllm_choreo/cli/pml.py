@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.cli.run.engine import DEFAULT_MAX_MODEL_LEN
-from vllm_choreo.cli.run.options import add_model, positive
+from vllm_choreo.cli.arguments import add_model
+from vllm_choreo.cli.commands import Main
+from vllm_choreo.cli.engine import DEFAULT_MAX_MODEL_LEN
+from vllm_choreo.cli.numbers import positive
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.pml.registered import CONTEXTS
 from vllm_choreo.semantics.call import MODES
@@ -25,8 +27,8 @@ _ACTIONS = {
 _LAYOUTS = ("schema", "compact")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to the parser."""
+def command(parser: argparse.ArgumentParser) -> Main:
+    """Prompts from schemas of reusable modules: check, show, encode and run files."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in _ACTIONS.items():
         own = actions.add_parser(name, help=text, description=text)
@@ -48,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         if name == "run":
             _add_run(own)
+    return main
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +111,7 @@ def _split(documents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def _tokenizer(model: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     return AutoTokenizer.from_pretrained(model or str(embedded_model()))
 
@@ -139,7 +142,7 @@ def _show(args: argparse.Namespace, documents: Sequence[Any]) -> int:
 
 
 def _engine(args: argparse.Namespace) -> Any:
-    from vllm_choreo.cli.run.engine import start_engine
+    from vllm_choreo.cli.engine import start_engine
 
     return start_engine(args.model, args.max_model_len or DEFAULT_MAX_MODEL_LEN)
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.show.page import Shown, ShownProblem, page_html
-from vllm_choreo.workflows.record.transcript import Step, Transcript
+from vllm_choreo.transcript.page import Shown, ShownProblem, page_html
+from vllm_choreo.transcript.transcript import Step, Transcript
 
 # A browser draws as many; of a larger session the latest are shown.
 MAX_MESSAGES = 2_000

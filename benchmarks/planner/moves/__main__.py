@@ -48,7 +48,7 @@ async def _measured(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     from vllm_choreo import AsyncChoreography
     from vllm_choreo.planner import FacadeWorker
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     arguments = AsyncEngineArgs(
         str(embedded_model()), dtype="float32", enforce_eager=True, max_model_len=2048

@@ -101,7 +101,7 @@ async def _engines(ways: Sequence[str], one_process: bool = False) -> AsyncItera
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from vllm_choreo.smallmodel.embedded import embedded_model
+    from vllm_choreo.testing.models.embedded import embedded_model
 
     model, options = embedded_model(), {**_ENGINE, **(_ONE_PROCESS if one_process else {})}
     with ExitStack() as stack:

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.harness.serving import Server
 from benchmarks.planner.rivals.served import completions
 from benchmarks.planner.rivals.state_graph import langgraph
 from benchmarks.planner.rivals.text import WIDTH, Answers, Text
 from benchmarks.planner.rivals.workloads import Workload
 from vllm_choreo.planner import AnswerCache, FacadeWorker, Planner
 from vllm_choreo.planner.nodes import Node
+from vllm_choreo.testing.server import Server
 
 
 @dataclass(frozen=True)

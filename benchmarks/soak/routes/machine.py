@@ -14,7 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.harness.serving import Server
+from vllm_choreo.testing.server import Server
 
 _SOURCE = Path(__file__).with_name("machine.cpp")
 _END_SECONDS = 60.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness.serving import Server
+from vllm_choreo.testing.server import Server
 
 _CALL = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 _GAUGES = ("num_sessions", "num_calls_running", "num_calls_waiting", "num_messages")

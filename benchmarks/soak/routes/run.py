@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.record import record, write_csv
-from benchmarks.harness.serving import Server, start_server
 from benchmarks.harness.tables import as_text
 from benchmarks.soak.routes.machine import ROLES, Machine, forge, kill, processes
 from benchmarks.soak.routes.probe import Calm, gauges, left_over, probe_tokens, quantile
 from benchmarks.soak.routes.sender import Sender, Tally
 from benchmarks.soak.routes.tables import TABLES
+from vllm_choreo.testing.server import Server, start_server
 
 KEYS = ("alpha", "beta", "gamma")
 SETTINGS = {
@@ -48,7 +48,7 @@ _CLOCKS = (2 * 86400, -400 * 86400, 2**31, 0)
 
 def soak(num_requests: int, num_senders: int, seed: int) -> int:
     """Run all lives; 1 if anything was wrong."""
-    from vllm_choreo.smallmodel.tiny import make_tiny_model
+    from vllm_choreo.testing.models.tiny import make_tiny_model
 
     tally, lives, tokens = Tally(), [], None
     with tempfile.TemporaryDirectory() as name:

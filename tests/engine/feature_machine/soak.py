@@ -100,7 +100,7 @@ class Engines:
         return None
 
     def _model(self, name: str) -> Path:
-        from vllm_choreo.smallmodel.tiny import make_tiny_model
+        from vllm_choreo.testing.models.tiny import make_tiny_model
 
         path = self._folder / name
         return path if path.exists() else make_tiny_model(name, self._folder)

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workflows as programs: who reads what, on a choreography that only takes notes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.lab.notes import Notes, message, reads
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.lab.workflows.branch_solve_merge import branch_solve_merge
+from vllm_choreo.lab.workflows.chat import user
+from vllm_choreo.lab.workflows.direct import direct
+from vllm_choreo.lab.workflows.document_qa import document_qa
+from vllm_choreo.lab.workflows.iterative_debate import is_settled, iterative_debate
+from vllm_choreo.lab.workflows.multi_qa import multi_qa
+from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
+from vllm_choreo.lab.workflows.prisoners_dilemma import decision, payoffs, prisoners_dilemma
+from vllm_choreo.lab.workflows.tree_of_thoughts import elected, tree_of_thoughts
+
+# -- the question once more ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workflow", "told"),
+    [
+        (tree_of_thoughts, {"votes", "answer"}),
+        (parallel_debate, {"round 2", "round 3"}),
+        (iterative_debate, {"verdict 1", "verdict 2", "answer"}),
+    ],
+)
+def test_the_question_is_asked_once_more_after_what_is_read(workflow: Any, told: set[str]) -> None:
+    plain, again = (workflow(Notes(), "Why?", restate=restate) for restate in (False, True))
+    turn = user("Once more, the question: Why?")
+    for before, after in zip(plain.steps, again.steps, strict=True):
+        begins = turn if after.stage in told else ""
+        assert after.message.text == begins + before.message.text
+        assert after.message.parents == before.message.parents
+    assert again.inputs["restate"] is True and told <= {step.stage for step in again.steps}
+
+
+# -- parallel debate -----------------------------------------------------------------------------
+
+
+def test_a_debater_reads_its_role_the_question_and_all_answers_of_the_rounds_before() -> None:
+    notes = Notes(*(f"{name}{number}" for number in (1, 2, 3) for name in "abc"))
+    log = parallel_debate(notes, "Why?", agents=["A", "B", "C"])
+    assert notes.batches == [3, 3, 3]
+    assert reads(log, "round 1", "agent 2") == ["task/agent 2", "task/question"]
+    second = [
+        "task/agent 2",
+        "task/question",
+        "round 1/agent 2",
+        "round 1/agent 1",
+        "round 1/agent 3",
+        "task/revise",
+    ]
+    assert reads(log, "round 2", "agent 2") == second
+    assert reads(log, "round 3", "agent 2") == [
+        *second,
+        "round 2/agent 2",
+        "round 2/agent 1",
+        "round 2/agent 3",
+        "task/revise",
+    ]
+    assert log.answers == ("a3", "b3", "c3")
+    assert log.seconds > 0
+
+
+def test_debaters_without_roles_begin_with_the_question() -> None:
+    log = parallel_debate(Notes(), "Why?")
+    assert reads(log, "round 1", "agent 3") == ["task/question"]
+    assert reads(log, "round 2", "agent 3")[:2] == ["task/question", "round 1/agent 3"]
+    assert len(log.decodes()) == 9
+
+
+def test_as_text_a_debaters_next_prompt_begins_with_its_last_one() -> None:
+    """The baseline must have all the prefix hits that the workflow allows."""
+    log = parallel_debate(Notes(), "Why?", agents=["A", "B"])
+    for author in ("agent 1", "agent 2"):
+        before = reads(log, "round 2", author)
+        after = reads(log, "round 3", author)
+        assert after[: len(before) + 1] == [*before, f"round 2/{author}"]
+
+
+def test_each_turn_is_a_chat_turn() -> None:
+    log = parallel_debate(Notes(), "Why?", agents=["Be kind."], rounds=1)
+    question, revise, role, answer = (step.message.text for step in log.steps)
+    assert question == "<|im_start|>user\nWhy?<|im_end|>\n"
+    assert revise.startswith("<|im_start|>user\n") and revise.endswith("<|im_end|>\n")
+    assert role == "<|im_start|>system\nBe kind.<|im_end|>\n"
+    assert answer == "<|im_start|>assistant\nagent 1:…"
+
+
+def test_a_seed_is_varied_from_call_to_call_and_from_run_to_run() -> None:
+    seeds = set()
+    for seed in (0, 1):
+        notes = Notes()
+        params = SamplingParams(seed=seed)
+        parallel_debate(notes, "Why?", sampling_params=params)
+        seeds |= {given.seed for given in notes.sampling.values()}
+        assert params.seed == seed
+    assert len(seeds) == 2 * 9
+    free = SamplingParams()
+    notes = Notes()
+    parallel_debate(notes, "Why?", sampling_params=free)
+    assert all(given is free for given in notes.sampling.values())
+
+
+# -- tree of thoughts ----------------------------------------------------------------------------
+
+
+def test_voters_read_all_candidates_after_their_own_role_and_the_best_is_continued() -> None:
+    notes = Notes("c1", "c2", "c3", "2", "3, not 2", "2.", "done")
+    params, votes = SamplingParams(max_tokens=4), SamplingParams(max_tokens=1)
+    log = tree_of_thoughts(
+        notes,
+        "How?",
+        candidates=3,
+        voters=["x", "y", "x"],
+        sampling_params=params,
+        vote_params=votes,
+    )
+    assert notes.batches == [3, 3, 1]
+    candidates = [f"candidates/candidate {i}" for i in (1, 2, 3)]
+    ballot = ["task/question", *candidates, "task/ballot"]
+    assert reads(log, "votes", "voter 2") == ["task/voter 2", *ballot]
+    assert reads(log, "votes", "voter 3")[0] == "task/voter 1", "equal roles are one message"
+    assert reads(log, "answer", "answer") == ["task/question", candidates[1], "task/finish"]
+    assert log.answers == ("done",)
+    lengths = {s.stage: notes.sampling[s.message.id].max_tokens for s in log.decodes()}
+    assert lengths == {"candidates": 4, "votes": 1, "answer": 4}
+
+
+def test_identical_voters_have_one_prompt() -> None:
+    notes = Notes()
+    log = tree_of_thoughts(notes, "How?")
+    assert notes.batches == [8, 4, 1]
+    prompts = [
+        (reads(log, "votes", author), message(log, "votes", author).text)
+        for author in ("voter 1", "voter 2", "voter 3", "voter 4")
+    ]
+    assert all(prompt == prompts[0] for prompt in prompts)
+    assert prompts[0][0][0] == "task/question" and prompts[0][0][-1] == "task/ballot"
+
+
+@pytest.mark.parametrize(
+    ("votes", "best"),
+    [
+        (["1", "2", "2"], 2),
+        (["2 is better than 1", "1"], 1),
+        ([" 3: it is 2 times as good", "3.", "1"], 3),
+        (["none", "9, no: 3"], 3),
+        (["2.5 of 3", "1"], 1),
+        (["0", "4", "no number", ""], 1),
+        (["32", "2"], 2),
+        ([], 1),
+    ],
+)
+def test_the_first_number_of_a_candidate_counts(votes: list[str], best: int) -> None:
+    assert elected(votes, 3) == best
+
+
+# -- iterative debate ----------------------------------------------------------------------------
+
+
+def test_turns_join_the_shared_context_and_verdicts_do_not() -> None:
+    notes = Notes("a1", "n1", "CONTINUE", "a2", "n2", "continue", "a3", "n3", "42")
+    log = iterative_debate(notes, "Why?")
+    assert notes.batches == [1] * 9
+    turns = [f"round {i}/{side}" for i in (1, 2, 3) for side in ("affirmative", "negative")]
+    affirmative, negative, moderator = (
+        [f"task/{who}", "task/question"] for who in ("affirmative", "negative", "moderator")
+    )
+    assert reads(log, "round 1", "affirmative") == affirmative
+    assert reads(log, "round 1", "negative") == [*negative, *turns[:1]]
+    assert reads(log, "round 3", "affirmative") == [*affirmative, *turns[:4]]
+    assert reads(log, "verdict 2", "moderator") == [*moderator, *turns[:4], "task/judge"]
+    assert reads(log, "answer", "moderator") == [*moderator, *turns, "task/conclude"]
+    assert "verdict 3" not in log.stages(), "after the last round there is nothing to decide"
+    assert log.answers == ("42",)
+
+
+def test_the_moderator_can_stop_the_debate() -> None:
+    verdicts = SamplingParams(max_tokens=3)
+    notes = Notes("a1", "n1", "STOP: they agree", "42")
+    log = iterative_debate(notes, "Why?", verdict_params=verdicts)
+    assert [s.stage for s in log.decodes()] == ["round 1", "round 1", "verdict 1", "answer"]
+    lengths = [notes.sampling[step.message.id] for step in log.decodes()]
+    assert lengths == [None, None, verdicts, None]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "settled"),
+    [
+        ("STOP", True),
+        (" Stop. They do not continue", True),
+        ("CONTINUE, do not stop", False),
+        ("Don't stop yet", False),
+        ("we should not continue", True),
+        ("**stopped**", True),
+        ("unstoppable", False),
+        ("I agree with both", False),
+        ("", False),
+    ],
+)
+def test_a_verdict_is_its_first_word_of_either_kind(verdict: str, settled: bool) -> None:
+    assert is_settled(verdict) is settled
+
+
+# -- two questions, two stories --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["baseline", "serial", "parallel"])
+def test_questions_are_encoded_and_read_as_the_variant_says(variant: str) -> None:
+    notes = Notes("both")
+    log = multi_qa(notes, ["Who?", "And when was it?"], variant=variant)
+    questions = ["questions/question 1", "questions/question 2"]
+    assert reads(log, "questions", "question 1") == []
+    assert "Question 1: Who?" in message(log, "questions", "question 1").text
+    context = questions[:1] if variant == "baseline" else []
+    assert reads(log, "questions", "question 2") == context
+    assert reads(log, "answer", "answer") == questions
+    longer = message(log, "questions", "question 2").num_tokens
+    place = ([0, 0], longer) if variant == "parallel" else (None, None)
+    assert notes.places[message(log, "answer", "answer").id] == place
+    assert log.answers == ("both",)
+
+
+@pytest.mark.parametrize("variant", ["baseline", "serial", "parallel"])
+def test_stories_are_written_apart_and_merged_as_the_variant_says(variant: str) -> None:
+    notes = Notes("one", "two, which is longer", "merged")
+    log = branch_solve_merge(notes, ["cat", "dog", "tree", "run", "sit"], variant=variant)
+    assert notes.batches == [2, 1]
+    first, second = (message(log, "solve", f"story {i}") for i in (1, 2))
+    assert not first.parents and not second.parents
+    assert "cat, dog, tree." in first.text and "run, sit." in second.text
+    place = ([0, 0], second.num_tokens) if variant == "parallel" else (None, None)
+    assert notes.places[message(log, "merge", "merge").id] == place
+    stage = "as text" if variant == "baseline" else "solve"
+    assert reads(log, "merge", "merge") == [f"{stage}/story 1", f"{stage}/story 2"]
+    if variant == "baseline":
+        assert reads(log, "as text", "story 2") == ["as text/story 1"]
+        assert message(log, "as text", "story 2").token_ids == second.token_ids
+    assert log.answers == ("merged",)
+
+
+def test_documents_are_encoded_behind_the_instruction_and_apart() -> None:
+    notes = Notes("4711")
+    log = document_qa(notes, "Which?", ["one", "two", "three"], opening="It is")
+    documents = [f"documents/document {i}" for i in (1, 2, 3)]
+    for i in (1, 2, 3):
+        assert reads(log, "documents", f"document {i}") == ["instruction/instruction"]
+    assert reads(log, "answer", "answer") == ["instruction/instruction", *documents]
+    assert message(log, "answer", "answer").text.endswith("assistant\nIt is4711")
+    assert log.answers == ("4711",)
+    with pytest.raises(ChoreoError, match="one or more"):
+        document_qa(notes, "Which?", [])
+
+
+@pytest.mark.parametrize("workflow", [multi_qa, branch_solve_merge])
+def test_an_unknown_variant_is_refused_before_any_call(workflow: Any) -> None:
+    notes = Notes()
+    with pytest.raises(ChoreoError, match=r"variant must be .*\(variant=text\)"):
+        workflow(notes, ["a", "b"], variant="text")
+    assert notes.count == 0
+
+
+# -- prisoner's dilemma ----------------------------------------------------------------------------
+
+ALICE, BOB = "rules/Alice", "rules/Bob"
+
+
+def test_private_prompts_and_plans_stay_private_and_the_talk_is_heard() -> None:
+    notes = Notes("pa", "pb", "a1", "b1", "a2", "b2", " cooperate", " will not cooperate")
+    log = prisoners_dilemma(notes, strategies=["none", "always defect"])
+    assert notes.batches == [2, 1, 1, 1, 1, 2]
+    assert "you defect" in message(log, "rules", "Bob").text
+    assert "you defect" not in message(log, "rules", "Alice").text
+    assert reads(log, "plans", "Bob") == [BOB, "rules/rules"]
+    talk = ["round 1/Alice", "round 1/Bob", "round 2/Alice", "round 2/Bob"]
+    assert reads(log, "round 2", "Alice") == [ALICE, "rules/rules", "plans/Alice", *talk[:2]]
+    assert reads(log, "decisions", "Bob") == [BOB, "rules/rules", "plans/Bob", *talk]
+    assert log.answers == ("cooperate", "defect")
+    assert payoffs(*log.answers) == (0, 5)
+
+
+@pytest.mark.parametrize("leak", ["system", "plan", "none"])
+def test_an_utterance_is_encoded_again_with_what_it_may_carry(leak: str) -> None:
+    log = prisoners_dilemma(Notes("pa", "pb", "a1", "b1"), leak=leak, rounds=1)
+    said = message(log, "round 1", "Bob")
+    heard = message(log, "as heard", "Bob")
+    assert heard.token_ids == said.token_ids
+    carried = {"system": [BOB], "plan": ["plans/Bob"], "none": []}[leak]
+    # The talk so far is what was heard of it: not even the speaker's own words carry more.
+    assert reads(log, "as heard", "Bob") == [*carried, "rules/rules", "as heard/Alice"]
+    assert reads(log, "round 1", "Bob")[2:] == ["plans/Bob", "as heard/Alice"]
+    assert reads(log, "decisions", "Bob")[3:] == ["as heard/Alice", "round 1/Bob"]
+    assert reads(log, "decisions", "Alice")[3:] == ["round 1/Alice", "as heard/Bob"]
+
+
+@pytest.mark.parametrize("bad", [{"leak": "some"}, {"strategies": ["none", "win"]}])
+def test_an_unknown_leak_or_strategy_is_refused(bad: Any) -> None:
+    with pytest.raises(ChoreoError, match=next(iter(bad))):
+        prisoners_dilemma(Notes(), **bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "decided"),
+    [
+        (" cooperate.", "cooperate"),
+        ("choose to DEFECT, not to cooperate", "defect"),
+        (" will not defect", "cooperate"),
+        ("won't cooperate", "defect"),
+        (" would never defect", "cooperate"),
+        (" am cooperating", "cooperate"),
+        (" like points", "undecided"),
+        ("", "undecided"),
+    ],
+)
+def test_a_decision_is_the_first_choice_named(text: str, decided: str) -> None:
+    assert decision(text) == decided
+
+
+def test_payoffs_are_those_of_the_rules() -> None:
+    assert payoffs("cooperate", "cooperate") == (3, 3)
+    assert payoffs("defect", "cooperate") == (5, 0)
+    assert payoffs("defect", "defect") == (1, 1)
+    assert payoffs("undecided", "defect") is None
+
+
+# -- all -------------------------------------------------------------------------------------------
+
+
+def test_direct_is_one_ordinary_request() -> None:
+    notes = Notes("Because.")
+    log = direct(notes, "Why?")
+    (step,) = log.steps
+    assert step.message.parents == ()
+    assert step.message.text == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nBecause."
+    assert log.answers == ("Because.",)
+
+
+def test_steps_are_announced_as_they_are_done() -> None:
+    seen: list[str] = []
+    parallel_debate(
+        Notes(), "Why?", agents=["A", "B"], rounds=1, on_step=lambda step: seen.append(step.author)
+    )
+    assert seen == ["question", "revise", "agent 1", "agent 2", "agent 1", "agent 2"]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions from JSON lines: the usual files of MATH, GSM8K, TriviaQA, CommonGen, NaturalQuestions.
+
+What a row is follows from its fields and from what stands in them, not from the file's name:
+
+| fields | kind |
+|---|---|
+| `concepts` | concepts |
+| `ordered_kv_records`, `key`, `value` | trivia |
+| `question` or `problem`, `answers` | trivia |
+| `question` or `problem`, `answer` or `solution` | math with a box; else number if the answer is |
+| | one; else math if there is other LaTeX; else trivia |
+
+The records, and `title` and `text` of the `ctxs` beside a question, are the problem's documents.
+`id` is taken if there is one. Other fields are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_choreo.lab.problems.grading import final_answer
+from vllm_choreo.lab.problems.latex import last_boxed
+from vllm_choreo.lab.problems.numbers import number
+from vllm_choreo.lab.problems.problem import Kind, Problem
+from vllm_choreo.lab.problems.words import concepts_question
+
+_FORMS = (
+    "a row has concepts; or question or problem, with answer, answers or solution; or "
+    "ordered_kv_records, key and value"
+)
+
+
+class DataError(ValueError):
+    """A file that is not what it should be; says where, and what to do.
+
+    Attributes:
+        path, line: the file, and the line from 1; 0 if it is the file as a whole.
+        field: field of the row; empty if it is the row as a whole.
+    """
+
+    def __init__(self, message: str, path: Path, line: int = 0, field: str = "") -> None:
+        where = f"{path}, line {line}" if line else str(path)
+        super().__init__(f"{where}{f', field {field!r}' if field else ''}: {message}")
+        self.path, self.line, self.field = path, line, field
+
+
+class _FieldError(Exception):
+    """A field that is not what it should be; the caller knows in which row it is."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def load_jsonl(path: str | Path, limit: int | None = None) -> list[Problem]:
+    """The problems of a file in their order; rows without an `id` are `file/line`.
+
+    Args:
+        path: file with one JSON object a line, in UTF-8; empty lines are skipped.
+        limit: read that many rows at most.
+
+    Raises:
+        DataError: the file, a line or a field is not what it should be.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 ({error}); convert it with iconv", path) from None
+    problems: list[Problem] = []
+    for line, text in enumerate(lines, start=1):
+        if limit is not None and len(problems) >= limit:
+            break
+        if text.strip():
+            problems.append(_problem(text, path, line))
+    if not problems and limit != 0:
+        raise DataError("no rows; give a file with one JSON object a line", path)
+    return problems
+
+
+def _problem(text: str, path: Path, line: int) -> Problem:
+    """The problem of one line."""
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        advice = "each line must be one whole JSON object (jq -c '.[]' makes such lines of a list)"
+        raise DataError(f"not JSON ({error.msg}); {advice}", path, line) from None
+    if not isinstance(row, dict):
+        raise DataError(f"a {type(row).__name__}, not an object; {_FORMS}", path, line)
+    try:
+        kind, question, answers, documents = _parts(row)
+    except _FieldError as error:
+        raise DataError(str(error), path, line, error.field) from None
+    return Problem(str(row.get("id", f"{path.stem}/{line}")), question, answers, kind, documents)
+
+
+_Parts = tuple[Kind, str, tuple[str, ...], tuple[str, ...]]
+
+
+def _parts(row: Mapping[str, Any]) -> _Parts:
+    """Kind, question, answers and documents of a row."""
+    if "concepts" in row:
+        concepts = _strings(row, "concepts")
+        return "concepts", concepts_question(concepts), concepts, ()
+    if "ordered_kv_records" in row:
+        return _records(row)
+    name = next((name for name in ("question", "problem") if name in row), "")
+    if not name:
+        raise _FieldError("", f"no field that is known; {_FORMS}")
+    question = _string(row, name)
+    if "answers" in row:
+        return "trivia", question, _strings(row, "answers"), _documents(row)
+    kind, answers = _gold(row)
+    return kind, question, answers, _documents(row)
+
+
+def _gold(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...]]:
+    """Kind and answers of a row with `answer`, `solution` or both."""
+    given = row.get("answer")
+    if isinstance(given, Mapping):  # TriviaQA's own files: {"value": …, "aliases": […]}
+        aliases = _strings(given, "aliases") if "aliases" in given else ()
+        return "trivia", tuple(dict.fromkeys((_string(given, "value"), *aliases)))
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        return "number", (str(given),)
+    texts = [_string(row, name) for name in ("answer", "solution") if name in row]
+    if not texts:
+        raise _FieldError("answer", f"missing; {_FORMS}")
+    gold = texts[0]
+    if "answer" not in row or "####" in gold or last_boxed(gold) is not None:
+        found = final_answer(gold)
+        if found is None:
+            raise _FieldError(
+                "solution" if "answer" not in row else "answer",
+                r"no final answer in it: write it into \boxed{}, after ####, or into `answer`",
+            )
+        gold = found
+    if any(last_boxed(text) is not None for text in texts):
+        return "math", (gold,)
+    if number(gold) is not None:
+        return "number", (gold,)
+    return ("math" if "\\" in gold or "$" in gold else "trivia"), (gold,)
+
+
+def _records(row: Mapping[str, Any]) -> _Parts:
+    """Parts of a row with pairs of keys and values, and a key to look up."""
+    pairs = row["ordered_kv_records"]
+    if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
+        raise _FieldError("ordered_kv_records", "must be a list of pairs of strings")
+    key, value = _string(row, "key"), _string(row, "value")
+    if [key, value] not in pairs:
+        raise _FieldError("key", "key and value are no pair of ordered_kv_records")
+    document = "\n".join(f"{name}: {content}" for name, content in pairs)
+    return "trivia", f"What is the value of {key}?", (value,), (document,)
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, list) and [type(part) for part in pair] == [str, str]
+
+
+def _documents(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The texts of `ctxs`, each under its title."""
+    found = row.get("ctxs", [])
+    if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
+        raise _FieldError("ctxs", "must be a list of objects with title and text")
+    return tuple(
+        f"{_string(entry, 'title')}\n{_string(entry, 'text')}"
+        if "title" in entry
+        else _string(entry, "text")
+        for entry in found
+    )
+
+
+def _string(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise _FieldError(name, f"must be a string that is not empty, not {value!r:.80}")
+    return value
+
+
+def _strings(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = row[name]
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not value or not all(isinstance(v, str) and v.strip() for v in value):
+        raise _FieldError(name, f"must be a list of strings that are not empty, not {value!r:.80}")
+    return tuple(value)

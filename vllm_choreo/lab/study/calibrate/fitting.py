@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fit to the first half of the runs: what each block buys, and what rungs should buy."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_choreo.lab.cli.task import Task
+from vllm_choreo.lab.study.calibrate.measure import BLOCK, NUM_BLOCKS, Heard, Replays, distinct
+from vllm_choreo.repair.calibration import (
+    Key,
+    ReadParent,
+    Trial,
+    bought,
+    drawn,
+    gains_of,
+    keys_of,
+    masks_of,
+)
+
+# How often each run is replayed with blocks drawn at random.
+DRAWS = 3
+
+
+@dataclass
+class Fit:
+    """Findings on some runs.
+
+    Attributes:
+        gains: nats that a block gains per call that repairs it.
+        tokens, counts: tokens of each block, in all calls together (of those that read the same,
+            once), and how many calls can repair it.
+        readers: roles of calls that read, and of the messages that they read.
+        kl: KL to the text without repair, in nats, summed over the tokens.
+        num_tokens, num_reused: tokens that were generated, and tokens that were read.
+    """
+
+    gains: dict[Key, float] = field(default_factory=dict)
+    tokens: Counter[Key] = field(default_factory=Counter)
+    counts: Counter[Key] = field(default_factory=Counter)
+    readers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    kl: float = 0.0
+    num_tokens: int = 0
+    num_reused: int = 0
+
+    def add(self, heard: Heard) -> None:
+        """Count a run that was replayed without repair."""
+        self.kl += sum(heard.kl)
+        self.num_tokens += heard.num_tokens
+        self.num_reused += heard.num_reused
+        for call in heard.read:
+            self.readers[call.role] |= {parent.role for parent in call.parents}
+            self.counts.update(keys_of(call.role, call.parents, BLOCK, NUM_BLOCKS).keys())
+        for call in distinct(heard.read):
+            self.tokens.update(keys_of(call.role, call.parents, BLOCK, NUM_BLOCKS))
+
+    def masks(self, budget: float) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Masks of a policy; the budget is a share of the reused tokens."""
+        keys = bought(self.gains, self.tokens, self.counts, budget * self.num_reused)
+        return masks_of(keys, self.readers)
+
+    def predicted(self, share_of: Callable[[Key], float]) -> float:
+        """KL to the text in nats per token, if `share_of` each block is repaired."""
+        regained = sum(share_of(key) * gain * self.counts[key] for key, gain in self.gains.items())
+        return max(0.0, self.kl - regained) / self.num_tokens
+
+
+def fit(llm: Any, tasks: Sequence[Task], seed: int, on_replay: Callable[[], None]) -> Fit:
+    """Replay runs, and find what each block buys.
+
+    Args:
+        tasks: tasks with recorded runs.
+        seed: random seed of the blocks that are drawn.
+        on_replay: called after each replay; there are `2 + DRAWS` of each run.
+
+    Raises:
+        ChoreoError: a run cannot be replayed.
+    """
+    found, trials, rng = Fit(), [], random.Random(seed)
+
+    def choose(role: str, parents: Sequence[ReadParent]) -> frozenset[Key]:
+        return drawn(keys_of(role, parents, BLOCK, NUM_BLOCKS), rng)
+
+    for task in tasks:
+        replays = Replays(llm, task)
+        on_replay()
+        plain = replays.heard()
+        found.add(plain)
+        on_replay()
+        for _ in range(DRAWS):
+            heard = replays.heard(choose=choose)
+            gained = zip(heard.calls, plain.kl, heard.kl, strict=True)
+            trials += [
+                Trial(call.chosen, before - after) for call, before, after in gained if call.chosen
+            ]
+            on_replay()
+    found.gains = gains_of(trials)
+    return found

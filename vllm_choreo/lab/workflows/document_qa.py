@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Document question answering: documents, encoded independently, and one answer from all of them.
+
+Every document is encoded behind the instruction and sees no other one, so it can be kept and read
+by whoever asks next. As text, each one sees those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_choreo.api.protocol import Facade
+from vllm_choreo.errors import ChoreoError
+from vllm_choreo.lab.workflows.chat import assistant, system, user
+from vllm_choreo.transcript.transcript import Step, Transcript
+
+INSTRUCTION = "Answer from the given facts."
+
+
+def document_qa(
+    c: Facade,
+    question: str,
+    documents: Sequence[str],
+    *,
+    opening: str = "",
+    sampling_params: Any = None,
+    on_step: Callable[[Step], None] | None = None,
+) -> Transcript:
+    """Ask one question about all documents; see `vllm_choreo.lab.workflows`. One answer.
+
+    Args:
+        question: question that is asked after the documents.
+        documents: at least one.
+        opening: how the answer begins, for models too small to find its form by themselves.
+
+    Raises:
+        ChoreoError: no documents.
+    """
+    if not documents:
+        raise ChoreoError("must be one or more", parameter="documents", value=list(documents))
+    inputs = {"question": question, "documents": list(documents), "opening": opening}
+    inputs["sampling_params"] = sampling_params
+    log = Transcript("document_qa", c.mode, inputs, on_step)
+    instruction = log.add(
+        "instruction", "instruction", c.prefill(system(INSTRUCTION), role="instruction")
+    )
+    calls = [{"tokens": user(text), "parents": [instruction]} for text in documents]
+    names = [f"document {number}" for number in range(1, len(calls) + 1)]
+    read = log.add_all("documents", names, c.prefill(calls, role="document"))
+    answer = c.decode(
+        user(question) + assistant(opening),
+        parents=[instruction, *read],
+        role="answer",
+        sampling_params=sampling_params,
+    )
+    log.add("answer", "answer", answer)
+    return log.finish([answer.generated_text])

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Transcripts as one HTML page that needs nothing else: `vllm_choreo.show.page.page_html`."""
