@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A long random life of a store: after every step, counts and blocks are those of a second book.
 
-The machine plays the scheduler: steps are planned and run; calls are opened, wait, are admitted,
+The machine plays the scheduler: steps are planned and run; calls are opened, wait, are scheduled,
 preempted, end; messages are forked, copied into other contexts or patched there (as exact mode and
 repairs do), shared, evicted, saved, restored, loaded, pinned, freed. What every call holds is
 written down beside the store, and compared; and so is what lies in every block once the copies and
@@ -61,8 +61,8 @@ class Call:
         encoding: what it makes or encodes again.
         id: of its request.
         run: of a patch: what it writes.
-        blocks: of the request, once it is admitted.
-        is_new: it was admitted to the step that is being planned.
+        blocks: of the request, once it is scheduled.
+        is_new: it was scheduled in the step that is being planned.
     """
 
     reads: list[Encoding]

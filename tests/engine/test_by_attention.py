@@ -101,7 +101,7 @@ def test_readers_share_what_they_choose_alike(c: Choreography) -> None:
 def test_a_call_takes_one_step_more(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with Choreography(llm) as c:
         docs = _documents(c, 5)
-        c.prefill([7])  # the step that seals the last document's neighbours is over
+        c.prefill([7])  # the step of the last document's last neighbours is over
         steps: list[tuple[int, int]] = []
         scheduler = _scheduler(llm)
         schedule = scheduler.schedule

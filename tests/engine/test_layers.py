@@ -111,7 +111,7 @@ def test_all_parents_and_the_reader_take_one_step(
     llm: Any, c: Choreography, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     docs = _documents(c, 4)
-    c.prefill([7])  # the step that seals the last document's neighbours is over
+    c.prefill([7])  # the step of the last document's last neighbours is over
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     steps: list[tuple[int, int]] = []
     schedule = scheduler.schedule
@@ -137,7 +137,7 @@ def test_hidden_states_are_counted_and_outlive_keys_and_values(llm: Any, c: Chor
     assert c.stats()["num_hidden_bytes"] == rows * 128 * 4
     assert _distance(before, c.decode([8], **read)) < LOGPROB_TOLERANCE
     c.free(*docs, decoded)
-    for _ in range(2):  # the last answer is sealed and lets go of what it reads; workers are told
+    for _ in range(2):  # the last answer is complete and reads no more; workers are told
         c.prefill([3])
     assert c.stats()["num_hidden_bytes"] == _memory(llm).num_bytes == 0
 

@@ -214,7 +214,7 @@ class Rebuilt:
         Raises:
             NameTakenError: one of the names is taken; then nothing has changed.
         """
-        self._store.admit(self.messages)
+        self._store.register(self.messages)
         for encoding in self.encodings:
             message = encoding.message
             if message.freed:

@@ -92,10 +92,10 @@ class MessageStore:
         """
         message = StoredMessage(message_id, session, tenant, reader)
         message.own = Encoding(message, Trace(message_id), adapter)
-        self.admit([message])
+        self.register([message])
         return message
 
-    def admit(self, messages: Collection[StoredMessage]) -> None:
+    def register(self, messages: Collection[StoredMessage]) -> None:
         """Give messages their names.
 
         Raises:

@@ -128,8 +128,8 @@ def _check_counts(scheduler: Any, encodings: set[Any]) -> None:
     snapshots = scheduler.snapshots
     waiting, reading, making = Counter[Any](), Counter[Any](), Counter[Any]()
     for call in scheduler.call_table.calls.values():
-        (reading if call.admitted else waiting).update(call.reads)
-        if call.admitted and not all(parent.is_resident for parent in call.parents):
+        (reading if call.is_scheduled else waiting).update(call.reads)
+        if call.is_scheduled and not all(parent.is_resident for parent in call.parents):
             raise Broken("a call reads what is not there", call.encoding.message.id)
         making[call.encoding] += 1
     reading.update(snapshots._held.values())

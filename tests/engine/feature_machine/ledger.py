@@ -273,7 +273,7 @@ class Ledger:
         if made.call.exact:
             spans = [(0, stop - start, offset) for start, stop, offset in spans]
         base = BLOCK_SIZE * sum(blocks_of(stop) - start // BLOCK_SIZE for start, stop, _ in spans)
-        # One slot is for the token that vLLM samples; to seal a generated one takes another.
+        # One slot is for the token that vLLM samples; the last generated one takes another.
         rooms = {1, 2} if made.is_decode else {1}
         for room in rooms:
             errors = made.must if room == min(rooms) else made.may

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls in vLLM's scheduler process: arrival, blocks, seals, refusals, snapshots."""
+"""Calls in vLLM's scheduler process: admission, blocks, last tokens, refusals, snapshots."""

@@ -44,7 +44,7 @@ class ChoreoKVCacheManager(KVCacheManager):
         if call is not None:
             # vLLM hashes and registers blocks here unless told that they are not written yet.
             kwargs["delay_cache_blocks"] = True
-        starting = call if call is not None and not call.admitted else None
+        starting = call if call is not None and not call.is_scheduled else None
         if starting and starting.run is not None:
             self.inherit(request, self.call_table.run_blocks(starting)[0])
         # With nothing else running, waiting calls would wait for one another: take from the last.

@@ -15,7 +15,7 @@ from vllm_choreo.engine.scheduler.adapters import Adapters, replaced
 from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.patcher import Patcher
-from vllm_choreo.engine.scheduler.refuse import Refusals
+from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.errors import ChoreoError, LimitError
 from vllm_choreo.store.encoding import Encoding
@@ -146,7 +146,7 @@ class BlockReserver:
                 self._refusals.refuse(call.beneficiary.id, error)
                 return
             if call in self.short or self._call_table.is_ready(call):
-                self._refusals.too_large(call.beneficiary)
+                self._refusals.refuse_too_large(call.beneficiary)
                 return
 
     def _refuse_readers(self, encoding: Encoding) -> None:
@@ -236,7 +236,7 @@ class BlockReserver:
         if is_first:
             self._call_table.count_served(serves.beneficiary)
             if self._call_table.runs_in_circles(serves.beneficiary):
-                self._refusals.too_large(serves.beneficiary)
+                self._refusals.refuse_too_large(serves.beneficiary)
         if encoding.patch:
             return [] if encoding.patch.layers else self._write_runs(encoding, serves)
         self._store.totals["encoded_again_messages"] += 1

@@ -41,7 +41,7 @@ class CallTable:
         min_run_tokens: tokens that a run has at least. With speculative decoding vLLM pads a
             request of one token to more, which would be written over the tokens after the run.
         calls: all of them, by request id.
-        waiting: calls that are not admitted, and whose parents' lengths are known, by request id.
+        waiting: calls that are not scheduled, and whose parents' lengths are known, by request id.
         woken: calls new in `waiting`, whose requests vLLM's queue has yet to get.
         unneeded: calls to be ended: they encode again for calls that have ended, and nobody else
             waits for the encoding.
@@ -98,21 +98,21 @@ class CallTable:
         if params.kind == "prefill":
             encoding.token_ids = list(request.prompt_token_ids or ())
             request.max_tokens = 1  # vLLM samples one; it is no part of the message
-        return self._enter(ScheduledCall(request, encoding, parents, params))
+        return self._add(ScheduledCall(request, encoding, parents, params))
 
     def open_encode(
         self, request: Request, encoding: Encoding, serves: ScheduledCall | None
     ) -> ScheduledCall:
         """Enter a call that encodes the missing tokens of a known encoding."""
-        return self._enter(ScheduledCall(request, encoding, encoding.parents, None, serves))
+        return self._add(ScheduledCall(request, encoding, encoding.parents, None, serves))
 
     def open_run(
         self, request: Request, encoding: Encoding, run: TokenRange, serves: ScheduledCall
     ) -> ScheduledCall:
         """Enter a call that writes one run of a patch."""
-        return self._enter(ScheduledCall(request, encoding, encoding.parents, None, serves, run))
+        return self._add(ScheduledCall(request, encoding, encoding.parents, None, serves, run))
 
-    def _enter(self, call: ScheduledCall) -> ScheduledCall:
+    def _add(self, call: ScheduledCall) -> ScheduledCall:
         # Choreographed keys and values stay out of vLLM's prefix cache: nothing is hashed.
         call.request.block_hashes.clear()
         call.request._block_hasher = None
@@ -242,7 +242,7 @@ class CallTable:
         A parent whose last tokens are encoded in the same step counts: in every layer all keys
         and values of a batch are stored before any query reads.
         """
-        if call.admitted:  # it holds the blocks already
+        if call.is_scheduled:  # it holds the blocks already
             return True
         if call.run is not None and call.encoding.unwritten[:1] != [call.run]:
             return False  # runs are written in their order, for each reads those before it
@@ -335,7 +335,7 @@ class CallTable:
 
     def take_over(self, call: ScheduledCall, finished: ScheduledCall) -> None:
         """Let `call` go on in the blocks of `finished`: it reads its parents where they lie."""
-        self._admit(call, finished.stored_positions)
+        self._mark_scheduled(call, finished.stored_positions)
 
     def scheduled(self, call: ScheduledCall, blocks: Sequence[Any], up_to: int) -> None:
         """Note that a call got slots: its block table, and the end of the step's tokens.
@@ -345,8 +345,8 @@ class CallTable:
             up_to: virtual index before which all tokens are encoded after the step.
         """
         assert call.plan is not None
-        if not call.admitted:
-            self._admit(call, call.stored_positions)
+        if not call.is_scheduled:
+            self._mark_scheduled(call, call.stored_positions)
         encoding, num_encoded = call.encoding, up_to - call.plan.base
         if call.run is not None:
             if num_encoded >= call.run[1] and call.run in encoding.unwritten:
@@ -355,19 +355,19 @@ class CallTable:
             own = blocks[call.plan.base // self.block_size :]
             self.store.hold(encoding, own, encoding.num_tokens)
 
-    def _admit(self, call: ScheduledCall, stored_positions: Sequence[int] | None) -> None:
+    def _mark_scheduled(self, call: ScheduledCall, stored_positions: Sequence[int] | None) -> None:
         if stored_positions is None:
             stored_positions = [parent.stored_position for parent in call.parents]
-        call.admitted, call.stored_positions = True, stored_positions
+        call.is_scheduled, call.stored_positions = True, stored_positions
         self._num_events += not call.is_internal
         del self.waiting[call.id]
         self.store.residency.read(call.reads)
 
     def preempted(self, call: ScheduledCall) -> None:
         """Have a call that lost its blocks wait again; its parents may be evicted meanwhile."""
-        if call.admitted:
+        if call.is_scheduled:
             self._taken_back(call)
-            call.admitted, call.stored_positions = False, None
+            call.is_scheduled, call.stored_positions = False, None
             self.waiting[call.id] = call
             self.store.residency.wait_again(call.reads)
 
@@ -385,7 +385,7 @@ class CallTable:
             self.store.residency.on_unwritten(encoding, call.run)
 
     def spans(self, call: ScheduledCall) -> RequestSpans:
-        """Spans of a call for the workers; valid for as long as the call stays admitted."""
+        """Spans of a call for the workers; valid for as long as it stays scheduled."""
         assert call.plan is not None and call.stored_positions is not None
         start = call.encoding.patch.start if call.run and call.encoding.patch else 0
         return request_spans(
@@ -408,7 +408,7 @@ class CallTable:
             self._leave_park(call, call.parked_on)
         self._num_events += not call.is_internal
         self._leave_helpers(call)
-        self.store.residency.leave(call.reads, reading=call.admitted)
+        self.store.residency.leave(call.reads, reading=call.is_scheduled)
         for parent in call.parents:
             self.store.settle(parent)
         encoding = call.encoding
@@ -466,7 +466,7 @@ class CallTable:
             self.store.fail_if_lost(call.message)
         else:
             self.store.mark_final(encoding)
-        if not call.admitted:
+        if not call.is_scheduled:
             return
         num_encoded = min(request.num_computed_tokens, request.num_tokens - 1) - base
         self.store.hold(encoding, blocks[base // self.block_size :], num_encoded)

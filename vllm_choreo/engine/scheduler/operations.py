@@ -24,7 +24,7 @@ class Operations:
     Args:
         snapshots: operations of messages that are saved and loaded, by name.
         max_pinned_blocks: blocks of the KV cache that pinned messages may hold.
-        unsealed: returns the seals whose step has not been planned yet.
+        pending_last_tokens: returns the calls that encode a last token and wait for their step.
         finish: the scheduler's `finish_requests`.
     """
 
@@ -35,7 +35,7 @@ class Operations:
         *,
         snapshots: Mapping[str, Callable[..., Any]],
         max_pinned_blocks: int,
-        unsealed: Callable[[], list[ScheduledCall]],
+        pending_last_tokens: Callable[[], list[ScheduledCall]],
         finish: Callable[[Iterable[str], RequestStatus], Any],
     ) -> None:
         self._call_table = call_table
@@ -43,7 +43,7 @@ class Operations:
         self._pool = pool
         self._snapshots = snapshots
         self._max_pinned_blocks = max_pinned_blocks
-        self._unsealed = unsealed
+        self._pending_last_tokens = pending_last_tokens
         self._finish = finish
 
     def run(self, operation: str, args: Iterable[Any]) -> Any:
@@ -79,10 +79,12 @@ class Operations:
         """
         messages = {self._store.get(session, m, "messages") for m in message_ids}
         encodings = {encoding for message in messages for encoding in message.encodings}
-        # A seal that waits for its step holds its parents; without it, its message lacks a token
+        # A last token that waits for its step holds the parents; without it, its message lacks one
         # until it is read.
-        sealed = [call.encoding for call in self._unsealed() if encodings & set(call.parents)]
-        self._withdraw_encodings(encodings.union(sealed))
+        unfinished = [
+            call.encoding for call in self._pending_last_tokens() if encodings & set(call.parents)
+        ]
+        self._withdraw_encodings(encodings.union(unfinished))
         idle = [e for e in encodings if e.is_known and not e.num_readers and not e.encoders]
         for encoding in idle:
             self._store.evict(encoding)
@@ -147,7 +149,9 @@ class Operations:
 
     def drop_idle(self) -> None:
         """Drop all keys and values that no running call reads; see `MessageStore.empty`."""
-        self._finish([call.id for call in self._unsealed()], RequestStatus.FINISHED_ABORTED)
+        self._finish(
+            [call.id for call in self._pending_last_tokens()], RequestStatus.FINISHED_ABORTED
+        )
         self._store.empty()
 
     def _pool_stats(self) -> dict[str, int]:
@@ -166,7 +170,7 @@ class Operations:
         }
 
     def _withdraw_encodings(self, encodings: set[Encoding]) -> None:
-        """End seals and encodings again of these encodings, unless a call waits for them."""
+        """End what encodes these encodings, or their last tokens, unless a call waits for them."""
         ended = True
         while ended:  # what ends leaves its own parents to nobody
             found = [self._call_table.calls.get(r) for e in encodings for r in e.encoders]

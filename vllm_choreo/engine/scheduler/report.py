@@ -38,7 +38,7 @@ def _take_unreported(call: ScheduledCall) -> int:
     params = call.request.sampling_params
     # With stop strings nobody reads the report, unless the client asks for it ("end").
     is_read = (call.params and call.params.open_end) or not (params and params.stop)
-    if call.admitted and is_read:
+    if call.is_scheduled and is_read:
         for parent in call.parents:
             parent.num_unreported = 0
     return num_tokens

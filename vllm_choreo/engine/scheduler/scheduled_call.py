@@ -46,12 +46,12 @@ class ScheduledCall:
         run: the tokens of a patch that this one writes; None: all that the encoding lacks.
         plan: positions; None until all parents are known and, if it watches, their attention.
         watching: first look at the parents, for repair by attention; None: there is none.
-        admitted: True while it runs (or is being scheduled) and reads its parents.
+        is_scheduled: True while it has slots and reads its parents.
         num_shared: tokens of its message that another of the same digest had encoded.
         num_served: encodings again for its sake while no call of a caller's began or ended.
         max_served: limit of `num_served`; 0: not known yet.
         served_since: number of calls begun and ended when `num_served` was last reset.
-        stored_positions: while admitted, positions at which each parent's first key is stored.
+        stored_positions: positions of each parent's first key, while it is scheduled.
         number: order of arrival; an encoding again has that of the call that it serves.
         parked_on: the parent that it waits for, which is not known yet; None: all are known.
     """
@@ -64,7 +64,7 @@ class ScheduledCall:
     run: TokenRange | None = None
     plan: CallPlan | None = None
     watching: Watching | None = None
-    admitted: bool = False
+    is_scheduled: bool = False
     num_shared: int = 0
     num_served: int = 0
     max_served: int = 0

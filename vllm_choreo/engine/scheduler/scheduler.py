@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's schedulers, in which requests may be choreographed calls.
 
-This module says when something happens; `arrival`, `block_reserver`, `seal`, `refuse` and
-`operations` say what, and `call_table` has the calls.
+This module says when something happens; `admission`, `block_reserver`, `finalizer`, `refusals`
+and `operations` say what, and `call_table` has the calls.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.query_scaling import scales_queries
 from vllm_choreo.engine.scheduler.adapters import Adapters
-from vllm_choreo.engine.scheduler.arrival import Arrivals
+from vllm_choreo.engine.scheduler.admission import Admission
 from vllm_choreo.engine.scheduler.block_manager import ChoreoKVCacheManager
 from vllm_choreo.engine.scheduler.block_reserver import BlockReserver
 from vllm_choreo.engine.scheduler.call_table import CallTable
+from vllm_choreo.engine.scheduler.finalizer import Finalizer
 from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
 from vllm_choreo.engine.scheduler.operations import Operations
 from vllm_choreo.engine.scheduler.patcher import Patcher
-from vllm_choreo.engine.scheduler.refuse import Refusals
+from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
-from vllm_choreo.engine.scheduler.seal import Sealer
 from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
 from vllm_choreo.engine.step import BlockMove, ChoreoStep, attention_of
@@ -90,7 +90,7 @@ class _Choreographed(Scheduler):
             f"the KV cache of {pool.num_gpu_blocks} blocks of {self.block_size} tokens"
         )
         num_groups = len(self.kv_cache_config.kv_cache_groups)
-        self.arrivals = Arrivals(self.call_table, adapters, self.vllm_config, num_groups)
+        self.admission = Admission(self.call_table, adapters, self.vllm_config, num_groups)
         shared = (self.refusals, adapters, self.internal)
         self.patcher = Patcher(self.call_table, pool)
         self.reserver = BlockReserver(
@@ -103,7 +103,7 @@ class _Choreographed(Scheduler):
             finish=self.finish_requests,
             is_idle=lambda: not self.running,
         )
-        self.sealer = Sealer(self.call_table, manager, *shared, enqueue=super().add_request)
+        self.finalizer = Finalizer(self.call_table, manager, *shared, enqueue=super().add_request)
         self.snapshots = SnapshotServer(
             self.store, pool, adapters, self.max_model_len, self.vllm_config.lora_config
         )
@@ -112,7 +112,7 @@ class _Choreographed(Scheduler):
             pool,
             snapshots=snapshot_operations(self.snapshots),
             max_pinned_blocks=self._num_blocks(self.choreo_config.pinned_share),
-            unsealed=self._unsealed,
+            pending_last_tokens=self._pending_last_tokens,
             finish=self.finish_requests,
         )
 
@@ -146,7 +146,7 @@ class _Choreographed(Scheduler):
 
     def add_request(self, request: Request) -> None:
         try:
-            self.arrivals.enter(request)
+            self.admission.admit(request)
         except ChoreoError as error:
             self.refusals.refuse(request.request_id, error)
         except Exception as error:
@@ -252,9 +252,11 @@ class _Choreographed(Scheduler):
         )
 
     def _refuse_what_never_fits(self) -> None:
-        if unsealed := self._unsealed():
-            # They hold blocks and got none: let go; the messages are encoded again when read.
-            self.finish_requests([call.id for call in unsealed], RequestStatus.FINISHED_ABORTED)
+        if pending_last_tokens := self._pending_last_tokens():
+            # They hold blocks and got none: ended; the messages are encoded again when read.
+            self.finish_requests(
+                [call.id for call in pending_last_tokens], RequestStatus.FINISHED_ABORTED
+            )
             return
         if self.snapshots.is_holding:
             # It lets go as soon as its bytes are read or written. A save whose client has gone
@@ -273,12 +275,12 @@ class _Choreographed(Scheduler):
         self, request: Request, *args: Any, **kwargs: Any
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         call = self.call_table.calls.get(request.request_id)
-        report = self.sealer.close(call) if call is not None else None
+        report = self.finalizer.finalize(call) if call is not None else None
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
         return ({**(kv_params or {}), **report} if report else kv_params), ec_params
 
-    def _unsealed(self) -> list[ScheduledCall]:
-        """Seals whose step has not been planned yet."""
+    def _pending_last_tokens(self) -> list[ScheduledCall]:
+        """Calls that encode the last token of an answer, and wait for their step."""
         calls = self.call_table.calls
         return [calls[r.request_id] for r in self.kv_holding_waiting if self.internal.includes(r)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrival of requests: calls are entered, and those that can never run are refused."""
+"""Admission of requests: calls enter the call table, and what can never run is refused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vllm_choreo.errors import EmptyTokensError, UnsupportedOptionError
 from vllm_choreo.semantics.params import EXTRA_ARGS_KEY, FLAT_PREFIX, ChoreoParams
 
 
-class Arrivals:
-    """Entry of arriving calls into the call table.
+class Admission:
+    """Admission of arriving calls to the call table.
 
     Args:
         vllm_config: the engine's configuration.
@@ -30,8 +30,8 @@ class Arrivals:
         self._vllm_config = vllm_config
         self._num_cache_groups = num_cache_groups
 
-    def enter(self, request: Request) -> None:
-        """Enter a request if it is a call.
+    def admit(self, request: Request) -> None:
+        """Admit a request if it is a call.
 
         Raises:
             ChoreoError: it can never run.

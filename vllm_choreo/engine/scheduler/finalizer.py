@@ -13,7 +13,7 @@ from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.block_manager import ChoreoKVCacheManager
 from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.internal import InternalRequests
-from vllm_choreo.engine.scheduler.refuse import Refusals
+from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.report import report_of
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 
@@ -24,7 +24,7 @@ _COMPLETE = (
 )
 
 
-class Sealer:
+class Finalizer:
     """Maker of messages from finished requests.
 
     Args:
@@ -48,7 +48,7 @@ class Sealer:
         self._internal = internal
         self._enqueue = enqueue
 
-    def close(self, call: ScheduledCall) -> dict[str, Any] | None:
+    def finalize(self, call: ScheduledCall) -> dict[str, Any] | None:
         """Turn the finished request's own blocks into its message; returns the call's report."""
         request = call.request
         complete = request.status in _COMPLETE
@@ -67,10 +67,10 @@ class Sealer:
             self._call_table.close(call, self._refusals.reason(call.id) or failure)
             # An open message is not known: it has no last token yet.
             if call.is_decode and encoding.is_known and encoding.num_encoded and not message.freed:
-                self._seal(call, blocks)
+                self._encode_last_token(call, blocks)
         return report
 
-    def _seal(self, finished: ScheduledCall, blocks: Sequence[KVCacheBlock]) -> None:
+    def _encode_last_token(self, finished: ScheduledCall, blocks: Sequence[KVCacheBlock]) -> None:
         """Give the last sampled token its keys and values, without delaying the answer.
 
         A new request takes over the finished one's blocks, and has that one token left to run.

@@ -46,15 +46,15 @@ class Refusals:
         if isinstance(error, AssertionError):
             raise error
         logger.error("a choreographed call ended by an unexpected error", exc_info=error)
-        told = ChoreoError(
+        reported = ChoreoError(
             f"an unexpected error of the engine ended the call ({type(error).__name__}); others "
             "are not disturbed, and the engine's log has more: please report it",
             parameter="call",
             value=call_id,
         )
-        self.refuse(call_id, told)
+        self.refuse(call_id, reported)
 
-    def too_large(self, call: ScheduledCall) -> None:
+    def refuse_too_large(self, call: ScheduledCall) -> None:
         """Refuse a call for which there is not enough KV cache."""
         error = PoolFullError(
             "what the call reads, and what must be encoded again for it, do not fit together "
