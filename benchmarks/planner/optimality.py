@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from benchmarks.planner.data import role, text
 from benchmarks.planner.optimum import Optimum, optimum
 from vllm_choreo.planner import CompiledGraph, CostModel, Profile, build
-from vllm_choreo.planner.cost import Calls, timetable
-from vllm_choreo.planner.logical import LogicalPlan, logical_plan
+from vllm_choreo.planner.logical.expand import LogicalPlan, logical_plan
 from vllm_choreo.planner.patterns import (
     debate,
     iterative_refinement,
@@ -26,7 +25,8 @@ from vllm_choreo.planner.patterns import (
     parallel_chains,
     reflection,
 )
-from vllm_choreo.planner.physical import PlanOptions, physical_plan
+from vllm_choreo.planner.physical.cost import Calls, timetable
+from vllm_choreo.planner.physical.plan import PlanOptions, physical_plan
 
 CAPACITY = 8192.0  # tokens of KV cache, as in the paper
 _ROLES = [role(name) for name in ("an economist", "a lawyer", "an engineer")]

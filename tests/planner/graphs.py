@@ -6,8 +6,8 @@ from __future__ import annotations
 import random
 
 from vllm_choreo.planner import Msg, build, ops
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.op import Op
+from vllm_choreo.planner.logical.graph import CompiledGraph
+from vllm_choreo.planner.logical.op import Op
 
 SYSTEMS = ("Be brief. " * 20, "Be exact. " * 20, "You are a judge of answers. " * 10)
 

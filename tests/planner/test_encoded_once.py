@@ -11,9 +11,9 @@ import pytest
 from tests.planner.facades import AsyncDigestFacade, DigestFacade
 from vllm_choreo import ChoreoError
 from vllm_choreo.planner import AnswerCache, Msg, ainvoke, build, invoke, naive, ops
-from vllm_choreo.planner.prompts import operator_symbols
-from vllm_choreo.planner.reuse import choose
-from vllm_choreo.planner.values import CHATML
+from vllm_choreo.planner.logical.values import CHATML
+from vllm_choreo.planner.physical.choose import choose
+from vllm_choreo.planner.physical.prompts import operator_symbols
 
 
 @pytest.mark.parametrize("semantics", ["exact", "choreo"])

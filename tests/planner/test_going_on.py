@@ -10,8 +10,8 @@ import pytest
 
 from tests.planner.facades import AsyncDigestFacade, DigestFacade
 from vllm_choreo.planner import Msg, build, invoke, naive, ops
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.op import Op
+from vllm_choreo.planner.logical.graph import CompiledGraph
+from vllm_choreo.planner.logical.op import Op
 
 SYSTEM, MORE = Msg("system", "You think twice. " * 10), ("Are you sure?", "Really?")
 QUESTIONS = ["What is " + "very " * 30 + "old?", "Who is there?"]

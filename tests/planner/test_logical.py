@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.planner.facades import AsyncDigestFacade, DigestFacade
 from tests.planner.graphs import RandomGraph
 from vllm_choreo.planner import AnswerCache, Msg, Planner, build, invoke, naive, ops
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.logical import logical_plan
+from vllm_choreo.planner.logical.expand import logical_plan
+from vllm_choreo.planner.logical.graph import CompiledGraph
 
 
 def decodes(compiled: CompiledGraph, **options: bool) -> int:

@@ -28,14 +28,14 @@ from vllm_choreo.planner import (
     ops,
     profile,
 )
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.graph_errors import (
+from vllm_choreo.planner.errors import (
     GraphError,
     ImpureFunctionError,
     InputFailedError,
     JournalError,
     OperatorFailedError,
 )
+from vllm_choreo.planner.logical.graph import CompiledGraph
 
 QUESTIONS = ["one", "two", "three", "four"]
 

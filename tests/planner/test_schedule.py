@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from benchmarks.planner.data import role, text
 from tests.planner.graphs import RandomGraph, is_even, shout, words
 from vllm_choreo.planner import CostModel, Graph, Profile, build
-from vllm_choreo.planner.cost import Calls, Timetable, timetable
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.logical import logical_plan
+from vllm_choreo.planner.logical.expand import logical_plan
+from vllm_choreo.planner.logical.graph import CompiledGraph
 from vllm_choreo.planner.patterns import debate, trading
-from vllm_choreo.planner.physical import PhysicalPlan, PlanOptions, physical_plan
-from vllm_choreo.planner.radix import TemplatedRadixTree
-from vllm_choreo.planner.schedule import schedule
+from vllm_choreo.planner.physical.cost import Calls, Timetable, timetable
+from vllm_choreo.planner.physical.plan import PhysicalPlan, PlanOptions, physical_plan
+from vllm_choreo.planner.physical.radix import TemplatedRadixTree
+from vllm_choreo.planner.physical.schedule import schedule
 
 MODEL = CostModel(capacity=8192.0)
 

@@ -9,10 +9,10 @@ import pytest
 
 from tests.planner.test_schedule import desk
 from vllm_choreo.planner import CostModel
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.logical import logical_plan
-from vllm_choreo.planner.physical import PhysicalPlan, PlanOptions, physical_plan
-from vllm_choreo.planner.simulating import Simulation, simulate
+from vllm_choreo.planner.execute.simulate import Simulation, simulate
+from vllm_choreo.planner.logical.expand import logical_plan
+from vllm_choreo.planner.logical.graph import CompiledGraph
+from vllm_choreo.planner.physical.plan import PhysicalPlan, PlanOptions, physical_plan
 
 MODEL = CostModel(capacity=32_768.0)
 

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.harness.serving import Server
 from vllm_choreo.planner import Msg, ainvoke, build, ops
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.server_workers import server_workers
+from vllm_choreo.planner.logical.graph import CompiledGraph
+from vllm_choreo.planner.workers.server import server_workers
 
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 ROLE = Msg("system", "You answer questions about things and their colours, in a few words. " * 3)

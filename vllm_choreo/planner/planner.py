@@ -9,24 +9,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.planner.answer_cache import AnswerCache, answer_key, function_key
-from vllm_choreo.planner.cost import CostModel
-from vllm_choreo.planner.executing import Execution
-from vllm_choreo.planner.graph import CompiledGraph, Graph
-from vllm_choreo.planner.graph_errors import GraphError
-from vllm_choreo.planner.journal import Journal
-from vllm_choreo.planner.lanes import lanes_page
-from vllm_choreo.planner.logical import LogicalPlan, fetch, logical_plan
-from vllm_choreo.planner.nodes import Node
-from vllm_choreo.planner.physical import PhysicalPlan, PlanOptions, physical_plan
-from vllm_choreo.planner.profile import Profile
-from vllm_choreo.planner.progress import Progress
-from vllm_choreo.planner.reading import SharedMessages
-from vllm_choreo.planner.retrying import Retry
-from vllm_choreo.planner.reuse import SEMANTICS
-from vllm_choreo.planner.run_stats import RunStats
-from vllm_choreo.planner.values import CHATML, Template, asked_of
-from vllm_choreo.planner.worker import Worker, as_worker
+from vllm_choreo.planner.errors import GraphError
+from vllm_choreo.planner.execute.answer_cache import AnswerCache, answer_key, function_key
+from vllm_choreo.planner.execute.execution import Execution
+from vllm_choreo.planner.execute.journal import Journal
+from vllm_choreo.planner.execute.lanes import lanes_page
+from vllm_choreo.planner.execute.progress import Progress
+from vllm_choreo.planner.execute.read import SharedMessages
+from vllm_choreo.planner.execute.retry import Retry
+from vllm_choreo.planner.execute.run_stats import RunStats
+from vllm_choreo.planner.logical.expand import LogicalPlan, fetch, logical_plan
+from vllm_choreo.planner.logical.graph import CompiledGraph, Graph
+from vllm_choreo.planner.logical.nodes import Node
+from vllm_choreo.planner.logical.values import CHATML, Template, asked_of
+from vllm_choreo.planner.physical.choose import SEMANTICS
+from vllm_choreo.planner.physical.cost import CostModel
+from vllm_choreo.planner.physical.plan import PhysicalPlan, PlanOptions, physical_plan
+from vllm_choreo.planner.physical.profile import Profile
+from vllm_choreo.planner.workers.facade import as_worker
+from vllm_choreo.planner.workers.worker import Worker
 
 Result = Any  # the value of a query's result; with several results a dict of them by name
 

@@ -13,7 +13,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from benchmarks.harness.serving import Server, start_server
-from vllm_choreo.planner.worker import Answer
+from vllm_choreo.planner.workers.worker import Answer
 
 _KEY = "rival"
 _OF_VLLM = ("ignore_eos",)  # what OpenAI's client has no argument for

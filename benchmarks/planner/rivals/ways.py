@@ -31,7 +31,7 @@ from benchmarks.planner.rivals.state_graph import langgraph
 from benchmarks.planner.rivals.text import WIDTH, Answers, Text
 from benchmarks.planner.rivals.workloads import Workload
 from vllm_choreo.planner import AnswerCache, FacadeWorker, Planner
-from vllm_choreo.planner.nodes import Node
+from vllm_choreo.planner.logical.nodes import Node
 
 
 @dataclass(frozen=True)
