@@ -206,8 +206,8 @@ def test_the_second_day_fetches_what_has_not_changed(llm: Any) -> None:
         planner.invoke(graph.compile(**DESK))
         second = graph.compile(**{**DESK, "market": ["Prices rose.", "Prices fell again."]})
         result = planner.invoke(second)
-        fetched = result.plan.logical.num_fetched
-        assert fetched > 0 and result.stats.num_calls < len(result.plan.logical.tasks)
+        fetched = result.plan.num_fetched
+        assert fetched > 0 and result.stats.num_calls < len(result.plan.tasks)
     with Choreography(llm, mode="baseline") as c:
         assert list(result) == naive(second, c)
 

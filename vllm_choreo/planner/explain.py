@@ -6,53 +6,53 @@ from __future__ import annotations
 from collections import Counter
 
 from vllm_choreo.planner.execute.run_stats import RunStats
-from vllm_choreo.planner.logical.expand import logical_plan
 from vllm_choreo.planner.logical.nodes import BoundGraph
 from vllm_choreo.planner.physical.cost import CostModel, timetable
-from vllm_choreo.planner.physical.plan import PhysicalPlan, PlanOptions, physical_plan
+from vllm_choreo.planner.pipeline import make_plan
+from vllm_choreo.planner.plan import Plan, Target
 
 _MAX_ROWS = 40
 
 
 def explain(
     compiled: BoundGraph,
-    options: PlanOptions | None = None,
+    target: Target | None = None,
     *,
-    plan: PhysicalPlan | None = None,
+    plan: Plan | None = None,
     stats: RunStats | None = None,
 ) -> str:
     """Explain the plan of a batch as text.
 
     Args:
         compiled: the graph and its inputs.
-        options: semantics, workers and cost that the plan is made for.
+        target: semantics, workers and costs that a plan is made for.
         plan: plan that was made or run; None: it is made here.
         stats: measurements of its run; None: it was not run.
     """
-    options = options or PlanOptions()
-    plan = plan or physical_plan(logical_plan(compiled), options)
-    parts = [_logical(plan), _schedule(plan, options.cost), _operators(plan), _edges(plan)]
+    target = target or Target()
+    plan = plan or make_plan(compiled, target)
+    parts = [_tasks(plan), _schedule(plan, target.cost), _operators(plan), _edges(plan)]
     parts += [_sequences(plan)] if plan.sequences else []
     parts += [_measured(stats)] if stats is not None else []
     return "\n\n".join(parts) + "\n"
 
 
-def _logical(plan: PhysicalPlan) -> str:
-    logical = plan.logical
-    kinds = Counter(logical.node(task).kind for task in logical.needed())
+def _tasks(plan: Plan) -> str:
+    num_queries, num_operators = plan.batch.batch_size, len(plan.graph.nodes)
+    kinds = Counter(plan.node(task).kind for task in plan.needed)
     asked = sum(
-        task.num_queries for task in logical.tasks if logical.graph.nodes[task.node].kind == "llm"
+        task.num_queries for task in plan.tasks if plan.graph.nodes[task.node].kind == "llm"
     )
     return (
-        f"{logical.batch_size} queries x {len(logical.graph.nodes)} operators = "
-        f"{logical.num_instances} instances -> {len(logical.needed())} tasks "
+        f"{num_queries} queries x {num_operators} operators = "
+        f"{num_queries * num_operators} instances -> {len(plan.needed)} tasks "
         f"({', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))})\n"
         f"{asked} calls in the naive run -> {len(plan.prompts)} calls; "
-        f"{logical.num_fetched} values fetched from the answer cache"
+        f"{plan.num_fetched} values fetched from the answer cache"
     )
 
 
-def _schedule(plan: PhysicalPlan, model: CostModel) -> str:
+def _schedule(plan: Plan, model: CostModel) -> str:
     naive = timetable(plan.calls, _query_by_query(plan), model)
     table = plan.table
     total = sum(plan.calls.tree.total(call) for call in plan.prompts)
@@ -66,22 +66,21 @@ def _schedule(plan: PhysicalPlan, model: CostModel) -> str:
     )
 
 
-def _query_by_query(plan: PhysicalPlan) -> list[list[int]]:
-    tasks = plan.logical.tasks
+def _query_by_query(plan: Plan) -> list[list[int]]:
+    tasks = plan.tasks
     return [
         sorted(order, key=lambda call: (tasks[call].query, call)) for order in plan.table.orders
     ]
 
 
-def _operators(plan: PhysicalPlan) -> str:
-    logical = plan.logical
+def _operators(plan: Plan) -> str:
     rows = []
-    calls = Counter(logical.tasks[call].node for call in plan.prompts)
+    calls = Counter(plan.tasks[call].node for call in plan.prompts)
     first: dict[int, int] = {}
     for call in plan.prompts:
-        first.setdefault(logical.tasks[call].node, call)
+        first.setdefault(plan.tasks[call].node, call)
     for number, count in list(calls.items())[:_MAX_ROWS]:
-        node = logical.graph.nodes[number]
+        node = plan.graph.nodes[number]
         call = first[number]
         cuts = plan.cuts.at.get(call, ())
         rows.append(
@@ -99,8 +98,8 @@ def _operators(plan: PhysicalPlan) -> str:
     return _table(head, rows, len(calls))
 
 
-def _edges(plan: PhysicalPlan) -> str:
-    graph, behind = plan.logical.graph, _gone_on(plan)
+def _edges(plan: Plan) -> str:
+    graph, behind = plan.graph, _gone_on(plan)
     rows = []
     for (number, source), choice in plan.choices.items():
         if (number, source) in behind:
@@ -118,9 +117,9 @@ def _edges(plan: PhysicalPlan) -> str:
     return _table(head, rows[:_MAX_ROWS], len(rows)) if rows else "no operator reads another"
 
 
-def _gone_on(plan: PhysicalPlan) -> dict[tuple[int, int], int]:
+def _gone_on(plan: Plan) -> dict[tuple[int, int], int]:
     """Operators whose prompt and answer others continue, by (reader, operator that it reads)."""
-    tasks = plan.logical.tasks
+    tasks = plan.tasks
     found = {}
     for call, earlier in plan.goes_on.items():
         for symbol in (*plan.prompts[earlier], earlier):
@@ -129,8 +128,8 @@ def _gone_on(plan: PhysicalPlan) -> dict[tuple[int, int], int]:
     return found
 
 
-def _sequences(plan: PhysicalPlan) -> str:
-    names = [node.name for node in plan.logical.graph.nodes]
+def _sequences(plan: Plan) -> str:
+    names = [node.name for node in plan.graph.nodes]
     lines = []
     for worker, nested in enumerate(plan.sequences):
         inner = " -> ".join("[" + ", ".join(names[n] for n in part) + "]" for part in nested)

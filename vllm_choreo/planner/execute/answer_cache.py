@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_choreo.planner.logical.nodes import Node, Value
+from vllm_choreo.planner.logical.values import asked_of
+
 _MAX_ENTRIES = 100_000
 
 
@@ -137,6 +140,39 @@ class _File:
     @staticmethod
     def _next() -> str:
         return "(SELECT coalesce(max(used), 0) + 1 FROM entries WHERE tenant = ?)"
+
+
+class ModelCache:
+    """Answer cache as one model sees it, or none.
+
+    Args:
+        cache: the cache; None: nothing is found or kept.
+        identity: models, semantics and chat template on which answers depend besides their prompts.
+    """
+
+    def __init__(self, cache: AnswerCache | None, identity: Any) -> None:
+        self._cache, self._identity = cache, identity
+
+    def key(self, node: Node, inputs: Sequence[Value]) -> str | None:
+        """Digest of the value of an `llm` or `fn`; None: it is sampled, or cannot be cached."""
+        if not node.deterministic:
+            return None
+        if node.kind == "llm":
+            return answer_key(self._identity, list(inputs), asked_of(node))
+        return None if self._cache is None else function_key(node.attrs["function"], inputs)
+
+    def get(self, key: str | None) -> tuple[bool, Value]:
+        """Return (whether there is an entry, its value)."""
+        return (False, None) if self._cache is None or key is None else self._cache.get(key)
+
+    def put(self, key: str | None, value: Value) -> None:
+        """Keep a value."""
+        if self._cache is not None and key is not None:
+            self._cache.put(key, value)
+
+    def probe(self, node: Node, inputs: Sequence[Value]) -> tuple[bool, Value]:
+        """Look an `llm` or `fn` up; return (whether there is an entry, its value)."""
+        return self.get(self.key(node, inputs))
 
 
 # -- digests ---------------------------------------------------------------------------------------

@@ -8,10 +8,9 @@ import contextlib
 import heapq
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from vllm_choreo.planner.errors import GraphError
-from vllm_choreo.planner.execute.answer_cache import AnswerCache, answer_key, function_key
+from vllm_choreo.planner.execute.answer_cache import ModelCache
 from vllm_choreo.planner.execute.held_answers import HeldAnswers
 from vllm_choreo.planner.execute.journal import Journal
 from vllm_choreo.planner.execute.progress import Progress
@@ -27,53 +26,43 @@ from vllm_choreo.planner.execute.read import (
 )
 from vllm_choreo.planner.execute.retry import MESSAGES_GONE, Retry
 from vllm_choreo.planner.execute.run_stats import Lane, RunStats
-from vllm_choreo.planner.logical.nodes import Node
-from vllm_choreo.planner.logical.values import Functions, asked_of, failed
-from vllm_choreo.planner.physical.plan import PhysicalPlan
-from vllm_choreo.planner.physical.profile import Profile, measured
+from vllm_choreo.planner.logical.nodes import Node, Value
+from vllm_choreo.planner.logical.values import Functions, failed
 from vllm_choreo.planner.physical.radix import Symbol
+from vllm_choreo.planner.plan import Plan
 from vllm_choreo.planner.workers.worker import Answer, Worker
 
 
 class Execution:
-    """A run of a physical plan.
+    """A run of a plan.
 
     Args:
         plan: calls, their workers and their order.
         workers: one for each worker of the plan.
         retry: policy of which failed calls are made again.
-        cache: answer cache of deterministic operators' values, under `identity`; None: none.
-        identity: models, semantics and chat template on which answers depend.
+        cache: answer cache of deterministic operators' values.
         journal: file that every value is written to; None: none.
-        exact: True if the semantics are "exact": no answer may change.
-        merge: make equal deterministic calls once.
         on_query: called with (number, progress) of each query once its results are there.
-        profile: lengths of answers, to which this run adds its own.
         readers: shared messages of each worker, with those that earlier runs pinned.
     """
 
     def __init__(
         self,
-        plan: PhysicalPlan,
+        plan: Plan,
         workers: Sequence[Worker],
         *,
         retry: Retry,
-        cache: AnswerCache | None,
-        identity: Any,
+        cache: ModelCache,
         journal: Journal | None,
-        exact: bool,
-        merge: bool,
-        on_query: Callable[[int, Progress], None] | None,
-        profile: Profile,
+        on_query: Callable[[int, Progress], None],
         readers: Sequence[SharedMessages],
     ) -> None:
         self.plan, self.workers = plan, workers
         self.stats = RunStats()
-        self.profile = profile
-        self._retry, self._cache, self._identity = retry, cache, identity
-        self._journal, self._exact, self._on_query = journal, exact, on_query
+        self._retry, self._cache = retry, cache
+        self._journal, self._on_query = journal, on_query
         self._functions = Functions()
-        self.progress = Progress(plan.logical, self._function_done, self._function)
+        self.progress = Progress(plan, self._function_done, self._function)
         self._readers = readers
         self._before_run = [(reader.num_shared, reader.num_tokens) for reader in readers]
         self._ready: list[list[tuple[int, int]]] = [[] for _ in workers]
@@ -82,17 +71,18 @@ class Execution:
         self._answers = HeldAnswers(plan, workers)
         self._equal: dict[str, int] = {}  # the first call of a deterministic prompt
         self._followers: dict[int, list[int]] = {}
-        self._waiting = [len(set(outputs.values())) for outputs in plan.logical.outputs]
+        self._waiting = [len(set(outputs.values())) for outputs in plan.outputs]
         self._wanted: dict[int, list[int]] = {}
-        self._merge = merge
         self._start = 0.0
 
-    async def run(self, warm: Sequence[Key]) -> None:
+    async def run(self) -> None:
         """Run until every output has a value or an error."""
         self._start = time.perf_counter()
         self._watch_outputs()
-        texts = [] if self._exact else map(self.plan.behind_chain, self.plan.prompts)
-        alone = repeated(texts)
+        target = self.plan.target
+        warm = [] if "warm" in target.without else sorted(self.plan.cuts.static)
+        is_exact = target.semantics == "exact"
+        alone = repeated([] if is_exact else map(self.plan.behind_chain, self.plan.prompts))
         for reader in self._readers:
             reader.alone = alone
         try:
@@ -145,14 +135,13 @@ class Execution:
                 self._waiting[query] -= 1
                 if not self._waiting[query]:
                     self._answers.free_query(query)
-                    if self._on_query:
-                        self._on_query(query, self.progress)
+                    self._on_query(query, self.progress)
 
     # -- one call --------------------------------------------------------------------------------
 
     async def _call(self, call: int, worker: int) -> None:
-        node = self.plan.logical.node(call)
-        key = self._key(call, node)
+        node = self.plan.node(call)
+        key = self._cache.key(node, self.progress.inputs(call))
         if key is not None and (self._fetches(call, key) or self._joins(call, key)):
             return
         begin, tried = time.perf_counter(), 0
@@ -176,8 +165,7 @@ class Execution:
         end = time.perf_counter()
         self._count(Lane(call, worker, begin - self._start, end - self._start, answer, tried))
         self._answers.add(call, worker, answer)
-        if key is not None and self._cache is not None:
-            self._cache.put(key, answer.text)
+        self._cache.put(key, answer.text)
         self._finish(call, answer.text)
 
     def _finish(self, call: int, result: str | GraphError, origin: int | None = None) -> None:
@@ -192,7 +180,7 @@ class Execution:
 
     def _fetches(self, call: int, key: str) -> bool:
         """Settle the call from the answer cache; return whether it has the answer."""
-        found, text = self._cache.get(key) if self._cache is not None else (False, "")
+        found, text = self._cache.get(key)
         if found:
             self.stats.num_fetched += 1
             self._finish(call, text)
@@ -204,7 +192,7 @@ class Execution:
         Calls are equal by their text, choreographed ones too, though their answers depend on more:
         equal questions have equal answers, as they have from the cache.
         """
-        if not self._merge:
+        if "merge" in self.plan.target.without:
             return False
         first = self._equal.setdefault(key, call)
         if first == call or first in self.progress.errors:
@@ -255,7 +243,7 @@ class Execution:
         """Text of a symbol: itself, or the value of a task that is done or known."""
         if isinstance(symbol, str):
             return symbol
-        known = self.plan.logical.known
+        known = self.plan.known
         return str(known[symbol] if symbol in known else self.progress.values[symbol])
 
     def _at(self, symbol: int, worker: int) -> Answer | None:
@@ -265,27 +253,18 @@ class Execution:
 
     # -- values ----------------------------------------------------------------------------------
 
-    def _key(self, call: int, node: Node) -> str | None:
-        """Key of a call's answer in the cache; None: it is sampled."""
-        if not node.deterministic:
-            return None
-        return answer_key(self._identity, self.progress.inputs(call), asked_of(node))
-
-    def _function(self, node: Node, inputs: list[Any]) -> Any:
-        if self._cache is None or not node.deterministic:
-            return self._functions.call(node, inputs)
-        key = function_key(node.attrs["function"], inputs)
-        found, value = self._cache.get(key) if key is not None else (False, None)
+    def _function(self, node: Node, inputs: list[Value]) -> Value:
+        key = self._cache.key(node, inputs)
+        found, value = self._cache.get(key)
         if not found:
             value = self._functions.call(node, inputs)
-            if key is not None:
-                self._cache.put(key, value)
+            self._cache.put(key, value)
         return value
 
-    def _function_done(self, task: int, value: Any) -> None:
+    def _function_done(self, task: int, value: Value) -> None:
         if self._journal is not None:
             self._journal.add(task, value)
-        measured(self.profile, self.plan.logical.node(task), value, None)
+        self.plan.target.profile.measure(self.plan.node(task), value)
 
     def _count(self, lane: Lane) -> None:
         stats, answer = self.stats, lane.answer
@@ -295,7 +274,7 @@ class Execution:
         stats.num_reused += answer.reused
         stats.num_encoded += answer.num_prompt - answer.reused
         stats.num_out += answer.num_out
-        measured(self.profile, self.plan.logical.node(lane.task), answer.text, answer.num_out)
+        self.plan.target.profile.measure(self.plan.node(lane.task), answer.text, answer.num_out)
 
     def _lose(self, worker: int) -> None:
         """Forget a lost worker's messages: shared ones are encoded again, answers read as text."""
@@ -306,7 +285,7 @@ class Execution:
 
     def _watch_outputs(self) -> None:
         """Note which queries wait for which output."""
-        for query, outputs in enumerate(self.plan.logical.outputs):
+        for query, outputs in enumerate(self.plan.outputs):
             for output in set(outputs.values()):
                 self._wanted.setdefault(output, []).append(query)
         self.progress.watched = set(self._wanted)

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_choreo.planner.execute.retry import MESSAGES_GONE
 from vllm_choreo.planner.execute.transfer import Moves
-from vllm_choreo.planner.physical.plan import PhysicalPlan
+from vllm_choreo.planner.plan import Plan
 from vllm_choreo.planner.workers.worker import Answer, Worker
 
 
@@ -22,7 +22,7 @@ class HeldAnswers:
         workers: holders of the messages.
     """
 
-    def __init__(self, plan: PhysicalPlan, workers: Sequence[Worker]) -> None:
+    def __init__(self, plan: Plan, workers: Sequence[Worker]) -> None:
         self._workers = workers
         self._moves = Moves(workers)
         self._held: dict[int, tuple[int, Answer]] = {}
@@ -30,7 +30,7 @@ class HeldAnswers:
         self._frees: list[asyncio.Task[None]] = []
         self._own: dict[int, list[int]] = {}  # calls that one query alone has asked for
         for call in plan.prompts:
-            task = plan.logical.tasks[call]
+            task = plan.tasks[call]
             if task.num_queries == 1:
                 self._own.setdefault(task.query, []).append(call)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_choreo.planner.errors import JournalError
-from vllm_choreo.planner.logical.expand import LogicalPlan
 from vllm_choreo.planner.logical.graph_json import function_name
 from vllm_choreo.planner.logical.nodes import SOURCES, BoundGraph
+from vllm_choreo.planner.plan import Plan
 
 _FORMAT = 1
 
@@ -45,16 +46,11 @@ class Journal:
         if not whole:
             self._write(head)
 
-    def restore(self, plan: LogicalPlan) -> int:
-        """Make the journal's values known to a plan; return how many tasks have got one."""
+    def restore(self, plan: Plan) -> Plan:
+        """Make the journal's values known to a plan."""
         self._keys = task_keys(plan)
-        count = 0
-        for task, key in self._keys.items():
-            if key in self.values and task not in plan.known:
-                plan.known[task] = self.values[key]
-                count += 1
-        plan._needed = None
-        return count
+        written = {t: self.values[key] for t, key in self._keys.items() if key in self.values}
+        return replace(plan, known={**plan.known, **written})
 
     def add(self, task: int, value: Any) -> None:
         """Write down the value of a task."""
@@ -89,7 +85,7 @@ class Journal:
         return JournalError(f"{why}: {advice}", parameter="journal", value=os.fspath(self._path))
 
 
-def task_keys(plan: LogicalPlan) -> dict[int, str]:
+def task_keys(plan: Plan) -> dict[int, str]:
     """Keys of calls and functions, by task; the same in every process."""
     digests: list[str] = []
     keys: dict[int, str] = {}

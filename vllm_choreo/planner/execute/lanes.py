@@ -10,7 +10,7 @@ import html
 from collections.abc import Sequence
 
 from vllm_choreo.planner.execute.run_stats import Lane, RunStats
-from vllm_choreo.planner.physical.plan import PhysicalPlan
+from vllm_choreo.planner.plan import Plan
 
 _WIDTH, _HEIGHT, _LEFT = 1000.0, 16.0, 90.0  # of the time axis, of a lane, and before the axis
 _MAX_CHARS = 300  # of an answer that is shown when its bar is pointed at
@@ -21,7 +21,7 @@ rect.again { stroke: #c00; stroke-width: 2 } td, th { text-align: left; padding:
 """
 
 
-def lanes_page(plan: PhysicalPlan, stats: RunStats, title: str = "Run of a plan") -> str:
+def lanes_page(plan: Plan, stats: RunStats, title: str = "Run of a plan") -> str:
     """Draw the page, HTML.
 
     Args:
@@ -29,7 +29,7 @@ def lanes_page(plan: PhysicalPlan, stats: RunStats, title: str = "Run of a plan"
         stats: measurements of its run.
         title: heading of the page.
     """
-    names = [node.name for node in plan.logical.graph.nodes]
+    names = [node.name for node in plan.graph.nodes]
     rows, y = [], 20.0
     for worker in range(len(plan.table.orders)):
         mine = [lane for lane in stats.lanes if lane.worker == worker]
@@ -63,8 +63,8 @@ def _stacked(lanes: Sequence[Lane]) -> list[list[Lane]]:
     return stacked
 
 
-def _bar(plan: PhysicalPlan, names: Sequence[str], lane: Lane, y: float, seconds: float) -> str:
-    task = plan.logical.tasks[lane.task]
+def _bar(plan: Plan, names: Sequence[str], lane: Lane, y: float, seconds: float) -> str:
+    task = plan.tasks[lane.task]
     scale = _WIDTH / max(seconds, 1e-9)
     x, width = _LEFT + lane.begin * scale, max((lane.end - lane.begin) * scale, 1.0)
     answer = lane.answer
@@ -92,7 +92,7 @@ def _axis(seconds: float, height: float) -> str:
     return "".join(ticks)
 
 
-def _sums(plan: PhysicalPlan, stats: RunStats) -> str:
+def _sums(plan: Plan, stats: RunStats) -> str:
     rows = []
     for worker in range(len(plan.table.orders)):
         mine = [lane for lane in stats.lanes if lane.worker == worker]

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_choreo.planner.errors import GraphError, InputFailedError
-from vllm_choreo.planner.logical.expand import LogicalPlan
 from vllm_choreo.planner.logical.nodes import Node
 from vllm_choreo.planner.logical.values import Functions, chosen_case, evaluate
+from vllm_choreo.planner.plan import Plan
 
 
 class Progress:
-    """Progress of one run of a logical plan.
+    """Progress of one run of a plan.
 
     Args:
         plan: the tasks.
@@ -36,7 +36,7 @@ class Progress:
 
     def __init__(
         self,
-        plan: LogicalPlan,
+        plan: Plan,
         on_value: Callable[[int, Any], None] | None = None,
         functions: Callable[[Node, list[Any]], Any] | None = None,
     ) -> None:

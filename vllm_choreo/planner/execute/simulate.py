@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from vllm_choreo.planner.execute.progress import Progress
 from vllm_choreo.planner.physical.cost import CostModel
-from vllm_choreo.planner.physical.plan import PhysicalPlan
 from vllm_choreo.planner.physical.radix import TreeNode
+from vllm_choreo.planner.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Simulation:
         return max(self.busy) / mean if mean else 1.0
 
 
-def simulate(plan: PhysicalPlan, model: CostModel, text: str = "answer") -> Simulation:
+def simulate(plan: Plan, model: CostModel, text: str = "answer") -> Simulation:
     """Simulate a plan in which every call answers with `text`."""
     run = _Simulator(plan, model, text)
     run.run()
@@ -74,9 +74,9 @@ class _Cache:
 
 
 class _Simulator:
-    def __init__(self, plan: PhysicalPlan, model: CostModel, text: str) -> None:
+    def __init__(self, plan: Plan, model: CostModel, text: str) -> None:
         self._plan, self._model, self._text = plan, model, text
-        self.progress = Progress(plan.logical)
+        self.progress = Progress(plan)
         num_workers = len(plan.table.orders)
         self.busy = [0.0] * num_workers
         self.total = self.tokens = self.hits = 0.0

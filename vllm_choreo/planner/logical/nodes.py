@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 SOURCES = ("placeholder", "data")
+Value = Any  # of an operator: a text, a list of texts, or what else JSON can express
 
 
 @dataclass(frozen=True)

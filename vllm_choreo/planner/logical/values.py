@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,8 +180,3 @@ def _checked(node: Node, value: Any) -> Any:
                 f"a function returns what JSON has: {error}", op=node.name, line=node.line
             ) from error
     return value
-
-
-def attrs_key(attrs: Mapping[str, Any]) -> str:
-    """Key that tells attributes apart, functions by identity: for one process."""
-    return json.dumps(attrs, sort_keys=True, default=lambda function: f"function {id(function)}")

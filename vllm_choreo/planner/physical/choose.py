@@ -14,11 +14,11 @@ which prompts share most, so that more can be read as a `prefix`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from vllm_choreo.planner.logical.nodes import Operators
 from vllm_choreo.planner.physical.radix import Symbol, TemplatedRadixTree
+from vllm_choreo.planner.plan import Choice, Plan
 
 SEMANTICS = ("exact", "choreo")
 # To read a message costs the engine bookkeeping, and a shared beginning is a request of its own: in
@@ -27,65 +27,49 @@ SEMANTICS = ("exact", "choreo")
 MESSAGE_OVERHEAD = 2.0
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Way in which an operator reads another one.
-
-    Attributes:
-        how: "prefix", "message" or "again".
-        costs: tokens to be encoded per call, by possible way.
-        readers: number of operators whose prompts have the same prefix up to here.
-    """
-
-    how: str
-    costs: Mapping[str, float]
-    readers: int
-
-
-def choose(
-    graph: Operators,
-    prompts: Mapping[int, Sequence[Symbol]],
-    semantics: str,
-    num_out: Callable[[int], float],
-    repaired: float = 0.0,
-) -> dict[tuple[int, int], Choice]:
-    """Choose the way of each edge, (operator, operator that it reads).
-
-    Args:
-        graph: the graph.
-        prompts: symbols by `operator_symbols`.
-        semantics: "exact": no way that changes an answer; or "choreo".
-        num_out: estimates the tokens of an operator's value, by its number.
-        repaired: tokens that are repaired at the beginning of each message.
-    """
-    tree = TemplatedRadixTree(num_out)
+def choose(plan: Plan) -> Plan:
+    """Choose the way of each edge, (operator, operator that it reads)."""
+    tree = TemplatedRadixTree(plan.sizes.__getitem__)
     num_readers: Counter[Symbol] = Counter()
-    for number, symbols in prompts.items():
+    for number, symbols in plan.operators.items():
         tree.add(number, symbols)
         num_readers.update(set(symbols))
     choices: dict[tuple[int, int], Choice] = {}
-    for number in prompts:
+    for number in plan.operators:
         shared = True  # a beginning: behind a message there is none
         for node in tree.end[number].path():
             if not isinstance(node.symbol, int) or (number, node.symbol) in choices:
                 continue
-            size = num_out(node.symbol)
-            costs, served = {"again": size}, node.num_leaves if shared else 1
-            if served > 1:
-                costs["prefix"] = (size + MESSAGE_OVERHEAD) / served
-            # What no model wrote must be encoded for it: that pays where a prefix cannot serve all.
-            readers = num_readers[node.symbol]
-            if semantics == "choreo" and writes_message(graph, node.symbol):
-                costs["message"] = MESSAGE_OVERHEAD + min(repaired, size)
-            elif semantics == "choreo" and readers > served:
-                costs["message"] = MESSAGE_OVERHEAD + size / readers + min(repaired, size)
+            served = node.num_leaves if shared else 1
+            costs = _costs(plan, node.symbol, served, num_readers[node.symbol])
             how = min(costs, key=lambda way: costs[way])
             choices[number, node.symbol] = Choice(how, costs, node.num_leaves)
             shared = shared and how != "message"
-    return choices
+    return replace(plan, choices=choices)
 
 
-def writes_message(graph: Operators, number: int) -> bool:
+def _costs(plan: Plan, read: int, served: int, readers: int) -> dict[str, float]:
+    """Tokens to be encoded per call, by possible way to read an operator's value.
+
+    Args:
+        plan: plan with the tokens of values.
+        read: number of the operator.
+        served: operators whose prompts have the same prefix up to here.
+        readers: operators that read it, behind whatever prefix.
+    """
+    size = plan.sizes[read]
+    costs = {"again": size}
+    if served > 1:
+        costs["prefix"] = (size + MESSAGE_OVERHEAD) / served
+    # What no model wrote must be encoded for it: that pays where a prefix cannot serve all.
+    if plan.target.semantics == "choreo" and _writes_message(plan.graph, read):
+        costs["message"] = MESSAGE_OVERHEAD
+    elif plan.target.semantics == "choreo" and readers > served:
+        costs["message"] = MESSAGE_OVERHEAD + size / readers
+    return costs
+
+
+def _writes_message(graph: Operators, number: int) -> bool:
     """Return whether the value of an operator may be an answer of the model."""
     stack, seen = [number], set()
     while stack:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 
-from vllm_choreo.planner.physical.cost import Calls, CostModel
+from vllm_choreo.planner.physical.cost import Calls, CostModel, timetable
 from vllm_choreo.planner.physical.radix import TreeNode
+from vllm_choreo.planner.plan import Plan
 
 # Holders of a long path are many where prompts begin alike; only so many of them are looked at.
 _CANDIDATES = 4
@@ -27,7 +29,6 @@ class Router:
     def __init__(self, calls: Calls, num_workers: int, model: CostModel) -> None:
         self.loads = [0.0] * num_workers
         self.worker: dict[int, int] = {}
-        self.hits = self.tokens = 0.0
         self._calls, self._model = calls, model
         self._idle = [(0.0, worker) for worker in range(num_workers)]
         self._held: dict[TreeNode, set[int]] = {}
@@ -44,8 +45,6 @@ class Router:
         self.worker[call] = best
         for node in path:
             held = self._held.setdefault(node, set())
-            self.tokens += node.weight
-            self.hits += node.weight if best in held else 0.0
             if best not in held:
                 held.add(best)
                 self._latest[node] = [*self._latest.get(node, ())[1 - _CANDIDATES :], best]
@@ -73,18 +72,14 @@ class Router:
         return self._idle[0][1]
 
 
-def place(calls: Calls, num_workers: int, model: CostModel) -> list[list[int]]:
-    """Place calls; return the calls of each worker.
-
-    Args:
-        calls: calls, each after those on which it depends.
-        num_workers: number of workers.
-        model: the cost model.
-    """
-    if num_workers == 1:
-        return [list(calls.num_out)]
-    router = Router(calls, num_workers, model)
-    assigned: list[list[int]] = [[] for _ in range(num_workers)]
-    for call in calls.num_out:
-        assigned[router.place(call)].append(call)
-    return assigned
+def place(plan: Plan) -> Plan:
+    """Give each worker its calls, in their fixed order."""
+    calls, target = plan.calls, plan.target
+    assigned: list[list[int]] = [[] for _ in range(target.num_workers)]
+    if target.num_workers == 1:
+        assigned = [list(calls.num_out)]
+    else:
+        router = Router(calls, target.num_workers, target.cost)
+        for call in calls.num_out:
+            assigned[router.place(call)].append(call)
+    return replace(plan, table=timetable(calls, assigned, target.cost))

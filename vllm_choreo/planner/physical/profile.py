@@ -7,15 +7,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from vllm_choreo.files import write_text
 from vllm_choreo.planner.errors import GraphError
-from vllm_choreo.planner.logical.nodes import Node, Operators
-from vllm_choreo.planner.physical.radix import estimated_tokens
+from vllm_choreo.planner.logical.nodes import Node, Operators, Value
 
 # Of operators that were not measured: `max_tokens`, but no more than answers commonly have.
 _GUESS = 128.0
+_CHARS_PER_TOKEN = 4.0  # of English text in the vocabularies of current models
 
 
 @dataclass
@@ -36,6 +35,11 @@ class Profile:
         mean = self.num_out.get(name, 0.0)
         self.num_out[name] = mean + (num_out - mean) / (count + 1)
         self.counts[name] = count + 1
+
+    def measure(self, node: Node, value: Value, num_out: float | None = None) -> None:
+        """Add a value of an operator: `num_out` tokens, or those of the value as text."""
+        text = value if isinstance(value, str) else json.dumps(value)
+        self.add(node.name, estimated_tokens(text) if num_out is None else num_out)
 
     def expected(self, graph: Operators) -> list[float]:
         """Expected tokens of each operator's value, as text; of a switch, of its longest case."""
@@ -69,14 +73,10 @@ class Profile:
             ) from error
 
 
+def estimated_tokens(text: str) -> float:
+    """Tokens of a text, estimated from its characters."""
+    return len(text) / _CHARS_PER_TOKEN
+
+
 def _piece(piece: str | int, node: Node, found: Sequence[float]) -> float:
     return estimated_tokens(piece) if isinstance(piece, str) else found[node.inputs[piece]]
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def measured(profile: Profile, node: Node, value: Any, num_out: int | None) -> None:
-    """Add an operator's value to a profile: `num_out` tokens, or those of the value as text."""
-    profile.add(node.name, estimated_tokens(_plain(value)) if num_out is None else num_out)

@@ -14,15 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+from vllm_choreo.planner.physical.profile import estimated_tokens
+
 Symbol = str | int
 
 _WORDS = re.compile(r"\s*\S+|\s+")
-_CHARS_PER_TOKEN = 4.0  # of English text in the vocabularies of current models
-
-
-def estimated_tokens(text: str) -> float:
-    """Tokens of a text, estimated from its characters."""
-    return len(text) / _CHARS_PER_TOKEN
 
 
 class TreeNode:
