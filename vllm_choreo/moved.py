@@ -23,6 +23,8 @@ _MOVED = {
     "show.page": "transcript.page",
     "show": "lab.report",
     "smallmodel": "testing.models",
+    "planner.ray_workers": "planner.workers.ray",
+    "planner.server_workers": "planner.workers.server",
 }
 
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from benchmarks.planner.data import role, text
 from benchmarks.planner.optimum import Optimum, optimum
 from vllm_choreo.planner import CompiledGraph, CostModel, Profile, build
-from vllm_choreo.planner.cost import Calls, timetable
-from vllm_choreo.planner.logical import LogicalPlan, logical_plan
 from vllm_choreo.planner.patterns import (
     debate,
     iterative_refinement,
@@ -26,7 +24,9 @@ from vllm_choreo.planner.patterns import (
     parallel_chains,
     reflection,
 )
-from vllm_choreo.planner.physical import PlanOptions, physical_plan
+from vllm_choreo.planner.physical.cost import Calls, timetable
+from vllm_choreo.planner.pipeline import make_plan
+from vllm_choreo.planner.plan import Plan, Target
 
 CAPACITY = 8192.0  # tokens of KV cache, as in the paper
 _ROLES = [role(name) for name in ("an economist", "a lawyer", "an engineer")]
@@ -78,25 +78,23 @@ def case(name: str, seed: int = 0) -> Case:
     return Case(compiled, profile)
 
 
-def query_by_query(plan: LogicalPlan, calls: Sequence[int]) -> list[int]:
+def query_by_query(plan: Plan, calls: Sequence[int]) -> list[int]:
     return sorted(calls, key=lambda call: (plan.tasks[call].query, call))
 
 
-def operator_by_operator(plan: LogicalPlan, calls: Sequence[int]) -> list[int]:
+def operator_by_operator(plan: Plan, calls: Sequence[int]) -> list[int]:
     return sorted(calls, key=lambda call: (plan.tasks[call].node, call))
 
 
 def totals(given: Case, seconds: float) -> tuple[dict[str, float], Optimum]:
     """Token steps of each way to order the calls, and the optimum."""
     model = CostModel(capacity=CAPACITY)
-    plan = physical_plan(
-        logical_plan(given.compiled), PlanOptions(cost=model, profile=given.profile)
-    )
+    plan = make_plan(given.compiled, Target(cost=model, profile=given.profile))
     calls: Calls = plan.calls
     names = sorted(calls.num_out)
     orders = {
-        "query by query": query_by_query(plan.logical, names),
-        "operator by operator": operator_by_operator(plan.logical, names),
+        "query by query": query_by_query(plan, names),
+        "operator by operator": operator_by_operator(plan, names),
     }
     found = {way: timetable(calls, [order], model).total for way, order in orders.items()}
     found["planner"] = plan.table.total

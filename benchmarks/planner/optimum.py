@@ -13,7 +13,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
-from vllm_choreo.planner.cost import Calls, CostModel
+from vllm_choreo.planner.physical.cost import Calls, CostModel
 
 START = -1
 

@@ -60,7 +60,7 @@ def _turns(name: str, one: Workload, semantics: str, num_turns: int) -> list[dic
 
 
 def _run(one: Workload, count: int, semantics: str) -> Ran:
-    from vllm_choreo.planner.ray_workers import ray_workers
+    from vllm_choreo.planner.workers.ray import ray_workers
 
     threads = max(1, (os.cpu_count() or 1) // count)
     env = {

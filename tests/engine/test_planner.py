@@ -14,8 +14,8 @@ from tests.engine.byte_model import make_byte_model
 from vllm_choreo import Choreography
 from vllm_choreo.errors import KeptError
 from vllm_choreo.planner import AnswerCache, Msg, Planner, build, invoke, naive, ops
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.graph_errors import GraphError
+from vllm_choreo.planner.errors import GraphError
+from vllm_choreo.planner.logical.graph import CompiledGraph
 from vllm_choreo.planner.patterns import (
     debate,
     iterative_refinement,
@@ -24,7 +24,7 @@ from vllm_choreo.planner.patterns import (
     reflection,
     trading,
 )
-from vllm_choreo.planner.worker import FacadeWorker
+from vllm_choreo.planner.workers.facade import FacadeWorker
 
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
 ROLES = ["You are terse, and you always say why you think so.", "You doubt all that you are told."]
@@ -206,8 +206,8 @@ def test_the_second_day_fetches_what_has_not_changed(llm: Any) -> None:
         planner.invoke(graph.compile(**DESK))
         second = graph.compile(**{**DESK, "market": ["Prices rose.", "Prices fell again."]})
         result = planner.invoke(second)
-        fetched = result.plan.logical.num_fetched
-        assert fetched > 0 and result.stats.num_calls < len(result.plan.logical.tasks)
+        fetched = result.plan.num_fetched
+        assert fetched > 0 and result.stats.num_calls < len(result.plan.tasks)
     with Choreography(llm, mode="baseline") as c:
         assert list(result) == naive(second, c)
 

@@ -15,13 +15,13 @@ import pytest
 
 from tests.engine.byte_model import make_byte_model
 from vllm_choreo.planner import build, invoke
-from vllm_choreo.planner.graph import CompiledGraph
+from vllm_choreo.planner.logical.graph import CompiledGraph
 from vllm_choreo.planner.patterns import debate
-from vllm_choreo.planner.profile import Profile
+from vllm_choreo.planner.physical.profile import Profile
 
 pytest.importorskip("ray")
 
-from vllm_choreo.planner.ray_workers import RayWorkers
+from vllm_choreo.planner.workers.ray import RayWorkers
 
 pytestmark = pytest.mark.exhaustive  # processes of their own
 
@@ -71,7 +71,7 @@ def _check_moves(compiled: CompiledGraph, workers: RayWorkers) -> None:
 def test_an_engine_that_is_killed_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_choreo.planner.ray_workers import ray_workers
+    from vllm_choreo.planner.workers.ray import ray_workers
 
     # Ray gives way to all other programs, and beside other tests an engine starts in minutes.
     monkeypatch.setenv("RAY_worker_niceness", "0")

@@ -4,10 +4,27 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
-from vllm_choreo.planner import Msg, build, ops
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.op import Op
+from vllm_choreo.planner import Msg, Planner, build, ops
+from vllm_choreo.planner.logical.graph import CompiledGraph
+from vllm_choreo.planner.logical.op import Op
+from vllm_choreo.planner.pipeline import LOGICAL, run_passes
+from vllm_choreo.planner.plan import Plan, Target
+
+
+def planner_without(facade: Any, *parts: str, **options: Any) -> Planner:
+    """A planner that leaves out parts of its way, named as in `Target.without`."""
+    planner = Planner(facade, **options)
+    planner.target = replace(planner.target, without=frozenset(parts))
+    return planner
+
+
+def tasks_of(compiled: CompiledGraph, *without: str) -> Plan:
+    """A plan with its tasks alone."""
+    return run_passes(Plan(compiled, Target(without=frozenset(without))), LOGICAL)
+
 
 SYSTEMS = ("Be brief. " * 20, "Be exact. " * 20, "You are a judge of answers. " * 10)
 

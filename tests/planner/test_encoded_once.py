@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from tests.planner.facades import AsyncDigestFacade, DigestFacade
 from vllm_choreo import ChoreoError
 from vllm_choreo.planner import AnswerCache, Msg, ainvoke, build, invoke, naive, ops
-from vllm_choreo.planner.prompts import operator_symbols
-from vllm_choreo.planner.reuse import choose
-from vllm_choreo.planner.values import CHATML
+from vllm_choreo.planner.physical.choose import choose
+from vllm_choreo.planner.physical.symbols import spell_operators
+from vllm_choreo.planner.pipeline import LOGICAL, run_passes
+from vllm_choreo.planner.plan import Plan, Target
 
 
 @pytest.mark.parametrize("semantics", ["exact", "choreo"])
@@ -28,7 +30,7 @@ def test_a_fetched_answer_is_encoded_once_for_all_who_read_it(semantics: str) ->
     notes = invoke(build([note]).compile(**given), DigestFacade(), **options)
     facade, compiled = DigestFacade(), build(readers).compile(**given)
     result = invoke(compiled, facade, **options)
-    assert result.plan.logical.num_fetched == 2
+    assert result.plan.num_fetched == 2
     assert list(result) == naive(compiled, DigestFacade("baseline"))
     encoded = [said.text for said in facade.calls if said.kind == "prefill"]
     assert len(encoded) == len(set(encoded)), "roles, what stands before a note, and notes"
@@ -80,9 +82,9 @@ def test_behind_a_message_there_is_no_shared_beginning() -> None:
     graph = build(judges)
     names = {node.name: number for number, node in enumerate(graph.nodes)}
     sizes = {names["long"]: 90.0, names["short"]: 1.5}
-    prompts = operator_symbols(graph, CHATML)
-    choices = choose(graph, prompts, "choreo", lambda number: sizes.get(number, 20.0))
-    for (_, read), choice in choices.items():
+    plan = run_passes(Plan(graph.compile(), Target("choreo")), (*LOGICAL, spell_operators))
+    plan = replace(plan, sizes=[sizes.get(number, 20.0) for number in range(len(graph.nodes))])
+    for (_, read), choice in choose(plan).choices.items():
         assert choice.how == ("message" if read == names["long"] else "again")
         assert ("prefix" in choice.costs) == (read == names["long"])
 

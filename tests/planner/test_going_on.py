@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.planner.facades import AsyncDigestFacade, DigestFacade
+from tests.planner.graphs import planner_without
 from vllm_choreo.planner import Msg, build, invoke, naive, ops
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.op import Op
+from vllm_choreo.planner.logical.graph import CompiledGraph
+from vllm_choreo.planner.logical.op import Op
 
 SYSTEM, MORE = Msg("system", "You think twice. " * 10), ("Are you sure?", "Really?")
 QUESTIONS = ["What is " + "very " * 30 + "old?", "Who is there?"]
@@ -89,11 +90,14 @@ def test_where_tokens_are_not_known_exact_plans_read_text() -> None:
     assert all(answer in given for answer in earlier)
 
 
-@pytest.mark.parametrize("options", [{"reuse": False}, {"semantics": "choreo"}])
-def test_only_exact_plans_with_reuse_go_on(options: Any) -> None:
+@pytest.mark.parametrize(
+    ("without", "semantics"), [(("choose", "continue_chats", "cut"), "exact"), ((), "choreo")]
+)
+def test_only_exact_plans_with_reuse_go_on(without: tuple[str, ...], semantics: str) -> None:
     """Choreographed answers would be others on other workers: there the message is not."""
     compiled = _compiled(_chat(MORE))
-    result = invoke(compiled, DigestFacade(), **options)
+    planner = planner_without(DigestFacade(), *without, semantics=semantics)
+    result = planner.invoke(compiled)
     assert list(result) == naive(compiled, DigestFacade("baseline"))
     assert not result.plan.goes_on
 

@@ -13,7 +13,7 @@ import pytest
 from tests.planner.facades import DigestFacade
 from tests.planner.graphs import RandomGraph, is_even, shout, words
 from vllm_choreo.planner import Graph, Msg, Template, build, naive, ops
-from vllm_choreo.planner.graph_errors import (
+from vllm_choreo.planner.errors import (
     BatchLengthError,
     GraphCycleError,
     GraphError,

@@ -8,15 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planner.facades import AsyncDigestFacade, DigestFacade
-from tests.planner.graphs import RandomGraph
+from tests.planner.graphs import RandomGraph, planner_without, tasks_of
 from vllm_choreo.planner import AnswerCache, Msg, Planner, build, invoke, naive, ops
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.logical import logical_plan
+from vllm_choreo.planner.logical.graph import CompiledGraph
 
 
-def decodes(compiled: CompiledGraph, **options: bool) -> int:
+def decodes(compiled: CompiledGraph, *without: str) -> int:
     facade = DigestFacade("baseline")
-    invoke(compiled, facade, **options)
+    planner_without(facade, *without).invoke(compiled)
     return len(facade.decodes)
 
 
@@ -33,7 +32,8 @@ def test_rewriting_never_changes_an_output(
     compiled = RandomGraph(seed).compile(batch)
     expected = naive(compiled, DigestFacade("baseline"))
     facade = DigestFacade(mode)
-    found = invoke(compiled, facade, prune=prune, merge=merge)
+    without = [*([] if prune else ["prune"]), *([] if merge else ["merge"])]
+    found = planner_without(facade, *without).invoke(compiled)
     assert list(found) == expected
     assert len(facade.decodes) <= len(compiled.graph.nodes) * batch
 
@@ -52,14 +52,14 @@ def test_answers_do_not_depend_on_how_calls_overlap(seed: int, semantics: str) -
 @given(seed=st.integers(0, 10**6))
 def test_sampled_answers_are_never_merged(seed: int) -> None:
     compiled = RandomGraph(seed, sampled=True).compile(3)
-    plan = logical_plan(compiled)
-    plain = logical_plan(compiled, merge=False)
+    plan = tasks_of(compiled)
+    plain = tasks_of(compiled, "merge")
     for name, kinds in (("merged", plan), ("plain", plain)):
         sampled = [t for t in kinds.tasks if not kinds.graph.nodes[t.node].deterministic]
         assert len({(t.node, t.query) for t in sampled}) == len(sampled), name
         assert all(t.num_queries == 1 for t in sampled)
-    count = sum(not plan.node(t).deterministic for t in plan.calls())
-    assert count == sum(not plain.node(t).deterministic for t in plain.calls())
+    count = sum(not plan.node(t).deterministic for t in plan.asked)
+    assert count == sum(not plain.node(t).deterministic for t in plain.asked)
 
 
 @given(seed=st.integers(0, 10**6), sampled=st.booleans())
@@ -71,9 +71,9 @@ def test_the_prompt_cache_never_changes_an_output(seed: int, sampled: bool) -> N
     if not sampled:
         assert list(again) == list(first) == naive(compiled, DigestFacade("baseline"))
         assert num_again == 0
-    plan = logical_plan(compiled)
+    plan = tasks_of(compiled)
     if num_first:
-        kinds = [plan.node(task).deterministic for task in plan.calls()]
+        kinds = [plan.node(task).deterministic for task in plan.asked]
         assert num_again >= sum(not kind for kind in kinds) * (num_first == len(kinds))
 
 
@@ -87,7 +87,7 @@ def test_equal_subgraphs_are_one() -> None:
     both = build([ops.concat(chain(), chain(), sep="\n")])  # type: ignore[arg-type]
     compiled = both.compile(a=["x", "y", "x", "x"])
     assert decodes(compiled) == 4
-    assert decodes(compiled, merge=False) == 16
+    assert decodes(compiled, "merge") == 16
 
 
 def test_equal_prompts_are_one_though_the_graph_does_not_tell() -> None:
@@ -96,7 +96,7 @@ def test_equal_prompts_are_one_though_the_graph_does_not_tell() -> None:
     other = ops.llm([Msg("user", ops.fn(str.strip, b))])
     compiled = build([one, other]).compile(a="x", b=" X ")
     assert decodes(compiled) == 1
-    assert decodes(compiled, merge=False) == 2
+    assert decodes(compiled, "merge") == 2
 
 
 def test_what_no_output_needs_is_not_run() -> None:
@@ -114,15 +114,15 @@ def test_a_switch_whose_key_is_known_keeps_one_case() -> None:
     a, key = ops.placeholder("a"), ops.placeholder("key")
     yes, no = ops.llm([Msg("user", a)]), ops.llm([Msg("user", ops.fmt("Not {}", a))])
     compiled = build([ops.switch(key, {"yes": yes}, no)]).compile(a="x", key=["yes", "no", "yes"])
-    plan = logical_plan(compiled)
+    plan = tasks_of(compiled)
     assert [task.node for task in plan.tasks if plan.graph.nodes[task.node].kind == "switch"] == []
-    assert len(plan.calls()) == 2
+    assert len(plan.asked) == 2
 
 
 def test_what_does_nothing_is_passed_through() -> None:
     a = ops.placeholder("a")
     same = ops.output(ops.concat(ops.slice(ops.fmt("{}", a), 0)), "same")
-    plan = logical_plan(build([same]).compile(a=["x", "y"]))
+    plan = tasks_of(build([same]).compile(a=["x", "y"]))
     assert len(plan.tasks) == 2 and len(plan.known) == 2
 
 

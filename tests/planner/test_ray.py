@@ -16,11 +16,11 @@ from tests.planner.facades import AsyncDigestFacade, DigestFacade
 from tests.planner.graphs import RandomGraph
 from vllm_choreo.errors import TooLongError
 from vllm_choreo.planner import invoke, naive
-from vllm_choreo.planner.graph import CompiledGraph
+from vllm_choreo.planner.logical.graph import CompiledGraph
 
 pytest.importorskip("ray")
 
-from vllm_choreo.planner.ray_workers import RayWorkers, ray_workers
+from vllm_choreo.planner.workers.ray import RayWorkers, ray_workers
 
 
 class SlowFacade(AsyncDigestFacade):

@@ -28,14 +28,14 @@ from vllm_choreo.planner import (
     ops,
     profile,
 )
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.graph_errors import (
+from vllm_choreo.planner.errors import (
     GraphError,
     ImpureFunctionError,
     InputFailedError,
     JournalError,
     OperatorFailedError,
 )
+from vllm_choreo.planner.logical.graph import CompiledGraph
 
 QUESTIONS = ["one", "two", "three", "four"]
 
@@ -245,7 +245,7 @@ def test_a_cache_in_a_file_outlives_the_process(tmp_path: Path) -> None:
     facade = DigestFacade()
     again = invoke(compiled, facade, cache=AnswerCache(tmp_path / "cache.db"))
     assert list(again) == list(first) and not facade.calls
-    assert again.plan.logical.num_fetched == 8
+    assert again.plan.num_fetched == 8
 
 
 def test_what_is_half_known_is_half_fetched() -> None:

@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 from benchmarks.planner.data import role, text
 from tests.planner.graphs import RandomGraph, is_even, shout, words
 from vllm_choreo.planner import CostModel, Graph, Profile, build
-from vllm_choreo.planner.cost import Calls, Timetable, timetable
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.logical import logical_plan
+from vllm_choreo.planner.logical.graph import CompiledGraph
 from vllm_choreo.planner.patterns import debate, trading
-from vllm_choreo.planner.physical import PhysicalPlan, PlanOptions, physical_plan
-from vllm_choreo.planner.radix import TemplatedRadixTree
-from vllm_choreo.planner.schedule import schedule
+from vllm_choreo.planner.physical.cost import Calls, Timetable, timetable
+from vllm_choreo.planner.physical.order import order_calls
+from vllm_choreo.planner.physical.radix import TemplatedRadixTree
+from vllm_choreo.planner.pipeline import make_plan
+from vllm_choreo.planner.plan import Plan, Target
 
 MODEL = CostModel(capacity=8192.0)
 
 
-def planned(compiled: CompiledGraph, workers: int = 1, **options: object) -> PhysicalPlan:
-    plan_options = PlanOptions(num_workers=workers, cost=MODEL, **options)  # type: ignore[arg-type]
-    return physical_plan(logical_plan(compiled), plan_options)
+def planned(compiled: CompiledGraph, workers: int = 1, **options: object) -> Plan:
+    target = Target(num_workers=workers, cost=MODEL, **options)  # type: ignore[arg-type]
+    return make_plan(compiled, target)
 
 
 # -- the tree --------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_few_calls_are_scheduled_as_well_as_can_be(seed: int) -> None:
         tree.add(call, [text(f"{chosen.randint(0, 2)}", 80), text(f"{seed} {call}", 30)])
         depends[call] = tuple(i for i in range(call) if chosen.random() < 0.25)
     calls = Calls(tree, {call: float(chosen.randint(20, 200)) for call in range(6)}, depends)
-    found = schedule(calls, [list(range(6))], MODEL)
+    found = order_calls(calls, [list(range(6))], MODEL)
     check(calls, found, MODEL)
     best = float("inf")
     for order in permutations(range(6)):

@@ -9,15 +9,15 @@ import pytest
 
 from tests.planner.test_schedule import desk
 from vllm_choreo.planner import CostModel
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.logical import logical_plan
-from vllm_choreo.planner.physical import PhysicalPlan, PlanOptions, physical_plan
-from vllm_choreo.planner.simulating import Simulation, simulate
+from vllm_choreo.planner.execute.simulate import Simulation, simulate
+from vllm_choreo.planner.logical.graph import CompiledGraph
+from vllm_choreo.planner.pipeline import LOGICAL, PHYSICAL, run_passes
+from vllm_choreo.planner.plan import Plan, Target
 
 MODEL = CostModel(capacity=32_768.0)
 
 
-def run(compiled: CompiledGraph, workers: int) -> tuple[PhysicalPlan, Simulation, dict[str, float]]:
+def run(compiled: CompiledGraph, workers: int) -> tuple[Plan, Simulation, dict[str, float]]:
     """A plan, its simulation, and the seconds that each step took."""
     seconds, clock = {}, time.process_time()
 
@@ -25,20 +25,20 @@ def run(compiled: CompiledGraph, workers: int) -> tuple[PhysicalPlan, Simulation
         nonlocal clock
         seconds[step], clock = time.process_time() - clock, time.process_time()
 
-    logical = logical_plan(compiled)
+    plan = run_passes(Plan(compiled, Target(num_workers=workers, cost=MODEL)), LOGICAL)
     lap("logical")
-    plan = physical_plan(logical, PlanOptions(num_workers=workers, cost=MODEL))
+    plan = run_passes(plan, PHYSICAL)
     lap("physical")
     simulation = simulate(plan, MODEL)
     lap("run")
     return plan, simulation, seconds
 
 
-def check(plan: PhysicalPlan, simulation: Simulation, num_queries: int) -> None:
+def check(plan: Plan, simulation: Simulation, num_queries: int) -> None:
     assert simulation.num_calls == len(plan.prompts)
     done = simulation.progress.values
-    assert all(task in done for outputs in plan.logical.outputs for task in outputs.values())
-    assert len(plan.logical.outputs) == num_queries and not simulation.progress.errors
+    assert all(task in done for outputs in plan.outputs for task in outputs.values())
+    assert len(plan.outputs) == num_queries and not simulation.progress.errors
 
 
 @pytest.mark.parametrize(("workers", "num_queries"), [(1, 4), (8, 64), (20, 100)])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vllm_choreo.planner import Msg, ainvoke, build, ops
-from vllm_choreo.planner.graph import CompiledGraph
-from vllm_choreo.planner.server_workers import server_workers
+from vllm_choreo.planner.logical.graph import CompiledGraph
+from vllm_choreo.planner.workers.server import server_workers
 from vllm_choreo.testing.server import Server
 
 GREEDY = {"temperature": 0.0, "max_tokens": 8}

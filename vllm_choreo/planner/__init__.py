@@ -4,17 +4,17 @@
 A planner is on the client's side: it calls facades, in process or over HTTP. See docs/planner.md.
 """
 
-from vllm_choreo.planner import ops
-from vllm_choreo.planner.answer_cache import AnswerCache
-from vllm_choreo.planner.cost import CostModel
-from vllm_choreo.planner.graph import CompiledGraph, Graph, build
-from vllm_choreo.planner.naive import naive
-from vllm_choreo.planner.ops import Msg
+from vllm_choreo.planner.execute.answer_cache import AnswerCache
+from vllm_choreo.planner.execute.naive import naive
+from vllm_choreo.planner.execute.retry import Retry
+from vllm_choreo.planner.logical import ops
+from vllm_choreo.planner.logical.graph import CompiledGraph, Graph, build
+from vllm_choreo.planner.logical.ops import Msg
+from vllm_choreo.planner.logical.values import Template
+from vllm_choreo.planner.physical.cost import CostModel
+from vllm_choreo.planner.physical.profile import Profile
 from vllm_choreo.planner.planner import BatchResult, Planner, ainvoke, invoke, profile
-from vllm_choreo.planner.profile import Profile
-from vllm_choreo.planner.retrying import Retry
-from vllm_choreo.planner.values import Template
-from vllm_choreo.planner.worker import FacadeWorker
+from vllm_choreo.planner.workers.facade import FacadeWorker
 
 __all__ = [
     "AnswerCache",

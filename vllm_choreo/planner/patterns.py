@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_choreo.planner import ops
-from vllm_choreo.planner.op import Op
-from vllm_choreo.planner.ops import Msg
+from vllm_choreo.planner.logical import ops
+from vllm_choreo.planner.logical.op import Op
+from vllm_choreo.planner.logical.ops import Msg
 
 Sampling = Mapping[str, Any] | None
 

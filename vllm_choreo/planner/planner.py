@@ -6,27 +6,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.planner.answer_cache import AnswerCache, answer_key, function_key
-from vllm_choreo.planner.cost import CostModel
-from vllm_choreo.planner.executing import Execution
-from vllm_choreo.planner.graph import CompiledGraph, Graph
-from vllm_choreo.planner.graph_errors import GraphError
-from vllm_choreo.planner.journal import Journal
-from vllm_choreo.planner.lanes import lanes_page
-from vllm_choreo.planner.logical import LogicalPlan, fetch, logical_plan
-from vllm_choreo.planner.nodes import Node
-from vllm_choreo.planner.physical import PhysicalPlan, PlanOptions, physical_plan
-from vllm_choreo.planner.profile import Profile
-from vllm_choreo.planner.progress import Progress
-from vllm_choreo.planner.reading import SharedMessages
-from vllm_choreo.planner.retrying import Retry
-from vllm_choreo.planner.reuse import SEMANTICS
-from vllm_choreo.planner.run_stats import RunStats
-from vllm_choreo.planner.values import CHATML, Template, asked_of
-from vllm_choreo.planner.worker import Worker, as_worker
+from vllm_choreo.planner.errors import GraphError
+from vllm_choreo.planner.execute.answer_cache import AnswerCache, ModelCache
+from vllm_choreo.planner.execute.execution import Execution
+from vllm_choreo.planner.execute.journal import Journal
+from vllm_choreo.planner.execute.lanes import lanes_page
+from vllm_choreo.planner.execute.progress import Progress
+from vllm_choreo.planner.execute.read import SharedMessages
+from vllm_choreo.planner.execute.retry import Retry
+from vllm_choreo.planner.execute.run_stats import RunStats
+from vllm_choreo.planner.logical.fetch import fetch
+from vllm_choreo.planner.logical.graph import CompiledGraph, Graph
+from vllm_choreo.planner.logical.values import CHATML, Template
+from vllm_choreo.planner.physical.choose import SEMANTICS
+from vllm_choreo.planner.physical.cost import CostModel
+from vllm_choreo.planner.physical.profile import Profile
+from vllm_choreo.planner.pipeline import make_plan
+from vllm_choreo.planner.plan import Pass, Plan, Target
+from vllm_choreo.planner.workers.facade import as_worker
+from vllm_choreo.planner.workers.worker import Worker
 
 Result = Any  # the value of a query's result; with several results a dict of them by name
 
@@ -46,7 +48,7 @@ class BatchResult(Sequence[Result]):
 
     values: dict[int, Result]
     errors: dict[int, GraphError]
-    plan: PhysicalPlan
+    plan: Plan
     stats: RunStats
 
     def __getitem__(self, query: Any) -> Any:
@@ -83,8 +85,6 @@ class Planner:
         retry: policy of which failed calls are made again.
         kept: a folder or an fsspec URL in which keys and values of static prefixes outlive the
             engine (docs/keep.md); over HTTP a name. They are loaded before the first batch.
-        prune, merge, schedule, reuse, warm: parts of planning that may be left out: see
-            `logical_plan` and `PlanOptions`; `warm` encodes and pins static prefixes first.
 
     Raises:
         GraphError: no such semantics, no worker, or a cache though the model is not known.
@@ -101,11 +101,6 @@ class Planner:
         template: Template = CHATML,
         retry: Retry | None = None,
         kept: Any = None,
-        prune: bool = True,
-        merge: bool = True,
-        schedule: bool = True,
-        reuse: bool = True,
-        warm: bool = True,
     ) -> None:
         if semantics not in SEMANTICS:
             raise GraphError(
@@ -124,45 +119,37 @@ class Planner:
                 parameter="cache",
             )
         self.cache = cache
-        self.profile = profile or Profile()
         self._retry = retry or Retry()
         self._kept = kept
-        self._prune, self._merge, self._warm = prune, merge, warm
-        self.options = PlanOptions(
+        self.target = Target(
             semantics=semantics,
             num_workers=len(given),
             cost=cost or CostModel(),
-            profile=self.profile,
+            profile=profile or Profile(),
             template=template,
-            schedule=schedule,
-            reuse=reuse,
         )
         self._readers = [SharedMessages(worker) for worker in self.workers]
 
     # -- planning ------------------------------------------------------------------------------
 
-    def plan(self, compiled: CompiledGraph, journal: Journal | None = None) -> PhysicalPlan:
+    def plan(self, compiled: CompiledGraph, journal: Journal | None = None) -> Plan:
         """Plan a batch as `invoke` does, without running it."""
-        logical = logical_plan(compiled, prune=self._prune, merge=self._merge)
-        if journal is not None:
-            journal.restore(logical)
+        recall: list[Pass] = [] if journal is None else [journal.restore]
         if self.cache is not None:
-            fetch(logical, self._probe)
-        return physical_plan(logical, self.options)
+            recall.append(partial(fetch, probe=ModelCache(self.cache, self.identity).probe))
+        return make_plan(compiled, self.target, recall)
+
+    @property
+    def profile(self) -> Profile:
+        """Lengths of answers, as measured by now."""
+        return self.target.profile
 
     @property
     def identity(self) -> Any:
         """Models, semantics and chat template, on which answers depend besides their prompts."""
         models = [worker.identity for worker in self.workers]
-        template = [self.options.template.opening, self.options.template.closing]
-        return [models[0], self.options.semantics, template]
-
-    def _probe(self, node: Node, inputs: Sequence[Any]) -> tuple[bool, Any]:
-        assert self.cache is not None
-        if node.kind == "llm":
-            return self.cache.get(answer_key(self.identity, list(inputs), asked_of(node)))
-        key = function_key(node.attrs["function"], inputs)
-        return (False, None) if key is None else self.cache.get(key)
+        template = [self.target.template.opening, self.target.template.closing]
+        return [models[0], self.target.semantics, template]
 
     # -- running -------------------------------------------------------------------------------
 
@@ -196,7 +183,7 @@ class Planner:
             done = BatchResult({}, {}, plan, RunStats())
 
             def report(query: int, progress: Progress) -> None:
-                _collect(done, plan.logical, query, progress)
+                _collect(done, query, progress)
                 if on_result is not None:
                     on_result(query, done.values.get(query, done.errors.get(query)))
 
@@ -204,16 +191,12 @@ class Planner:
                 plan,
                 self.workers,
                 retry=self._retry,
-                cache=self.cache,
-                identity=self.identity,
+                cache=ModelCache(self.cache, self.identity),
                 journal=book,
-                exact=self.options.semantics == "exact",
-                merge=self._merge,
                 on_query=report,
-                profile=self.profile,
                 readers=self._readers,
             )
-            await run.run(sorted(plan.cuts.static) if self._warm else [])
+            await run.run()
             if self._kept is not None:
                 await self._readers[0].save(self._kept)  # all workers have the same
         finally:
@@ -234,9 +217,9 @@ class Planner:
         raise GraphError("an event loop is running here: await ainvoke(...)")
 
 
-def _collect(done: BatchResult, plan: LogicalPlan, query: int, progress: Progress) -> None:
+def _collect(done: BatchResult, query: int, progress: Progress) -> None:
     """Put the results of a query into `done`."""
-    outputs = plan.outputs[query]
+    outputs = done.plan.outputs[query]
     for task in outputs.values():
         if task in progress.errors:
             done.errors[query] = progress.errors[task]

@@ -12,7 +12,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from vllm_choreo.planner.worker import Answer
+from vllm_choreo.planner.workers.worker import Answer
 from vllm_choreo.testing.server import Server, start_server
 
 _KEY = "rival"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypedDict
 from langgraph.graph import START, StateGraph
 
 from benchmarks.planner.rivals.text import WIDTH, Text
-from vllm_choreo.planner.nodes import Node
+from vllm_choreo.planner.logical.nodes import Node
 
 
 class State(TypedDict):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm_choreo.planner import CompiledGraph
-from vllm_choreo.planner.nodes import Node
-from vllm_choreo.planner.values import CHATML, evaluate, prompt_text
-from vllm_choreo.planner.worker import Answer
+from vllm_choreo.planner.logical.nodes import Node
+from vllm_choreo.planner.logical.values import CHATML, evaluate, prompt_text
+from vllm_choreo.planner.workers.worker import Answer
 
 WIDTH = 32  # calls at a time
 

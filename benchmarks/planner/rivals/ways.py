@@ -19,9 +19,9 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left, insort
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from benchmarks.planner.rivals.state_graph import langgraph
 from benchmarks.planner.rivals.text import WIDTH, Answers, Text
 from benchmarks.planner.rivals.workloads import Workload
 from vllm_choreo.planner import AnswerCache, FacadeWorker, Planner
-from vllm_choreo.planner.nodes import Node
+from vllm_choreo.planner.logical.nodes import Node
 from vllm_choreo.testing.server import Server
 
 
@@ -211,12 +211,18 @@ async def planned(
 
 
 async def planned_on(
-    workers: Any, workload: Workload, *, caches: bool = True, **options: Any
+    workers: Any,
+    workload: Workload,
+    *,
+    caches: bool = True,
+    without: Collection[str] = (),
+    **options: Any,
 ) -> Ran:
-    """The same on workers that are there: one, or several."""
+    """The same on workers that are there: one, or several; `without` parts of `Target.without`."""
     if caches and workload.before is not None:
         options["cache"] = AnswerCache()
     planner = Planner(workers, **options)
+    planner.target = replace(planner.target, without=frozenset(without))
     # As a profile would have it: lengths are fixed here.
     for node in workload.batch.graph.nodes:
         if node.kind == "llm":
@@ -252,11 +258,11 @@ PLANS: dict[str, Way] = {
 }
 # What the choreographed plan takes without one of its parts.
 ABLATIONS: dict[str, Way] = {
-    "without warming": partial(_CHOREO, warm=False),
+    "without warming": partial(_CHOREO, without=["warm"]),
     "without the answer cache": partial(_CHOREO, caches=False),
-    "without merging": partial(_CHOREO, merge=False),
-    "without a schedule": partial(_CHOREO, schedule=False),
-    "without message reuse": partial(_CHOREO, reuse=False),
+    "without merging": partial(_CHOREO, without=["merge"]),
+    "without a schedule": partial(_CHOREO, without=["schedule"]),
+    "without message reuse": partial(_CHOREO, without=["choose", "continue_chats", "cut"]),
 }
 WAYS = {**RIVALS, **PLANS, **ABLATIONS}
 SWEPT = (SERVED, "plan, exact, messages", "plan, choreographed")

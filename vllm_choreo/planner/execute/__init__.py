@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running of a plan: progress, answers and where they lie, failures, measurements."""

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of operators that no model computes, and the text of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_choreo.planner.errors import (
+    GraphError,
+    ImpureFunctionError,
+    OperatorFailedError,
+    OperatorTypeError,
+)
+from vllm_choreo.planner.logical.nodes import Node
+from vllm_choreo.planner.logical.op import type_of
+
+
+@dataclass(frozen=True)
+class Template:
+    """Chat template: the text around chat messages; by default ChatML's (SmolLM2, Qwen and others).
+
+    Attributes:
+        opening: text before a message; `{role}` is its role.
+        closing: text behind a message. The text up to it has the same tokens apart as together with
+            the `opening` that follows: exact plans cut prompts only there.
+    """
+
+    opening: str = "<|im_start|>{role}\n"
+    closing: str = "<|im_end|>\n"
+
+    def __post_init__(self) -> None:
+        """Check that messages end, and that their opening has no hole but `{role}`.
+
+        Raises:
+            GraphError: `closing` is empty, or `opening` has another hole.
+        """
+        if not self.closing:
+            raise GraphError(
+                "a message needs an end, such as a line break: prompts are cut there",
+                parameter="template.closing",
+                value=self.closing,
+            )
+        try:
+            self.begin("user")
+        except (KeyError, IndexError, ValueError) as error:
+            raise GraphError(
+                f"the opening of a message has no hole but {{role}}: {error!r}",
+                parameter="template.opening",
+                value=self.opening,
+            ) from None
+
+    def begin(self, role: str) -> str:
+        """Opening of a message of this role."""
+        return self.opening.format(role=role)
+
+
+CHATML = Template()
+
+
+def prompt_pieces(node: Node, template: Template) -> list[str | int]:
+    """Pieces of an `llm` operator's prompt: text and numbers of inputs, the opening at the end."""
+    pieces: list[str | int] = []
+    opening = ""
+    for role, parts in node.attrs["turns"]:
+        if role == "opening":
+            opening = parts[0]
+            continue
+        pieces += [template.begin(role), *parts, template.closing]
+    return [*pieces, template.begin("assistant") + opening]
+
+
+def prompt_text(node: Node, inputs: Sequence[str], template: Template) -> str:
+    """Prompt of an `llm` operator as text."""
+    pieces = prompt_pieces(node, template)
+    return "".join(piece if isinstance(piece, str) else inputs[piece] for piece in pieces)
+
+
+def asked_of(node: Node) -> Any:
+    """Turns and sampling of an `llm` operator, for JSON; the values that it reads are left out."""
+    return [node.attrs["turns"], sorted(node.attrs["sampling"].items())]
+
+
+def evaluate(node: Node, inputs: Sequence[Any]) -> Any:
+    """Compute the value of a `fmt`, `slice`, `item`, `concat` or `output`.
+
+    Raises:
+        OperatorFailedError: a list has no such item.
+    """
+    attrs = node.attrs
+    if node.kind == "fmt":
+        pieces = attrs["pieces"]
+        return "".join(piece if isinstance(piece, str) else inputs[piece] for piece in pieces)
+    if node.kind == "slice":
+        return inputs[0][attrs["start"] : attrs["stop"]]
+    if node.kind == "item":
+        try:
+            return inputs[0][attrs["index"]]
+        except IndexError as error:
+            raise failed(
+                node, f"a list of {len(inputs[0])} has no item {attrs['index']}"
+            ) from error
+    if node.kind == "concat":
+        return [part for given in inputs for part in given]
+    assert node.kind == "output", node.kind
+    return inputs[0]
+
+
+def chosen_case(node: Node, key: Any) -> int:
+    """Number of the input that is the value of a `switch`.
+
+    Raises:
+        OperatorFailedError: no case has this key, and there is no default.
+    """
+    keys = node.attrs["keys"]
+    if key in keys:
+        return 1 + int(keys.index(key))
+    if not node.attrs["default"]:
+        raise failed(node, f"no case has the key {key!r}, and there is no default")
+    return 1 + len(keys)
+
+
+class Functions:
+    """Caller of a graph's functions; it makes the first call of each pure one twice."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def call(self, node: Node, inputs: Sequence[Any]) -> Any:
+        """Call the function of a `fn`.
+
+        Raises:
+            OperatorFailedError: the function raised; its error is `__cause__`.
+            ImpureFunctionError: the function is declared pure, and it is not.
+            OperatorTypeError: its value is of another type than declared.
+        """
+        function = node.attrs["function"]
+        try:
+            value = function(*inputs)
+            if node.attrs["pure"] and id(function) not in self._seen:
+                self._seen.add(id(function))
+                if function(*inputs) != value:
+                    raise ImpureFunctionError(
+                        "declared pure, and the same inputs gave two values: write pure=False",
+                        op=node.name,
+                        line=node.line,
+                        parameter="pure",
+                        value=True,
+                    )
+        except GraphError:
+            raise
+        except Exception as error:
+            raise failed(node, f"the function raised {type(error).__name__}: {error}") from error
+        return _checked(node, value)
+
+
+def failed(node: Node, message: str) -> OperatorFailedError:
+    """Error of an operator."""
+    return OperatorFailedError(message, op=node.name, line=node.line)
+
+
+def _checked(node: Node, value: Any) -> Any:
+    """Return the value, a tuple as a list. Raises OperatorTypeError: not of the declared type."""
+    value = list(value) if isinstance(value, tuple) else value
+    if node.type not in ("value", type_of(value)):
+        raise OperatorTypeError(
+            f"the function is declared to return a {node.type}",
+            op=node.name,
+            line=node.line,
+            parameter="returns",
+            value=value,
+        )
+    if node.type == "value":
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise OperatorTypeError(
+                f"a function returns what JSON has: {error}", op=node.name, line=node.line
+            ) from error
+    return value

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Protocol of workers, and the answers that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+DEFAULT_WIDTH = 16  # calls of one worker at a time: vLLM's default batch on a CPU is larger
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer to a call.
+
+    Attributes:
+        text: the generated text.
+        num_out: tokens generated.
+        num_prompt: tokens of parents and header.
+        reused: tokens of these that were not encoded for this call.
+        message: handle of the worker's message; None: there is none.
+        span: (start, stop) of the generated tokens in the message, without the one that ended
+            them; None: it cannot be read.
+        token_ids: tokens of the span.
+        exact: `Usage.exact` of the call.
+        parents: parents of the call, as they were passed to it.
+        beside: messages that were encoded for this call alone.
+    """
+
+    text: str
+    num_out: int
+    num_prompt: int
+    reused: int
+    message: Any = None
+    span: tuple[int, int] | None = None
+    token_ids: tuple[int, ...] = ()
+    exact: bool = True
+    parents: tuple[Any, ...] = ()
+    beside: tuple[Any, ...] = ()
+
+    def messages(self) -> list[Any]:
+        """Messages that are freed with the answer."""
+        return [*self.beside, *([] if self.message is None else [self.message])]
+
+
+class Worker(Protocol):
+    """A worker, which answers calls.
+
+    Attributes:
+        width: calls that it takes at a time.
+        reads_messages: True if it reads prompts as messages, False if as text alone.
+        min_moved_tokens: answers of fewer tokens are not worth moving from or to it as keys and
+            values; infinite where they cannot be moved.
+        identity: model on which answers depend besides the call, for JSON; None: it is not known.
+    """
+
+    width: int
+    reads_messages: bool
+    min_moved_tokens: float
+
+    @property
+    def identity(self) -> Any: ...
+
+    async def prefill(self, text: str, parents: Sequence[Any], exact: bool) -> Any: ...
+
+    async def decode(
+        self, header: str, parents: Sequence[Any], exact: bool, sampling: Mapping[str, Any]
+    ) -> Answer: ...
+
+    async def pin(self, messages: Sequence[Any]) -> None: ...
+
+    async def free(self, messages: Sequence[Any]) -> None: ...
+
+    async def tokenize(self, text: str) -> tuple[int, ...] | None: ...
+
+    async def give(self, message: Any) -> Any: ...
+
+    async def take(self, kept: Any) -> Any: ...
+
+    async def save(self, messages: Sequence[Any], uri: Any) -> None: ...
+
+    async def load(self, uri: Any) -> list[tuple[tuple[str, ...], Any]]: ...
