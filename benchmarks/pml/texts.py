@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_choreo.pml.tree import Module, Prompt, Scaffold, Schema, Text, Turn, Union, Use
+from vllm_choreo.pml.language.tree import Module, Prompt, Scaffold, Schema, Text, Turn, Union, Use
 from vllm_choreo.workflows.problems import Problem
 from vllm_choreo.workflows.problems.long_documents import reports
 

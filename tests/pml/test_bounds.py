@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tests.pml.test_plans import book
 from tests.pml.trees import schemas
 from vllm_choreo.errors import PmlError
-from vllm_choreo.pml.chat_template import ChatTemplate
-from vllm_choreo.pml.markup import parse_prompt, parse_schema
-from vllm_choreo.pml.registered import ALONE, EncodingKey, RegisteredSchema
-from vllm_choreo.pml.whitespace import normalised
+from vllm_choreo.pml.language.chat_template import ChatTemplate
+from vllm_choreo.pml.language.markup import parse_prompt, parse_schema
+from vllm_choreo.pml.language.registered import ALONE, EncodingKey, RegisteredSchema
+from vllm_choreo.pml.language.whitespace import normalised
 
 # Far more than is needed, and far less than the square of the length would take.
 _SECONDS = 20.0

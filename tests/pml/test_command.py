@@ -14,8 +14,8 @@ from tests.engine.conftest import stop_engine
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli import pml as command
 from vllm_choreo.cli.run.engine import start_engine
-from vllm_choreo.pml.markup import parse
-from vllm_choreo.pml.printer import to_markup
+from vllm_choreo.pml.language.markup import parse
+from vllm_choreo.pml.language.printer import to_markup
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "pml").glob("*.pml"))
 SCHEMA = '<schema name="s">One. <module name="a">Two.</module></schema>'

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.conftest import stop_engine
 from vllm_choreo.cli import main as cli
-from vllm_choreo.pml import whitespace
+from vllm_choreo.pml.language import whitespace
 from vllm_choreo.server.openai.reading import ARGUMENTS, PROMPT_ARGUMENTS
 
 DOCS = (Path(__file__).parents[2] / "docs" / "pml.md").read_text(encoding="utf-8")

@@ -15,10 +15,20 @@ from hypothesis import strategies as st
 from tests.pml.trees import ANY_TEXT, free_prompts, schemas
 from vllm_choreo import pml
 from vllm_choreo.errors import PmlError
-from vllm_choreo.pml.checks import MAX_CHARS, MAX_DEPTH, MAX_NODES, check_schema
-from vllm_choreo.pml.markup import parse, parse_prompt, parse_schema
-from vllm_choreo.pml.printer import to_markup
-from vllm_choreo.pml.tree import Module, Param, Passed, Prompt, Schema, Text, Turn, Union, Use
+from vllm_choreo.pml.language.checks import MAX_CHARS, MAX_DEPTH, MAX_NODES, check_schema
+from vllm_choreo.pml.language.markup import parse, parse_prompt, parse_schema
+from vllm_choreo.pml.language.printer import to_markup
+from vllm_choreo.pml.language.tree import (
+    Module,
+    Param,
+    Passed,
+    Prompt,
+    Schema,
+    Text,
+    Turn,
+    Union,
+    Use,
+)
 
 TRAVEL = """\
 <schema name="travel">

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tests.pml.reference import Meaning, runs_of
 from tests.pml.trees import Words, prompts, schemas
 from vllm_choreo.errors import ChoreoError, NameTakenError, PmlError, UnknownSchemaError
-from vllm_choreo.pml.chat_template import ChatTemplate
-from vllm_choreo.pml.layout import LaidUnion, SchemaLayout, Tokens
-from vllm_choreo.pml.outline import outline
-from vllm_choreo.pml.placing import PromptPlan
-from vllm_choreo.pml.registered import EncodingKey
-from vllm_choreo.pml.schema_book import SchemaBook
-from vllm_choreo.pml.tree import Schema
+from vllm_choreo.pml.language.chat_template import ChatTemplate
+from vllm_choreo.pml.language.layout import LaidUnion, SchemaLayout, Tokens
+from vllm_choreo.pml.language.outline import outline
+from vllm_choreo.pml.language.placing import PromptPlan
+from vllm_choreo.pml.language.registered import EncodingKey
+from vllm_choreo.pml.language.schema_book import SchemaBook
+from vllm_choreo.pml.language.tree import Schema
 
 
 def book(*registered: Any, **options: Any) -> SchemaBook:

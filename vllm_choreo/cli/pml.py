@@ -13,7 +13,7 @@ from typing import Any
 from vllm_choreo.cli.run.engine import DEFAULT_MAX_MODEL_LEN
 from vllm_choreo.cli.run.options import add_model, positive
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.pml.registered import CONTEXTS
+from vllm_choreo.pml.language.registered import CONTEXTS
 from vllm_choreo.semantics.call import MODES
 
 _ACTIONS = {
@@ -89,7 +89,7 @@ def _read(path: Path) -> list[Any]:
     Raises:
         ChoreoError: the file cannot be read or parsed; the message begins with its name.
     """
-    from vllm_choreo.pml.markup import parse
+    from vllm_choreo.pml.language.markup import parse
 
     try:
         return list(parse(path.read_text(encoding="utf-8")))
@@ -99,7 +99,7 @@ def _read(path: Path) -> list[Any]:
 
 def _split(documents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Schemas and prompts."""
-    from vllm_choreo.pml.tree import Schema
+    from vllm_choreo.pml.language.tree import Schema
 
     schemas = [document for document in documents if isinstance(document, Schema)]
     return schemas, [document for document in documents if document not in schemas]
@@ -114,7 +114,7 @@ def _tokenizer(model: str | None) -> Any:
 
 
 def _check(args: argparse.Namespace, documents: Sequence[Any]) -> int:
-    from vllm_choreo.pml.structure import check_documents
+    from vllm_choreo.pml.language.structure import check_documents
 
     tokenizer = _tokenizer(args.model) if args.model else None
     try:
@@ -129,8 +129,8 @@ def _check(args: argparse.Namespace, documents: Sequence[Any]) -> int:
 
 
 def _show(args: argparse.Namespace, documents: Sequence[Any]) -> int:
-    from vllm_choreo.pml.outline import outline
-    from vllm_choreo.pml.structure import check_documents
+    from vllm_choreo.pml.language.outline import outline
+    from vllm_choreo.pml.language.structure import check_documents
 
     schemas, _ = _split(documents)
     book = check_documents(schemas, _tokenizer(args.model))
@@ -167,7 +167,7 @@ def _encode(args: argparse.Namespace, documents: Sequence[Any]) -> int:
 
 
 def _run(args: argparse.Namespace, documents: Sequence[Any]) -> int:
-    from vllm_choreo.pml.structure import check_documents
+    from vllm_choreo.pml.language.structure import check_documents
 
     schemas, prompts = _split(documents)
     if not prompts:

@@ -15,9 +15,9 @@ from vllm_choreo.client import exchanges
 from vllm_choreo.client.exchanges import Exchange, Request
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.answer import PromptAnswer
-from vllm_choreo.pml.placing import PromptUsage
-from vllm_choreo.pml.printer import to_markup
-from vllm_choreo.pml.tree import Prompt, Schema
+from vllm_choreo.pml.language.placing import PromptUsage
+from vllm_choreo.pml.language.printer import to_markup
+from vllm_choreo.pml.language.tree import Prompt, Schema
 from vllm_choreo.semantics.message import Message, Piece
 from vllm_choreo.semantics.naming import message_id, message_ids
 from vllm_choreo.wire.calls import adapter_name

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.pml.markup import parse_prompt
-from vllm_choreo.pml.outline import outline
-from vllm_choreo.pml.placing import PromptUsage
-from vllm_choreo.pml.printer import to_markup
-from vllm_choreo.pml.registered import EncodingKey
+from vllm_choreo.pml.language.markup import parse_prompt
+from vllm_choreo.pml.language.outline import outline
+from vllm_choreo.pml.language.placing import PromptUsage
+from vllm_choreo.pml.language.printer import to_markup
+from vllm_choreo.pml.language.registered import EncodingKey
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server import documents
 from vllm_choreo.server.answers import list_json

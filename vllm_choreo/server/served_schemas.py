@@ -19,12 +19,12 @@ from weakref import WeakKeyDictionary
 from vllm.logger import init_logger
 
 from vllm_choreo.errors import ChoreoError, LimitError, NameTakenError, UnknownSchemaError
-from vllm_choreo.pml.chat_template import ChatTemplate
-from vllm_choreo.pml.layout import Tokens
-from vllm_choreo.pml.markup import parse, parse_schema
-from vllm_choreo.pml.registered import RegisteredSchema, registered
-from vllm_choreo.pml.schema_book import SchemaBook
-from vllm_choreo.pml.tree import Schema
+from vllm_choreo.pml.language.chat_template import ChatTemplate
+from vllm_choreo.pml.language.layout import Tokens
+from vllm_choreo.pml.language.markup import parse, parse_schema
+from vllm_choreo.pml.language.registered import RegisteredSchema, registered
+from vllm_choreo.pml.language.schema_book import SchemaBook
+from vllm_choreo.pml.language.tree import Schema
 from vllm_choreo.server.errors import PATH_NAME
 from vllm_choreo.server.session_prompts import OPERATOR, SessionPrompts
 from vllm_choreo.server.sessions import OpenSession, Sessions

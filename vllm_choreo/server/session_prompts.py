@@ -13,10 +13,10 @@ from typing import Any
 from vllm_choreo.api.pending import Pending
 from vllm_choreo.errors import ChoreoError, LimitError, TooLongError
 from vllm_choreo.pml.async_prompt_cache import AsyncPromptCache
-from vllm_choreo.pml.registered import EncodingKey, RegisteredSchema
-from vllm_choreo.pml.schema_book import AskedPrompt, SchemaBook
-from vllm_choreo.pml.structure import num_new_chars, passed_names
-from vllm_choreo.pml.tree import Prompt
+from vllm_choreo.pml.language.registered import EncodingKey, RegisteredSchema
+from vllm_choreo.pml.language.schema_book import AskedPrompt, SchemaBook
+from vllm_choreo.pml.language.structure import num_new_chars, passed_names
+from vllm_choreo.pml.language.tree import Prompt
 from vllm_choreo.semantics.call import CallSpec, linked_specs, submitted_spec
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.schemas import MAX_PARENTS

@@ -8,8 +8,8 @@ from typing import Any
 from xml.sax.saxutils import quoteattr
 
 from vllm_choreo.errors import ChoreoError, PmlError, UnsupportedOptionError
-from vllm_choreo.pml.markup import parse_prompt
-from vllm_choreo.pml.tree import Prompt
+from vllm_choreo.pml.language.markup import parse_prompt
+from vllm_choreo.pml.language.tree import Prompt
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.session_prompts import PromptCalls, SessionPrompts
 

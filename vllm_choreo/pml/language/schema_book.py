@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_choreo.errors import NameTakenError, PmlError, UnknownSchemaError
-from vllm_choreo.pml.chat_template import ChatTemplate
-from vllm_choreo.pml.choosing import choose
-from vllm_choreo.pml.layout import Tokens
-from vllm_choreo.pml.markup import parse_prompt, parse_schema
-from vllm_choreo.pml.placing import FreshCall, Part, PromptPlan, place
-from vllm_choreo.pml.registered import EncodingKey, RegisteredSchema, registered
-from vllm_choreo.pml.tree import Prompt, Schema
+from vllm_choreo.pml.language.chat_template import ChatTemplate
+from vllm_choreo.pml.language.choosing import choose
+from vllm_choreo.pml.language.layout import Tokens
+from vllm_choreo.pml.language.markup import parse_prompt, parse_schema
+from vllm_choreo.pml.language.placing import FreshCall, Part, PromptPlan, place
+from vllm_choreo.pml.language.registered import EncodingKey, RegisteredSchema, registered
+from vllm_choreo.pml.language.tree import Prompt, Schema
 
 # Options that all calls of a prompt have, and those of the last one alone.
 _OF_ALL = ("mode", "repair", "adapter", "deny")

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from vllm_choreo.pml.layout import LaidModule, LaidUnion, SchemaLayout, Segment
-from vllm_choreo.pml.registered import ALONE, EncodingKey
+from vllm_choreo.pml.language.layout import LaidModule, LaidUnion, SchemaLayout, Segment
+from vllm_choreo.pml.language.registered import ALONE, EncodingKey
 
 
 def outline(layout: SchemaLayout, encoded: Collection[EncodingKey] = ()) -> str:

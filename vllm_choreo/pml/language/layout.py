@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any
 
 from vllm_choreo.errors import PmlError
-from vllm_choreo.pml.chat_template import ChatTemplate
-from vllm_choreo.pml.tree import Module, Param, Scaffold, Schema, Text, Turn, Union, wrong
+from vllm_choreo.pml.language.chat_template import ChatTemplate
+from vllm_choreo.pml.language.tree import Module, Param, Scaffold, Schema, Text, Turn, Union, wrong
 
 MAX_SEGMENTS = 1_000
 

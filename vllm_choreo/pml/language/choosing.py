@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_choreo.errors import UnknownSchemaError
-from vllm_choreo.pml.chat_template import ChatTemplate
-from vllm_choreo.pml.layout import LaidModule, LaidUnion, Segment, Tokens
-from vllm_choreo.pml.registered import RegisteredSchema
-from vllm_choreo.pml.tree import Passed, Prompt, Text, Turn, Use, wrong
+from vllm_choreo.pml.language.chat_template import ChatTemplate
+from vllm_choreo.pml.language.layout import LaidModule, LaidUnion, Segment, Tokens
+from vllm_choreo.pml.language.registered import RegisteredSchema
+from vllm_choreo.pml.language.tree import Passed, Prompt, Text, Turn, Use, wrong
 
 # Of all schemas that a prompt and those inside it name, each time that they do.
 MAX_PIECES = 20_000

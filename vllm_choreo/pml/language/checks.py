@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_choreo.pml.tree import (
+from vllm_choreo.pml.language.tree import (
     ROLES,
     Module,
     Param,

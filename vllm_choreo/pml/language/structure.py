@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm_choreo.errors import PmlError
-from vllm_choreo.pml.chat_template import ChatTemplate
-from vllm_choreo.pml.layout import Tokens
-from vllm_choreo.pml.schema_book import SchemaBook
-from vllm_choreo.pml.tree import Document, Passed, Prompt, Schema, Text
+from vllm_choreo.pml.language.chat_template import ChatTemplate
+from vllm_choreo.pml.language.layout import Tokens
+from vllm_choreo.pml.language.schema_book import SchemaBook
+from vllm_choreo.pml.language.tree import Document, Passed, Prompt, Schema, Text
 
 
 class TextAsToken:

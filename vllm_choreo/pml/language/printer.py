@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_choreo.pml.checks import check_prompt, check_schema
-from vllm_choreo.pml.elements import SPACE_ATTRIBUTE
-from vllm_choreo.pml.tree import (
+from vllm_choreo.pml.language.checks import check_prompt, check_schema
+from vllm_choreo.pml.language.elements import SPACE_ATTRIBUTE
+from vllm_choreo.pml.language.tree import (
     Document,
     Module,
     Param,

@@ -18,9 +18,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from vllm_choreo.errors import PmlError, UnknownSchemaError
-from vllm_choreo.pml.chat_template import ChatTemplate
-from vllm_choreo.pml.layout import SchemaLayout, Segment, Tokens, lay_out
-from vllm_choreo.pml.tree import Schema
+from vllm_choreo.pml.language.chat_template import ChatTemplate
+from vllm_choreo.pml.language.layout import SchemaLayout, Segment, Tokens, lay_out
+from vllm_choreo.pml.language.tree import Schema
 
 CONTEXTS = ("modules", "schema")
 # Of a schema: what can be encoded of it, and what that reads in all. Each is a call of a session.

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 from vllm_choreo.errors import PmlError
-from vllm_choreo.pml.checks import check_prompt, check_schema
-from vllm_choreo.pml.tree import (
+from vllm_choreo.pml.language.checks import check_prompt, check_schema
+from vllm_choreo.pml.language.tree import (
     Module,
     Param,
     Passed,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from xml.parsers import expat
 
-from vllm_choreo.pml.checks import MAX_CHARS, MAX_DEPTH, MAX_NODES
-from vllm_choreo.pml.tree import Place, wrong
-from vllm_choreo.pml.whitespace import normalised
+from vllm_choreo.pml.language.checks import MAX_CHARS, MAX_DEPTH, MAX_NODES
+from vllm_choreo.pml.language.tree import Place, wrong
+from vllm_choreo.pml.language.whitespace import normalised
 
 MAX_ATTRIBUTES = 256
 SPACE_ATTRIBUTE = "xml:space"

@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_choreo.errors import PmlError
-from vllm_choreo.pml.checks import check_prompt, check_schema
-from vllm_choreo.pml.elements import Element, read_element
-from vllm_choreo.pml.tree import (
+from vllm_choreo.pml.language.checks import check_prompt, check_schema
+from vllm_choreo.pml.language.elements import Element, read_element
+from vllm_choreo.pml.language.tree import (
     ROLES,
     Document,
     Module,

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_choreo.errors import PmlError
-from vllm_choreo.pml.choosing import ChosenRow, Fresh, Item, PassedMessage, Stored
-from vllm_choreo.pml.registered import ALONE, EncodingKey
-from vllm_choreo.pml.tree import wrong
+from vllm_choreo.pml.language.choosing import ChosenRow, Fresh, Item, PassedMessage, Stored
+from vllm_choreo.pml.language.registered import ALONE, EncodingKey
+from vllm_choreo.pml.language.tree import wrong
 
 LAYOUTS = ("schema", "compact")
 
