@@ -18,7 +18,6 @@ from vllm_choreo.cli import (
     inspect,
     keep,
     model,
-    pml,
     record,
     train,
 )
@@ -26,6 +25,7 @@ from vllm_choreo.cli.calibrate import arguments as calibrate
 from vllm_choreo.cli.evaluate import command as evaluate
 from vllm_choreo.cli.profile_pair import arguments as profile_pair
 from vllm_choreo.cli.run import command as run
+from vllm_choreo.pml import cli as pml
 
 
 class Command(Protocol):

@@ -2,8 +2,10 @@
 """Prompts from schemas of reusable modules, in markup and in Python, over any facade; either side.
 
     markup  <->  tree  ->  layout (positions)  ->  plan of a prompt  ->  calls of a facade
+    '---------------------- language/ ----------------------------'      prompt_cache.py
 
 `PromptCache` and `AsyncPromptCache` are the last step; all before needs neither torch nor vLLM.
+`server/` adds schemas to a server, `client/` has them on one: `ServerPrompts`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any
 _EXPORTS = {
     "PromptCache": "vllm_choreo.pml.prompt_cache",
     "AsyncPromptCache": "vllm_choreo.pml.async_prompt_cache",
+    "ServerPrompts": "vllm_choreo.pml.client.server_prompts",
+    "AsyncServerPrompts": "vllm_choreo.pml.client.server_prompts",
     "PromptAnswer": "vllm_choreo.pml.answer",
     "parse": "vllm_choreo.pml.language.markup",
     "parse_schema": "vllm_choreo.pml.language.markup",

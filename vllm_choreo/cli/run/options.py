@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from vllm_choreo.cli.numbers import natural, positive
 from vllm_choreo.cli.run.engine import DEFAULT_MAX_MODEL_LEN
 from vllm_choreo.cli.run.sets import DEFAULT_MAX_TOKENS, DEFAULT_SHORT_TOKENS, SETS
 from vllm_choreo.repair.rules import rule_given
@@ -229,34 +230,6 @@ def add_out(parser: argparse.ArgumentParser, default: str, text: str) -> None:
         metavar="DIR",
         help=f"{text} (default: %(default)s)",
     )
-
-
-def positive(text: str) -> int:
-    """Read an int of at least 1.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is none.
-    """
-    return _whole(text, 1)
-
-
-def natural(text: str) -> int:
-    """Read an int of at least 0.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is none.
-    """
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
-    return value
 
 
 def _temperature(text: str) -> float:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 from xml.sax.saxutils import quoteattr
@@ -10,34 +11,25 @@ from xml.sax.saxutils import quoteattr
 from vllm_choreo.errors import ChoreoError, PmlError, UnsupportedOptionError
 from vllm_choreo.pml.language.markup import parse_prompt
 from vllm_choreo.pml.language.tree import Prompt
-from vllm_choreo.server.running import Run
-from vllm_choreo.server.session_prompts import PromptCalls, SessionPrompts
+from vllm_choreo.server.wings import BegunPrompt, PromptRequest
 
+# Names of the arguments that a prompt has beside those of a decode.
+ARGUMENTS = ("schema", "layout")
 # Of a request with a schema, the schema says these.
 _NOT_BESIDE = ("parents", "offsets", "new_offset", "prefix")
-_OPTIONS = ("layout", "mode", "repair", "deny")
+_OPTIONS = ("mode", "repair", "deny")
 
 
-async def begin_prompt(
-    run: Run, prompts: SessionPrompts, body: Any, arguments: dict[str, Any], adapter: Any
-) -> PromptCalls | None:
-    """Submit the calls of a prompt before its last one; None: the request names no schema.
-
-    Args:
-        run: calls of the request.
-        prompts: prompts of its session.
-        body: body of the request.
-        arguments: arguments of its decode; they become those of the prompt's last call.
-        adapter: adapter that its calls wear where it is placed.
+async def begin(request: PromptRequest) -> BegunPrompt:
+    """Submit the calls of a prompt before its last one, which becomes the request's.
 
     Raises:
         ChoreoError: the prompt is illegal.
     """
-    name, layout = arguments.pop("schema", None), arguments.pop("layout", None)
+    run, arguments = request.run, request.arguments
+    name, layout = (arguments.pop(key, None) for key in ARGUMENTS)
     if name is None:
-        if layout is not None:
-            raise ChoreoError("a layout is that of a prompt's schema", parameter="layout")
-        return None
+        raise ChoreoError("a layout is that of a prompt's schema", parameter="layout")
     for other in _NOT_BESIDE:
         if other in arguments:
             raise UnsupportedOptionError(
@@ -46,14 +38,17 @@ async def begin_prompt(
                 value="given",
             )
     options = {key: arguments.pop(key, None) for key in _OPTIONS} | {"layout": layout}
-    options["adapter"] = adapter
-    read = partial(prompt_of, _text(body), name)
+    options["adapter"] = request.adapter
+    prompts = request.state.choreo_schemas.of_session(request.session)
+    read = partial(prompt_of, _text(request.body), name)
     calls = await prompts.calls(read, options, run.sessions.config.max_calls_per_request)
     # The last call takes its adapter from the request.
     arguments.update({key: value for key, value in calls.options.items() if key != "adapter"})
-    if calls.pieces:
-        await run.submit(calls.pieces)
-    return calls
+    usage = asdict(calls.asked.plan.usage)
+    if not calls.pieces:
+        return BegunPrompt(calls.header, usage)
+    await run.submit(calls.pieces)
+    return BegunPrompt(calls.header, usage, partial(prompts.free_pieces, list(run.pending)))
 
 
 def prompt_of(text: str, schema: Any) -> Prompt:

@@ -18,12 +18,7 @@ from vllm_choreo.pml.language.outline import outline
 from vllm_choreo.pml.language.placing import PromptUsage
 from vllm_choreo.pml.language.printer import to_markup
 from vllm_choreo.pml.language.registered import EncodingKey
-from vllm_choreo.semantics.message import Message
-from vllm_choreo.server import documents
-from vllm_choreo.server.answers import list_json
-from vllm_choreo.server.call_reader import sampling_of
-from vllm_choreo.server.errors import error_response
-from vllm_choreo.server.prompt_bodies import (
+from vllm_choreo.pml.server.bodies import (
     DeletedSchemaAnswer,
     PromptAnswerBody,
     PromptBody,
@@ -31,11 +26,16 @@ from vllm_choreo.server.prompt_bodies import (
     SchemaBody,
     SchemaListAnswer,
 )
-from vllm_choreo.server.routes import choreo_router
+from vllm_choreo.pml.server.served_schemas import ServedSchema, ServedSchemas
+from vllm_choreo.pml.server.session_prompts import PromptCalls
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.server import documents
+from vllm_choreo.server.answers import list_json
+from vllm_choreo.server.call_reader import sampling_of
+from vllm_choreo.server.errors import error_response
+from vllm_choreo.server.routes import choreo_router, sessions_of
 from vllm_choreo.server.running import Run, unless_gone
-from vllm_choreo.server.served_schemas import ServedSchema, ServedSchemas
-from vllm_choreo.server.session_prompts import PromptCalls
-from vllm_choreo.server.sessions import OpenSession, Sessions
+from vllm_choreo.server.sessions import OpenSession
 from vllm_choreo.server.streaming import EventStream
 from vllm_choreo.server.tenants import tenant_of
 from vllm_choreo.wire.messages import message_json
@@ -53,7 +53,7 @@ def _schemas(request: Request) -> ServedSchemas:
 
 
 def _session(request: Request, named: str | None) -> OpenSession:
-    sessions: Sessions = request.app.state.choreo
+    sessions = sessions_of(request)
     tenant = tenant_of(request)
     return sessions.default_session(tenant) if named is None else sessions.session(tenant, named)
 
@@ -123,7 +123,7 @@ def _short_json(served: ServedSchema) -> dict[str, Any]:
 
 
 async def _schema_answer(request: Request, served: ServedSchema) -> Response:
-    sessions, tenant = request.app.state.choreo, tenant_of(request)
+    sessions, tenant = sessions_of(request), tenant_of(request)
     session = sessions.opened_default(tenant)
     encoded = _schemas(request).of_session(session).encoded if session else frozenset()
     answer: Response = await sessions.work.run(
@@ -170,7 +170,7 @@ async def run_prompt(request: Request, body: PromptBody) -> Response:
     A client that goes away ends the call. With `stream`, the events are those of one call.
     """
     session = _session(request, body.session)
-    run = Run(request.app.state.choreo, session)
+    run = Run(sessions_of(request), session)
     prompts = _schemas(request).of_session(session)
     try:
         calls = await prompts.calls(
@@ -185,7 +185,7 @@ async def run_prompt(request: Request, body: PromptBody) -> Response:
         raise
     pieces = run.pending[:-1]
     if pieces:
-        request.app.state.choreo.in_background(prompts.free_pieces(pieces))
+        run.sessions.in_background(prompts.free_pieces(pieces))
     if body.stream:
         return EventStream(run, lambda index, event: _told(calls, index, event))
     results = await unless_gone(request, run)

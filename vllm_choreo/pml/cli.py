@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.cli.run.engine import DEFAULT_MAX_MODEL_LEN
-from vllm_choreo.cli.run.options import add_model, positive
+from vllm_choreo.cli.numbers import positive
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.pml.language.registered import CONTEXTS
 from vllm_choreo.semantics.call import MODES
@@ -23,6 +23,9 @@ _ACTIONS = {
     "run": "run the prompts of files in an engine, or on a server",
 }
 _LAYOUTS = ("schema", "compact")
+# Of an engine in this process: its context, in tokens, and how many prompts it runs at once.
+_MAX_MODEL_LEN = 4096
+_MAX_NUM_SEQS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="FILE",
             help="a schema, a prompt, or several of both inside <pml>",
         )
-        add_model(own)
+        own.add_argument(
+            "--model",
+            metavar="MODEL",
+            help="model folder or name (default: the small test model)",
+        )
+        own.add_argument(
+            "--max-model-len",
+            type=positive,
+            default=_MAX_MODEL_LEN,
+            metavar="N",
+            help="the engine's context, in tokens (default: %(default)s)",
+        )
         if name in ("encode", "run"):
             own.add_argument(
                 "--context",
@@ -139,9 +153,32 @@ def _show(args: argparse.Namespace, documents: Sequence[Any]) -> int:
 
 
 def _engine(args: argparse.Namespace) -> Any:
-    from vllm_choreo.cli.run.engine import start_engine
+    """Start the engine of `encode` and `run`.
 
-    return start_engine(args.model, args.max_model_len or DEFAULT_MAX_MODEL_LEN)
+    Raises:
+        ChoreoError: vLLM does not start with this model.
+    """
+    from vllm_choreo.cli.doctor import start_engine
+    from vllm_choreo.smallmodel.embedded import embedded_model
+
+    folder = args.model or str(embedded_model())
+    print("Starting vLLM …", flush=True)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "auto")  # nothing else runs in this process
+    try:
+        return start_engine(
+            folder,
+            max_model_len=args.max_model_len,
+            max_num_seqs=_MAX_NUM_SEQS,
+            # Prompts are never cut into chunks, see `vllm-choreo run`.
+            max_num_batched_tokens=_MAX_NUM_SEQS * args.max_model_len,
+            disable_log_stats=False,  # or the engine does not say how long calls wait
+        )
+    except ChoreoError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ChoreoError(f"vLLM does not start with {folder}: {reason}") from error
 
 
 def _encode(args: argparse.Namespace, documents: Sequence[Any]) -> int:
@@ -206,24 +243,22 @@ def _on_server(
     args: argparse.Namespace, schemas: Sequence[Any], prompts: Sequence[Any]
 ) -> list[Any]:
     """The answers of a server. Schemas that it did not have are deleted in the end."""
-    import os
-
     from vllm_choreo.client import ChoreoClient
+    from vllm_choreo.pml.client.server_prompts import ServerPrompts
 
     key = args.api_key or os.environ.get("VLLM_API_KEY")
     sampling = {"temperature": 0, "max_tokens": args.max_tokens}
     with ChoreoClient(args.server, key, args.mode) as c:
-        known = {schema["id"] for schema in c.prompts.schemas()}
+        served = ServerPrompts(c)
+        known = {schema["id"] for schema in served.schemas()}
         try:
             for schema in schemas:
-                c.prompts.register(schema, context=args.context)
-            return [
-                c.prompts.decode(p, layout=args.layout, sampling_params=sampling) for p in prompts
-            ]
+                served.register(schema, context=args.context)
+            return [served.decode(p, layout=args.layout, sampling_params=sampling) for p in prompts]
         finally:
             for schema in schemas:
                 if schema.name not in known:
-                    c.prompts.unregister(schema.name)
+                    served.unregister(schema.name)
 
 
 def _count(things: Sequence[Any], name: str) -> str:

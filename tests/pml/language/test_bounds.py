@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pml.test_plans import book
+from tests.pml.language.test_plans import book
 from tests.pml.trees import schemas
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.language.chat_template import ChatTemplate

@@ -25,8 +25,8 @@ from vllm_choreo.pml.language.markup import parse, parse_schema
 from vllm_choreo.pml.language.registered import RegisteredSchema, registered
 from vllm_choreo.pml.language.schema_book import SchemaBook
 from vllm_choreo.pml.language.tree import Schema
+from vllm_choreo.pml.server.session_prompts import OPERATOR, SessionPrompts
 from vllm_choreo.server.errors import PATH_NAME
-from vllm_choreo.server.session_prompts import OPERATOR, SessionPrompts
 from vllm_choreo.server.sessions import OpenSession, Sessions
 
 logger = init_logger("vllm.choreo.server")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schemas and prompts on a server, with the methods of `PromptCache`: `client.prompts`.
+"""Schemas and prompts on a server, with the methods of `PromptCache`: `ServerPrompts(client)`.
 
 Schemas are the tenant's, and live until they are deleted; prompts run in the client's session.
 """
@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from vllm_choreo.client import exchanges
+from vllm_choreo.client.asynchronous import AsyncChoreoClient
 from vllm_choreo.client.exchanges import Exchange, Request
+from vllm_choreo.client.sync import ChoreoClient
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.answer import PromptAnswer
 from vllm_choreo.pml.language.placing import PromptUsage
@@ -33,7 +35,7 @@ _OPTIONS = (*_PLAIN, "messages", "deny", "adapter", "sampling_params")
 class ServerPrompts:
     """The schemas and prompts of a `ChoreoClient`."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: ChoreoClient) -> None:
         self._client = client
 
     def register(
@@ -64,14 +66,13 @@ class ServerPrompts:
         return self._done(_running(client.session, prompt, options, client._denied))
 
     def _done(self, exchange: Exchange[_T]) -> _T:
-        result: _T = self._client._exchange(exchange)
-        return result
+        return self._client._exchange(exchange)
 
 
 class AsyncServerPrompts:
     """The schemas and prompts of an `AsyncChoreoClient`."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: AsyncChoreoClient) -> None:
         self._client = client
 
     async def register(
@@ -110,12 +111,10 @@ class AsyncServerPrompts:
             body = _body(session, prompt, options, client._denied) | {"stream": True}
             return Request("POST", _PROMPTS, exchanges.json_of(body, "prompt"))
 
-        pieces: AsyncIterator[Piece] = client._pieces(request)
-        return pieces
+        return client._pieces(request)
 
     async def _done(self, exchange: Exchange[_T]) -> _T:
-        result: _T = await self._client._exchange(exchange)
-        return result
+        return await self._client._exchange(exchange)
 
 
 # -- what is asked ---------------------------------------------------------------------------------

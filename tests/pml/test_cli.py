@@ -12,8 +12,8 @@ import pytest
 
 from tests.engine.conftest import stop_engine
 from vllm_choreo.cli import main as cli
-from vllm_choreo.cli import pml as command
 from vllm_choreo.cli.run.engine import start_engine
+from vllm_choreo.pml import cli as command
 from vllm_choreo.pml.language.markup import parse
 from vllm_choreo.pml.language.printer import to_markup
 

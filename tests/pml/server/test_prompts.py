@@ -19,7 +19,13 @@ from tests.server.serving import QUICK
 from vllm_choreo import AsyncChoreoClient, ChoreoClient
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import LimitError, NameTakenError, PmlError, UnknownSchemaError
-from vllm_choreo.pml import parse_prompt, parse_schema, to_markup
+from vllm_choreo.pml import (
+    AsyncServerPrompts,
+    ServerPrompts,
+    parse_prompt,
+    parse_schema,
+    to_markup,
+)
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 TEXT = " ".join(f"Shelf {n} of the cellar holds {n * 7} jars of plums." for n in range(1, 12))
@@ -58,9 +64,9 @@ def c(server: Server) -> Iterator[ChoreoClient]:
     """A client of the first tenant, whose schemas are deleted at the end."""
     with ChoreoClient(server.base_url, KEYS[0]) as client:
         yield client
-        for schema in client.prompts.schemas():
+        for schema in ServerPrompts(client).schemas():
             if schema["owner"] == "tenant":
-                client.prompts.unregister(schema["id"])
+                ServerPrompts(client).unregister(schema["id"])
 
 
 def posted(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
@@ -153,8 +159,8 @@ def test_a_prompt_says_where_its_tokens_came_from(c: ChoreoClient, alpha: httpx.
 
 
 def test_the_openai_routes_take_prompts(c: ChoreoClient, alpha: httpx.Client) -> None:
-    c.prompts.register(SCHEMA)
-    expected = c.prompts.decode(PROMPT, sampling_params=GREEDY)
+    ServerPrompts(c).register(SCHEMA)
+    expected = ServerPrompts(c).decode(PROMPT, sampling_params=GREEDY)
     inner = '<shelves/><owner name="Anna"/><user>How many jars?</user>'
     common = {"model": "smollm", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
     xargs = {"choreo_schema": "cellar", "choreo_session": c.session}
@@ -193,13 +199,13 @@ def test_the_openai_routes_take_prompts(c: ChoreoClient, alpha: httpx.Client) ->
 
 def test_answers_have_the_form_that_was_asked_for(c: ChoreoClient, alpha: httpx.Client) -> None:
     """Structured output on our route and on OpenAI's: the same tokens."""
-    c.prompts.register(SCHEMA)
+    ServerPrompts(c).register(SCHEMA)
     options = {
         "temperature": 0,
         "max_tokens": 40,
         "structured_outputs": {"regex": r'\{"jars": [1-9][0-9]\}'},
     }
-    ours = c.prompts.decode(PLAIN, sampling_params=options)
+    ours = ServerPrompts(c).decode(PLAIN, sampling_params=options)
     assert 10 <= json.loads(ours.text)["jars"] <= 99
     answer = alpha.post(
         "/v1/chat/completions",
@@ -216,27 +222,27 @@ def test_answers_have_the_form_that_was_asked_for(c: ChoreoClient, alpha: httpx.
 
 def test_the_clients_do_it_all(server: Server, c: ChoreoClient) -> None:
     tree = parse_schema(SCHEMA)
-    assert c.prompts.register(tree, encode=True)["num_modules"] == 2
-    answer = c.prompts.decode(parse_prompt(PROMPT), sampling_params=GREEDY, save_as="kept")
+    assert ServerPrompts(c).register(tree, encode=True)["num_modules"] == 2
+    answer = ServerPrompts(c).decode(parse_prompt(PROMPT), sampling_params=GREEDY, save_as="kept")
     assert answer.message.id.endswith("/kept") and answer.usage.argument_tokens == 1
     follow = '<prompt schema="cellar"><shelves/><message name="kept"/> So</prompt>'
-    again = c.prompts.decode(follow, sampling_params=GREEDY)
+    again = ServerPrompts(c).decode(follow, sampling_params=GREEDY)
     assert again.usage.message_tokens == answer.message.num_tokens
-    exact = c.prompts.decode(PLAIN, mode="exact", sampling_params=GREEDY)
+    exact = ServerPrompts(c).decode(PLAIN, mode="exact", sampling_params=GREEDY)
     assert exact.message.usage.exact
-    assert "encoded" in c.prompts.show("cellar")
+    assert "encoded" in ServerPrompts(c).show("cellar")
     with pytest.raises(NameTakenError):
-        c.prompts.register(SCHEMA.replace("plums", "figs"))
+        ServerPrompts(c).register(SCHEMA.replace("plums", "figs"))
     with pytest.raises(PmlError, match="line 1, column 26"):
-        c.prompts.decode('<prompt schema="cellar"> <b/>x</prompt>')
+        ServerPrompts(c).decode('<prompt schema="cellar"> <b/>x</prompt>')
     with pytest.raises(PmlError, match="no such option"):
-        c.prompts.decode(PLAIN, parents=[])
+        ServerPrompts(c).decode(PLAIN, parents=[])
     with pytest.raises(LimitError):
-        c.prompts.register(f'<schema name="s">{"word " * 600}</schema>')
+        ServerPrompts(c).register(f'<schema name="s">{"word " * 600}</schema>')
 
     async def run() -> None:
         async with AsyncChoreoClient(server.base_url, KEYS[0]) as client:
-            prompts = client.prompts
+            prompts = AsyncServerPrompts(client)
             assert [s["id"] for s in await prompts.schemas()] == ["house", "cellar"]
             both = await asyncio.gather(
                 *(prompts.decode(p, sampling_params=GREEDY) for p in (PROMPT, PLAIN))
@@ -259,10 +265,10 @@ def test_the_clients_do_it_all(server: Server, c: ChoreoClient) -> None:
 
 
 def test_what_a_tenant_frees_is_encoded_again(c: ChoreoClient) -> None:
-    c.prompts.register(SCHEMA)
-    first = c.prompts.decode(PLAIN, sampling_params=GREEDY)
+    ServerPrompts(c).register(SCHEMA)
+    first = ServerPrompts(c).decode(PLAIN, sampling_params=GREEDY)
     c.free(*(span.id for span in first.message.parents))
-    assert c.prompts.decode(PLAIN, sampling_params=GREEDY).text == first.text
+    assert ServerPrompts(c).decode(PLAIN, sampling_params=GREEDY).text == first.text
 
 
 # -- tenants -------------------------------------------------------------------------------------
@@ -272,7 +278,7 @@ def encoded_by(server: Server, key: str, schema: str) -> int:
     """Tokens of modules that a tenant's first prompt in a new session has computed."""
     with ChoreoClient(server.base_url, key) as client:
         prompt = PLAIN.replace("cellar", schema)
-        answer = client.prompts.decode(prompt, sampling_params=GREEDY)
+        answer = ServerPrompts(client).decode(prompt, sampling_params=GREEDY)
         modules = [client.message(span.id) for span in answer.message.parents]
         return sum(module.usage.encoded_tokens for module in modules)
 
@@ -303,15 +309,15 @@ def test_tenants_share_nothing_but_the_operators(server: Server, c: ChoreoClient
     """The same text: what the second session of a tenant takes, and the first of another one."""
     with ChoreoClient(server.base_url, KEYS[1]) as other:
         with pytest.raises(UnknownSchemaError):
-            other.prompts.decode(PLAIN)
-        c.prompts.register(SCHEMA)
-        other.prompts.register(SCHEMA)
+            ServerPrompts(other).decode(PLAIN)
+        ServerPrompts(c).register(SCHEMA)
+        ServerPrompts(other).register(SCHEMA)
         with ChoreoClient(server.base_url, KEYS[0]) as keeper:
-            keeper.prompts.decode(PLAIN, sampling_params=GREEDY)
+            ServerPrompts(keeper).decode(PLAIN, sampling_params=GREEDY)
             own = encoded_by(server, KEYS[0], "cellar")
             others = encoded_by(server, KEYS[1], "cellar")
         operators = [encoded_by(server, key, "house") for key in KEYS]
-        other.prompts.unregister("cellar")
+        ServerPrompts(other).unregister("cellar")
     # Of what is encoded already, each message runs what is left of its last block.
     assert min(others - own, *(others - count for count in operators)) > 100, (own, others)
 
@@ -325,7 +331,20 @@ def test_the_command_runs_prompts_on_a_server(
     assert cli.main([*arguments, "--max-tokens", "4"]) == 0
     assert "1 of arguments" in capsys.readouterr().out
     with ChoreoClient(server.base_url, KEYS[0]) as client:
-        assert [schema["id"] for schema in client.prompts.schemas()] == ["house"]
+        assert [schema["id"] for schema in ServerPrompts(client).schemas()] == ["house"]
+
+
+def test_clients_still_have_their_prompts(server: Server) -> None:
+    async def listed() -> Any:
+        async with AsyncChoreoClient(server.base_url, KEYS[0]) as client:
+            with pytest.warns(DeprecationWarning, match="AsyncServerPrompts"):
+                return await client.prompts.schemas()
+
+    with (
+        ChoreoClient(server.base_url, KEYS[0]) as client,
+        pytest.warns(DeprecationWarning, match="ServerPrompts"),
+    ):
+        assert client.prompts.schemas() == asyncio.run(listed())
 
 
 @pytest.mark.exhaustive  # a server's start
