@@ -7,6 +7,11 @@ the template's rendering of the first messages ends:
     tokens   [system  ][document A ][document B ][question ][generation prompt]
     becomes   parents: found by their tokens, or encoded now  header: of the call that answers
 
+The server's own cuts (`chat/`, for chats that name nothing) are made on the text, with marks, by a
+tokenizer that tells the characters of tokens. A client has neither template nor tokenizer: it asks
+for the tokens of the first messages, of one more, and so on. And it names what tokens cannot find,
+an answer whose text was read back into others, by its id.
+
 Cuts are verified on the tokens of the whole, and once more by the server when it has the request: a
 template that renders a message differently by its place costs reuse, and never changes what the
 model reads. Nothing here does input or output: generators yield what to ask the server, and are
@@ -22,10 +27,9 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_choreo.errors import ChoreoError
+from vllm_choreo.chat.matching import check_auto
 from vllm_choreo.integrations.answers import ChatAnswer
 
-MODES = ("choreo", "exact", "off")
 # Of a message in a request: the choreography message that it is. Our clients add and remove it.
 ID_KEY = "choreo_id"
 # What a rendering depends on, beside the messages.
@@ -93,9 +97,7 @@ class Conversations:
     """
 
     def __init__(self, mode: str = "choreo", session: str | None = None) -> None:
-        if mode not in MODES:
-            raise ChoreoError(f"choose one of {', '.join(MODES)}", parameter="mode", value=mode)
-        self.mode = mode
+        self.mode = check_auto(mode, "mode")
         self.session = session
         self.encoded_tokens = 0
         self._is_ours = session is None

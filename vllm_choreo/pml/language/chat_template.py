@@ -9,6 +9,9 @@ stands between the marks is what it writes around them:
 
 What is written around a turn of a schema is encoded with the schema, hence must not depend on which
 modules a prompt takes: `ChatTemplate.rest` checks that for each prompt.
+
+`chat/marks.py` finds given contents in a rendered chat; here there are none yet, and what ends a
+turn is told from what begins the next one: so the marks are the same, and the rest is not.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
+from vllm_choreo.chat.marks import glues, mark
+from vllm_choreo.chat.template import TemplatedTokenizer, render_chat
 from vllm_choreo.errors import PmlError
 
-_MARK = "PMLTURN{}END"
 # Conversations that are rendered to find out where one may end; each takes its length in time.
 _MAX_ENDS = 64
 _MAX_TOLD = 16  # turns, in an error
@@ -34,7 +37,7 @@ class ChatTemplate:
         template: the template to use instead of the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+    def __init__(self, tokenizer: TemplatedTokenizer, template: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._rendered = lru_cache(maxsize=256)(self._render)
@@ -121,35 +124,27 @@ class ChatTemplate:
 
     def _pieces(self, roles: tuple[str, ...], ends: bool) -> list[str]:
         """Texts before the first mark, between the marks, and after the last one."""
-        text = self._rendered(roles, ends)
-        pieces, start = [], 0
+        pieces, numbers = glues(self._rendered(roles, ends))
         for number, role in enumerate(roles):
-            mark = _MARK.format(number)
-            found = text.find(mark, start)
-            if found < 0:
+            if numbers[number : number + 1] != [number]:
                 raise PmlError(
-                    "the model's chat template leaves a turn out",
+                    "the model's chat template leaves a turn out, or writes one twice",
                     parameter="chat_template",
                     value=role,
                 )
-            pieces.append(text[start:found])
-            start = found + len(mark)
-        return [*pieces, text[start:]]
+        return pieces
 
     def _render(self, roles: tuple[str, ...], ends: bool) -> str:
-        turns = [{"role": r, "content": _MARK.format(n)} for n, r in enumerate(roles)]
-        more = {} if self._template is None else {"chat_template": self._template}
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=ends, **more
-            )
-        except Exception as error:  # whatever a template raises, which is a program
-            raise PmlError(
+        def refusal(error: Exception) -> PmlError:
+            return PmlError(
                 f"the model's chat template refuses these turns: {error}",
                 parameter="chat_template",
                 value=_roles_in_short(roles),
-            ) from error
-        return str(rendered)
+            )
+
+        turns = [{"role": r, "content": mark(n)} for n, r in enumerate(roles)]
+        more = {} if self._template is None else {"chat_template": self._template}
+        return render_chat(self._tokenizer, turns, refusal, add_generation_prompt=ends, **more)
 
 
 def _roles_in_short(roles: Sequence[str]) -> str:

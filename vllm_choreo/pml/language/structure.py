@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_choreo.errors import PmlError
@@ -23,7 +23,12 @@ class TextAsToken:
         return [1]
 
     def apply_chat_template(
-        self, turns: Sequence[dict[str, str]], add_generation_prompt: bool, **options: Any
+        self,
+        turns: Sequence[Mapping[str, object]],
+        /,
+        *,
+        add_generation_prompt: bool = False,
+        **options: object,
     ) -> str:
         """Render turns, each of which begins with its role."""
         text = "".join(f"[{turn['role']}]{turn['content']}" for turn in turns)

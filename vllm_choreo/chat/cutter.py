@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from vllm_choreo.auto.marks import Content, places
-from vllm_choreo.auto.parts import Split, split
+from vllm_choreo.chat.marks import Content, places
+from vllm_choreo.chat.parts import Split, split
 
 # Parts of fewer tokens are joined: every message takes whole blocks, of 16 or 32 tokens as a rule.
 DEFAULT_MIN_TOKENS = 16

@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from vllm_choreo.auto.marks import ContentPlace
+from vllm_choreo.chat.marks import ContentPlace
 
 # Of a chat, the first ones are messages, and what follows them is text.
 MAX_PARTS = 256

@@ -24,6 +24,17 @@ _MARK = "CHOREOMARK{}END"
 _MARKS = re.compile(_MARK.format(r"(\d+)"))
 
 
+def mark(number: int) -> str:
+    """Mark of a number, which stands for a content."""
+    return _MARK.format(number)
+
+
+def glues(rendered_marks: str) -> tuple[list[str], list[int]]:
+    """Texts before, between and after the marks, and the numbers of the marks, as they stand."""
+    pieces = _MARKS.split(rendered_marks)
+    return pieces[::2], [int(number[:9]) for number in pieces[1::2]]
+
+
 @dataclass(frozen=True)
 class Content:
     """A text that a chat message holds.
@@ -57,18 +68,20 @@ def marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
     """
     contents: list[Content] = []
 
-    def mark(index: int, role: str, text: str) -> str:
+    def marked_content(index: int, role: str, text: str) -> str:
         contents.append(Content(index, role, text))
-        return _MARK.format(len(contents) - 1)
+        return mark(len(contents) - 1)
 
     copies = []
     for index, message in enumerate(messages):
         copy, role, content = dict(message), str(message.get("role", "")), message.get("content")
         if isinstance(content, str) and content:
-            copy["content"] = mark(index, role, content)
+            copy["content"] = marked_content(index, role, content)
         elif isinstance(content, Sequence) and not isinstance(content, str):
             copy["content"] = [
-                {**item, "text": mark(index, role, item["text"])} if _is_text(item) else item
+                {**item, "text": marked_content(index, role, item["text"])}
+                if _is_text(item)
+                else item
                 for item in content
             ]
         copies.append(copy)
@@ -91,12 +104,12 @@ def places(rendered: str, rendered_marks: str, contents: Sequence[Content]) -> l
         The places up to the first content that is rendered otherwise than its mark: none, if that
         is what comes before all of them.
     """
-    glues, numbers = _glues(rendered_marks)
-    if not rendered.startswith(glues[0]):
+    around, numbers = glues(rendered_marks)
+    if not rendered.startswith(around[0]):
         return []
     found: list[ContentPlace] = []
-    start = len(glues[0])
-    for place, (number, glue) in enumerate(zip(numbers, glues[1:], strict=True)):
+    start = len(around[0])
+    for place, (number, glue) in enumerate(zip(numbers, around[1:], strict=True)):
         if number >= len(contents):
             break
         is_last = place == len(numbers) - 1
@@ -106,12 +119,6 @@ def places(rendered: str, rendered_marks: str, contents: Sequence[Content]) -> l
         found.append(ContentPlace(contents[number], start, stop))
         start = stop + len(glue)
     return found
-
-
-def _glues(rendered_marks: str) -> tuple[list[str], list[int]]:
-    """Texts before, between and after the marks, and the numbers of the marks in order."""
-    pieces = _MARKS.split(rendered_marks)
-    return pieces[::2], [int(number[:9]) for number in pieces[1::2]]
 
 
 def _end(rendered: str, start: int, text: str, glue: str, is_last: bool) -> int | None:

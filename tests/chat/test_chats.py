@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.core.chat_templates import FAMILIES, tokenizer_of
-from vllm_choreo.auto.cutter import Cutter, end_tokens
-from vllm_choreo.auto.forecast import Forecaster, requests_of
-from vllm_choreo.auto.marks import Content, marked, places
-from vllm_choreo.auto.matching import ChatPlan, plan_chat
-from vllm_choreo.auto.message_table import Entry, MessageTable, digest
-from vllm_choreo.auto.parts import Split
+from tests.chat.chat_templates import FAMILIES, tokenizer_of
+from vllm_choreo.chat.cutter import Cutter, end_tokens
+from vllm_choreo.chat.forecast import Forecaster, requests_of
+from vllm_choreo.chat.marks import Content, marked, places
+from vllm_choreo.chat.matching import ChatPlan, plan_chat
+from vllm_choreo.chat.message_table import Entry, MessageTable, digest
+from vllm_choreo.chat.parts import Split
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.explain import explained
 from vllm_choreo.errors import ChoreoError

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_choreo.auto.cutter import Cutter
-from vllm_choreo.auto.marks import marked
-from vllm_choreo.auto.matching import ChatPlan, plan_chat
-from vllm_choreo.auto.message_table import Entry, MessageTable, digest
-from vllm_choreo.auto.parts import Split
+from vllm_choreo.chat.cutter import Cutter
+from vllm_choreo.chat.marks import marked
+from vllm_choreo.chat.matching import ChatPlan, plan_chat
+from vllm_choreo.chat.message_table import Entry, MessageTable, digest
+from vllm_choreo.chat.parts import Split
+from vllm_choreo.chat.template import render_chat
 from vllm_choreo.errors import ChoreoError
 
 Chat = Sequence[Mapping[str, Any]]
@@ -109,16 +110,14 @@ class Forecaster:
         return self._cutter.split(token_ids, text, self._rendered(marks, ends, rendering), contents)
 
     def _rendered(self, chat: Chat, ends: bool, rendering: Mapping[str, Any]) -> str:
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(chat), tokenize=False, add_generation_prompt=ends, **rendering
+        def refusal(error: Exception) -> ChoreoError:
+            size = f"{len(chat)} messages"
+            return ChoreoError(
+                f"the model's chat template refuses a chat of {size}: {error}", parameter="chat"
             )
-        except Exception as error:  # whatever a template raises, which is a program
-            raise ChoreoError(
-                f"the model's chat template refuses a chat of {len(chat)} messages: {error}",
-                parameter="chat",
-            ) from error
-        return str(text)
+
+        options = {"add_generation_prompt": ends, **rendering}
+        return render_chat(self._tokenizer, chat, refusal, **options)
 
     def _forecast(self, split: Split, plan: ChatPlan) -> Forecast:
         ids = [entry.message_id for entry in plan.parents]

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_choreo.auto.message_table import Digest, Entry, MessageTable, digest
-from vllm_choreo.auto.parts import ChatPart, Split
+from vllm_choreo.chat.message_table import Digest, Entry, MessageTable, digest
+from vllm_choreo.chat.parts import ChatPart, Split
 from vllm_choreo.errors import ChoreoError
 
 AUTO_MODES = ("exact", "choreo", "off")
