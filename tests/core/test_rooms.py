@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "snapshot": {"semantics", "wire", "trained_adapter"},
     "api": {"config", "repair", "semantics", "engine", "trained_adapter", "chat", "snapshot"},
     "client": {"repair", "semantics", "wire", "api"},
-    "integrations": {"chat"},
+    "integrations": set(),
     "workflows.problems": set(),
     "workflows.record": {"semantics", "wire", "api", "files", "trained_adapter"},
     "workflows": {"chat", "semantics", "api", "workflows.record", "workflows.problems"},

@@ -116,8 +116,7 @@ class Forecaster:
                 f"the model's chat template refuses a chat of {size}: {error}", parameter="chat"
             )
 
-        options = {"add_generation_prompt": ends, **rendering}
-        return render_chat(self._tokenizer, chat, refusal, **options)
+        return render_chat(self._tokenizer, chat, ends, refusal, **rendering)
 
     def _forecast(self, split: Split, plan: ChatPlan) -> Forecast:
         ids = [entry.message_id for entry in plan.parents]

@@ -18,7 +18,13 @@ class TemplatedTokenizer(Protocol):
     """Tokenizer of transformers, or another object with its method."""
 
     def apply_chat_template(
-        self, conversation: list[Mapping[str, object]], /, *, tokenize: bool, **options: object
+        self,
+        conversation: list[Mapping[str, object]],
+        /,
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **options: object,
     ) -> object:
         """Render a chat; not tokenized, as text."""
 
@@ -26,6 +32,7 @@ class TemplatedTokenizer(Protocol):
 def render_chat(
     tokenizer: TemplatedTokenizer,
     chat: Sequence[Mapping[str, object]],
+    ends: bool,
     refusal: Callable[[Exception], ChoreoError],
     **options: object,
 ) -> str:
@@ -34,11 +41,15 @@ def render_chat(
     Args:
         tokenizer: runs its own template, or `chat_template` of the options.
         chat: messages in the form of the OpenAI API.
+        ends: whether the model's turn begins at the end.
         refusal: makes the error of a chat that the template refuses from what the template raised.
-        options: `add_generation_prompt`, and variables of the template.
+        options: variables of the template.
     """
     try:
-        return str(tokenizer.apply_chat_template(list(chat), tokenize=False, **options))
+        rendered = tokenizer.apply_chat_template(
+            list(chat), tokenize=False, add_generation_prompt=ends, **options
+        )
+        return str(rendered)
     except Exception as error:  # whatever a template raises, which is a program
         raise refusal(error) from error
 

@@ -27,9 +27,10 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_choreo.chat.matching import check_auto
+from vllm_choreo.errors import ChoreoError
 from vllm_choreo.integrations.answers import ChatAnswer
 
+MODES = ("choreo", "exact", "off")
 # Of a message in a request: the choreography message that it is. Our clients add and remove it.
 ID_KEY = "choreo_id"
 # What a rendering depends on, beside the messages.
@@ -97,7 +98,9 @@ class Conversations:
     """
 
     def __init__(self, mode: str = "choreo", session: str | None = None) -> None:
-        self.mode = check_auto(mode, "mode")
+        if mode not in MODES:
+            raise ChoreoError(f"choose one of {', '.join(MODES)}", parameter="mode", value=mode)
+        self.mode = mode
         self.session = session
         self.encoded_tokens = 0
         self._is_ours = session is None

@@ -144,7 +144,7 @@ class ChatTemplate:
 
         turns = [{"role": r, "content": mark(n)} for n, r in enumerate(roles)]
         more = {} if self._template is None else {"chat_template": self._template}
-        return render_chat(self._tokenizer, turns, refusal, add_generation_prompt=ends, **more)
+        return render_chat(self._tokenizer, turns, ends, refusal, **more)
 
 
 def _roles_in_short(roles: Sequence[str]) -> str:
