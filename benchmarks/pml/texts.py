@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_choreo.lab.problems import Problem
 from vllm_choreo.lab.problems.long_documents import reports
-from vllm_choreo.pml.tree import Module, Prompt, Scaffold, Schema, Text, Turn, Union, Use
+from vllm_choreo.pml.language.tree import Module, Prompt, Scaffold, Schema, Text, Turn, Union, Use
 
 INSTRUCTION = "Answer from the given facts."
 QUESTION = " Which of the numbers above is the largest?"

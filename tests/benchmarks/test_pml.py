@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.pml import answers, bars, texts
-from vllm_choreo.pml.structure import check_documents
+from vllm_choreo.pml.language.structure import check_documents
 
 
 class Letters:

@@ -16,7 +16,8 @@ from benchmarks.soak.routes.checks import Checks
 from benchmarks.soak.routes.probe import quantile
 from benchmarks.soak.routes.tenant import Request, Requests, Tenant
 from benchmarks.soak.routes.values import Values, damaged, encoded, odd, spoilt
-from vllm_choreo.server import keep_routes, message_routes, prompt_routes, routes
+from vllm_choreo.pml.server import routes as pml_routes
+from vllm_choreo.server import keep_routes, message_routes, routes
 
 SESSION = "/v1/choreo/sessions/{session}"
 ALPHA = Tenant("alpha", "zqAlphaMark", "a" * 32)
@@ -27,7 +28,7 @@ BETA = Tenant("beta", "zqBetaMark", "b" * 32)
 def document() -> Any:
     """The description of our routes, without a server."""
     app = FastAPI()
-    for module in (routes, message_routes, prompt_routes, keep_routes):
+    for module in (routes, message_routes, keep_routes, pml_routes):
         app.include_router(module.router)
     return app.openapi()
 

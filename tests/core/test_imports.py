@@ -22,7 +22,7 @@ PACKAGES: dict[str, set[str]] = {
     "repair": {"files", "trained_adapter"},
     "semantics": {"repair"},
     "ops": set(),
-    "auto": set(),
+    "chat": set(),
     "store": {"semantics", "repair"},
     "engine": {"config", "semantics"},
     "engine.scheduler": {"config", "semantics", "repair", "store", "engine"},
@@ -30,24 +30,27 @@ PACKAGES: dict[str, set[str]] = {
     "wire": {"semantics"},
     "transcript": {"semantics", "wire"},
     "snapshot": {"semantics", "wire", "trained_adapter"},
-    "api": {"config", "repair", "semantics", "engine", "trained_adapter", "auto", "snapshot"},
-    "pml": {"semantics", "api"},
-    "client": {"repair", "semantics", "wire", "api", "pml"},
+    "api": {"config", "repair", "semantics", "engine", "trained_adapter", "chat", "snapshot"},
+    "client": {"repair", "semantics", "wire", "api"},
     "integrations": set(),
     "testing": {"semantics", "integrations"},
     "server": {
         *("config", "repair", "semantics", "wire", "api", "engine", "transcript"),
-        *("pml", "auto", "snapshot"),
+        *("chat", "snapshot"),
     },
     "cli": {
         *("semantics", "repair", "api", "client", "ops", "engine", "testing"),
-        *("pml", "auto", "snapshot"),
+        *("chat", "snapshot"),
     },
     # Wings: nothing above imports them, and none imports another.
-    "planner": {"semantics", "api", "client", "files"},
+    "pml": {"pml.language", "pml.client", "semantics", "api", "client", "cli", "testing"},
+    "pml.language": {"chat"},
+    "pml.client": {"pml", "pml.language", "semantics", "wire", "client"},
+    "pml.server": {"pml", "pml.language", "semantics", "wire", "api", "server"},
+    "planner": {"chat", "semantics", "api", "client", "files"},
     "lab": set(),
     "lab.problems": set(),
-    "lab.workflows": {"semantics", "api", "transcript", "lab.problems"},
+    "lab.workflows": {"chat", "semantics", "api", "transcript", "lab.problems"},
     "lab.record": {"semantics", "api", "transcript", "files", "trained_adapter"},
     "lab.train": {"semantics", "ops", "transcript", "files", "trained_adapter", "lab.record"},
     "lab.report": {"semantics", "transcript"},
@@ -63,7 +66,7 @@ PACKAGES: dict[str, set[str]] = {
 }
 # The two processes of an engine meet in `engine` alone; what runs in neither stays out of both.
 NESTED = {package for package in PACKAGES if "." in package}
-WINGS = {"planner", "lab"}
+WINGS = {"planner", "pml", "lab"}
 
 
 def _sources(folder: str) -> list[Path]:

@@ -18,7 +18,7 @@ import torch
 
 from tests.engine.oracle import Encoded, Oracle, Parent
 from tests.pml.trees import Words
-from vllm_choreo.pml.tree import (
+from vllm_choreo.pml.language.tree import (
     Module,
     Param,
     Passed,

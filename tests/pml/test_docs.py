@@ -11,15 +11,16 @@ import pytest
 
 from tests.engine.conftest import stop_engine
 from vllm_choreo.cli import main as cli
-from vllm_choreo.pml import whitespace
-from vllm_choreo.server.openai.reading import ARGUMENTS, PROMPT_ARGUMENTS
+from vllm_choreo.pml.language import whitespace
+from vllm_choreo.pml.server import openai
+from vllm_choreo.server.openai.reading import ARGUMENTS
 
 DOCS = (Path(__file__).parents[2] / "docs" / "pml.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 
 
 def test_the_examples_run(shallow_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, program, _ = EXAMPLES  # the last one needs a server: tests/server/test_prompts.py
+    first, program, _ = EXAMPLES  # the last one needs a server: tests/pml/server/test_prompts.py
     scope: dict[str, Any] = {}
     try:
         exec(compile(first, "docs/pml.md", "exec"), scope)
@@ -39,7 +40,7 @@ def test_the_commands_parse(line: str) -> None:
 
 def test_keys_of_the_openai_routes_are_those_that_there_are() -> None:
     named = set(re.findall(r"`(choreo_\w+)`", DOCS))
-    assert named <= {*ARGUMENTS, *PROMPT_ARGUMENTS, "choreo_session"}
+    assert named <= {*ARGUMENTS, *(f"choreo_{name}" for name in openai.ARGUMENTS), "choreo_session"}
 
 
 def test_the_rule_of_white_space_is_told_where_it_is_kept() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from vllm_choreo.pml.checks import child_modules, own_items
-from vllm_choreo.pml.tree import (
+from vllm_choreo.pml.language.checks import child_modules, own_items
+from vllm_choreo.pml.language.tree import (
     ROLES,
     Module,
     Param,

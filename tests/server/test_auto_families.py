@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.chat_templates import FAMILIES
+from tests.chat.chat_templates import FAMILIES
 from tests.engine.adapters import Adapter
 from tests.engine.byte_model import CHATML, make_byte_model
 from tests.server.chats import Chat, ask_chat, said, tokens_of, turn

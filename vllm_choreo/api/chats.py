@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_choreo.api.protocol import SessionFacade
-from vllm_choreo.auto.cutter import Cutter, end_tokens
-from vllm_choreo.auto.marks import marked
-from vllm_choreo.auto.matching import ChatPlan, check_auto, plan_chat
-from vllm_choreo.auto.message_table import Entry, MessageTable, digest
-from vllm_choreo.auto.parts import Split
+from vllm_choreo.chat.cutter import Cutter, end_tokens
+from vllm_choreo.chat.marks import marked
+from vllm_choreo.chat.matching import ChatPlan, check_auto, plan_chat
+from vllm_choreo.chat.message_table import Entry, MessageTable, digest
+from vllm_choreo.chat.parts import Split
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
 

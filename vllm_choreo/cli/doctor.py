@@ -100,8 +100,12 @@ def main(args: argparse.Namespace) -> int:
     return 1
 
 
-def start_engine(model: str) -> Any:
+def start_engine(model: str, **options: Any) -> Any:
     """A `vllm.LLM` in this process: float32, quiet, no compilation.
+
+    Args:
+        model: folder or name.
+        options: further ones of `vllm.LLM`, or in place of those here.
 
     Raises:
         ValueError: vLLM or choreography refuses the model; says why.
@@ -120,15 +124,15 @@ def start_engine(model: str) -> Any:
     from vllm import LLM
 
     known = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", MAX_MODEL_LEN)
-    return LLM(
-        model,
-        dtype="float32",
-        max_model_len=min(MAX_MODEL_LEN, known),
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        use_tqdm_on_load=False,
-        seed=0,
-    )
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": min(MAX_MODEL_LEN, known),
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+    }
+    return LLM(model, **(defaults | options))
 
 
 def _kernel() -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.auto.forecast import Forecast, Forecaster, requests_of
+from vllm_choreo.chat.forecast import Forecast, Forecaster, requests_of
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.numbers import positive
 from vllm_choreo.errors import ChoreoError
@@ -74,7 +74,7 @@ def forecaster_of(
     """
     from transformers import GenerationConfig
 
-    from vllm_choreo.auto.cutter import DEFAULT_MIN_TOKENS, Cutter, end_tokens
+    from vllm_choreo.chat.cutter import DEFAULT_MIN_TOKENS, Cutter, end_tokens
 
     try:
         generation = GenerationConfig.from_pretrained(model).to_dict()

@@ -34,7 +34,6 @@ from vllm_choreo.client.failures import (
     content_of,
     no_answer,
 )
-from vllm_choreo.client.prompts import AsyncServerPrompts
 from vllm_choreo.errors import ChoreoError, EngineRestartedError, UnknownSessionError
 from vllm_choreo.repair.session_rules import SessionRule
 from vllm_choreo.semantics.call import (
@@ -145,9 +144,9 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
         return self._shared.session
 
     @property
-    def prompts(self) -> AsyncServerPrompts:
-        """Schemas of the tenant, and prompts in this session."""
-        return AsyncServerPrompts(self)
+    def prompts(self) -> Any:
+        """Deprecated: make a `vllm_choreo.pml.AsyncServerPrompts` of the client."""
+        return self._prompts("AsyncServerPrompts")
 
     @overload
     async def prefill(self, tokens: Content, **options: Unpack[ReadOptions]) -> Message: ...

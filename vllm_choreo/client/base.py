@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -62,3 +64,12 @@ class ClientBase:
         view = copy.copy(self)
         view._denied = (*self._denied, *message_ids(messages, "deny"))
         return view
+
+    def _prompts(self, name: str) -> Any:
+        """Schemas and prompts as the client had them itself, until it was told apart from pml."""
+        warnings.warn(
+            f"client.prompts is deprecated: make a vllm_choreo.pml.{name} of the client",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return getattr(import_module("vllm_choreo.pml"), name)(self)

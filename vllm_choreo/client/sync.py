@@ -15,7 +15,6 @@ from vllm_choreo.client import exchanges
 from vllm_choreo.client.base import ClientBase
 from vllm_choreo.client.exchanges import Exchange, Request
 from vllm_choreo.client.failures import ServerError, closed, content_of, no_answer
-from vllm_choreo.client.prompts import ServerPrompts
 from vllm_choreo.errors import EngineRestartedError, UnknownSessionError
 from vllm_choreo.repair.session_rules import SessionRule
 from vllm_choreo.semantics.call import Asked, asked, asked_copy
@@ -77,9 +76,9 @@ class ChoreoClient(ClientBase):
         return self._session
 
     @property
-    def prompts(self) -> ServerPrompts:
-        """Schemas of the tenant, and prompts in this session."""
-        return ServerPrompts(self)
+    def prompts(self) -> Any:
+        """Deprecated: make a `vllm_choreo.pml.ServerPrompts` of the client."""
+        return self._prompts("ServerPrompts")
 
     @overload
     def prefill(self, tokens: Content, **options: Unpack[ReadOptions]) -> Message: ...

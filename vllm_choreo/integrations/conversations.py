@@ -7,6 +7,11 @@ the template's rendering of the first messages ends:
     tokens   [system  ][document A ][document B ][question ][generation prompt]
     becomes   parents: found by their tokens, or encoded now  header: of the call that answers
 
+The server's own cuts (`chat/`, for chats that name nothing) are made on the text, with marks, by a
+tokenizer that tells the characters of tokens. A client has neither template nor tokenizer: it asks
+for the tokens of the first messages, of one more, and so on. And it names what tokens cannot find,
+an answer whose text was read back into others, by its id.
+
 Cuts are verified on the tokens of the whole, and once more by the server when it has the request: a
 template that renders a message differently by its place costs reuse, and never changes what the
 model reads. Nothing here does input or output: generators yield what to ask the server, and are

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_choreo.pml.placing import PromptUsage
+from vllm_choreo.pml.language.placing import PromptUsage
 from vllm_choreo.semantics.message import Message
 
 

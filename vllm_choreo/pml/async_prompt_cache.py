@@ -10,13 +10,13 @@ from typing import Any
 
 from vllm_choreo.api.protocol import AsyncFacade
 from vllm_choreo.pml.answer import PromptAnswer
-from vllm_choreo.pml.chat_template import ChatTemplate
-from vllm_choreo.pml.layout import SchemaLayout, Tokens
-from vllm_choreo.pml.outline import outline
-from vllm_choreo.pml.placing import PromptPlan
-from vllm_choreo.pml.registered import EncodingKey
-from vllm_choreo.pml.schema_book import AskedPrompt, SchemaBook
-from vllm_choreo.pml.tree import Prompt, Schema
+from vllm_choreo.pml.language.chat_template import ChatTemplate
+from vllm_choreo.pml.language.layout import SchemaLayout, Tokens
+from vllm_choreo.pml.language.outline import outline
+from vllm_choreo.pml.language.placing import PromptPlan
+from vllm_choreo.pml.language.registered import EncodingKey
+from vllm_choreo.pml.language.schema_book import AskedPrompt, SchemaBook
+from vllm_choreo.pml.language.tree import Prompt, Schema
 from vllm_choreo.semantics.message import Piece
 
 

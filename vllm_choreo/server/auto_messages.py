@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_choreo.api.pending import Pending
-from vllm_choreo.auto.matching import ChatPlan, plan_chat
-from vllm_choreo.auto.message_table import Entry, MessageTable, digest
-from vllm_choreo.auto.parts import Split
+from vllm_choreo.chat.matching import ChatPlan, plan_chat
+from vllm_choreo.chat.message_table import Entry, MessageTable, digest
+from vllm_choreo.chat.parts import Split
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, TooLongError
 from vllm_choreo.semantics.call import CallSpec, linked_specs

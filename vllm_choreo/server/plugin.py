@@ -23,7 +23,7 @@ class ChoreoEndpoints:
     """Entry point of `vllm.endpoint_plugins`; vLLM makes one for each API server, or batch.
 
     After `init_state`, `app.state.choreo` is the `Sessions` of the server, `choreo_reader` its
-    `CallReader`, `choreo_schemas` its `ServedSchemas`, and `choreo_kept` its `KeptFolders` or None.
+    `CallReader`, and `choreo_kept` its `KeptFolders` or None; wings add what is theirs.
     """
 
     name = "choreo"
@@ -33,16 +33,18 @@ class ChoreoEndpoints:
         self._has_routes = False  # a batch has none
 
     def attach_router(self, app: FastAPI) -> None:
-        from vllm_choreo.server import keep_routes, message_routes, prompt_routes, routes
+        from vllm_choreo.server import keep_routes, message_routes, routes
         from vllm_choreo.server.errors import answer_error
         from vllm_choreo.server.tenants import TenantMiddleware
+        from vllm_choreo.server.wings import wings
 
         self._has_routes = True
         app.add_middleware(TenantMiddleware)
         app.include_router(routes.router)
         app.include_router(message_routes.router)
-        app.include_router(prompt_routes.router)
         app.include_router(keep_routes.router)
+        for wing in wings():
+            app.include_router(wing.router)
         app.add_exception_handler(ChoreoError, answer_error)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
@@ -50,6 +52,7 @@ class ChoreoEndpoints:
 
         Raises:
             UnsupportedOptionError: several API servers; a session lives in one.
+            ChoreoError: what the command line asks for, or a wing, cannot be set up.
         """
         from vllm_choreo.config import ChoreoConfig
         from vllm_choreo.server import exchange, kept, metrics
@@ -59,9 +62,9 @@ class ChoreoEndpoints:
         from vllm_choreo.server.openai import batch, handlers
         from vllm_choreo.server.openai.auto_chats import AutoChats
         from vllm_choreo.server.served_adapters import ServedAdapters
-        from vllm_choreo.server.served_schemas import ServedSchemas
         from vllm_choreo.server.sessions import Sessions
         from vllm_choreo.server.tenants import use_keys
+        from vllm_choreo.server.wings import wings
 
         check_one_process(args)
         use_keys(api_keys(args))
@@ -73,8 +76,9 @@ class ChoreoEndpoints:
         if self._has_routes:
             adapters = ServedAdapters(state.openai_serving_models)
             state.choreo_reader = CallReader(state.online_renderer, adapters, state.choreo.work)
-            state.choreo_schemas = ServedSchemas(state.choreo, state.online_renderer)
-            await state.choreo_schemas.start_operators(getattr(args, "choreo_schema", None) or ())
+            for wing in wings():
+                if wing.start is not None:
+                    await wing.start(state, args)
             state.choreo_kept, loaded = await asyncio.to_thread(
                 kept.start,
                 getattr(args, "choreo_keep", None),

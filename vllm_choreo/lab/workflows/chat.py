@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat turns as pieces of text, in the template of ChatML models (SmolLM2, Qwen and others).
 
-A message is one turn. `<|im_start|>` and `<|im_end|>` are single tokens, so the pieces tokenise
-apart as they do together.
+A message is one turn; see `TurnTemplate`.
 """
 
 from __future__ import annotations
 
+from vllm_choreo.chat.template import TurnTemplate
+
+_CHATML = TurnTemplate()
+
 
 def system(text: str) -> str:
     """A whole system turn."""
-    return f"<|im_start|>system\n{text}<|im_end|>\n"
+    return _CHATML.turn("system", text)
 
 
 def user(text: str) -> str:
     """A whole user turn."""
-    return f"<|im_start|>user\n{text}<|im_end|>\n"
+    return _CHATML.turn("user", text)
 
 
 def restated(question: str) -> str:
@@ -25,4 +28,4 @@ def restated(question: str) -> str:
 
 def assistant(opening: str = "") -> str:
     """The beginning of an assistant turn, for the model to go on from."""
-    return f"<|im_start|>assistant\n{opening}"
+    return _CHATML.begin("assistant") + opening

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_choreo.chat.template import TurnTemplate
 from vllm_choreo.planner.errors import (
     GraphError,
     ImpureFunctionError,
@@ -19,17 +20,11 @@ from vllm_choreo.planner.logical.op import type_of
 
 
 @dataclass(frozen=True)
-class Template:
-    """Chat template: the text around chat messages; by default ChatML's (SmolLM2, Qwen and others).
+class Template(TurnTemplate):
+    """Text around chat messages. Exact plans cut prompts behind a `closing`, and only there.
 
-    Attributes:
-        opening: text before a message; `{role}` is its role.
-        closing: text behind a message. The text up to it has the same tokens apart as together with
-            the `opening` that follows: exact plans cut prompts only there.
+    So the text up to it has the same tokens apart as together with the `opening` that follows.
     """
-
-    opening: str = "<|im_start|>{role}\n"
-    closing: str = "<|im_end|>\n"
 
     def __post_init__(self) -> None:
         """Check that messages end, and that their opening has no hole but `{role}`.
@@ -51,10 +46,6 @@ class Template:
                 parameter="template.opening",
                 value=self.opening,
             ) from None
-
-    def begin(self, role: str) -> str:
-        """Opening of a message of this role."""
-        return self.opening.format(role=role)
 
 
 CHATML = Template()

@@ -11,16 +11,12 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.server.errors import as_choreo_error, error_json, renamed
 from vllm_choreo.server.openai.engine_client import CallClient
-from vllm_choreo.server.openai.reading import (
-    ARGUMENTS,
-    PREFIX_KEY,
-    PROMPT_ARGUMENTS,
-    SESSION_KEY,
-)
+from vllm_choreo.server.openai.reading import ARGUMENTS, PREFIX_KEY, SESSION_KEY
+from vllm_choreo.server.wings import prompt_arguments
 from vllm_choreo.wire.messages import usage_json
 
 # What the arguments of a call are called in a request to vLLM's routes.
-_NAMES = {name: f"vllm_xargs.{key}" for key, name in (ARGUMENTS | PROMPT_ARGUMENTS).items()}
+_NAMES = {name: f"vllm_xargs.{key}" for key, name in ARGUMENTS.items()}
 _NAMES |= {name: f"vllm_xargs.choreo_{name}" for name in ("auto", "auto_min_tokens")}
 _NAMES |= {
     "session": f"vllm_xargs.{SESSION_KEY}",
@@ -81,7 +77,8 @@ def in_terms_of_xargs(error: Exception) -> ChoreoError:
     """The error with the name that the parameter has in a request to vLLM's routes."""
     ours = as_choreo_error(error)
     assert ours is not None
-    return renamed(ours, _NAMES)
+    names = {name: f"vllm_xargs.{key}" for key, name in prompt_arguments().items()}
+    return renamed(ours, _NAMES | names)
 
 
 def _choreo_json(client: CallClient) -> dict[str, Any]:

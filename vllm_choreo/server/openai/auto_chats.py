@@ -10,9 +10,9 @@ from typing import Any
 from starlette.requests import Request
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from vllm_choreo.auto.cutter import Cutter, end_tokens
-from vllm_choreo.auto.marks import marked
-from vllm_choreo.auto.parts import Split, joined_parts
+from vllm_choreo.chat.cutter import Cutter, end_tokens
+from vllm_choreo.chat.marks import marked
+from vllm_choreo.chat.parts import Split, joined_parts
 from vllm_choreo.errors import (
     ChoreoError,
     EmptyTokensError,

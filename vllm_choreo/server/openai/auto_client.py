@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_choreo.api.adapters import WithAdapter
 from vllm_choreo.api.outcomes import Outcome
-from vllm_choreo.auto.parts import Split
+from vllm_choreo.chat.parts import Split
 from vllm_choreo.errors import ChoreoError, TooLongError, UnsupportedOptionError
 from vllm_choreo.server.auto_messages import ChatMessages, ReadChat
 from vllm_choreo.server.openai.auto_options import AutoOptions

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_choreo.auto.matching import check_auto
+from vllm_choreo.chat.matching import check_auto
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.server.guard import choreo_keys

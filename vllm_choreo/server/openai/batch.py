@@ -41,6 +41,7 @@ from vllm_choreo.server.openai.handlers import run_call
 from vllm_choreo.server.openai.reading import check_form, read_arguments
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.sessions import OpenSession, Sessions
+from vllm_choreo.server.wings import prompt_arguments
 
 
 def init_batch(state: State, llm: Any) -> None:
@@ -221,12 +222,12 @@ def _arguments(body: Any) -> dict[str, Any]:
     check_form(body)
     # vLLM has read the line: true is 1 by now.
     arguments, session_id = read_arguments(body.vllm_xargs)
-    for key in ("schema", "layout"):
-        if key in arguments:
+    for name in prompt_arguments().values():
+        if name in arguments:
             raise UnsupportedOptionError(
-                "a file of requests knows no schemas: send prompts to a server",
-                parameter=key,
-                value=arguments[key],
+                "a file of requests knows no schemas or other wings: send prompts to a server",
+                parameter=name,
+                value=arguments[name],
             )
     if session_id is not None:
         raise UnknownSessionError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import asdict
 from typing import Any
 
 from starlette.datastructures import State
@@ -21,17 +20,17 @@ from vllm_choreo.server.openai.answering import event_with_numbers, in_terms_of_
 from vllm_choreo.server.openai.auto_chats import AutoChats
 from vllm_choreo.server.openai.engine_client import CallClient
 from vllm_choreo.server.openai.reading import check_form, read_arguments, read_sent
-from vllm_choreo.server.openai.schema_prompts import begin_prompt
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.sessions import OpenSession, Sessions
 from vllm_choreo.server.tenants import tenant_of
+from vllm_choreo.server.wings import PromptRequest, begin_prompt
 
 
 def init_state(state: State, llm: Any, auto: AutoChats) -> None:
     """Let the handlers of vLLM's routes choreograph.
 
     Args:
-        state: state of the app, with `choreo`, `choreo_schemas` and `choreo_reader`.
+        state: state of the app, with `choreo` and `choreo_reader`.
         llm: an engine client that takes choreographed requests.
         auto: chats that name no messages.
     """
@@ -43,8 +42,7 @@ def init_state(state: State, llm: Any, auto: AutoChats) -> None:
         # vLLM names the classes of its handlers; the subclasses only add to them.
         serving.__class__ = handler
         serving.choreo_sessions, serving.choreo_llm = state.choreo, llm
-        serving.choreo_schemas, serving.choreo_reader = state.choreo_schemas, state.choreo_reader
-        serving.choreo_auto = auto
+        serving.choreo_state, serving.choreo_auto = state, auto
 
 
 class ChoreoServingCompletion(OpenAIServingCompletion):
@@ -110,26 +108,25 @@ async def _answer(
 async def _client(
     serving: Any, body: Any, session: OpenSession, arguments: dict[str, Any]
 ) -> CallClient:
-    """The engine client of a request; where it names a schema, its prompt has begun.
+    """The engine client of a request; where its text is a wing's prompt, that has begun.
 
     Raises:
         ChoreoError: the prompt is illegal.
     """
     run = Run(serving.choreo_sessions, session)
     try:
-        prompts = serving.choreo_schemas.of_session(session)
         # `model` names the adapter of a whole workflow, of which this prompt is a part.
-        adapter = await serving.choreo_reader.adapter_of(None, body.model)
-        calls = await begin_prompt(run, prompts, body, arguments, adapter)
+        adapter = await serving.choreo_state.choreo_reader.adapter_of(None, body.model)
+        request = PromptRequest(serving.choreo_state, session, run, body, arguments, adapter)
+        begun = await begin_prompt(request)
     except BaseException:
         run.leave(is_answered=True)
         raise
-    if calls is None:
+    if begun is None:
         return CallClient(serving.choreo_llm, run, arguments)
-    usage, pieces = asdict(calls.asked.plan.usage), list(run.pending)
-    client = CallClient(serving.choreo_llm, run, arguments, calls.header, usage)
-    if pieces:
-        run.sessions.in_background(prompts.free_pieces(pieces, client.settled))
+    client = CallClient(serving.choreo_llm, run, arguments, begun.header, begun.usage)
+    if begun.clean_up is not None:
+        run.sessions.in_background(begun.clean_up(client.settled))
     return client
 
 

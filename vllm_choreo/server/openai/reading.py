@@ -21,6 +21,7 @@ from vllm_choreo.server.body import check_num_bytes, parse_body
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.schemas import MAX_PARENTS
 from vllm_choreo.server.tenants import tenant_of
+from vllm_choreo.server.wings import prompt_arguments
 from vllm_choreo.server.work_pool import WorkPool
 
 SESSION_KEY = "choreo_session"
@@ -34,9 +35,6 @@ ARGUMENTS = {
 }
 # Token ids with which the rendered prompt begins, and which the parents stand for.
 PREFIX_KEY = "choreo_prefix"
-# And of a prompt of a schema.
-PROMPT_ARGUMENTS = {f"choreo_{name}": name for name in ("schema", "layout")}
-_KEYS = {**ARGUMENTS, **PROMPT_ARGUMENTS, PREFIX_KEY: "prefix"}
 _PARENT = re.compile(r"(?P<id>[^\[\]]+)(\[(?P<start>\d{0,9}):(?P<stop>\d{0,9})\])?")
 
 
@@ -94,23 +92,24 @@ async def read_sent(request: Request, work: WorkPool, max_bytes: int) -> Any:
 
 
 def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """The arguments of `AsyncChoreography.decode` and of a prompt, and the session if one is named.
+    """The arguments of `AsyncChoreography.decode` and of wings, and the session if one is named.
 
     Raises:
         LimitError: too many parents.
         ChoreoError: an unknown key, or a value that has not the form of its key.
     """
+    keys = {**ARGUMENTS, **prompt_arguments(), PREFIX_KEY: "prefix"}
     for key in choreo_keys(xargs):
-        if key not in _KEYS and key != SESSION_KEY:
+        if key not in keys and key != SESSION_KEY:
             raise ChoreoError(
-                f"unknown key; the keys are {', '.join((*_KEYS, SESSION_KEY))}",
+                f"unknown key; the keys are {', '.join((*keys, SESSION_KEY))}",
                 parameter=f"vllm_xargs.{key}",
                 value=xargs[key],
             )
     session_id = xargs.get(SESSION_KEY)
     if session_id is not None and not isinstance(session_id, str):
         raise ChoreoError("the id of a session is a string", parameter="session", value=session_id)
-    arguments = {name: xargs[key] for key, name in _KEYS.items() if key in xargs}
+    arguments = {name: xargs[key] for key, name in keys.items() if key in xargs}
     parents = arguments.get("parents")
     if isinstance(parents, list):
         if len(parents) > MAX_PARENTS:

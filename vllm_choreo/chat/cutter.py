@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Cutter`: makes parts of a chat that a model's own renderer has made tokens of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from vllm_choreo.chat.marks import Content, places
+from vllm_choreo.chat.parts import Split, split
+
+# Parts of fewer tokens are joined: every message takes whole blocks, of 16 or 32 tokens as a rule.
+DEFAULT_MIN_TOKENS = 16
+
+
+class Cutter:
+    """Cutter of rendered chats.
+
+    Args:
+        tokenizer: tokenizer of transformers; one that tells no characters of tokens cuts nothing.
+        ends: the tokens that end what the model generates, see `end_tokens`.
+        min_tokens: shorter parts are joined with their neighbours.
+    """
+
+    def __init__(
+        self, tokenizer: Any, ends: Collection[int], min_tokens: int = DEFAULT_MIN_TOKENS
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._ends = frozenset(ends)
+        self._min_tokens = min_tokens
+
+    def split(
+        self,
+        token_ids: Sequence[int],
+        text: str | None,
+        marks: str | Sequence[int],
+        contents: Sequence[Content],
+        min_tokens: int | None = None,
+    ) -> Split:
+        """Cut a chat into parts.
+
+        Args:
+            token_ids: tokens of the chat, as it was rendered for the model.
+            text: the same as text, if the renderer made text of it first.
+            marks: the same with marks, as text or tokens.
+            contents: contents of the marks, see `marked`.
+            min_tokens: the least tokens of a part; None: the cutter's own.
+        """
+        if not getattr(self._tokenizer, "is_fast", False):
+            return Split(tuple(token_ids), reason="tokenizer")
+        text = self._text(token_ids) if text is None else text
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        # A truncated prompt, or one to which special tokens were added, is not that of the text.
+        if list(encoded["input_ids"]) != list(token_ids):
+            return Split(tuple(token_ids), reason="tokenizer")
+        found = places(text, marks if isinstance(marks, str) else self._text(marks), contents)
+        least = self._min_tokens if min_tokens is None else min_tokens
+        return split(token_ids, encoded["offset_mapping"], found, len(text), self._ends, least)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+
+def end_tokens(tokenizer: Any, generation_config: Mapping[str, Any]) -> frozenset[int]:
+    """Tokens that end what a model generates.
+
+    Args:
+        generation_config: the model's, as a dict; its `eos_token_id` is an id or a list of them.
+    """
+    told = generation_config.get("eos_token_id")
+    listed = told if isinstance(told, Sequence) else [told]
+    return frozenset(token for token in (tokenizer.eos_token_id, *listed) if token is not None)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts into which the tokens of a rendered chat are cut.
+
+    <|im_start|>system⏎Be brief.<|im_end|> | ⏎<|im_start|>user⏎What is green?<|im_end|> | ⏎<|im_…
+    '------------- part -----------------'   '----------------- part -----------------'   header
+
+A part ends behind the token that ends a turn, where the template writes one, for there an answer
+ends that is generated: so the answer, with the header before it, has the very tokens that the next
+request's part has. Where there is no such token, a part ends where its content does.
+
+Parts that are short are joined, for every message takes whole blocks of the KV cache: those between
+two answers, so that answers always stand alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from vllm_choreo.chat.marks import ContentPlace
+
+# Of a chat, the first ones are messages, and what follows them is text.
+MAX_PARTS = 256
+_ANSWERS = ("assistant", "")  # roles of parts that are never joined with others
+
+
+@dataclass(frozen=True)
+class ChatPart:
+    """Tokens `start … stop-1` of a chat.
+
+    Attributes:
+        role: role of the last message whose content it holds; "": it holds none, as a tool call.
+        messages: indices of the chat messages whose contents it holds.
+    """
+
+    start: int
+    stop: int
+    role: str
+    messages: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Split:
+    """A rendered chat in parts.
+
+    Attributes:
+        token_ids: tokens of the whole chat.
+        parts: parts one after the other from its first token on; they never hold its last one.
+        reason: the reason why there are none, or "".
+    """
+
+    token_ids: tuple[int, ...]
+    parts: tuple[ChatPart, ...] = ()
+    reason: str = field(default="", compare=False)
+
+    @property
+    def header_start(self) -> int:
+        """Index of the first token behind all parts."""
+        return self.parts[-1].stop if self.parts else 0
+
+
+def split(
+    token_ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    places: Sequence[ContentPlace],
+    num_chars: int,
+    ends: Collection[int],
+    min_tokens: int,
+) -> Split:
+    """Cut a rendered chat into parts.
+
+    Args:
+        token_ids: tokens of the chat.
+        offsets: the characters `start, stop` of each token in the text of the chat.
+        places: places of the contents in that text, in order.
+        num_chars: length of the text.
+        ends: the tokens that end what a model generates.
+        min_tokens: shorter parts are joined with their neighbours.
+    """
+    tokens = tuple(token_ids)
+    if not places:
+        return Split(tokens, reason="template")
+    starts = [start for start, _ in offsets]
+    borders = [(0, places[0].start), *((p.stop, n.start) for p, n in pairwise(places))]
+    borders.append((places[-1].stop, num_chars))
+    cuts: set[int] = set()
+    for number, (begin, end) in enumerate(borders):
+        first, last = bisect_left(starts, begin), bisect_left(starts, end)
+        found = {at + 1 for at in range(first, last) if tokens[at] in ends}
+        # Before the first content there is nothing that could end.
+        cuts |= found or ({first} if number else set())
+    legal = sorted(cut for cut in cuts if 0 < cut < len(tokens))[:MAX_PARTS]
+    return Split(tokens, tuple(_joined(_parts(legal, starts, places), min_tokens)))
+
+
+def joined_parts(parts: Sequence[Sequence[int]], min_tokens: int) -> Split:
+    """Join the parts that a prompt is given in; behind the last cut is its header.
+
+    Args:
+        parts: the tokens of each, one at least.
+        min_tokens: shorter parts are joined with their neighbours.
+    """
+    stops = list(accumulate(map(len, parts)))[:-1][:MAX_PARTS]
+    cut = [ChatPart(start, stop, "user") for start, stop in pairwise((0, *stops))]
+    tokens = tuple(token for part in parts for token in part)
+    return Split(tokens, tuple(_joined(cut, min_tokens)))
+
+
+def _parts(
+    cuts: Sequence[int], starts: Sequence[int], places: Sequence[ContentPlace]
+) -> list[ChatPart]:
+    """Parts between the cuts, each with the contents that begin in it."""
+    parts, start, at = [], 0, 0
+    for stop in cuts:
+        inside = []
+        while at < len(places) and bisect_left(starts, places[at].start) < stop:
+            inside.append(places[at].content)
+            at += 1
+        role = inside[-1].role if inside else ""
+        parts.append(ChatPart(start, stop, role, tuple(dict.fromkeys(c.message for c in inside))))
+        start = stop
+    return parts
+
+
+def _joined(parts: Sequence[ChatPart], min_tokens: int) -> list[ChatPart]:
+    """Join runs of short parts into parts of at least `min_tokens`, as far as there are enough."""
+    joined: list[ChatPart] = []
+    is_open = False  # the last one is short, and may be joined with the next
+    for part in parts:
+        can_join = part.role not in _ANSWERS and part.num_tokens < min_tokens
+        if is_open and can_join:
+            last = joined.pop()
+            messages = tuple(dict.fromkeys((*last.messages, *part.messages)))
+            part = ChatPart(last.start, part.stop, part.role, messages)
+        joined.append(part)
+        is_open = can_join and part.num_tokens < min_tokens
+    return joined
