@@ -71,6 +71,7 @@ _INSTALL = {
     "torch": _ENGINE,
     "vllm": _ENGINE,
     "httpx": "run `pip install httpx`",
+    "msgspec": "run `pip install msgspec`",
     "peft": "run `pip install 'vllm-choreo[train]'`",
     "matplotlib": "run `pip install matplotlib`",
     "tqdm": "run `pip install tqdm`",
