@@ -15,6 +15,7 @@ import msgspec
 
 from vllm_choreo.errors import ChoreoError
 
+MISSING = "is missing"  # what the error says of a required field that is not there
 _WORDS: dict[Any, str] = {
     str: "a text",
     int: "an integer",
@@ -64,7 +65,7 @@ def _refusal(value: Any, form: Any, place: str, advice: str | None = None) -> tu
             reason = advice or f"unknown key; the keys are {', '.join(names)}"
             return reason, f"{place}.{key}", value[key]
     if value is msgspec.UNSET:
-        return advice or "is missing", place, None
+        return advice or MISSING, place, None
     return advice or f"must be {_in_words(whole)}", place, value
 
 

@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "client": {"repair", "semantics", "wire", "api", "pml"},
     "integrations": set(),
     "workflows.problems": set(),
-    "workflows.record": {"semantics", "wire", "api", "files", "trained_adapter"},
+    "workflows.record": {"convert", "semantics", "wire", "api", "files", "trained_adapter"},
     "workflows": {"semantics", "api", "workflows.record", "workflows.problems"},
     "judge": {"semantics", "api", "engine"},
     "planner": {"semantics", "api", "client", "files"},
