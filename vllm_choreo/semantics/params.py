@@ -24,10 +24,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from vllm_choreo.errors import ChoreoError, OffsetError, RepairError, SpanError
 from vllm_choreo.repair.rules import GivenRuns, Rule, rule_of
+from vllm_choreo.semantics.naming import ParentSpan, parent_span
 
 EXTRA_ARGS_KEY = "choreo"
 FLAT_PREFIX = "choreo_"  # of the keys that OpenAI's clients send, which hold no objects
@@ -36,21 +37,13 @@ KINDS = ("prefill", "decode")
 _SamplingParamsT = TypeVar("_SamplingParamsT", bound=Any)
 
 
-class ParentSpan(NamedTuple):
-    """A parent as a call names it: tokens `start … stop-1` of message `id`; None is its end."""
-
-    id: str
-    start: int | None = None
-    stop: int | None = None
-
-
 @dataclass(frozen=True)
 class ChoreoParams:
     """Parameters that a call adds to an ordinary vLLM request.
 
     Attributes:
-        parents: the messages that the new tokens attend to; `ParentSpan`, an id, or
-            `(id, start, stop)`, kept as `ParentSpan`.
+        parents: the messages that the new tokens attend to, as `parent_span` reads them, kept as
+            `ParentSpan`.
         offsets: the position at which each parent is seen, in tokens; None in place of one: after
             the parent before it, the first at 0; None: all of them so.
         new_offset: the position of the first new token; None: after the last parent.
@@ -256,17 +249,13 @@ def check_span(
 
 
 def _parent(parent: Any) -> ParentSpan:
-    span = ParentSpan(parent) if isinstance(parent, str) else parent
-    if isinstance(span, str) or not isinstance(span, Sequence) or len(span) != 3:
-        raise ChoreoError(
-            "a parent is an id or [id, start, stop]", parameter="parents", value=parent
-        )
-    if not isinstance(span[0], str) or not span[0]:
+    span = parent_span(parent)
+    if not span.id:
         raise ChoreoError(
             "the id of a parent is a non-empty string", parameter="parents", value=parent
         )
-    check_span(span[1], span[2], None, parent)
-    return ParentSpan(*span)
+    check_span(span.start, span.stop, None, parent)
+    return span
 
 
 def _check_id(parameter: str, message_id: Any) -> None:
