@@ -9,9 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
+from msgspec import Meta
+
+from vllm_choreo.convert import convert
 from vllm_choreo.errors import ChoreoError
+
+_Count = Annotated[int, Meta(ge=1, description="choose an int > 0")]
+_Number = Annotated[float, Meta(ge=1e-9, description="choose a number > 0")]
+_NumberOr0 = Annotated[float, Meta(ge=0, description="choose a number from 0 on")]
+_Share = Annotated[float, Meta(ge=1e-9, le=1, description="choose a part of the whole, up to 1")]
+_ShareOr0 = Annotated[float, Meta(ge=0, le=1, description="choose a part of the whole, up to 1")]
+_Switch = Annotated[bool, Meta(description="choose true or false")]
 
 REPOSITION_POLICIES = ("query", "in_place")
 _PATH = "additional_config.choreo"
@@ -43,25 +53,25 @@ class ServerConfig:
         page: True to serve the page of a session's messages.
     """
 
-    max_sessions: int = 1_000
-    max_sessions_per_tenant: int = 100
-    max_messages_per_session: int = 10_000
-    max_tokens_per_session: int = 10_000_000
-    max_calls_per_request: int = 1_000
-    max_request_bytes: int = 16 * 2**20
-    session_ttl_seconds: float = 3_600.0
-    max_pin_seconds: float = 3_600.0
-    max_schemas_per_tenant: int = 100
-    max_tokens_per_schema: int = 1_000_000
-    max_kept_gib_per_tenant: float = 64.0
-    max_kept_names_per_tenant: int = 10_000
-    auto_min_tokens: int = 16
-    auto_max_messages: int = 2_000
-    auto_max_tokens: int = 2_000_000
-    page: bool = False
+    max_sessions: _Count = 1_000
+    max_sessions_per_tenant: _Count = 100
+    max_messages_per_session: _Count = 10_000
+    max_tokens_per_session: _Count = 10_000_000
+    max_calls_per_request: _Count = 1_000
+    max_request_bytes: _Count = 16 * 2**20
+    session_ttl_seconds: _Number = 3_600.0
+    max_pin_seconds: _Number = 3_600.0
+    max_schemas_per_tenant: _Count = 100
+    max_tokens_per_schema: _Count = 1_000_000
+    max_kept_gib_per_tenant: _Number = 64.0
+    max_kept_names_per_tenant: _Count = 10_000
+    auto_min_tokens: _Count = 16
+    auto_max_messages: _Count = 2_000
+    auto_max_tokens: _Count = 2_000_000
+    page: _Switch = False
 
     def __post_init__(self) -> None:
-        _check_numbers(self, f"{_PATH}.server")
+        _check_values(self, f"{_PATH}.server")
 
 
 @dataclass(frozen=True)
@@ -91,13 +101,13 @@ class ChoreoConfig:
     """
 
     reposition: str = "query"
-    shared_reading: bool = True
-    tenant_share: float = 1.0
-    pinned_share: float = 0.5
-    host_memory_gib: float = 0.0
-    hidden_memory_gib: float = 0.0
-    max_copies_per_session: int = 10_000
-    max_copied_tokens_per_session: int = 10_000_000
+    shared_reading: _Switch = True
+    tenant_share: _Share = 1.0
+    pinned_share: _ShareOr0 = 0.5
+    host_memory_gib: _NumberOr0 = 0.0
+    hidden_memory_gib: _NumberOr0 = 0.0
+    max_copies_per_session: _Count = 10_000
+    max_copied_tokens_per_session: _Count = 10_000_000
     keep_key: str = ""
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -108,7 +118,7 @@ class ChoreoConfig:
                 parameter=f"{_PATH}.reposition",
                 value=self.reposition,
             )
-        _check_numbers(self, _PATH)
+        _check_values(self, _PATH)
 
     def num_host_blocks(self, block_bytes: int) -> int:
         """Number of blocks that `host_memory_gib` has room for.
@@ -156,24 +166,8 @@ def _known(cls: type[Any], given: Any, path: str) -> dict[str, Any]:
     return dict(given)
 
 
-# The settings that may be 0.
-_MAY_BE_ZERO = ("hidden_memory_gib", "host_memory_gib", "pinned_share")
-
-
-def _check_numbers(config: Any, path: str) -> None:
-    """Refuse values of the wrong type or size; each field's default tells its type."""
-    for setting in fields(config):
-        value, default = getattr(config, setting.name), setting.default
-        if isinstance(default, bool):
-            is_right, expected = isinstance(value, bool), "true or false"
-        elif isinstance(default, int):
-            is_right, expected = type(value) is int and value > 0, "an int > 0"
-        elif isinstance(default, float):
-            least = 0 if setting.name in _MAY_BE_ZERO else 1e-9
-            most = 1 if setting.name.endswith("_share") else float("inf")
-            is_right = type(value) in (int, float) and least <= value <= most
-            expected = "a number > 0" if most > 1 else "a part of the whole, up to 1"
-        else:
-            continue
-        if not is_right:
-            raise ChoreoError(f"choose {expected}", parameter=f"{path}.{setting.name}", value=value)
+def _check_values(config: Any, path: str) -> None:
+    """Refuse values that are not as their settings declare."""
+    for name, form in get_type_hints(type(config), include_extras=True).items():
+        if hasattr(form, "__metadata__"):
+            convert(getattr(config, name), form, f"{path}.{name}")

@@ -94,7 +94,7 @@ static CHOREO_INLINE float finish_row(const GroupWork<T>& w, const Strip<T>* str
   float slope = 0.0f;
   if (w.rule.has_alibi) {
     const int head = w.tile.kv_head * w.state.group_heads + row % w.state.group_heads;
-    slope = w.a.alibi_slopes[head] * kLog2e * w.rule.heat;
+    slope = w.a.alibi_slopes[head] * kLog2e * w.rule.inverse_temperature;
   }
   Vec maximum = broadcast(w.state.row_max[row]);
   for (int i = 0; i < num_strips; ++i) {
@@ -234,7 +234,7 @@ static void measure_distances(const AttentionArgs& a, const Tile& tile, TileStat
 }
 
 // One over the temperature of the scores; tiles of chosen spans are of one request.
-static float tile_heat(const AttentionArgs& a, const Tile& tile) {
+static float tile_inverse_temperature(const AttentionArgs& a, const Tile& tile) {
   if (tile.group < a.reads.first_chosen) return 1.0f;
   return 1.0f / a.temperature[tile.members[0].req];
 }
@@ -247,8 +247,9 @@ static void attend_piece(const AttentionArgs& a, const Tile& tile, TileState& s,
   const PieceRange range = {
       first.req, a.first_slot[piece.span[first.column]] + int64_t{piece.begin[first.column]}, begin,
       end};
-  const float heat = tile_heat(a, tile);
-  const ScoreRule rule = {a.softcap * kLog2e * heat, a.alibi_slopes != nullptr, heat};
+  const float inverse_temperature = tile_inverse_temperature(a, tile);
+  const ScoreRule rule = {a.softcap * kLog2e * inverse_temperature, a.alibi_slopes != nullptr,
+                          inverse_temperature};
   piece.query = rotate_members(a, tile, s, piece);
   piece.last_visible = own_token(a, first);
   if (rule.has_alibi || a.window != 0) measure_distances(a, tile, s, piece);
@@ -345,8 +346,8 @@ template <typename T>
 static void attend_tile_as(const AttentionArgs& a, const Tile& tile, float* scratch,
                            float* const* partials) {
   TileState s = make_state(a, tile, scratch);
-  const float factor =
-      a.softcap != 0.0f ? a.scale / a.softcap : a.scale * kLog2e * tile_heat(a, tile);
+  const float factor = a.softcap != 0.0f ? a.scale / a.softcap
+                                         : a.scale * kLog2e * tile_inverse_temperature(a, tile);
   for (int m = 0; m < tile.num_members; ++m) {
     pack_queries<T>(a, tile.kv_head, tile.members[m], factor, s.base);
   }

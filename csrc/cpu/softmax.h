@@ -12,9 +12,9 @@ constexpr float kNoMaximum = -1e30f;
 
 // Changes to a score beyond the scaled dot product.
 struct ScoreRule {
-  float cap;  // softcap * log2(e) * heat, or 0; scores then come divided by softcap
+  float cap;  // softcap * log2(e) * inverse_temperature, or 0; scores then come divided by softcap
   bool has_alibi;
-  float heat;  // one over the temperature; scores without a cap have it already
+  float inverse_temperature;  // one over the temperature; scores without a cap have it already
 };
 
 // Finishes the scores of one row in one piece, in place, and returns their maximum so far.

@@ -127,7 +127,7 @@ def test_an_adapter_is_sent_by_its_name() -> None:
 
 
 def test_layers_in_words_are_sent_as_rules() -> None:
-    in_words = {"reuse": "none", "encode": "all", "auto": "auto"}
+    in_words = {"reuse": {"by": "none"}, "encode": {"by": "all"}, "auto": "auto"}
     for word, rule in in_words.items():
         assert call("decode", "a", parents=["x"], layers=word)["repair"] == rule
 

@@ -48,7 +48,7 @@ from vllm_choreo.snapshot.manifest import (
     read_manifest,
     tenant_digest,
 )
-from vllm_choreo.snapshot.origin import Origin, all_heads, joined
+from vllm_choreo.snapshot.origin import Origin, all_heads, concat_heads
 from vllm_choreo.snapshot.signature import differences
 from vllm_choreo.snapshot.steps import Ask, drive
 from vllm_choreo.snapshot.storage import KeptFolder
@@ -109,7 +109,7 @@ def test_files_are_safetensors_and_come_back_as_they_were(
     for chunk in chunks(shape, tokens, 700):
         parts = chunk.first, chunk.last
         read = [writer.read(blocks, parts, chunk.start, chunk.stop) for writer in writers]
-        content += joined(read, chunk, shape, origin)
+        content += concat_heads(read, chunk, shape, origin)
     path.write_bytes(content)
     tensors = load_file(path)  # an independent reader
     assert list(tensors) == sorted(shape.tensors(tokens))
@@ -153,7 +153,7 @@ def test_heads_that_workers_have_twice_are_kept_once() -> None:
     assert shape.layers == ((2, 3),)
     (chunk,) = chunks(shape, 2)
     given = [bytes([rank]) * 24 for rank in range(4)]  # 2 parts, 2 tokens, a head of 6 bytes
-    rows = np.frombuffer(joined(given, chunk, shape, origin), np.uint8).reshape(2, 2, 2, 6)
+    rows = np.frombuffer(concat_heads(given, chunk, shape, origin), np.uint8).reshape(2, 2, 2, 6)
     assert (rows[:, :, 0] == 0).all() and (rows[:, :, 1] == 2).all()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from vllm_choreo.cli.engine import memory_for
 from vllm_choreo.errors import RepairError
-from vllm_choreo.lab.study.profile_pair.grid import coarse, finer, joined, scattered, singles, steps
+from vllm_choreo.lab.study.profile_pair.grid import coarse, finer, scattered, singles, steps
 from vllm_choreo.repair.pair import Cell, PairProfile, pareto
 from vllm_choreo.repair.pair_rule import HYSTERESIS, PairChooser, PairRule
 from vllm_choreo.repair.rules import ByLayers, NoTokens
+from vllm_choreo.repair.runs import merge_ranges
 from vllm_choreo.repair.session_rules import (
     check_sent,
     names_file,
@@ -219,7 +220,7 @@ def test_the_grid(num_layers: int) -> None:
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=6))
 def test_ranges_that_touch_are_one(drawn: list[tuple[int, int]]) -> None:
     ranges = [(first, first + length) for first, length in drawn]
-    found = joined(ranges)
+    found = merge_ranges(ranges)
     held = {layer for a, b in ranges for layer in range(a, b)}
     assert {layer for a, b in found for layer in range(a, b)} == held
     assert all(b < a for (_, b), (a, _) in pairwise(found))

@@ -18,11 +18,11 @@ from vllm_choreo.repair.calibration import (
     Key,
     ReadParent,
     Trial,
-    bought,
     drawn,
     gains_of,
     keys_of,
     masks_of,
+    select_within_budget,
 )
 from vllm_choreo.repair.policy import Policy, block_runs
 from vllm_choreo.repair.rules import Seen
@@ -128,7 +128,7 @@ def test_what_is_bought_fits_into_the_budget(data: st.DataObject, budget: int) -
     keys = [Key("a", "x", block) for block in range(6)]
     gains = {key: data.draw(st.floats(-1, 1)) for key in keys}
     tokens = {key: data.draw(st.integers(1, 90)) for key in keys}
-    chosen = bought(gains, tokens, Counter(keys), budget)
+    chosen = select_within_budget(gains, tokens, Counter(keys), budget)
     spent = sum(tokens[key] for key in chosen)
     assert spent <= budget and all(gains[key] > 0 for key in chosen)
     for key in set(keys) - chosen:
@@ -139,7 +139,7 @@ def test_the_best_for_a_token_comes_first() -> None:
     keys = [Key("a", "x", block) for block in range(3)]
     gains = dict(zip(keys, (1.0, 3.0, 4.0), strict=True))
     tokens = dict(zip(keys, (10, 20, 40), strict=True))
-    assert bought(gains, tokens, Counter(keys), 20) == {keys[1]}
-    assert bought(gains, tokens, Counter(keys), 69) == {keys[0], keys[1]}
+    assert select_within_budget(gains, tokens, Counter(keys), 20) == {keys[1]}
+    assert select_within_budget(gains, tokens, Counter(keys), 69) == {keys[0], keys[1]}
     masks = masks_of(keys[1:], {"a": {"x", "y"}, "b": {"x"}})
     assert masks == {"a": {"x": (1, 2), "y": ()}, "b": {"x": ()}}

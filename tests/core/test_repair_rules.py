@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ def _parent(draw: Any) -> Seen:
 PARENTS = st.lists(_parent(), max_size=4)
 RULES: list[Any] = [
     *("first:1", "first:32", "all", "none"),
+    *({"by": "first", "count": 3}, {"by": "layers", "layers": [[0, 1], [2, 5]]}),
     {"share": 0.0, "by": "random"},
     {"share": 0.3, "by": "random", "seed": 7},
     {"share": 1, "by": "random"},
@@ -138,7 +140,8 @@ def test_what_is_no_rule_as_text_is_refused(text: str) -> None:
 
 
 def test_runs_are_sorted_and_joined() -> None:
-    assert rule_of([[(5, 9), (0, 3), (3, 4)]]).to_json() == [[[0, 4], [5, 9]]]
+    made = rule_of([[(5, 9), (0, 3), (3, 4)]])
+    assert made.to_json() == {"by": "runs", "runs": (((0, 4), (5, 9)),)}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +161,42 @@ def test_what_is_no_rule_is_refused(rule: Any) -> None:
     with pytest.raises(RepairError) as caught:
         ChoreoParams(parents=("a",), repair=rule)
     assert caught.value.parameter.startswith("repair")
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        ("first:32", {"by": "first", "count": 32}),
+        ("none", {"by": "none"}),
+        ("all", {"by": "all"}),
+        ([[(0, 4)], []], {"by": "runs", "runs": [[[0, 4]], []]}),
+        ({"clipped": [[(0, 4)]]}, {"by": "clipped", "runs": [[[0, 4]]]}),
+        ({"layers": [8, 20]}, {"by": "layers", "layers": [[8, 20]]}),
+        ({"layers": ()}, {"by": "none"}),
+        ({"reweight": [1, 2]}, {"by": "reweight", "reweight": [1.0, 2.0]}),
+        ({"share": 0.5, "by": "random"}, {"by": "random", "share": 0.5, "seed": 0}),
+        ({"share": 0.5, "by": "attention", "seed": 3}, {"by": "attention", "share": 0.5}),
+    ],
+)
+def test_short_forms_and_full_ones(short: Any, full: dict[str, Any]) -> None:
+    rule = rule_of(short)
+    assert rule == rule_of(full)
+    assert json.loads(json.dumps(rule.to_json())) == full
+
+
+@pytest.mark.parametrize(
+    ("rule", "place"),
+    [
+        ({"by": "first", "count": 3, "size": 1}, "repair.size"),
+        ({"by": "first"}, "repair.count"),
+        ({"by": "nearest"}, "repair"),
+        ({"by": "runs", "runs": [[[0, 3]], [[5, "9"]]]}, "repair.runs[1][0][1]"),
+    ],
+)
+def test_the_place_of_a_mistake_is_named(rule: Any, place: str) -> None:
+    with pytest.raises(RepairError) as caught:
+        rule_of(rule)
+    assert caught.value.parameter == place
 
 
 def test_one_list_of_runs_per_parent() -> None:

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.core.test_store import SIZE, Block, Pool
 from vllm_choreo.errors import LimitError
-from vllm_choreo.repair.runs import TokenRange, TokenRanges, joined
+from vllm_choreo.repair.runs import TokenRange, TokenRanges, merge_ranges
 from vllm_choreo.store.copies import Context, Link
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.exact import exact_chain
@@ -83,7 +83,7 @@ def _place(encoding: Encoding, links: list[Link], store: MessageStore) -> None:
 def _drawn_runs(data: st.DataObject, num_tokens: int) -> TokenRanges:
     ends = data.draw(st.lists(st.integers(0, num_tokens), min_size=2, max_size=4, unique=True))
     ends.sort()
-    return joined(zip(ends[::2], ends[1::2], strict=False))
+    return merge_ranges(zip(ends[::2], ends[1::2], strict=False))
 
 
 class StoreMachine(RuleBasedStateMachine):

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from tests.server.openai_calls import Caller
 from tests.server.serving import Session

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.harness.serving import start_server
 from fastapi import APIRouter, FastAPI
 from starlette.testclient import TestClient
 
-from benchmarks.harness.serving import start_server
 from tests.server.serving import QUICK, Session
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 from vllm_choreo.server import wings

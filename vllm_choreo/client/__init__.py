@@ -16,8 +16,8 @@ r"""Choreography over HTTP: a session on a server, with the methods of `Choreogr
         print(answer.generated_text, answer.usage)
 
 The same program runs on `Choreography(llm)`, but for the dict: sampling parameters may be
-`vllm.SamplingParams` in both. Needs httpx, and neither vllm nor torch. `AsyncChoreoClient` is the
-twin of `AsyncChoreography`, with `submit` and `stream_decode`.
+`vllm.SamplingParams` in both. Needs httpx and msgspec, and neither vllm nor torch.
+`AsyncChoreoClient` is the twin of `AsyncChoreography`, with `submit` and `stream_decode`.
 
 How a client differs, for there is a network between:
 

@@ -90,10 +90,10 @@ def _regressed(trials: Sequence[Trial]) -> dict[Key, float]:
     return dict(zip(keys, found.tolist(), strict=True))
 
 
-def bought(
+def select_within_budget(
     gains: Mapping[Key, float], tokens: Mapping[Key, int], counts: Mapping[Key, int], budget: float
 ) -> frozenset[Key]:
-    """Blocks to repair within a budget: those first that gain most per token.
+    """Select blocks to repair within a budget: those first that gain most per token.
 
     Args:
         gains: nats per call; blocks that gain nothing are left.

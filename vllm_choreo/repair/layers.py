@@ -3,10 +3,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
+
+from vllm_choreo.errors import RepairError
 
 # The layers `first … stop-1`.
 Range = tuple[int, int]
+Ranges = tuple[Range, ...]
+_ADVICE = (
+    "layers are (first, stop) with 0 <= first < stop, or a list of these, ascending and "
+    "with a layer between two of them at least, or () for none"
+)
+LayerList = Annotated[Ranges, Meta(description=_ADVICE)]
 
 
 class LayerRanges(NamedTuple):
@@ -32,6 +43,13 @@ class LayerRanges(NamedTuple):
         """Number of tokens that cost as much if encoded in all layers."""
         num_run = sum(stop - first for first, stop in self.ranges)
         return -(-num_tokens * num_run // self.num_layers)
+
+
+def check_ranges(ranges: Ranges) -> None:
+    """Raise RepairError unless ranges of layers are ascending and lie apart."""
+    is_right = all(0 <= first < stop for first, stop in ranges)
+    if not is_right or any(stop >= first for (_, stop), (first, _) in pairwise(ranges)):
+        raise RepairError(_ADVICE, parameter="repair.layers", value=ranges)
 
 
 def middle_layers(num_layers: int) -> tuple[int, ...]:

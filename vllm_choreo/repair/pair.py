@@ -5,34 +5,35 @@ A pair are two variants of one model: the *writer* has encoded messages, the *re
 (DroidSpeak, arXiv 2411.02820, 4.3). A profile holds one cell for each choice of layers that was
 tried, and says which one to take.
 
-    {"format": 1, "model": {...}, "writer": null, "reader": "9f86d081...", "num_layers": 30,
+    {"by": "profile", "format": 1, "model": {...}, "writer": null, "reader": "9f86d081...",
+     "num_layers": 30, "num_read": 512.0,
      "cells": [{"layers": [[8, 20]], "quality_loss": 0.06, "ttft": 0.21, "kl": 0.004, ...}, ...],
      "target": "loss=0.1", "chosen": [[8, 20]], "measured": {...}}
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
 
 from vllm_choreo.errors import RepairError
-from vllm_choreo.files import write_text
-from vllm_choreo.repair.layers import Range, entries_of
-from vllm_choreo.repair.rules import ByLayers, NoTokens, rule_of
-from vllm_choreo.repair.runs import as_lists
+from vllm_choreo.repair.layers import LayerList, Ranges, check_ranges, entries_of
+from vllm_choreo.repair.measured_file import MeasuredFile
+from vllm_choreo.repair.rules import ByLayers, NoTokens
 from vllm_choreo.trained_adapter import ModelIdentity
 
-FORMAT = 1
-_MODEL = ("name", "weights", "tokenizer")
-_NUMBERS = ("quality_loss", "kl", "ttft", "encoded")
-Ranges = tuple[Range, ...]
+_Number = Annotated[float, Meta(description="a number is needed")]
+_Positive = Annotated[float, Meta(gt=0, description="a number above 0 is needed")]
+_Digest = Annotated[str | None, Meta(description="a text or null is needed")]
+_Model = Annotated[
+    ModelIdentity,
+    Meta(description="`model` of a profile has the texts name, weights, tokenizer"),
+]
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(Struct, frozen=True):
     """One choice of layers, measured.
 
     Attributes:
@@ -46,15 +47,18 @@ class Cell:
             None: not measured.
     """
 
-    layers: Ranges
-    quality_loss: float
-    kl: float
-    encoded: float
-    ttft: float
-    kl_low: float | None = None
-    kl_high: float | None = None
-    accuracy: float | None = None
-    difference: float | None = None
+    layers: LayerList
+    quality_loss: _Number
+    kl: _Number
+    encoded: _Number
+    ttft: _Number
+    kl_low: _Number | None = None
+    kl_high: _Number | None = None
+    accuracy: _Number | None = None
+    difference: _Number | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self.layers)
 
     @property
     def num_layers(self) -> int:
@@ -72,8 +76,7 @@ class Cell:
         return layers_text(self.layers)
 
 
-@dataclass(frozen=True)
-class PairProfile:
+class PairProfile(MeasuredFile, frozen=True, tag="profile"):
     """Measurements of a pair, and the cell to be taken.
 
     Attributes:
@@ -86,17 +89,31 @@ class PairProfile:
         target: goal that `chosen` was to reach.
         chosen: the layers of one of the cells; None: none reaches the target.
         measured: problems and method of the measurement, for people.
+        format: version of this form.
     """
 
-    model: ModelIdentity
-    writer: str | None
-    reader: str | None
-    num_layers: int
-    num_read: float
-    cells: tuple[Cell, ...]
+    model: _Model
+    writer: _Digest
+    reader: _Digest
+    num_layers: Annotated[int, Meta(ge=1, description="a whole number from 1 on is needed")]
+    num_read: _Positive
+    cells: Annotated[
+        tuple[Cell, ...], Meta(min_length=1, description="one cell at least is needed")
+    ]
     target: str = ""
-    chosen: Ranges | None = None
-    measured: Mapping[str, Any] = field(default_factory=dict)
+    chosen: LayerList | None = None
+    measured: Mapping[str, Any] = {}
+    format: Annotated[Literal[1], Meta(description="a profile of format 1 is needed")] = 1
+
+    def __post_init__(self) -> None:
+        check_ranges(self.chosen or ())
+        for layers in (*(cell.layers for cell in self.cells), self.chosen):
+            if layers and layers[-1][1] > self.num_layers:
+                raise RepairError(
+                    f"the model has {self.num_layers} layers",
+                    parameter="repair.layers",
+                    value=layers,
+                )
 
     @property
     def chosen_cell(self) -> Cell:
@@ -125,48 +142,6 @@ class PairProfile:
                 value=self.model.name,
             )
 
-    def to_json(self) -> dict[str, Any]:
-        """Profile as plain data, as its file holds it."""
-        cells = [{**asdict(cell), "layers": _lists(cell.layers)} for cell in self.cells]
-        chosen = None if self.chosen is None else _lists(self.chosen)
-        return {"format": FORMAT, **asdict(self), "cells": cells, "chosen": chosen}
-
-    def save(self, path: Path) -> None:
-        """Write the file; the old one or the new one if interrupted."""
-        write_text(path, json.dumps(self.to_json(), ensure_ascii=False, indent=1) + "\n")
-
-    @classmethod
-    def from_json(cls, data: Any) -> PairProfile:
-        """Make a profile of the plain data that `to_json` returns.
-
-        Raises:
-            RepairError: it is of another format; names the place.
-        """
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise _refused(f"a profile of format {FORMAT} is needed", found)
-        model, chosen = data.get("model"), data.get("chosen")
-        if not isinstance(model, Mapping) or any(type(model.get(k)) is not str for k in _MODEL):
-            raise _refused(f"`model` of a profile has the texts {', '.join(_MODEL)}", model)
-        if type(data.get("num_layers")) is not int or data["num_layers"] < 1:
-            raise _refused("`num_layers` of a profile is a whole number", data.get("num_layers"))
-        if not _is_number(data.get("num_read")) or data["num_read"] <= 0:
-            raise _refused("`num_read` of a profile is a number above 0", data.get("num_read"))
-        cells = data.get("cells")
-        if not isinstance(cells, list) or not cells:
-            raise _refused("`cells` of a profile are a list, one at least", cells)
-        return cls(
-            model=ModelIdentity(**{name: model[name] for name in _MODEL}),
-            writer=_digest(data, "writer"),
-            reader=_digest(data, "reader"),
-            num_layers=data["num_layers"],
-            num_read=float(data["num_read"]),
-            cells=tuple(_cell(cell, data["num_layers"]) for cell in cells),
-            target=str(data.get("target", "")),
-            chosen=None if chosen is None else _ranges(chosen, data["num_layers"]),
-            measured=dict(data.get("measured") or {}),
-        )
-
 
 def pareto(cells: Sequence[Cell]) -> list[Cell]:
     """Cells for which no other runs as few layers and loses as little; by layers, fewest first."""
@@ -190,44 +165,3 @@ def entries(cells: Sequence[Cell]) -> tuple[int, ...]:
 def layers_text(layers: Ranges) -> str:
     """Ranges as text for people; "none" if there are none."""
     return ", ".join(f"{first}–{stop}" for first, stop in layers) or "none"
-
-
-def _lists(layers: Ranges) -> list[list[int]]:
-    return [list(one) for one in as_lists([layers])[0]]
-
-
-def _cell(data: Any, num_layers: int) -> Cell:
-    if not isinstance(data, Mapping):
-        raise _refused("`cells` of a profile are objects", data)
-    for name in _NUMBERS:
-        if not _is_number(data.get(name)):
-            raise _refused(f"`{name}` of a cell is a number", data.get(name))
-    optional = ("kl_low", "kl_high", "accuracy", "difference")
-    for name in optional:
-        if data.get(name) is not None and not _is_number(data[name]):
-            raise _refused(f"`{name}` of a cell is a number or null", data[name])
-    numbers = {name: data.get(name) for name in (*_NUMBERS, *optional)}
-    return Cell(layers=_ranges(data.get("layers"), num_layers), **numbers)  # type: ignore[arg-type]
-
-
-def _ranges(data: Any, num_layers: int) -> Ranges:
-    rule = rule_of({"layers": data})
-    ranges = rule.ranges if isinstance(rule, ByLayers) else ()
-    if ranges and ranges[-1][1] > num_layers:
-        raise _refused(f"the model has {num_layers} layers", data)
-    return ranges
-
-
-def _digest(data: Mapping[str, Any], name: str) -> str | None:
-    value = data.get(name)
-    if value is not None and not isinstance(value, str):
-        raise _refused(f"`{name}` of a profile is a text or null", value)
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _refused(reason: str, value: Any) -> RepairError:
-    return RepairError(reason, parameter="repair", value=value)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of the cell of a profile that a call takes: by the allowed loss, a target, and the load.
 
-    "pair.json"                                        the cell that the profile has chosen
-    {"pair": "pair.json", "max_quality_loss": 0.1}     the cheapest that loses no more
-    {"pair": "pair.json", "ttft": 0.5, "max_quality_loss": 0.3}
-                                                       of these the one that loses least, as long as
-                                                       first tokens come within half a second
+    "pair.json"                          the cell that the profile has chosen
+    {"by": "pair", "pair": "pair.json", "max_quality_loss": 0.1}
+                                         the cheapest that loses no more
+    {"by": "pair", "pair": "pair.json", "ttft": 0.5, "max_quality_loss": 0.3}
+                                         of these the one that loses least, as long as first
+                                         tokens come within half a second
 
 More is reused when many calls wait, more is encoded anew when none do (DroidSpeak, arXiv
 2411.02820, 4.4).
@@ -13,9 +14,9 @@ More is reused when many calls wait, more is encoded anew when none do (DroidSpe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from msgspec import Meta, Struct, structs, to_builtins
 
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.pair import Cell, PairProfile, entries, pareto
@@ -35,8 +36,17 @@ class ChosenCell(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
-class PairRule:
+_AtLeast0 = Annotated[float, Meta(ge=0, description="a number from 0 on is needed")]
+
+
+class PairRule(
+    Struct,
+    frozen=True,
+    tag_field="by",
+    tag="pair",
+    rename={"profile": "pair"},
+    forbid_unknown_fields=True,
+):
     """Rule by which a session's calls read another variant's messages.
 
     Attributes:
@@ -50,19 +60,16 @@ class PairRule:
         RepairError: no cell loses so little, or the numbers are none.
     """
 
+    advice: ClassVar[str] = (
+        'a pair is read by {"pair": FILE, "max_quality_loss": SHARE, "ttft": SECONDS}'
+    )
+    is_strict: ClassVar[bool] = True
+
     profile: PairProfile
-    max_quality_loss: float | None = None
-    ttft: float | None = None
-    is_strict: bool = True
+    max_quality_loss: _AtLeast0 | None = None
+    ttft: _AtLeast0 | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_quality_loss", "ttft"):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and value >= 0):
-                raise RepairError(
-                    "a number from 0 on is needed", parameter=f"repair.{name}", value=value
-                )
         if not self.allowed:
             least = min(cell.quality_loss for cell in self.profile.cells)
             raise RepairError(
@@ -117,35 +124,20 @@ class PairRule:
             )
         return False
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> PairRule:
-        """Make a rule of the data that `to_json` returns, or that a session gives.
-
-        `pair` in it is a profile, or the data of one.
-
-        Raises:
-            RepairError: it is of another form; names the place.
-        """
-        unknown = data.keys() - {"pair", "max_quality_loss", "ttft"}
-        if unknown:
-            raise RepairError(
-                'a pair is read by {"pair": FILE, "max_quality_loss": SHARE, "ttft": SECONDS}',
-                parameter="repair",
-                value=sorted(unknown),
-            )
-        profile = data["pair"]
-        if not isinstance(profile, PairProfile):
-            profile = PairProfile.from_json(profile)
-        return cls(profile, data.get("max_quality_loss"), data.get("ttft"))
-
     def to_json(self) -> dict[str, Any]:
         """Rule as a session gives it, with only the cells that may be taken, and the chosen one."""
         cells = self.allowed
         if self.profile.chosen is not None and self.profile.chosen_cell not in cells:
             cells = [*cells, self.profile.chosen_cell]
-        options = {"max_quality_loss": self.max_quality_loss, "ttft": self.ttft}
-        given = {name: value for name, value in options.items() if value is not None}
-        return {"pair": replace(self.profile, cells=tuple(cells), measured={}).to_json(), **given}
+        profile = structs.replace(self.profile, cells=tuple(cells), measured={})
+        data: dict[str, Any] = to_builtins(structs.replace(self, profile=profile))
+        return data
+
+
+class LenientPairRule(PairRule, frozen=True):
+    """Rule by which calls with an adapter that is neither of the pair read what is stored."""
+
+    is_strict: ClassVar[bool] = False
 
 
 class PairChooser:

@@ -1,36 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that choose what is repaired: from the parents of a call to one list of runs for each.
 
-"first:32"                     the first tokens of every parent (EPIC, arXiv 2410.15332, 4.2)
-"none"                         no token
-"all"                          every token: what mode "exact" gives, where offsets are those of
-the text
-{"share": 0.15, "by": "random", "seed": 0}   whole blocks at random: the control
-{"share": 0.4, "by": "attention"}   whole blocks to which the call's own tokens attend most
-{"layers": [8, 20]}            every token, in the layers 8 … 19 alone, from what layer 8 was given
-                               when the parent was encoded; [] is "none"
-{"layers": [[0, 2], [8, 20]]}  in several ranges of layers
-{"reweight": [0.9, 1.0]}       no token: to all parents but the first the call attends at this
-                               temperature, and their log-sum-exp counts by temperature times
-                               scale (APE, arXiv 2502.05431, 3)
-[[(0, 32), (64, 80)], []]      given runs, one list per parent
-{"clipped": [[(0, 32)], []]}   the same, of which what lies behind the end of a parent is left out
+A rule is an object whose `by` says which one it is; short forms of it: `repair.short_forms`.
+
+{"by": "first", "count": 32}   the first tokens of every parent (EPIC, arXiv 2410.15332, 4.2)
+{"by": "none"}                 no token
+{"by": "all"}                  every token: what mode "exact" gives, where offsets are those of
+                               the text
+{"by": "random", "share": 0.15, "seed": 0}   whole blocks at random: the control
+{"by": "attention", "share": 0.4}   whole blocks to which the call's own tokens attend most
+{"by": "layers", "layers": [[0, 2], [8, 20]]}   every token, in the layers 0, 1 and 8 … 19 alone;
+                               from what layer 8 was given when the parent was encoded
+{"by": "reweight", "reweight": [0.9, 1.0]}   no token: to all parents but the first the call attends
+                               at this temperature, and their log-sum-exp counts by temperature
+                               times scale (APE, arXiv 2502.05431, 3)
+{"by": "runs", "runs": [[[0, 32], [64, 80]], []]}   given runs, one list per parent
+{"by": "clipped", "runs": [[[0, 32]], []]}   the same, of which what lies behind the end of a parent
+                               is left out
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+from msgspec import Meta, Struct, structs, to_builtins
+
+from vllm_choreo.convert import convert
 from vllm_choreo.errors import RepairError
-from vllm_choreo.repair.layers import Range
-from vllm_choreo.repair.runs import TokenRanges, as_lists, check_inside, checked_runs, joined
-from vllm_choreo.repair.weights import Weights, checked_weights
+from vllm_choreo.repair.layers import LayerList, check_ranges
+from vllm_choreo.repair.runs import TokenRanges, check_inside, checked_runs, merge_ranges
+from vllm_choreo.repair.short_forms import tagged
+from vllm_choreo.repair.weights import ADVICE, Weights
+
+RULES = (
+    'a rule is "first:K" with K >= 1, "all", "none", {"share": ..., "by": ...}, {"layers": ...}, '
+    '{"reweight": ...}, or one list of runs per parent'
+)
+_RUNS = (
+    "runs are given as one list per parent, [[(start, stop), ...], ...]; a run is (start, stop) "
+    "with 0 <= start < stop, in tokens of its parent"
+)
+_SHARES = (
+    'a share is chosen by {"share": 0.4, "by": "attention"}, or for comparison by '
+    '{"share": 0.4, "by": "random", "seed": 0}'
+)
+Share = Annotated[
+    float,
+    Meta(ge=0, le=1, description="a budget is a share of the parents' tokens, from 0 to 1"),
+]
 
 
 class Seen(NamedTuple):
@@ -60,7 +81,7 @@ class Seen(NamedTuple):
         ]
 
 
-class Rule(Protocol):
+class Rule(Struct, frozen=True, tag_field="by", forbid_unknown_fields=True):
     """Choice of the runs of tokens that a call encodes anew."""
 
     def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
@@ -69,18 +90,21 @@ class Rule(Protocol):
         Raises:
             RepairError: the rule does not fit these parents.
         """
-        ...
+        raise NotImplementedError
 
-    def to_json(self) -> Any:
-        """Rule as a call gives it."""
-        ...
+    def to_json(self) -> dict[str, Any]:
+        """Rule as plain data, with its tag."""
+        data: dict[str, Any] = to_builtins(self)
+        return data
 
 
-@dataclass(frozen=True)
-class GivenRuns:
+class GivenRuns(Rule, frozen=True, tag="runs", rename={"given": "runs"}):
     """The caller's own choice."""
 
-    given: tuple[TokenRanges, ...]
+    given: Annotated[tuple[TokenRanges, ...], Meta(description=_RUNS)]
+
+    def __post_init__(self) -> None:
+        structs.force_setattr(self, "given", checked_runs(self.given))
 
     def check_count(self, num_parents: int) -> None:
         """Raise RepairError unless there is one list per parent."""
@@ -96,92 +120,67 @@ class GivenRuns:
         check_inside(self.given, [parent.num_tokens for parent in parents])
         return self.given
 
-    def to_json(self) -> Any:
-        return as_lists(self.given)
 
-
-@dataclass(frozen=True)
-class ClippedRuns(GivenRuns):
+class ClippedRuns(GivenRuns, frozen=True, tag="clipped"):
     """Given runs as far as the call sees their parents, some of which may not be complete yet."""
 
     def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         return tuple(
-            joined((start, min(stop, parent.num_tokens)) for start, stop in runs)
+            merge_ranges((start, min(stop, parent.num_tokens)) for start, stop in runs)
             for runs, parent in zip(self.given, parents, strict=True)
         )
 
-    def to_json(self) -> Any:
-        return {"clipped": as_lists(self.given)}
 
-
-@dataclass(frozen=True)
-class FirstTokens:
+class FirstTokens(Rule, frozen=True, tag="first"):
     """The first `count` tokens of every parent."""
 
-    count: int
+    count: Annotated[int, Meta(ge=1, description=RULES)]
 
     def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
-        return tuple(joined([(0, min(self.count, parent.num_tokens))]) for parent in parents)
-
-    def to_json(self) -> Any:
-        return f"first:{self.count}"
+        return tuple(merge_ranges([(0, min(self.count, parent.num_tokens))]) for parent in parents)
 
 
-@dataclass(frozen=True)
-class NoTokens:
+class NoTokens(Rule, frozen=True, tag="none"):
     """No token, for a call of a session that has a rule."""
 
     def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         return ((),) * len(parents)
 
-    def to_json(self) -> Any:
-        return "none"
 
-
-@dataclass(frozen=True)
-class Reweighted(NoTokens):
+class Reweighted(NoTokens, frozen=True, tag="reweight", rename={"weights": "reweight"}):
     """No token; parents behind the first count by other weights, see `Weights`."""
 
-    weights: Weights
-
-    def to_json(self) -> Any:
-        return {"reweight": list(self.weights)}
+    weights: Annotated[Weights, Meta(description=ADVICE)]
 
 
-@dataclass(frozen=True)
-class AllTokens:
+class AllTokens(Rule, frozen=True, tag="all"):
     """Every token."""
 
     def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         return tuple(((0, parent.num_tokens),) for parent in parents)
 
-    def to_json(self) -> Any:
-        return "all"
 
-
-@dataclass(frozen=True)
-class ByLayers(AllTokens):
+class ByLayers(AllTokens, frozen=True, tag="layers", rename={"ranges": "layers"}):
     """Every token in ranges of layers (DroidSpeak, arXiv 2411.02820).
 
     The first layer of a range is given the hidden states that it had when the parent was encoded;
     all other layers are as stored.
     """
 
-    ranges: tuple[Range, ...]
+    ranges: LayerList
 
-    def to_json(self) -> Any:
-        ranges = as_lists([self.ranges])[0]
-        return {"layers": ranges[0] if len(ranges) == 1 else ranges}
+    def __post_init__(self) -> None:
+        check_ranges(self.ranges)
 
 
-@dataclass(frozen=True)
-class ByAttention:
+class ByAttention(Rule, frozen=True, tag="attention"):
     """Blocks that get most attention per token, as many of all parents as make up the share.
 
     Parents of which no attention is known have no part in it.
     """
 
-    share: float
+    advice: ClassVar[str] = _SHARES
+    share: Share
 
     def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         blocks = [
@@ -193,16 +192,13 @@ class ByAttention:
         ranked = [(number, run) for _, number, run in sorted(blocks)]
         return chosen_blocks(ranked, self.share, len(parents))
 
-    def to_json(self) -> Any:
-        return {"share": self.share, "by": "attention"}
 
-
-@dataclass(frozen=True)
-class RandomBlocks:
+class RandomBlocks(Rule, frozen=True, tag="random"):
     """Blocks at random, of all parents together as many as make up the share."""
 
-    share: float
-    seed: int
+    advice: ClassVar[str] = _SHARES
+    share: Share
+    seed: int = 0
 
     def runs(self, parents: Sequence[Seen], block_size: int) -> tuple[TokenRanges, ...]:
         blocks = [
@@ -212,9 +208,6 @@ class RandomBlocks:
         ]
         random.Random(self.seed).shuffle(blocks)
         return chosen_blocks(blocks, self.share, len(parents))
-
-    def to_json(self) -> Any:
-        return {"share": self.share, "by": "random", "seed": self.seed}
 
 
 def chosen_blocks(
@@ -231,30 +224,26 @@ def chosen_blocks(
         if stop - start <= budget:
             budget -= stop - start
             chosen[number].append((start, stop))
-    return tuple(joined(runs) for runs in chosen)
+    return tuple(merge_ranges(runs) for runs in chosen)
 
 
 # -- from what a call gives ----------------------------------------------------------------------
 
-_PLAIN: dict[str, type[NoTokens] | type[AllTokens]] = {"none": NoTokens, "all": AllTokens}
+CallRule = (
+    GivenRuns | ClippedRuns | FirstTokens | NoTokens | Reweighted | AllTokens | ByLayers
+    | ByAttention | RandomBlocks
+)  # fmt: skip
 
 
-def rule_of(given: Any) -> Rule:
-    """Rule that a call gives as text, as an object, or as lists of runs.
+def rule_of(given: Any) -> CallRule:
+    """Rule that a call gives, with its tag or in a short form.
 
     Raises:
-        RepairError: none of these.
+        RepairError: it gives none.
     """
-    if isinstance(given, str):
-        return _named(given)
-    if isinstance(given, Mapping):
-        if [*given] == ["layers"]:
-            return _layered(given["layers"])
-        if [*given] == ["reweight"]:
-            return Reweighted(checked_weights(given["reweight"]))
-        is_clipped = [*given] == ["clipped"]
-        return ClippedRuns(checked_runs(given["clipped"])) if is_clipped else _shared(given)
-    return GivenRuns(checked_runs(given))
+    form = Annotated[CallRule, Meta(description=RULES)]
+    rule: CallRule = convert(tagged(given), form, "repair", RepairError)
+    return rule
 
 
 def rule_given(text: str) -> Any:
@@ -274,67 +263,10 @@ def rule_given(text: str) -> Any:
             raise RepairError(
                 f"this is no JSON: {error}", parameter="repair", value=text
             ) from error
-    return rule_of(given).to_json()
+    rule_of(given)
+    return given
 
 
 def rule_text(given: Any) -> str:
     """Write a rule, as `repair=` takes it, as the text that `rule_given` reads."""
     return given if isinstance(given, str) else json.dumps(given)
-
-
-def _named(text: str) -> Rule:
-    if text in _PLAIN:
-        return _PLAIN[text]()
-    name, _, count = text.partition(":")
-    if name != "first" or not count.isascii() or not count.isdigit() or int(count) < 1:
-        raise RepairError(
-            'a rule is "first:K" with K >= 1, "all", "none", '
-            '{"share": ..., "by": ...}, or one list of runs per parent',
-            parameter="repair",
-            value=text,
-        )
-    return FirstTokens(int(count))
-
-
-def _layered(given: Any) -> Rule:
-    if _is_list(given) and not given:
-        return NoTokens()
-    ranges = given if _is_list(given) and all(map(_is_list, given)) else [given]
-    if not all(map(_is_range, ranges)) or any(
-        stop >= first for (_, stop), (first, _) in pairwise(ranges)
-    ):
-        raise RepairError(
-            "layers are (first, stop) with 0 <= first < stop, or a list of these, ascending and "
-            "with a layer between two of them at least, or () for none",
-            parameter="repair.layers",
-            value=given,
-        )
-    return ByLayers(tuple((first, stop) for first, stop in ranges))
-
-
-def _is_list(given: Any) -> bool:
-    return isinstance(given, Sequence) and not isinstance(given, str)
-
-
-def _is_range(given: Any) -> bool:
-    is_pair = _is_list(given) and len(given) == 2 and all(type(end) is int for end in given)
-    return is_pair and 0 <= given[0] < given[1]
-
-
-def _shared(given: Mapping[str, Any]) -> Rule:
-    share, by, seed = given.get("share"), given.get("by"), given.get("seed", 0)
-    unknown = given.keys() - {"share", "by", "seed"}
-    if unknown or by not in ("random", "attention") or type(seed) is not int:
-        raise RepairError(
-            'a share is chosen by {"share": 0.4, "by": "attention"}, or for comparison by '
-            '{"share": 0.4, "by": "random", "seed": 0}',
-            parameter="repair",
-            value=dict(given),
-        )
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise RepairError(
-            "a budget is a share of the parents' tokens, from 0 to 1",
-            parameter="repair.share",
-            value=share,
-        )
-    return ByAttention(float(share)) if by == "attention" else RandomBlocks(float(share), seed)

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from vllm_choreo.convert import convert
 from vllm_choreo.errors import RepairError
+from vllm_choreo.repair.measured_file import read_json
 from vllm_choreo.repair.pair import PairProfile
 from vllm_choreo.repair.pair_rule import PairRule
-from vllm_choreo.repair.policy import Policy, read_json
-from vllm_choreo.repair.rules import ByAttention, ByLayers, GivenRuns, Rule, rule_of
+from vllm_choreo.repair.policy import Policy
+from vllm_choreo.repair.rules import RULES, ByAttention, ByLayers, CallRule, GivenRuns
+from vllm_choreo.repair.short_forms import tagged
 
 SUFFIX = ".json"
 
-SessionRule = Rule | Policy | PairRule
+SessionRule = CallRule | Policy | PairRule
 
 
 def session_rule(given: Any, mode: str) -> SessionRule | None:
@@ -72,25 +77,19 @@ def check_sent(given: Any) -> None:
 
 
 def _rule_given(given: Any) -> SessionRule:
-    if isinstance(given, (Policy, PairRule)):
-        return given
     if isinstance(given, PairProfile):
         return PairRule(given)
-    if isinstance(given, Mapping):
-        return _of_object(given)
+    if isinstance(given, PairRule):  # lenient ones are none of the forms
+        return given
+    data = tagged(_with_files(given))
+    form = Annotated[SessionRule, Meta(description=RULES)]
+    rule: SessionRule = convert(data, form, "repair", RepairError)
+    return rule
+
+
+def _with_files(given: Any) -> Any:
+    """Return a rule with what the file holds that it names."""
     if not names_file(given):
-        return rule_of(given)
-    data = read_json(given)
-    is_pair = isinstance(data, Mapping) and "cells" in data
-    return _of_object(data) if is_pair else Policy.from_json(data)
-
-
-def _of_object(given: Mapping[str, Any]) -> SessionRule:
-    if "pair" in given:
-        profile = given["pair"]
-        return PairRule.from_json(
-            {**given, "pair": read_json(profile) if names_file(profile) else profile}
-        )
-    if "cells" in given:
-        return PairRule(PairProfile.from_json(given))
-    return Policy.from_json(given) if "masks" in given else rule_of(given)
+        return given
+    is_object = isinstance(given, Mapping)
+    return {**given, "pair": _with_files(given["pair"])} if is_object else read_json(given)

@@ -4,10 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.params import ParentSpan
+
+
+class ParentSpan(NamedTuple):
+    """A parent as a call names it: tokens `start … stop-1` of message `id`; None is its end."""
+
+    id: str
+    start: int | None = None
+    stop: int | None = None
 
 
 def message_id(named: Any, parameter: str) -> str:

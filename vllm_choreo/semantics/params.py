@@ -21,12 +21,14 @@ The wire form, drawn once (JSON and msgpack carry it as it is):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from vllm_choreo.errors import ChoreoError, OffsetError, RepairError, SpanError
 from vllm_choreo.repair.rules import GivenRuns, Rule, rule_of
+from vllm_choreo.semantics.naming import ParentSpan, parent_span
 
 EXTRA_ARGS_KEY = "choreo"
 FLAT_PREFIX = "choreo_"  # of the keys that OpenAI's clients send, which hold no objects
@@ -35,21 +37,13 @@ KINDS = ("prefill", "decode")
 _SamplingParamsT = TypeVar("_SamplingParamsT", bound=Any)
 
 
-class ParentSpan(NamedTuple):
-    """A parent as a call names it: tokens `start … stop-1` of message `id`; None is its end."""
-
-    id: str
-    start: int | None = None
-    stop: int | None = None
-
-
 @dataclass(frozen=True)
 class ChoreoParams:
     """Parameters that a call adds to an ordinary vLLM request.
 
     Attributes:
-        parents: the messages that the new tokens attend to; `ParentSpan`, an id, or
-            `(id, start, stop)`, kept as `ParentSpan`.
+        parents: the messages that the new tokens attend to, as `parent_span` reads them, kept as
+            `ParentSpan`.
         offsets: the position at which each parent is seen, in tokens; None in place of one: after
             the parent before it, the first at 0; None: all of them so.
         new_offset: the position of the first new token; None: after the last parent.
@@ -226,44 +220,42 @@ def check_offset(parameter: str, offset: Any) -> None:
         raise OffsetError("a position is an int >= 0", parameter=parameter, value=offset)
 
 
-def check_span(start: Any, stop: Any, num_tokens: int | None, value: Any) -> None:
-    """Refuse a sub-span that is empty or does not lie in `num_tokens` tokens (None: unknown yet).
+def check_span(
+    start: Any, stop: Any, num_tokens: int | None, value: Any, owner: str = "the message"
+) -> None:
+    """Refuse a sub-span that is empty or does not lie in its message.
+
+    Args:
+        start, stop: ends of the sub-span; None: those of the message.
+        num_tokens: tokens of the message; None: not known yet.
+        value: span as the caller gave it, for the error.
+        owner: name of the message, for the error.
 
     Raises:
-        SpanError: naming `value`, what the caller gave.
+        SpanError: the ends are no ints, or none of such a sub-span.
     """
-    for end in (start, stop):
-        if end is not None and (type(end) is not int or end < 0):
-            raise SpanError(
-                "start and stop are ints >= 0, or None for the end of the message",
-                parameter="parents",
-                value=value,
-            )
-    first = 0 if start is None else start
-    last = num_tokens if stop is None else stop
-    if last is None:
+    are_ints = all(type(end) is int for end in (start, stop) if end is not None)
+    limit = math.inf if num_tokens is None else num_tokens
+    if are_ints and 0 <= (start or 0) < (limit if stop is None else stop) <= limit:
         return
-    if first >= last or (num_tokens is not None and last > num_tokens):
-        length = "" if num_tokens is None else f"; the message has {num_tokens} tokens"
-        raise SpanError(
-            f"a sub-span needs 0 <= start < stop <= num_tokens{length}",
-            parameter="parents",
-            value=value,
-        )
+    length, bound = "", ""
+    if num_tokens is not None:
+        length, bound = f"{owner} has {num_tokens} tokens; ", f" <= {num_tokens}"
+    raise SpanError(
+        f"{length}choose ints with 0 <= start < stop{bound}, or None for the ends of the message",
+        parameter="parents",
+        value=value,
+    )
 
 
 def _parent(parent: Any) -> ParentSpan:
-    span = ParentSpan(parent) if isinstance(parent, str) else parent
-    if isinstance(span, str) or not isinstance(span, Sequence) or len(span) != 3:
-        raise ChoreoError(
-            "a parent is an id or [id, start, stop]", parameter="parents", value=parent
-        )
-    if not isinstance(span[0], str) or not span[0]:
+    span = parent_span(parent)
+    if not span.id:
         raise ChoreoError(
             "the id of a parent is a non-empty string", parameter="parents", value=parent
         )
-    check_span(span[1], span[2], None, parent)
-    return ParentSpan(*span)
+    check_span(span.start, span.stop, None, parent)
+    return span
 
 
 def _check_id(parameter: str, message_id: Any) -> None:

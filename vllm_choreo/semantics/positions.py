@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_choreo.errors import OffsetError, SpanError, TooLongError
+from vllm_choreo.errors import OffsetError, TooLongError
 from vllm_choreo.repair.weights import Weights
+from vllm_choreo.semantics.params import check_span
 
 
 @dataclass(frozen=True)
@@ -130,16 +131,9 @@ def resolve_span(
     Raises:
         SpanError: the span is empty or does not lie inside the message.
     """
-    first = 0 if start is None else start
-    last = num_tokens if stop is None else stop
-    if not 0 <= first < last <= num_tokens:
-        raise SpanError(
-            f"message {message_id!r} has {num_tokens} tokens; choose 0 <= start < stop <= "
-            f"{num_tokens}",
-            parameter="parents",
-            value=(message_id, start, stop),
-        )
-    return first, last
+    value = (message_id, start, stop)
+    check_span(start, stop, num_tokens, value, f"message {message_id!r}")
+    return start or 0, num_tokens if stop is None else stop
 
 
 def num_span_blocks(start: int, stop: int, block_size: int) -> int:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from hashlib import blake2b
 
 from vllm.logger import init_logger
 
 from vllm_choreo.api.adapters import base_model
 from vllm_choreo.errors import ChoreoError, NameTakenError, UnknownKeptError
-from vllm_choreo.repair.pair_rule import PairRule
+from vllm_choreo.repair.pair_rule import LenientPairRule, PairRule
 from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.semantics.call import Result
 from vllm_choreo.semantics.message import Message
@@ -44,7 +43,7 @@ class PairExchange:
 
     def __init__(self, rule: PairRule, model: str, folders: KeptFolders | None) -> None:
         rule.check_model(base_model(model))
-        self.rule = replace(rule, is_strict=False)
+        self.rule = LenientPairRule(rule.profile, rule.max_quality_loss, rule.ttft)
         self._is_writer = rule.is_written_by(base_model(model))
         self._folders = folders
 

@@ -54,8 +54,8 @@ def shape_of(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> KVShape:
     )
 
 
-def joined(found: Sequence[bytes], chunk: Chunk, shape: KVShape, origin: Origin) -> Any:
-    """Bytes of a chunk with all heads, from those that each worker has."""
+def concat_heads(found: Sequence[bytes], chunk: Chunk, shape: KVShape, origin: Origin) -> Any:
+    """Concatenate the heads of a chunk, of which each worker has some, token by token."""
     apart = found[:: _stride(origin)]
     if len(apart) == 1:
         return apart[0]

@@ -10,7 +10,7 @@ from vllm_choreo.errors import ChoreoError, KeptError, LimitError, PoolFullError
 from vllm_choreo.semantics.message import Kept, Message
 from vllm_choreo.snapshot.byte_bar import ByteBar
 from vllm_choreo.snapshot.manifest import FORMAT, data_files, manifest_bytes, read_manifest
-from vllm_choreo.snapshot.origin import Origin, joined, shape_of
+from vllm_choreo.snapshot.origin import Origin, concat_heads, shape_of
 from vllm_choreo.snapshot.steps import Ask, Steps, operation, workers
 from vllm_choreo.snapshot.storage import KeptFolder, settle
 from vllm_choreo.snapshot.streams import Digested
@@ -180,7 +180,7 @@ class _Writer:
                     digested.write(found[0])  # every worker has them all
                 else:
                     found = yield workers("choreo_read_kv", held["blocks"], parts, *rows)
-                    digested.write(joined(found, chunk, shape, self._origin))
+                    digested.write(concat_heads(found, chunk, shape, self._origin))
                 bar.advance(chunk.num_bytes)
             settle(file)
         self.data[number] = {

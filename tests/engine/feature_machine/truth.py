@@ -10,7 +10,7 @@ from tests.engine.attention_oracle import AttentionOracle
 from tests.engine.layer_oracle import LayerOracle
 from tests.engine.oracle import Encoded, Oracle, Parent
 from tests.engine.weighed_oracle import WeighedOracle
-from vllm_choreo.repair.runs import joined
+from vllm_choreo.repair.runs import merge_ranges
 
 TokenRanges = Sequence[Sequence[tuple[int, int]]]
 # Between programs no more encodings are kept than so many; each takes some 200 KiB.
@@ -173,4 +173,4 @@ def _chosen(
         if stop - start <= budget:
             budget -= stop - start
             runs[number].append((start, stop))
-    return [list(joined(of_parent)) for of_parent in runs]
+    return [list(merge_ranges(of_parent)) for of_parent in runs]

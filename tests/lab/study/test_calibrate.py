@@ -81,13 +81,13 @@ def test_replays_say_what_the_judge_measures(llm: Any) -> None:
         llm, "tree_of_thoughts", [task], arms_of([], [], None, ["first:16"])[:3], measures_kl=True
     )
     replays = Replays(llm, task)
-    plain, first, everything = (replays.heard(rule) for rule in (None, "first:16", "all"))
+    plain, first, everything = (replays.measure(rule) for rule in (None, "first:16", "all"))
     assert sum(plain.kl) == pytest.approx(judged[CHOREOGRAPHED].kl, rel=1e-6)
     assert sum(first.kl) == pytest.approx(judged["repair first:16"].kl, rel=1e-6)
     assert sum(plain.kl) > 1e-3
     assert sum(everything.kl) == pytest.approx(0, abs=1e-5)
     assert sum(everything.same) == everything.num_tokens == plain.num_tokens
-    encoded = [heard.num_encoded for heard in (plain, first, everything)]
+    encoded = [measured.num_encoded for measured in (plain, first, everything)]
     assert encoded == sorted(set(encoded))
 
 
@@ -96,9 +96,9 @@ def test_a_session_repairs_by_its_policy(llm: Any, model: str, tmp_path: Path) -
     masks = {**_NOTHING, "vote": {"question": (), "candidate": (0,), "ballot": (0, 2)}}
     path, replays = tmp_path / "policy.json", Replays(llm, _task(llm))
     _policy(model, masks).save(path)
-    by_file, by_call = replays.heard(str(path)), replays.heard(choose=policy_choice(masks))
+    by_file, by_call = replays.measure(str(path)), replays.measure(choose=policy_choice(masks))
     assert by_file.kl == by_call.kl and by_file.num_encoded == by_call.num_encoded
-    plain = replays.heard()
+    plain = replays.measure()
     assert by_file.num_encoded > plain.num_encoded
     for call, before in zip(by_file.calls, plain.calls, strict=True):
         assert (call.message.usage.repaired_tokens > 0) == (call.role == "vote")

@@ -8,11 +8,11 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from vllm import SamplingParams
 
 from tests.engine.adapters import Adapter

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+from msgspec import Struct
+
 from vllm_choreo.cli.engine import LocalEngine
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.options import OPTIONS, WORKFLOWS
@@ -20,21 +22,34 @@ from vllm_choreo.transcript.transcript import Transcript
 # Forms of the inputs of all workflows, see `check_form`; sampling parameters end in "_params".
 INPUTS: dict[str, Any] = {
     "question": str,
-    "questions": [str],
-    "documents": [str],
+    "questions": list[str],
+    "documents": list[str],
     "opening": str,
-    "concepts": [str],
+    "concepts": list[str],
     "candidates": int,
-    "voters": (int, [str]),
-    "agents": (int, [str]),
+    "voters": int | list[str],
+    "agents": int | list[str],
     "rounds": int,
     "restate": bool,
     "variant": str,
-    "strategies": [str],
+    "strategies": list[str],
     "leak": str,
 }
-_PROBLEM = {"id": str, "question": str, "answers": [str], "kind": str, "documents": [str]}
-_TASK = {"id": str, "source": str, "problems": [_PROBLEM]}
+
+
+class _Problem(Struct):
+    id: str
+    question: str
+    answers: list[str]
+    kind: str
+    documents: list[str]
+    opening: str = ""
+
+
+class _Task(Struct):
+    id: str
+    source: str
+    problems: list[_Problem]
 
 
 def recorded_tasks(args: argparse.Namespace) -> list[Task]:
@@ -88,7 +103,7 @@ def recorded_task(path: Path) -> Task:
 def _task(data: dict[str, Any], transcript: Transcript, path: Path) -> Task:
     """The task that a transcript is of; without problems if it was saved by another program."""
     about = data.get("task", {"id": path.stem, "source": path.name, "problems": []})
-    check_form(about, _TASK, "task")
+    check_form(about, _Task, "task")
     inputs = {name: _argument(name, value) for name, value in transcript.inputs.items()}
     try:
         inspect.signature(program_of(transcript.workflow)).bind(None, **inputs)
@@ -112,7 +127,7 @@ def _argument(name: str, value: Any) -> Any:
         return value
     if value is None:
         return None
-    check_form(value, {}, place)
+    check_form(value, dict[str, Any], place)
     try:
         return LocalEngine.sampling(**value)
     except Exception as error:  # the checks of vLLM, msgspec and Python have no common base
@@ -120,7 +135,6 @@ def _argument(name: str, value: Any) -> Any:
 
 
 def _problem(fields: dict[str, Any], place: str) -> Problem:
-    check_form(fields.get("opening", ""), str, f"{place}.opening")
     if fields["kind"] not in get_args(Kind):
         raise ValueError(f"{place}.kind must be one of {get_args(Kind)}, not {fields['kind']!r}")
     lists = {name: tuple(fields[name]) for name in ("answers", "documents")}

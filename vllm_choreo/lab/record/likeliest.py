@@ -7,11 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
+
 from vllm_choreo.transcript.check import check_form
 from vllm_choreo.transcript.transcript import Transcript
 
-_FORM = {"token_ids": [[int]], "logprobs": [[float]]}
 _DIGITS = 6  # of a log-probability
+
+
+class _Form(Struct):
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Likeliest:
         Raises:
             ValueError: the data have another form, or do not fit to the transcript.
         """
-        check_form(data, _FORM, "likeliest")
+        check_form(data, _Form, "likeliest")
         ids, logprobs = (tuple(map(tuple, data[name])) for name in ("token_ids", "logprobs"))
         num = sum(len(step.message.generated_token_ids) for step in transcript.steps)
         if (

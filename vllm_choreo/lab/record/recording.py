@@ -16,7 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.files import write_text
@@ -29,8 +31,16 @@ FORMAT = 1
 FILE_NAME = "record.json"
 PARTS = ("train", "development", "test")
 SHARES = (0.8, 0.1, 0.1)
-_ABOUT = {"format": int, "base": {"name": str, "weights": str, "tokenizer": str}, "mode": str}
-_RUN = {"problems": [str]}
+
+
+class _About(Struct):
+    format: int
+    base: Annotated[ModelIdentity, Meta(description="must have name, weights and tokenizer")]
+    mode: str
+
+
+class _Run(Struct):
+    problems: list[str]
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ class Recording:
         """
         folder = Path(folder).expanduser()
         digest = blake2b(digest_size=16)
-        about = _read(folder / FILE_NAME, _ABOUT, digest)
+        about = _read(folder / FILE_NAME, _About, digest)
         parts = {
             part: tuple(_run(path, digest) for path in sorted((folder / part).glob("*.json")))
             for part in PARTS
@@ -200,7 +210,7 @@ class Recorder:
 
 
 def _run(path: Path, digest: Any) -> RecordedRun:
-    data = _read(path, _RUN, digest)
+    data = _read(path, _Run, digest)
     try:
         transcript = Transcript.from_json(data)
         found = data.get("likeliest")

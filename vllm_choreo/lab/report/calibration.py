@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-contained HTML page of a calibration: the quality and the cost of each rung."""
+"""Self-contained HTML page of a calibration: the quality and the cost of each candidate."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def calibration_html(calibration: Mapping[str, Any], advice: str) -> str:
     Returns:
         The text of an HTML file that loads nothing from elsewhere.
     """
-    rungs = calibration["rungs"]
+    candidates = calibration["rungs"]
     pictures = [
-        _frontier(rungs, "kl", "KL to the text, nats per token", nats),
-        _frontier(rungs, "agreement", "same likeliest token", percent),
-        _frontier(rungs, "kl", "KL to the text, nats per token", nats, "ttft"),
+        _frontier(candidates, "kl", "KL to the text, nats per token", nats),
+        _frontier(candidates, "agreement", "same likeliest token", percent),
+        _frontier(candidates, "kl", "KL to the text, nats per token", nats, "ttft"),
     ]
     error = calibration["prediction_error"]
     notes = [_NOTE] + (
@@ -47,33 +47,38 @@ def calibration_html(calibration: Mapping[str, Any], advice: str) -> str:
         f"Target {calibration['target']} <small>runs: {runs}</small>",
         note(advice),
         f'<div class="charts">{"".join(pictures)}</div>',
-        table(_HEAD, [_cells(rung) for rung in rungs]),
+        table(_HEAD, [_cells(candidate) for candidate in candidates]),
         *map(note, notes),
     )
     return filled("Calibration of repair", calibration["facts"], body)
 
 
 def _frontier(
-    rungs: Any, name: str, of: str, show: Callable[[float], str], by: str = "encoded"
+    candidates: Any, name: str, of: str, show: Callable[[float], str], by: str = "encoded"
 ) -> str:
     points = [
         Point(
-            rung["name"], rung[by], rung[name], rung.get(f"{name}_low"), rung.get(f"{name}_high"), i
+            candidate["name"],
+            candidate[by],
+            candidate[name],
+            candidate.get(f"{name}_low"),
+            candidate.get(f"{name}_high"),
+            i,
         )
-        for i, rung in enumerate(rungs)
+        for i, candidate in enumerate(candidates)
     ]
     if by == "ttft":
         return frontier(points, of, "time to first token", show, milliseconds)
     return frontier(points, of, "tokens encoded per run", show)
 
 
-def _cells(rung: Mapping[str, Any]) -> list[str]:
+def _cells(candidate: Mapping[str, Any]) -> list[str]:
     return [
-        rung["name"],
-        nats(rung["predicted"]),
-        f"{nats(rung['kl'])} ({nats(rung['kl_low'])} to {nats(rung['kl_high'])})",
-        percent(rung["agreement"]),
-        f"{rung['encoded']:,.0f}",
-        percent(rung["share"]),
-        milliseconds(rung["ttft"]),
+        candidate["name"],
+        nats(candidate["predicted"]),
+        f"{nats(candidate['kl'])} ({nats(candidate['kl_low'])} to {nats(candidate['kl_high'])})",
+        percent(candidate["agreement"]),
+        f"{candidate['encoded']:,.0f}",
+        percent(candidate["share"]),
+        milliseconds(candidate["ttft"]),
     ]

@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 
 from vllm_choreo.errors import ChoreoError, EmptyTokensError, OffsetError, SpanError
+from vllm_choreo.semantics.params import check_span
 
 
 @dataclass(frozen=True)
@@ -228,9 +229,4 @@ def _check_span(span: SeenSpan, number: int, calls: Sequence[PackedCall]) -> Non
             f"call {number} can read the calls before it alone", parameter="parents", value=span
         )
     num_tokens = len(calls[span.call].token_ids)
-    if not 0 <= span.start < span.stop <= num_tokens:
-        raise SpanError(
-            f"call {span.call} has {num_tokens} tokens; choose 0 <= start < stop <= {num_tokens}",
-            parameter="parents",
-            value=span,
-        )
+    check_span(span.start, span.stop, num_tokens, span, f"call {span.call}")

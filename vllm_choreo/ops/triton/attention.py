@@ -154,7 +154,7 @@ def span_attention(
             HAS_ALIBI=layer.alibi_slopes is not None,
             HAS_WINDOW=layer.window is not None,
             HAS_SINKS=layer.sinks is not None,
-            HAS_HEAT=weights is not None,
+            HAS_TEMPERATURE=weights is not None,
             BLOCK_SIZE=plan.spans.block_size,
             CHUNK=_chunk_tokens(padded, query.dtype),
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
@@ -168,5 +168,5 @@ def span_attention(
             tiles.merged_query, tiles.partial_start_loc, tiles.partial, layer.sinks,
             tiles.merged_request, tiles.merged_chosen, weights and weights.factor,
             HEAD_SIZE=head_size, PADDED_HEAD_SIZE=padded, HAS_SINKS=layer.sinks is not None,
-            HAS_HEAT=weights is not None, num_warps=1,
+            HAS_TEMPERATURE=weights is not None, num_warps=1,
         )  # fmt: skip

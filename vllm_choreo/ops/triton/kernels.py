@@ -60,15 +60,15 @@ def _dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes,
             key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
             table_ptr, first_slot, begin, end, dims, scale, softcap,
-            window, heat, IS_OWN: tl.constexpr, HEAD_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-            HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_HEAT: tl.constexpr,
-            BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-            WIDEN: tl.constexpr):  # fmt: skip
+            window, inverse_temperature, IS_OWN: tl.constexpr, HEAD_SIZE: tl.constexpr,
+            HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
+            HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+            PRECISION: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
     """Take tokens begin .. end - 1, from `first_slot` on, into the running softmax of each row.
 
     `distance` is the seen position of token 0 minus the position of the row's query; of an own
     span a row sees the tokens up to `last_visible`, in a window those beyond `-window`. Scores are
-    multiplied by `heat`.
+    multiplied by `inverse_temperature`.
     """
     is_dim = dims < HEAD_SIZE
     for start in range(begin, end, CHUNK):
@@ -86,8 +86,8 @@ def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         if HAS_ALIBI:
             scores += slopes[:, None] * (distance[:, None] + token[None, :]).to(tl.float32)
-        if HAS_HEAT:
-            scores = scores * heat
+        if HAS_TEMPERATURE:
+            scores = scores * inverse_temperature
         visible = is_token[None, :]
         if IS_OWN:
             visible = visible & (token[None, :] <= last_visible[:, None])
@@ -125,7 +125,7 @@ def attend_tiles(
     NUM_ROWS: tl.constexpr, GROUP_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     PADDED_HEAD_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_HEAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One item of one KV head. Names without a suffix are strides, in elements."""
@@ -166,11 +166,11 @@ def attend_tiles(
     key_ptr += kv_head.to(tl.int64) * key_head
     value_ptr += kv_head.to(tl.int64) * value_head
 
-    heat = 1.0
-    if HAS_HEAT:  # an item of chosen spans is of one request
+    inverse_temperature = 1.0
+    if HAS_TEMPERATURE:  # an item of chosen spans is of one request
         of_tile = tl.load(tile_request_ptr + tile * NUM_SLOTS)
         if tl.load(item_ptr + 7) != 0:
-            heat = 1.0 / tl.load(temperature_ptr + of_tile)
+            inverse_temperature = 1.0 / tl.load(temperature_ptr + of_tile)
 
     for segment in range(first_segment, end_segment):
         segment_ptr = segments_ptr + segment * 5
@@ -189,8 +189,8 @@ def attend_tiles(
             accumulator, maximum, total, turned, index, distance, slopes,
             key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
             blocks_ptr, tl.load(segment_ptr + 2), 0, tl.load(segment_ptr + 3), dims, scale, softcap,
-            window, heat, False, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW, HAS_HEAT,
-            BLOCK_SIZE, CHUNK, PRECISION, WIDEN,
+            window, inverse_temperature, False, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW,
+            HAS_TEMPERATURE, BLOCK_SIZE, CHUNK, PRECISION, WIDEN,
         )  # fmt: skip
 
     if own_request >= 0:
@@ -238,7 +238,7 @@ def merge_partials(
     merged_query_ptr, partial_start_ptr, partial_ptr, sinks_ptr,
     merged_request_ptr, merged_chosen_ptr, factor_ptr,
     HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_HEAT: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
     """The output of one head of one query from its partial results.
 
@@ -252,7 +252,7 @@ def merge_partials(
     is_dim = dims < HEAD_SIZE
     shift = 0.0
     end_chosen = begin
-    if HAS_HEAT:
+    if HAS_TEMPERATURE:
         end_chosen += tl.load(merged_chosen_ptr + merged)
         highest = float("-inf")
         for i in range(begin, end_chosen):

@@ -80,7 +80,7 @@ def command(parser: argparse.ArgumentParser) -> Main:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Calibrate; the exit status: 0, or 1 if no rung but encoding everything reaches the target.
+    """Calibrate; the exit status: 0, or 1 if only encoding everything reaches the target.
 
     Raises:
         ChoreoError: the arguments do not make sense, a run cannot be replayed, or the engine does

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit to the first half of the runs: what each block buys, and what rungs should buy."""
+"""Fit to the first half of the runs: what each block buys, and what candidates should buy."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_choreo.lab.cli.task import Task
-from vllm_choreo.lab.study.calibrate.measure import BLOCK, NUM_BLOCKS, Heard, Replays, distinct
+from vllm_choreo.lab.study.calibrate.measure import (
+    BLOCK,
+    NUM_BLOCKS,
+    MeasuredReplay,
+    Replays,
+    distinct,
+)
 from vllm_choreo.repair.calibration import (
     Key,
     ReadParent,
     Trial,
-    bought,
     drawn,
     gains_of,
     keys_of,
     masks_of,
+    select_within_budget,
 )
 
 # How often each run is replayed with blocks drawn at random.
@@ -47,20 +53,20 @@ class Fit:
     num_tokens: int = 0
     num_reused: int = 0
 
-    def add(self, heard: Heard) -> None:
+    def add(self, measured: MeasuredReplay) -> None:
         """Count a run that was replayed without repair."""
-        self.kl += sum(heard.kl)
-        self.num_tokens += heard.num_tokens
-        self.num_reused += heard.num_reused
-        for call in heard.read:
+        self.kl += sum(measured.kl)
+        self.num_tokens += measured.num_tokens
+        self.num_reused += measured.num_reused
+        for call in measured.read:
             self.readers[call.role] |= {parent.role for parent in call.parents}
             self.counts.update(keys_of(call.role, call.parents, BLOCK, NUM_BLOCKS).keys())
-        for call in distinct(heard.read):
+        for call in distinct(measured.read):
             self.tokens.update(keys_of(call.role, call.parents, BLOCK, NUM_BLOCKS))
 
     def masks(self, budget: float) -> dict[str, dict[str, tuple[int, ...]]]:
         """Masks of a policy; the budget is a share of the reused tokens."""
-        keys = bought(self.gains, self.tokens, self.counts, budget * self.num_reused)
+        keys = select_within_budget(self.gains, self.tokens, self.counts, budget * self.num_reused)
         return masks_of(keys, self.readers)
 
     def predicted(self, share_of: Callable[[Key], float]) -> float:
@@ -88,12 +94,12 @@ def fit(llm: Any, tasks: Sequence[Task], seed: int, on_replay: Callable[[], None
     for task in tasks:
         replays = Replays(llm, task)
         on_replay()
-        plain = replays.heard()
+        plain = replays.measure()
         found.add(plain)
         on_replay()
         for _ in range(DRAWS):
-            heard = replays.heard(choose=choose)
-            gained = zip(heard.calls, plain.kl, heard.kl, strict=True)
+            measured = replays.measure(choose=choose)
+            gained = zip(measured.calls, plain.kl, measured.kl, strict=True)
             trials += [
                 Trial(call.chosen, before - after) for call, before, after in gained if call.chosen
             ]

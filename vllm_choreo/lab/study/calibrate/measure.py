@@ -20,7 +20,7 @@ BLOCK, NUM_BLOCKS = 16, 16
 
 
 @dataclass(frozen=True)
-class Heard:
+class MeasuredReplay:
     """Measures of one replay.
 
     Attributes:
@@ -69,13 +69,13 @@ class Replays:
         self._llm = llm
         self._text, _ = self._replay("baseline", None, None)
 
-    def heard(self, repair: Any = None, choose: Choose | None = None) -> Heard:
+    def measure(self, repair: Any = None, choose: Choose | None = None) -> MeasuredReplay:
         """Replay choreographed, with a session's rule, or with blocks chosen call by call."""
         said, calls = self._replay("choreo", repair, choose)
         decodes = tuple(call for call in calls if call.message.generated_token_ids)
         pairs = list(zip(self._text, said, strict=True))
         messages = [call.message for call in calls]
-        return Heard(
+        return MeasuredReplay(
             calls=decodes,
             kl=tuple(float(kl_per_token(*pair).sum()) for pair in pairs),
             same=tuple(int((a.argmax(1) == b.argmax(1)).sum()) for a, b in pairs),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rungs of a calibration: what each should buy, what it does buy, and which one to take."""
+"""Candidates of a calibration: what each should buy, what it does, and which one to take."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 from vllm_choreo.lab.cli.task import Task
 from vllm_choreo.lab.study.calibrate.fitting import Fit
-from vllm_choreo.lab.study.calibrate.measure import BLOCK, Heard, Replays
+from vllm_choreo.lab.study.calibrate.measure import BLOCK, MeasuredReplay, Replays
 from vllm_choreo.lab.study.calibrate.repaired import policy_choice
 from vllm_choreo.lab.study.stats import bootstrap_interval
 from vllm_choreo.lab.study.targets import target_given
 from vllm_choreo.repair.calibration import Key
-from vllm_choreo.repair.rules import rule_given
+from vllm_choreo.repair.rules import FirstTokens, RandomBlocks, rule_given, rule_of
 
 AS_STORED, ALL = "none", "all"
 
 
 @dataclass(frozen=True)
-class Rung:
+class Candidate:
     """One way of repairing.
 
     Attributes:
@@ -41,11 +41,11 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Climbed:
-    """Results of a rung on the runs that were kept back: means of runs, KL of all tokens.
+class EvaluatedCandidate:
+    """Results of a candidate on the runs that were kept back: means of runs, KL of all tokens.
 
     Attributes:
-        name, predicted: name and prediction of the rung.
+        name, predicted: name and prediction of the candidate.
         kl, kl_low, kl_high: KL to the text, nats per token, with the bootstrap's interval of runs.
         agreement: share of the tokens at which the likeliest one is the text's.
         encoded: tokens per run, before any are generated.
@@ -68,27 +68,27 @@ class Climbed:
         return asdict(self)
 
 
-def rungs_of(found: Fit, rules: Sequence[str], budgets: Sequence[float]) -> list[Rung]:
-    """The rungs in order: nothing, the rules, a policy for each budget, everything."""
-    rungs = [Rung(AS_STORED, AS_STORED, predicted=found.kl / found.num_tokens)]
+def candidates_of(found: Fit, rules: Sequence[str], budgets: Sequence[float]) -> list[Candidate]:
+    """Candidates in order: nothing, the rules, a policy for each budget, everything."""
+    candidates = [Candidate(AS_STORED, AS_STORED, predicted=found.kl / found.num_tokens)]
     for text in rules:
         given = rule_given(text)
-        rungs.append(Rung(text, given, predicted=_predicted(found, given)))
+        candidates.append(Candidate(text, given, predicted=_predicted(found, given)))
     for budget in budgets:
         masks = found.masks(budget)
         predicted = found.predicted(_share_of_masks(masks))
-        rungs.append(Rung(f"policy {100 * budget:g} %", None, masks, budget, predicted))
-    return [*rungs, Rung(ALL, ALL, predicted=0.0)]
+        candidates.append(Candidate(f"policy {100 * budget:g} %", None, masks, budget, predicted))
+    return [*candidates, Candidate(ALL, ALL, predicted=0.0)]
 
 
 def _predicted(found: Fit, given: Any) -> float | None:
     """Predicted KL of a rule whose blocks are known beforehand, or drawn; else None."""
-    if isinstance(given, Mapping) and given.get("by") == "random":
-        return found.predicted(lambda key: float(given["share"]))
-    name, _, count = str(given).partition(":")
-    if name != "first":
+    rule = rule_of(given)
+    if isinstance(rule, RandomBlocks):
+        return found.predicted(lambda key: rule.share)
+    if not isinstance(rule, FirstTokens):
         return None
-    return found.predicted(lambda key: min(1.0, max(0.0, (int(count) - key.block * BLOCK) / BLOCK)))
+    return found.predicted(lambda key: min(1.0, max(0.0, (rule.count - key.block * BLOCK) / BLOCK)))
 
 
 def _share_of_masks(
@@ -97,32 +97,40 @@ def _share_of_masks(
     return lambda key: float(key.block in masks[key.role][key.parent])
 
 
-def climb(
-    llm: Any, tasks: Sequence[Task], rungs: Sequence[Rung], on_replay: Callable[[], None]
-) -> list[Climbed]:
-    """Replay runs on every rung; `on_replay` is called after each, `1 + len(rungs)` of each run.
+def evaluate(
+    llm: Any, tasks: Sequence[Task], candidates: Sequence[Candidate], on_replay: Callable[[], None]
+) -> list[EvaluatedCandidate]:
+    """Replay runs on every candidate.
+
+    Args:
+        on_replay: called after each replay; there are `1 + len(candidates)` of each run.
 
     Raises:
         ChoreoError: a run cannot be replayed.
     """
-    heard: list[list[Heard]] = [[] for _ in rungs]
+    measured: list[list[MeasuredReplay]] = [[] for _ in candidates]
     for task in tasks:
         replays = Replays(llm, task)
         on_replay()
-        for of_rung, rung in zip(heard, rungs, strict=True):
-            choose = None if rung.masks is None else policy_choice(rung.masks)
-            of_rung.append(replays.heard(rung.rule, choose))
+        for of_candidate, candidate in zip(measured, candidates, strict=True):
+            choose = None if candidate.masks is None else policy_choice(candidate.masks)
+            of_candidate.append(replays.measure(candidate.rule, choose))
             on_replay()
-    return [_climbed(rung, runs, heard[0]) for rung, runs in zip(rungs, heard, strict=True)]
+    return [
+        _evaluated(candidate, runs, measured[0])
+        for candidate, runs in zip(candidates, measured, strict=True)
+    ]
 
 
-def _climbed(rung: Rung, runs: Sequence[Heard], plain: Sequence[Heard]) -> Climbed:
+def _evaluated(
+    candidate: Candidate, runs: Sequence[MeasuredReplay], plain: Sequence[MeasuredReplay]
+) -> EvaluatedCandidate:
     pairs = [(sum(run.kl), run.num_tokens) for run in runs]
     low, high = bootstrap_interval(pairs, _ratio)
     more = sum(a.num_encoded - b.num_encoded for a, b in zip(runs, plain, strict=True))
-    return Climbed(
-        name=rung.name,
-        predicted=rung.predicted,
+    return EvaluatedCandidate(
+        name=candidate.name,
+        predicted=candidate.predicted,
         kl=_ratio(pairs),
         kl_low=low,
         kl_high=high,
@@ -138,22 +146,26 @@ def _ratio(pairs: Sequence[Any]) -> float:
     return float(above / below)
 
 
-def prediction_error(climbed: Sequence[Climbed]) -> float | None:
-    """Mean of |predicted - found| over the rungs but the last, as a share of what there is to gain.
+def prediction_error(evaluated: Sequence[EvaluatedCandidate]) -> float | None:
+    """Mean of |predicted - found| over all candidates but the last, as a share of the whole gain.
 
     There is the KL to the text without repair to gain; None if that is 0.
     """
-    gap = climbed[0].kl
-    errors = [abs(rung.predicted - rung.kl) for rung in climbed[:-1] if rung.predicted is not None]
+    gap = evaluated[0].kl
+    errors = [
+        abs(candidate.predicted - candidate.kl)
+        for candidate in evaluated[:-1]
+        if candidate.predicted is not None
+    ]
     return fmean(errors) / gap if gap > 0 else None
 
 
 # -- targets -------------------------------------------------------------------------------------
 
-_TARGETS: dict[str, Callable[[Climbed, float], bool]] = {
-    "kl": lambda rung, most: rung.kl <= most,
-    "agreement": lambda rung, least: rung.agreement >= least,
-    "ttft": lambda rung, most: rung.ttft <= most,
+_TARGETS: dict[str, Callable[[EvaluatedCandidate, float], bool]] = {
+    "kl": lambda candidate, most: candidate.kl <= most,
+    "agreement": lambda candidate, least: candidate.agreement >= least,
+    "ttft": lambda candidate, most: candidate.ttft <= most,
 }
 
 
@@ -167,13 +179,19 @@ def target_of(text: str) -> tuple[str, float]:
     return target_given(text, _TARGETS, says)
 
 
-def reached(climbed: Sequence[Climbed], target: tuple[str, float]) -> Climbed | None:
-    """The rung to take: the cheapest that is near enough, or the nearest that is fast enough.
+def reached(
+    evaluated: Sequence[EvaluatedCandidate], target: tuple[str, float]
+) -> EvaluatedCandidate | None:
+    """Candidate to take: the cheapest that is near enough, or the nearest that is fast enough.
 
-    None: no rung reaches the target, or only encoding everything again does.
+    None: no candidate reaches the target, or only encoding everything again does.
     """
     name, value = target
-    fit = [rung for rung in climbed if rung.name != ALL and _TARGETS[name](rung, value)]
+    fit = [
+        candidate
+        for candidate in evaluated
+        if candidate.name != ALL and _TARGETS[name](candidate, value)
+    ]
     if not fit:
         return None
-    return min(fit, key=lambda rung: rung.kl if name == "ttft" else rung.encoded)
+    return min(fit, key=lambda candidate: candidate.kl if name == "ttft" else candidate.encoded)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 from vllm_choreo.repair.pair import Ranges
+from vllm_choreo.repair.runs import merge_ranges
 
 # Into so many parts the layers are cut first.
 PARTS = 5
@@ -36,7 +37,7 @@ def finer(around: Iterable[Ranges], step: int, num_layers: int) -> list[Ranges]:
             for upper in (stop, stop - step, stop + step):
                 block = (max(0, lower), min(num_layers, upper))
                 if block[0] < block[1]:
-                    found[joined((*head, block))] = None
+                    found[merge_ranges((*head, block))] = None
         if not head and first > step:
             found[((0, step), (first, stop))] = None
     return [ranges for ranges in found if ranges not in around]
@@ -51,17 +52,6 @@ def steps(num_layers: int, parts: int = PARTS) -> list[int]:
     return found
 
 
-def joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Join ranges that touch or overlap."""
-    found: list[tuple[int, int]] = []
-    for first, stop in sorted(ranges):
-        if found and first <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
-        else:
-            found.append((first, stop))
-    return tuple(found)
-
-
 def singles(num_layers: int) -> list[Ranges]:
     """Each layer by itself."""
     return [((layer, layer + 1),) for layer in range(num_layers)]
@@ -70,4 +60,4 @@ def singles(num_layers: int) -> list[Ranges]:
 def scattered(gains: Sequence[float], count: int) -> Ranges:
     """The `count` layers that gain most by themselves; neighbours are one block."""
     best = sorted(range(len(gains)), key=lambda layer: -gains[layer])[:count]
-    return joined([(layer, layer + 1) for layer in best])
+    return merge_ranges([(layer, layer + 1) for layer in best])

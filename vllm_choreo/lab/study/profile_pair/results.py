@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from msgspec import to_builtins
 
 from vllm_choreo.cli.engine import LocalEngine
 from vllm_choreo.files import write_text
@@ -184,7 +186,7 @@ def _map_json(layer_map: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, 
     """Single layers, and the best of them beside the best whole block of as many."""
     whole = contiguous(cells)
     compared = [
-        {"scattered": asdict(cell), "contiguous": asdict(whole[cell.num_layers])}
+        {"scattered": to_builtins(cell), "contiguous": to_builtins(whole[cell.num_layers])}
         for cell in layer_map["scattered"]
         if cell.num_layers in whole
     ]
