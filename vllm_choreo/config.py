@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.errors import ChoreoError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 REPOSITION_POLICIES = ("query", "in_place")
 _PATH = "additional_config.choreo"
@@ -124,7 +127,7 @@ class ChoreoConfig:
         return int(self.hidden_memory_gib * _BYTES_PER_GIB)
 
     @classmethod
-    def from_vllm(cls, vllm_config: Any) -> ChoreoConfig:
+    def from_vllm(cls, vllm_config: VllmConfig) -> ChoreoConfig:
         """Read vLLM's configuration.
 
         Raises:
@@ -139,7 +142,7 @@ class ChoreoConfig:
         return cls(**settings)
 
 
-def _known(cls: type[Any], given: Any, path: str) -> dict[str, Any]:
+def _known(cls: type[ChoreoConfig | ServerConfig], given: object, path: str) -> dict[str, Any]:
     """Check that `given` is an object all of whose keys are settings of `cls`, and copy it."""
     names = [field.name for field in fields(cls)]
     if not isinstance(given, Mapping):
@@ -160,7 +163,7 @@ def _known(cls: type[Any], given: Any, path: str) -> dict[str, Any]:
 _MAY_BE_ZERO = ("hidden_memory_gib", "host_memory_gib", "pinned_share")
 
 
-def _check_numbers(config: Any, path: str) -> None:
+def _check_numbers(config: ChoreoConfig | ServerConfig, path: str) -> None:
     """Refuse values of the wrong type or size; each field's default tells its type."""
     for setting in fields(config):
         value, default = getattr(config, setting.name), setting.default

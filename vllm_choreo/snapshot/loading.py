@@ -157,7 +157,7 @@ def _believed(
     return {**entry, "data": data, "is_untrusted": is_untrusted and data is not None}
 
 
-def check_on_mismatch(given: Any) -> None:
+def check_on_mismatch(given: object) -> None:
     """Raise ChoreoError unless it is one of `ON_MISMATCH`."""
     if given not in ON_MISMATCH:
         raise ChoreoError(f"choose one of {ON_MISMATCH}", parameter="on_mismatch", value=given)

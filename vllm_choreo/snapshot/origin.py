@@ -54,7 +54,7 @@ def shape_of(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> KVShape:
     )
 
 
-def joined(found: Sequence[bytes], chunk: Chunk, shape: KVShape, origin: Origin) -> Any:
+def joined(found: Sequence[bytes], chunk: Chunk, shape: KVShape, origin: Origin) -> bytes:
     """Bytes of a chunk with all heads, from those that each worker has."""
     apart = found[:: _stride(origin)]
     if len(apart) == 1:

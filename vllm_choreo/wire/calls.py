@@ -36,7 +36,7 @@ def call_json(spec: CallSpec) -> dict[str, Any]:
     return {key: value for key, value in call.items() if value is not None}
 
 
-def adapter_name(given: Any) -> str | None:
+def adapter_name(given: object) -> str | None:
     """The name by which a server knows an adapter; of a `LoRARequest` its own.
 
     Raises:

@@ -10,6 +10,7 @@ from xml.sax.saxutils import quoteattr
 from vllm_choreo.errors import ChoreoError, PmlError, UnsupportedOptionError
 from vllm_choreo.pml.markup import parse_prompt
 from vllm_choreo.pml.tree import Prompt
+from vllm_choreo.server.openai.reading import Body
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.session_prompts import PromptCalls, SessionPrompts
 
@@ -19,7 +20,7 @@ _OPTIONS = ("layout", "mode", "repair", "deny")
 
 
 async def begin_prompt(
-    run: Run, prompts: SessionPrompts, body: Any, arguments: dict[str, Any], adapter: Any
+    run: Run, prompts: SessionPrompts, body: Body, arguments: dict[str, Any], adapter: object
 ) -> PromptCalls | None:
     """Submit the calls of a prompt before its last one; None: the request names no schema.
 
@@ -56,7 +57,7 @@ async def begin_prompt(
     return calls
 
 
-def prompt_of(text: str, schema: Any) -> Prompt:
+def prompt_of(text: str, schema: object) -> Prompt:
     """The prompt of a text: a whole `<prompt>`, or what stands inside it.
 
     Raises:
@@ -72,7 +73,7 @@ def prompt_of(text: str, schema: Any) -> Prompt:
     return prompt
 
 
-def _text(body: Any) -> str:
+def _text(body: Body) -> str:
     """The text of a completion's prompt, or of a chat's one message.
 
     Raises:
