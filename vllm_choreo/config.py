@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from msgspec import Meta
 
 from vllm_choreo.convert import convert
 from vllm_choreo.errors import ChoreoError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _Count = Annotated[int, Meta(ge=1, description="choose an int > 0")]
 _Number = Annotated[float, Meta(ge=1e-9, description="choose a number > 0")]
@@ -134,7 +137,7 @@ class ChoreoConfig:
         return int(self.hidden_memory_gib * _BYTES_PER_GIB)
 
     @classmethod
-    def from_vllm(cls, vllm_config: Any) -> ChoreoConfig:
+    def from_vllm(cls, vllm_config: VllmConfig) -> ChoreoConfig:
         """Read vLLM's configuration.
 
         Raises:
@@ -149,7 +152,7 @@ class ChoreoConfig:
         return cls(**settings)
 
 
-def _known(cls: type[Any], given: Any, path: str) -> dict[str, Any]:
+def _known(cls: type[ChoreoConfig | ServerConfig], given: object, path: str) -> dict[str, Any]:
     """Check that `given` is an object all of whose keys are settings of `cls`, and copy it."""
     names = [field.name for field in fields(cls)]
     if not isinstance(given, Mapping):
@@ -166,7 +169,7 @@ def _known(cls: type[Any], given: Any, path: str) -> dict[str, Any]:
     return dict(given)
 
 
-def _check_values(config: Any, path: str) -> None:
+def _check_values(config: ChoreoConfig | ServerConfig, path: str) -> None:
     """Refuse values that are not as their settings declare."""
     for name, form in get_type_hints(type(config), include_extras=True).items():
         if hasattr(form, "__metadata__"):

@@ -26,7 +26,7 @@ class ChoreoError(ValueError):
             which a call failed inside the engine. Empty otherwise.
     """
 
-    def __init__(self, message: str, *, parameter: str = "", value: Any = None) -> None:
+    def __init__(self, message: str, *, parameter: str = "", value: object = None) -> None:
         super().__init__(message)
         self.message = message
         self.parameter = parameter
@@ -205,11 +205,11 @@ def error_from_report(report: Mapping[str, Any]) -> ChoreoError:
     )
 
 
-def _rebuild(cls: type[ChoreoError], message: str, parameter: str, value: Any) -> ChoreoError:
+def _rebuild(cls: type[ChoreoError], message: str, parameter: str, value: object) -> ChoreoError:
     return cls(message, parameter=parameter, value=value)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """Text of a value for an error's message, cut if it is long; strings without quotes."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + "…"

@@ -70,7 +70,8 @@ class Load:
         self, side: str, header: Sequence[int], messages: Sequence[Any], params: Any
     ) -> str:
         """A call that reads these messages in this order; as text, as many tokens of the prefix."""
-        from vllm_choreo.semantics.params import ChoreoParams, ParentSpan
+        from vllm_choreo.semantics.naming import ParentSpan
+        from vllm_choreo.semantics.params import ChoreoParams
 
         if side == "cached prefix":
             num_read = sum(message.num_tokens for message in messages)

@@ -70,7 +70,9 @@ class Readers:
             params = forced(self.llm, DECODE_TOKENS, logprobs=1)
             answers = c.decode(calls, sampling_params=params)
             c.free(*answers)
-            found[side] = [logprobs_of(answer.logprobs, only_token(self.llm)) for answer in answers]
+            found[side] = [
+                logprobs_of(answer.logprobs or (), only_token(self.llm)) for answer in answers
+            ]
         if self.stock:
             found["stock"] = self.stock.logprobs(self.prefix(), headers, DECODE_TOKENS)
         wanted = list(itertools.chain(*found.pop("prefix")))

@@ -38,6 +38,7 @@ from vllm_choreo.errors import (
 )
 from vllm_choreo.semantics.call import CallSpec, linked_specs
 from vllm_choreo.semantics.message import Metrics
+from vllm_choreo.semantics.session_options import SessionOptions
 
 VOCAB_SIZE, MAX_MODEL_LEN = 512, 256
 Two = SamplingParams(max_tokens=2)
@@ -774,7 +775,9 @@ def test_a_request_of_the_callers_own_is_aborted_with_its_call(is_late: bool) ->
 def test_a_session_keeps_to_its_limits(llm: Any, name: str, limit: int) -> None:
     limits = {"max_messages_per_session": 99, "max_tokens_per_session": 99}
     limits[f"max_{name}_per_session"] = limit
-    session = Session(FakeTokenizer(), vllm_config(), limits=SimpleNamespace(**limits))
+    session = Session(
+        FakeTokenizer(), vllm_config(), SessionOptions(limits=SimpleNamespace(**limits))
+    )
     (a,) = session.plan([CallSpec("prefill", "abc")])
     session.entries.finished(a, ChoreoError("failed"))
     specs = linked_specs([{"tokens": "abcd", "save_as": "a"}, {"tokens": "efgh"}])

@@ -30,7 +30,7 @@ from vllm_choreo.errors import (
 )
 from vllm_choreo.semantics.call import asked, asked_copy, linked_specs
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.wire.calls import call_json
 from vllm_choreo.wire.messages import message_of
 from vllm_choreo.wire.sampling import sampling_fields

@@ -27,7 +27,7 @@ from vllm_choreo.errors import ChoreoError, LimitError, UnknownMessageError
 from vllm_choreo.repair.pair import Cell
 from vllm_choreo.repair.pair_rule import REASONS, ChosenCell
 from vllm_choreo.semantics.message import Message, Metrics, Usage
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.server import metrics
 from vllm_choreo.server.errors import status_of
 from vllm_choreo.server.metrics import CallMetrics, EngineMetrics

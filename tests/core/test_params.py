@@ -17,7 +17,8 @@ from vllm_choreo.errors import (
     UnknownMessageError,
     error_from_report,
 )
-from vllm_choreo.semantics.params import ChoreoParams, ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
+from vllm_choreo.semantics.params import ChoreoParams
 
 FULL = ChoreoParams(
     parents=(ParentSpan("s/0"), ParentSpan("s/1", 2, 5), ParentSpan("s/1", None, 3)),

@@ -29,7 +29,7 @@ from vllm_choreo.errors import (
     UnsupportedOptionError,
 )
 from vllm_choreo.semantics.message import Message, Metrics, Usage
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.server import documents
 from vllm_choreo.server.answers import results_json
 from vllm_choreo.server.errors import as_choreo_error, error_json, status_of

@@ -16,7 +16,8 @@ from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN, check_tok
 from tests.engine.oracle import Oracle, Parent, whole
 from vllm_choreo import Choreography
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.semantics.params import ChoreoParams, ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
+from vllm_choreo.semantics.params import ChoreoParams
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,16 @@ def test_example_runs(embedded_model_path: Path, capsys: pytest.CaptureFixture[s
     assert printed.count("reused_tokens") == 2
 
 
+def test_offline_example_runs(
+    embedded_model_path: Path,
+) -> None:
+    words = ["examples/offline.py", "--model", str(embedded_model_path), "--max-tokens", "2"]
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.count("tokens reused") == 2
+
+
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"`vllm-choreo ([\w-]+)", README))))
 def test_commands_exist(command: str) -> None:
     done = subprocess.run(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_choreo.semantics.message import Message, Metrics, Usage
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.transcript.transcript import Transcript
 
 

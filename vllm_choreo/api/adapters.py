@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.errors import AdapterError, ChoreoError, UnsupportedOptionError
+from vllm_choreo.semantics.session_options import SessionOptions
 from vllm_choreo.trained_adapter import (
     FILE_NAME,
     PEFT_FILES,
@@ -26,6 +27,10 @@ from vllm_choreo.trained_adapter import (
     adapter_weights,
     wears_adapter,
 )
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
 
 # Of both files that say what an adapter is: when it changed, in ns, and its size; None: not there.
 _Stamp = tuple[tuple[int, int] | None, ...]
@@ -39,7 +44,7 @@ class WithAdapter:
         adapter: a `LoRARequest` or a folder, as a session takes it.
     """
 
-    adapter: Any
+    adapter: object
 
 
 class SessionAdapters:
@@ -47,10 +52,10 @@ class SessionAdapters:
 
     Args:
         vllm_config: the engine's.
-        adapter: adapter of calls that name none: a `LoRARequest`, a folder, or the name of the
-            model for none.
-        placement: the calls that wear adapters in this session; None: as the folder of each says
-            (`choreo_train.json`), and all calls where it does not.
+        options: the session's. `adapter`: adapter of calls that name none: a `LoRARequest`, a
+            folder, or the name of the model for none. `placement`: the calls that wear adapters in
+            this session; None: as the folder of each says (`choreo_train.json`), and all calls
+            where it does not.
 
     Raises:
         AdapterError: a folder that does not say where its adapter is worn, while `placement` does
@@ -58,7 +63,8 @@ class SessionAdapters:
         ChoreoError: no such adapter or placement.
     """
 
-    def __init__(self, vllm_config: Any, adapter: Any = None, placement: str | None = None) -> None:
+    def __init__(self, vllm_config: VllmConfig, options: SessionOptions) -> None:
+        adapter, placement = options.adapter, options.placement
         self._vllm_config = vllm_config
         self._given_placement = placement
         self._fitting: dict[Path, _Stamp] = {}  # folders that have been checked
@@ -85,7 +91,7 @@ class SessionAdapters:
         """Placement of the session's adapter; None: the session has no adapter."""
         return self._adapter and (self._placement_of(self._adapter) or "both")
 
-    def of(self, kind: str, given: Any) -> Any:
+    def of(self, kind: str, given: object) -> LoRARequest | None:
         """The `LoRARequest` that encodes a call and generates, or None.
 
         Args:
@@ -100,7 +106,7 @@ class SessionAdapters:
         if given is None:
             given = WithAdapter(self._adapter)
         is_placed = isinstance(given, WithAdapter)
-        request = self._checked(given.adapter if is_placed else given)
+        request = self._checked(given.adapter if isinstance(given, WithAdapter) else given)
         if request is None:
             return None
         placement = self._placement_of(request) or "both"
@@ -110,12 +116,12 @@ class SessionAdapters:
             return None
         raise _contradicts(kind, placement, request)
 
-    def _placement_of(self, request: Any) -> str | None:
+    def _placement_of(self, request: LoRARequest) -> str | None:
         """Placement of an adapter; None: neither the session nor its folder says it."""
         trained = _trained(request)
         return self._given_placement or (trained.placement if trained else None)
 
-    def _checked(self, given: Any) -> Any:
+    def _checked(self, given: object) -> LoRARequest | None:
         """The `LoRARequest` of what was given; None: the model itself."""
         config = self._vllm_config.model_config
         names = config.served_model_name, config.model
@@ -143,7 +149,7 @@ class SessionAdapters:
         return request
 
 
-def _request_of(given: Any) -> Any:
+def _request_of(given: object) -> LoRARequest | None:
     """The `LoRARequest`; of a folder always the same. None: it is no adapter."""
     if isinstance(given, (str, Path)):
         folder = Path(given).expanduser().absolute()
@@ -160,7 +166,7 @@ def _request_of(given: Any) -> Any:
     return given if module is not None and isinstance(given, module.LoRARequest) else None
 
 
-def _contradicts(kind: str, placement: str, request: Any) -> AdapterError:
+def _contradicts(kind: str, placement: str, request: LoRARequest) -> AdapterError:
     worn_by = "calls that encode messages" if placement == "writer" else "calls that generate"
     return AdapterError(
         f"a {kind} names an adapter that is worn by {worn_by} alone (placement {placement}): leave "
@@ -173,14 +179,14 @@ def _contradicts(kind: str, placement: str, request: Any) -> AdapterError:
 # -- what is on the disk -------------------------------------------------------------------------
 
 
-def _trained(request: Any) -> TrainedAdapter | None:
+def _trained(request: LoRARequest) -> TrainedAdapter | None:
     """Record that training left beside the adapter; None: we did not train it."""
     folder = _folder(request)
     stamp = _stamp(folder)[0]
     return None if stamp is None else _load(folder, *stamp)
 
 
-def _check_fits(request: Any, vllm_config: Any) -> None:
+def _check_fits(request: LoRARequest, vllm_config: VllmConfig) -> None:
     """Check that vLLM can load the adapter. Raises AdapterError: not so, or of another model."""
     trained, model = _trained(request), vllm_config.model_config.model
     if trained is not None and not trained.base.same_as(base_model(model)):
@@ -198,7 +204,7 @@ def _check_fits(request: Any, vllm_config: Any) -> None:
         check_loadable(_folder(request), vllm_config.lora_config)
 
 
-def _folder(request: Any) -> Path:
+def _folder(request: LoRARequest) -> Path:
     return Path(request.lora_path).expanduser()
 
 
@@ -220,7 +226,7 @@ def _load(folder: Path, *stamp: int) -> TrainedAdapter:
     return TrainedAdapter.load(folder)
 
 
-def adapter_weights_of(request: Any) -> str | None:
+def adapter_weights_of(request: LoRARequest | None) -> str | None:
     """Digest of the weights of a call's adapter; None: it wears none; "": they are not here."""
     if request is None:
         return None
@@ -229,7 +235,7 @@ def adapter_weights_of(request: Any) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _weights(folder: Path, stamp: Any) -> str:
+def _weights(folder: Path, stamp: tuple[int, int] | None) -> str:
     """Digest an adapter's weights; again when the file changes."""
     return adapter_weights(folder)
 

@@ -16,26 +16,26 @@ import copy
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack
 
 from vllm_choreo.api.async_runner import AsyncRunner
 from vllm_choreo.api.keeping import Keeping
 from vllm_choreo.api.outcomes import Outcome, check_ttl
-from vllm_choreo.api.pending import Pending
+from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
-from vllm_choreo.api.session_repair import OnChoice
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.repair.session_rules import SessionRule
 from vllm_choreo.semantics.call import (
+    Answer,
+    Answers,
     Asked,
     CallSpec,
     asked,
     asked_copy,
-    check_mode,
     linked_specs,
     one_spec,
     submitted_spec,
 )
+from vllm_choreo.semantics.call_methods import AsyncCallMethods
 from vllm_choreo.semantics.call_options import (
     Call,
     Calls,
@@ -46,20 +46,18 @@ from vllm_choreo.semantics.call_options import (
     ReadOptions,
 )
 from vllm_choreo.semantics.message import Kept, Message, Piece
+from vllm_choreo.semantics.session_options import AdapterGiven, RepairGiven, SessionOptions
 from vllm_choreo.snapshot.steps import Ask, drive_async
 from vllm_choreo.snapshot.storage import KeptFolder
 
 
-class AsyncChoreography:
+class AsyncChoreography(AsyncCallMethods):
     """A tenant's session on an AsyncLLM. Arguments and rules are those of `Choreography`.
 
     Args:
         tenant: owner of the session; identical messages of one tenant are encoded once.
         adapter, placement, repair: defaults of calls that name none, see `Choreography`.
-        limits: object with `max_messages_per_session` and `max_tokens_per_session`; None: none.
-        session_id: id of a session of an earlier process, whose messages are to be loaded; None:
-            a new one.
-        on_choice: function that is told which layers a pair's profile chooses for a call.
+        options: all of these in one, and those that a server gives besides; None: these.
     """
 
     def __init__(
@@ -68,30 +66,23 @@ class AsyncChoreography:
         mode: str = "choreo",
         *,
         tenant: str = "",
-        adapter: str | Path | LoRARequest | None = None,
+        adapter: AdapterGiven = None,
         placement: str | None = None,
-        repair: str | Path | Mapping[str, Any] | SessionRule | None = None,
-        limits: Any = None,
-        session_id: str | None = None,
-        on_choice: OnChoice | None = None,
+        repair: RepairGiven = None,
+        options: SessionOptions | None = None,
     ) -> None:
-        check_mode(mode)
-        self.mode = mode
-        rule: Any = repair
-        self.repair = rule.to_json() if hasattr(rule, "to_json") else rule
-        tokenizer, vllm_config = async_llm.get_tokenizer(), async_llm.vllm_config
+        options = options or SessionOptions(
+            mode=mode, tenant=tenant, adapter=adapter, placement=placement, repair=repair
+        )
+        self.mode = options.mode
+        rule = options.repair
+        self.repair = rule.to_json() if rule is not None and hasattr(rule, "to_json") else rule
+        vllm_config = async_llm.vllm_config
         self._session = Session(
-            tokenizer,
+            async_llm.get_tokenizer(),
             vllm_config,
-            mode,
-            tenant,
-            limits,
-            adapter,
-            placement,
-            repair,
-            session_id,
+            options,
             lambda: async_llm.get_num_unfinished_requests(),
-            on_choice,
         )
         self._entries = self._session.entries
         self._runner = AsyncRunner(async_llm, self._session)
@@ -112,34 +103,9 @@ class AsyncChoreography:
         """Calls that wear the session's adapter: "writer", "reader" or "both"; None: no adapter."""
         return self._session.adapters.placement
 
-    @overload
-    async def prefill(self, tokens: Content, **options: Unpack[ReadOptions]) -> Message: ...
-
-    @overload
-    async def prefill(self, tokens: Calls, **options: Unpack[ReadOptions]) -> list[Message]: ...
-
-    async def prefill(
-        self, tokens: Content | Calls, **options: Unpack[ReadOptions]
-    ) -> Message | list[Message]:
-        """Encode a message, or a list of them: `Choreography.prefill`."""
-        return await self._run(asked("prefill", tokens, options, self._denied))
-
-    @overload
-    async def decode(self, header: Content, **options: Unpack[DecodeOptions]) -> Message: ...
-
-    @overload
-    async def decode(self, header: Calls, **options: Unpack[DecodeOptions]) -> list[Message]: ...
-
-    async def decode(
-        self, header: Content | Calls, **options: Unpack[DecodeOptions]
-    ) -> Message | list[Message]:
-        """Encode a header and generate, or run a list of such calls: `Choreography.decode`."""
-        return await self._run(asked("decode", header, options, self._denied))
-
     async def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:
         """Encode a complete message anew with other parents: `Choreography.reencode`."""
-        clean: Message = await self._run(asked_copy(message, options, self._denied))
-        return clean
+        return await self._run(asked_copy(message, options, self._denied))
 
     def deny(self, *messages: Named) -> AsyncChoreography:
         """Return the session under a policy: `Choreography.deny`; also against pending calls."""
@@ -212,7 +178,7 @@ class AsyncChoreography:
         (call,) = self._session.plan([one_spec("decode", header, options, self._denied)])
         return self._runner.reserve(call)
 
-    async def submitted(self, pending: Pending, queue: Any) -> None:
+    async def submitted(self, pending: Pending, queue: OutputQueue) -> None:
         """Tell that the engine has the request of a call that `begin` reserved.
 
         From now on, ending the call or closing the session aborts the request.
@@ -265,8 +231,10 @@ class AsyncChoreography:
         progress: bool | None = None,
     ) -> Kept:
         """Keep messages in a folder: `Choreography.save`. Files are written in a thread."""
-        options: Any = {"encodings": encodings, "progress": progress, "denied": self._denied}
-        return await drive_async(self._keeping.save(messages, uri, **options), self._answer)
+        steps = self._keeping.save(
+            messages, uri, encodings=encodings, progress=progress, denied=self._denied
+        )
+        return await drive_async(steps, self._answer)
 
     async def load(
         self,
@@ -323,7 +291,12 @@ class AsyncChoreography:
     ) -> None:
         await self.close()
 
-    async def _run(self, asked: Asked) -> Any:
+    async def _called(
+        self, kind: str, content: Content | Calls, options: Mapping[str, Any]
+    ) -> Answers:
+        return await self._run(asked(kind, content, options, self._denied))
+
+    async def _run(self, asked: Asked[Answer]) -> Answer:
         pending = await self._runner.submit(self._session.plan(asked.calls))
         return asked.answer(await self._runner.results(pending))
 
@@ -331,7 +304,7 @@ class AsyncChoreography:
         (pending,) = await self._runner.submit(self._session.plan([spec]))
         return pending
 
-    async def _answer(self, ask: Ask) -> Any:
+    async def _answer(self, ask: Ask) -> object:
         """Do what a save or a load asks of the engine."""
         if ask.what == "session":
             function, *args = ask.args
@@ -344,13 +317,13 @@ class AsyncChoreography:
         await self.free(
             await self.prefill([0], parents=list(ask.args), mode="choreo", repair="none")
         )
+        return None
 
     def _ids(self, messages: Sequence[Named]) -> list[str]:
         return [self._entries.complete("messages", message).id for message in messages]
 
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from vllm_choreo.api.protocol import AsyncFacade

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.api import baseline
 from vllm_choreo.api.outcomes import (
@@ -23,11 +23,14 @@ from vllm_choreo.api.outcomes import (
     metrics_of,
     report_of,
 )
-from vllm_choreo.api.pending import Pending
+from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session import Session
 from vllm_choreo.errors import ChoreoError, ParentFailedError
 from vllm_choreo.semantics.call import Result, ended
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class AsyncRunner:
@@ -38,7 +41,7 @@ class AsyncRunner:
         session: session of the calls; it records the result of each.
     """
 
-    def __init__(self, async_llm: Any, session: Session) -> None:
+    def __init__(self, async_llm: AsyncLLM, session: Session) -> None:
         self.mode = session.mode
         self._llm = async_llm
         self._entries = session.entries
@@ -75,7 +78,7 @@ class AsyncRunner:
         self._pending[pending.id] = pending
         return pending
 
-    async def submitted(self, pending: Pending, queue: Any) -> None:
+    async def submitted(self, pending: Pending, queue: OutputQueue) -> None:
         """Record that the engine has a reserved call: `AsyncChoreography.submitted`."""
         pending._queue = queue
         if pending.id not in self._pending:  # it was ended meanwhile
@@ -110,7 +113,7 @@ class AsyncRunner:
         """End all calls that are running."""
         await self.cancel(list(self._pending.values()))
 
-    async def utility(self, operation: str, *args: Any) -> Any:
+    async def utility(self, operation: str, *args: object) -> Any:
         """Run an operation of the engine. Raises ChoreoError: it is refused."""
         if self.mode == "baseline":
             return None
@@ -118,7 +121,7 @@ class AsyncRunner:
 
         return checked_answer(await call_async(self._llm, operation, *args))
 
-    async def of_workers(self, method: str, *args: Any) -> list[Any]:
+    async def of_workers(self, method: str, *args: object) -> list[Any]:
         """Run a method of the engine's workers; one answer each."""
         from vllm_choreo.engine.utility import of_workers_async
 
@@ -133,6 +136,7 @@ class AsyncRunner:
             if self.mode == "baseline":
                 result = await self._baseline_result(handle, parents, start)
             else:
+                assert handle._queue is not None
                 outcome = await self._read(handle, handle._queue, start)
                 report = await self._report(handle.call, outcome)
                 result = choreo_result(handle.call, outcome, report)
@@ -169,13 +173,14 @@ class AsyncRunner:
             return report_of(outcome)
         return end_report(await self.utility("end", *end_arguments(call, outcome)))
 
-    async def _add(self, call: PlannedCall, prompt: Sequence[int]) -> Any:
+    async def _add(self, call: PlannedCall, prompt: Sequence[int]) -> OutputQueue:
         params = engine_params(call, self.mode)
-        return await self._llm.add_request(
+        queue: OutputQueue = await self._llm.add_request(
             call.id, engine_prompt(prompt, self._salt), params, lora_request=call.adapter
         )
+        return queue
 
-    async def _read(self, handle: Pending, queue: Any, start: float) -> Outcome:
+    async def _read(self, handle: Pending, queue: OutputQueue, start: float) -> Outcome:
         """Read a request's outputs to the end; a cancelled reader aborts the request."""
         first: float | None = None
         try:
@@ -193,7 +198,7 @@ class AsyncRunner:
         finally:
             queue.close()
 
-    async def _abort(self, call: PlannedCall, queue: Any) -> None:
+    async def _abort(self, call: PlannedCall, queue: OutputQueue) -> None:
         await self._llm.abort(queue.request_id, internal=True)
         if call.params.open_end:
             await self.utility("end", *end_arguments(call, None), queue.request_id)

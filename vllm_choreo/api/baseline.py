@@ -9,11 +9,14 @@ slowed down on purpose: what vLLM caches of an earlier prompt of the workflow is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.semantics.message import Message, Metrics, Usage
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
 
 
 def prompt_token_ids(call: PlannedCall, messages: Mapping[str, Message]) -> list[int]:
@@ -52,7 +55,7 @@ def stored_message(call: PlannedCall, messages: Mapping[str, Message], submitted
     )
 
 
-def report(call: PlannedCall, output: Any) -> dict[str, Any]:
+def report(call: PlannedCall, output: RequestOutput) -> dict[str, Any]:
     """Report on a `RequestOutput`, in the engine's form; prefix cache hits are `reused_tokens`."""
     num_prompt = len(output.prompt_token_ids)
     num_generated = len(output.outputs[0].token_ids)

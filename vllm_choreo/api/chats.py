@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.api.protocol import SessionFacade
 from vllm_choreo.chat.cutter import Cutter, end_tokens
@@ -15,6 +15,10 @@ from vllm_choreo.chat.message_table import Entry, MessageTable, digest
 from vllm_choreo.chat.parts import Split
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.session_options import AdapterGiven
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 # That a session's chats keep. Those whose keys and values are evicted cost their tokens alone.
 MAX_MESSAGES = 2_000
@@ -29,7 +33,7 @@ class SessionChats:
         is_live: function that tells whether a message of this id exists.
     """
 
-    def __init__(self, llm: Any, is_live: Callable[[str], bool]) -> None:
+    def __init__(self, llm: LLM, is_live: Callable[[str], bool]) -> None:
         self.book = MessageTable(MAX_MESSAGES, MAX_TOKENS)
         self._llm = llm
         self._is_live = is_live
@@ -113,7 +117,9 @@ class SessionChats:
         self.book.leave(found)
         return plan
 
-    def _encode(self, choreography: SessionFacade, plan: ChatPlan, mode: str, adapter: Any) -> int:
+    def _encode(
+        self, choreography: SessionFacade, plan: ChatPlan, mode: str, adapter: AdapterGiven
+    ) -> int:
         """Encode the plan's new messages; return how many tokens that took."""
         num_encoded = 0
         for piece in plan.new:

@@ -16,10 +16,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack
 
 from vllm_choreo.api import baseline
 from vllm_choreo.api.chats import SessionChats
+from vllm_choreo.api.keeping import Keeping
 from vllm_choreo.api.outcomes import (
     Outcome,
     Report,
@@ -37,10 +38,9 @@ from vllm_choreo.api.outcomes import (
 )
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
-from vllm_choreo.api.sync_keeping import SyncKeeping
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.repair.session_rules import SessionRule
-from vllm_choreo.semantics.call import Asked, Result, asked, asked_copy, check_mode
+from vllm_choreo.semantics.call import Answer, Answers, Asked, Result, asked, asked_copy
+from vllm_choreo.semantics.call_methods import CallMethods
 from vllm_choreo.semantics.call_options import (
     Calls,
     Content,
@@ -49,10 +49,13 @@ from vllm_choreo.semantics.call_options import (
     Parent,
     ReadOptions,
 )
-from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.message import Kept, Message
+from vllm_choreo.semantics.session_options import AdapterGiven, RepairGiven, SessionOptions
+from vllm_choreo.snapshot.steps import Ask, drive
+from vllm_choreo.snapshot.storage import KeptFolder
 
 
-class Choreography(SyncKeeping):
+class Choreography(CallMethods):
     """A tenant's session on an engine; closing it frees its messages.
 
     Args:
@@ -82,23 +85,20 @@ class Choreography(SyncKeeping):
         mode: str = "choreo",
         *,
         tenant: str = "",
-        adapter: str | Path | LoRARequest | None = None,
+        adapter: AdapterGiven = None,
         placement: str | None = None,
-        repair: str | Path | Mapping[str, Any] | SessionRule | None = None,
+        repair: RepairGiven = None,
     ) -> None:
-        check_mode(mode)
+        options = SessionOptions(
+            mode=mode, tenant=tenant, adapter=adapter, placement=placement, repair=repair
+        )
         self.mode = mode
         self._llm = llm
-        tokenizer, vllm_config = llm.get_tokenizer(), llm.llm_engine.vllm_config
         self._session = Session(
-            tokenizer,
-            vllm_config,
-            mode,
-            tenant,
-            adapter=adapter,
-            placement=placement,
-            repair=repair,
-            num_unfinished=lambda: llm.llm_engine.get_num_unfinished_requests(),
+            llm.get_tokenizer(),
+            llm.llm_engine.vllm_config,
+            options,
+            lambda: llm.llm_engine.get_num_unfinished_requests(),
         )
         self._entries = self._session.entries
         self._denied: tuple[str, ...] = ()
@@ -113,50 +113,6 @@ class Choreography(SyncKeeping):
         """The token ids that a message of this text has; no special tokens are added."""
         return self._session.tokenize(text)
 
-    @overload
-    def prefill(self, tokens: Content, **options: Unpack[ReadOptions]) -> Message: ...
-
-    @overload
-    def prefill(self, tokens: Calls, **options: Unpack[ReadOptions]) -> list[Message]: ...
-
-    def prefill(
-        self, tokens: Content | Calls, **options: Unpack[ReadOptions]
-    ) -> Message | list[Message]:
-        """Encode a message, or a list of them; sample nothing.
-
-        Args:
-            tokens: text, token ids, or a list of dicts.
-            options: `parents`, `offsets`, `new_offset`, `save_as`, `mode`, `deny`, `adapter`,
-                `repair`: see
-                `vllm_choreo.semantics.call_options.ReadOptions`.
-
-        Returns:
-            A `Message`, or a list of them.
-
-        Raises:
-            DeniedMessageError: a parent carries traces of a message that is denied.
-            ChoreoError: which parameter is wrong, and what to do instead.
-        """
-        return self._run(asked("prefill", tokens, options, self._denied))
-
-    @overload
-    def decode(self, header: Content, **options: Unpack[DecodeOptions]) -> Message: ...
-
-    @overload
-    def decode(self, header: Calls, **options: Unpack[DecodeOptions]) -> list[Message]: ...
-
-    def decode(
-        self, header: Content | Calls, **options: Unpack[DecodeOptions]
-    ) -> Message | list[Message]:
-        """Encode a header and generate after it; the message is both. Or run a list of such calls.
-
-        Otherwise as `prefill`. `header` must not be empty. The option `sampling_params` are
-        `vllm.SamplingParams`, the model's defaults if omitted; with a list, they, `mode`, `adapter`
-        and `repair` are those of the items that have none of their own, and `deny` is added to that
-        of each.
-        """
-        return self._run(asked("decode", header, options, self._denied))
-
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -164,7 +120,7 @@ class Choreography(SyncKeeping):
         auto: str = "exact",
         rendering: Mapping[str, Any] | None = None,
         min_tokens: int | None = None,
-        **options: Any,
+        **options: Unpack[DecodeOptions],
     ) -> Message:
         """Answer a chat whose messages were seen before, or were not (docs/on-ramps.md).
 
@@ -192,8 +148,7 @@ class Choreography(SyncKeeping):
         `message` was encoded with. `message` may be `(message, start, stop)`. Otherwise as
         `prefill`.
         """
-        clean: Message = self._run(asked_copy(message, options, self._denied))
-        return clean
+        return self._run(asked_copy(message, options, self._denied))
 
     def deny(self, *messages: Named) -> Choreography:
         """Return the session under a policy: calls through it read no traces of these messages.
@@ -231,6 +186,63 @@ class Choreography(SyncKeeping):
         """Take pins back; messages without one are left as they are."""
         self._utility("unpin", self._session.id, self._ids(messages))
 
+    def save(
+        self,
+        messages: Sequence[Named] | None,
+        uri: str | Path | KeptFolder,
+        *,
+        encodings: bool = False,
+        progress: bool | None = None,
+    ) -> Kept:
+        """Keep messages in a folder; until all is written, it has those that it had before.
+
+        Args:
+            messages: a list of complete messages; None: all of the session.
+            uri: a path, or a URL of fsspec's (`s3://…`, `memory://…`).
+            encodings: keep keys and values, too: with them nothing is encoded again.
+            progress: show a bar; None: on a terminal.
+
+        Raises:
+            DeniedMessageError: one carries traces of a message that is denied.
+            KeptError: the storage failed, or keeps no such keys; what it held is as it was.
+            PoolFullError: a message whose keys and values were evicted does not come back.
+            ChoreoError: a message is not complete, or the session is in baseline mode.
+        """
+        keeping = Keeping(self._session, self._llm.llm_engine.vllm_config)
+        steps = keeping.save(
+            messages, uri, encodings=encodings, progress=progress, denied=self._denied
+        )
+        return drive(steps, self._answer)
+
+    def load(
+        self,
+        uri: str | Path | KeptFolder,
+        *,
+        on_mismatch: str = "refuse",
+        progress: bool | None = None,
+    ) -> list[Message]:
+        """Load saved messages into this session, under their names; nothing is encoded for that.
+
+        What has no keys and values in the folder, or no room here, is encoded when it is read.
+
+        Args:
+            on_mismatch: treatment of keys and values that another model made, or that were
+                damaged: "refuse" the load, or "encode" their messages when they are read; those of
+                a "variant" of the model, other weights of the same shapes, are taken as they are.
+            progress: show a bar; None: on a terminal.
+
+        Returns:
+            The messages, in the order in which they were saved.
+
+        Raises:
+            UnknownKeptError: nothing was saved there.
+            KeptError: another tenant's, another tokenizer's, or it does not fit; names the file.
+            NameTakenError, TooLongError, AdapterError: what is in the way. Nothing was loaded.
+        """
+        keeping = Keeping(self._session, self._llm.llm_engine.vllm_config)
+        steps = keeping.load(uri, on_mismatch=on_mismatch, progress=progress)
+        return drive(steps, self._answer)
+
     def message(self, named: Named) -> Message:
         """A complete message by its id or name."""
         return self._entries.complete("message", named)
@@ -267,7 +279,10 @@ class Choreography(SyncKeeping):
 
     # -- running calls -----------------------------------------------------------------------
 
-    def _run(self, asked: Asked) -> Any:
+    def _called(self, kind: str, content: Content | Calls, options: Mapping[str, Any]) -> Answers:
+        return self._run(asked(kind, content, options, self._denied))
+
+    def _run(self, asked: Asked[Answer]) -> Answer:
         if self._llm.llm_engine.has_unfinished_requests():
             raise ChoreoError(
                 "other requests are enqueued, and their outputs would be lost: call "
@@ -336,10 +351,25 @@ class Choreography(SyncKeeping):
             raise
         return [outcomes[call.id] for call, _ in requests]
 
+    def _answer(self, ask: Ask) -> object:
+        """Do what a save or a load asks of the engine."""
+        from vllm_choreo.engine.utility import of_workers
+
+        if ask.what == "session":
+            function, *args = ask.args
+            return function(*args)
+        if ask.what == "operation":
+            return self._utility(*ask.args)
+        if ask.what == "workers":
+            return of_workers(self._llm, *ask.args)
+        # Whoever reads a message has it encoded.
+        self.free(self.prefill([0], parents=list(ask.args), mode="choreo", repair="none"))
+        return None
+
     def _ids(self, messages: Sequence[Named]) -> list[str]:
         return [self._entries.complete("messages", message).id for message in messages]
 
-    def _utility(self, operation: str, *args: Any) -> Any:
+    def _utility(self, operation: str, *args: object) -> Any:
         if self.mode == "baseline":
             return None
         from vllm_choreo.engine.utility import call
@@ -349,7 +379,6 @@ class Choreography(SyncKeeping):
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm.lora.request import LoRARequest
 
     from vllm_choreo.api.protocol import SessionFacade
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
 from weakref import WeakValueDictionary
 
 from vllm_choreo.api.planned import PlannedCall
@@ -32,6 +31,7 @@ from vllm_choreo.semantics.history import IdSet
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.naming import message_id as named_id
 from vllm_choreo.semantics.provenance import Trace, ids_in
+from vllm_choreo.semantics.session_options import SessionLimits
 
 # Of messages that were freed and calls that failed: how many are remembered by their ids. About
 # 150 bytes each.
@@ -44,14 +44,14 @@ class Entries:
 
     Args:
         session: the id of the session; ids are `session/name`.
-        limits: object with `max_messages_per_session` and `max_tokens_per_session`; None: none.
+        limits: limits of its messages; None: none.
 
     Attributes:
         num_tokens: tokens of all messages, complete or pending; of pending ones those known yet.
         count: ids that are numbers were given below it; the session counts.
     """
 
-    def __init__(self, session: str, limits: Any = None) -> None:
+    def __init__(self, session: str, limits: SessionLimits | None = None) -> None:
         self.session = session
         self.closed = False
         self.num_tokens = 0

@@ -3,24 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from vllm_choreo.api.protocol import Facade, SessionFacade
-from vllm_choreo.semantics.call import is_list_of_calls
-from vllm_choreo.semantics.call_options import (
-    Calls,
-    Content,
-    DecodeOptions,
-    Named,
-    ReadOptions,
-)
+from vllm_choreo.semantics.call import Answers, content_name, is_list_of_calls
+from vllm_choreo.semantics.call_methods import CallMethods
+from vllm_choreo.semantics.call_options import Calls, Content, Named
 from vllm_choreo.semantics.message import Message
 
 Item = dict[str, Any]  # of a list of calls: what one is given, and its options
 
 
-class FacadeWrapper:
+class FacadeWrapper(CallMethods):
     """A `Facade` that hands calls to `c`; subclasses change them, or what comes of them.
 
     Args:
@@ -31,33 +26,15 @@ class FacadeWrapper:
         self.mode = c.mode
         self._c = c
 
-    @overload
-    def prefill(self, tokens: Content, **options: Unpack[ReadOptions]) -> Message: ...
-
-    @overload
-    def prefill(self, tokens: Calls, **options: Unpack[ReadOptions]) -> list[Message]: ...
-
-    def prefill(
-        self, tokens: Content | Calls, **options: Unpack[ReadOptions]
-    ) -> Message | list[Message]:
-        """Encode a message, or a list of them: `Choreography.prefill`."""
-        return _made(self._prefill, "tokens", tokens, options)
-
-    @overload
-    def decode(self, header: Content, **options: Unpack[DecodeOptions]) -> Message: ...
-
-    @overload
-    def decode(self, header: Calls, **options: Unpack[DecodeOptions]) -> list[Message]: ...
-
-    def decode(
-        self, header: Content | Calls, **options: Unpack[DecodeOptions]
-    ) -> Message | list[Message]:
-        """Encode a header and generate, or run a list of such calls: `Choreography.decode`."""
-        return _made(self._decode, "header", header, options)
-
     def free(self, *messages: Named) -> None:
         """Free messages: `Choreography.free`."""
         self._c.free(*messages)
+
+    def _called(self, kind: str, content: Content | Calls, options: Mapping[str, Any]) -> Answers:
+        make = self._prefill if kind == "prefill" else self._decode
+        if is_list_of_calls(content):
+            return list(make([{**options, **item} for item in content]))
+        return make([{**options, content_name(kind): content}])[0]
 
     def _prefill(self, calls: list[Item]) -> Sequence[Message]:
         """Prefill a list of calls, in order; a single call comes as a list of one."""
@@ -78,20 +55,8 @@ class PassingSession(FacadeWrapper):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._session.close()
-
-
-def _made(
-    make: Callable[[list[Item]], Sequence[Message]],
-    name: str,
-    content: Any,
-    options: Mapping[str, Any],
-) -> Any:
-    is_list = is_list_of_calls(content)
-    items = content if is_list else [{name: content}]
-    messages = make([{**options, **item} for item in items])
-    return messages if is_list else messages[0]
 
 
 if TYPE_CHECKING:

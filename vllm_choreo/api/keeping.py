@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.api.session import Session
 from vllm_choreo.config import ChoreoConfig
@@ -23,6 +23,9 @@ from vllm_choreo.snapshot.signature import signature
 from vllm_choreo.snapshot.steps import Steps
 from vllm_choreo.snapshot.storage import KeptFolder
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 
 class Keeping:
     """Saves and loads of one session.
@@ -32,7 +35,7 @@ class Keeping:
         vllm_config: configuration of its engine.
     """
 
-    def __init__(self, session: Session, vllm_config: Any) -> None:
+    def __init__(self, session: Session, vllm_config: VllmConfig) -> None:
         self._session = session
         self._vllm_config = vllm_config
 

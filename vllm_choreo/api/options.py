@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.errors import UnsupportedOptionError
 
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import ModelConfig
 
-def checked_sampling_params(kind: str, given: Any, model_config: Any) -> Any:
+
+def checked_sampling_params(
+    kind: str, given: object, model_config: ModelConfig
+) -> SamplingParams | None:
     """The sampling parameters of a call: the caller's, or the model's defaults.
 
     Args:
@@ -36,7 +42,7 @@ def checked_sampling_params(kind: str, given: Any, model_config: Any) -> Any:
     return given
 
 
-def _check_options(sampling_params: Any) -> None:
+def _check_options(sampling_params: SamplingParams) -> None:
     """Refuse the options that do not make one message of known tokens."""
     no_logprobs = "parents are not computed again and have no logprobs: use llm.generate on text"
     refused = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_choreo.api import baseline
 from vllm_choreo.api.planned import PlannedCall
@@ -16,22 +16,27 @@ from vllm_choreo.errors import ChoreoError, error_from_report
 from vllm_choreo.semantics.call import Result, ended
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.inputs.engine import TokensInput
+
 # The engine's report on a finished call: its numbers, or why it was refused.
 Report = Mapping[str, Any] | ChoreoError
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The last `RequestOutput` of a call and its times."""
 
-    output: Any
+    output: RequestOutput
     metrics: Metrics
 
 
 # -- to the engine -------------------------------------------------------------------------------
 
 
-def engine_prompt(token_ids: Sequence[int], cache_salt: str | None = None) -> Any:
+def engine_prompt(token_ids: Sequence[int], cache_salt: str | None = None) -> TokensInput:
     """The prompt of a request as vLLM's input processor takes it, without tokenising again.
 
     Args:
@@ -42,12 +47,12 @@ def engine_prompt(token_ids: Sequence[int], cache_salt: str | None = None) -> An
     return tokens_input(list(token_ids), cache_salt=cache_salt)
 
 
-def engine_params(call: PlannedCall, mode: str) -> Any:
+def engine_params(call: PlannedCall, mode: str) -> SamplingParams:
     """The sampling parameters of a request: the caller's, and what the engine must be told."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    if call.is_decode:
+    if call.sampling_params is not None:
         params = call.sampling_params.clone()
     else:
         # vLLM samples one token after every prompt; nobody reads it.
@@ -63,7 +68,7 @@ def end_arguments(call: PlannedCall, outcome: Outcome | None) -> tuple[str, str,
     return call.params.session, call.id, len(call.token_ids) + len(generated) if outcome else 0
 
 
-def check_ttl(ttl: Any) -> float:
+def check_ttl(ttl: object) -> float:
     """Return `ttl` as a float. Raises ChoreoError: no number of seconds above 0."""
     if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl < float("inf"):
         raise ChoreoError("a number of seconds above 0 is needed", parameter="ttl", value=ttl)
@@ -73,14 +78,14 @@ def check_ttl(ttl: Any) -> float:
 # -- from the engine -----------------------------------------------------------------------------
 
 
-def checked_answer(answer: Any) -> Any:
+def checked_answer(answer: _T) -> _T:
     """The answer of an engine operation, or the error that it reports."""
     if isinstance(answer, Mapping) and "choreo_error" in answer:
         raise error_from_report(answer["choreo_error"])
     return answer
 
 
-def metrics_of(output: Any, submitted: float, first: float, now: float) -> Metrics:
+def metrics_of(output: RequestOutput, submitted: float, first: float, now: float) -> Metrics:
     """The times of a call.
 
     Args:

@@ -5,13 +5,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_choreo.api.outcomes import Outcome
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import Result, ended
 from vllm_choreo.semantics.message import Message, Piece
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+
+class OutputQueue(Protocol):
+    """Queue of a request's outputs, as `AsyncLLM.add_request` returns it."""
+
+    request_id: str
+
+    def get_nowait(self) -> RequestOutput | None: ...
+
+    async def get(self) -> RequestOutput: ...
+
+    def close(self) -> None: ...
 
 
 class Pending:
@@ -25,7 +40,7 @@ class Pending:
     def __init__(self, call: PlannedCall) -> None:
         self.id = call.id
         self.call = call
-        self._queue: Any = None  # the engine's outputs, once it knows the call
+        self._queue: OutputQueue | None = None  # the engine's outputs, once it knows the call
         self._latest: Outcome | None = None
         self._changed = asyncio.Event()
         self._future: asyncio.Future[Result] | None = None

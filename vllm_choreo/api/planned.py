@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.provenance import Trace
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +30,9 @@ class PlannedCall:
     text: str
     token_ids: tuple[int, ...]
     params: ChoreoParams
-    sampling_params: Any
+    sampling_params: SamplingParams | None
     trace: Trace
-    adapter: Any = None
+    adapter: LoRARequest | None = None
     role: str | None = None
 
     @property

@@ -11,6 +11,7 @@ Workflows need a `Facade`. Each class says in its own file which of them it is, 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping, Sequence
+from types import TracebackType
 from typing import Any, Protocol, Unpack, overload
 
 from vllm_choreo.semantics.call import CallSpec, Result
@@ -94,7 +95,13 @@ class SessionFacade(Facade, Protocol):
 
     def __enter__(self) -> SessionFacade: ...
 
-    def __exit__(self, *raised: Any) -> None: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
 
 
 class PendingMessage(Protocol):
@@ -189,4 +196,10 @@ class AsyncFacade(Protocol):
 
     async def __aenter__(self) -> AsyncFacade: ...
 
-    async def __aexit__(self, *raised: Any) -> None: ...
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_choreo.api.adapters import SessionAdapters
 from vllm_choreo.api.entries import Entries
 from vllm_choreo.api.options import checked_sampling_params
 from vllm_choreo.api.planned import PlannedCall
-from vllm_choreo.api.session_repair import OnChoice, SessionRepair
+from vllm_choreo.api.session_repair import SessionRepair
 from vllm_choreo.errors import (
     ChoreoError,
     CyclicParentsError,
@@ -27,15 +27,28 @@ from vllm_choreo.errors import (
 from vllm_choreo.repair.rules import GivenRuns
 from vllm_choreo.repair.runs import check_inside
 from vllm_choreo.semantics.call import CALL_MODES, CallSpec, Tokenized, content_name
+from vllm_choreo.semantics.call_options import Named
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.semantics.naming import message_ids
-from vllm_choreo.semantics.params import ChoreoParams, ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan, message_ids
+from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.positions import check_text_offsets, resolve_span
 from vllm_choreo.semantics.provenance import Trace, trace_of
+from vllm_choreo.semantics.session_options import SessionOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 DEFAULT_PIN_SECONDS = 600.0
 # "/" separates session and name, and plain numbers are the ids that we choose.
 _NAME = re.compile(r"(?!\d+$)[A-Za-z0-9_.:-]{1,128}")
+
+
+class Tokenizer(Protocol):
+    """Tokenizer of the model, as far as a session uses it."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 class Session:
@@ -45,14 +58,8 @@ class Session:
         tokenizer: the model's; text is tokenised without special tokens added.
         vllm_config: the engine's `VllmConfig`: vocabulary, context length, sampling defaults, and
             whether it takes adapters.
-        mode: mode of calls that name none; in "baseline" every call is text, whatever it names.
-        tenant: owner of the session; identical messages of one tenant are encoded once.
-        limits: object with the limits of `Entries`, or None.
-        adapter, placement: defaults of calls, as `SessionAdapters` takes them.
-        repair: the rule of calls that name none.
-        session_id: id of a session of an earlier process, whose messages are to be loaded; None:
-            a new one.
-        num_unfinished, on_choice: functions that `SessionRepair` calls.
+        options: the options that the session is opened with.
+        num_unfinished: function that counts the engine's unfinished requests.
 
     Raises:
         ChoreoError: as `SessionAdapters`, or no such rule.
@@ -60,27 +67,20 @@ class Session:
 
     def __init__(
         self,
-        tokenizer: Any,
-        vllm_config: Any,
-        mode: str = "choreo",
-        tenant: str = "",
-        limits: Any = None,
-        adapter: Any = None,
-        placement: str | None = None,
-        repair: Any = None,
-        session_id: str | None = None,
+        tokenizer: Tokenizer,
+        vllm_config: VllmConfig,
+        options: SessionOptions,
         num_unfinished: Callable[[], int] = int,
-        on_choice: OnChoice | None = None,
     ) -> None:
-        self.id = session_id or secrets.token_hex(16)
-        self.mode = mode
-        self.tenant = tenant
-        self.entries = Entries(self.id, limits)
+        self.id = options.session_id or secrets.token_hex(16)
+        self.mode = options.mode
+        self.tenant = options.tenant
+        self.entries = Entries(self.id, options.limits)
         self._tokenizer = tokenizer
         self._model_config = vllm_config.model_config
-        self.adapters = SessionAdapters(vllm_config, adapter, placement)
+        self.adapters = SessionAdapters(vllm_config, options)
         model = vllm_config.model_config.model
-        self.repair = SessionRepair(repair, mode, model, self.entries, num_unfinished, on_choice)
+        self.repair = SessionRepair(options, model, self.entries, num_unfinished)
         self._count = 0
 
     # -- messages that were saved -------------------------------------------------------------
@@ -186,7 +186,7 @@ class Session:
         trace = self._trace(params)
         return PlannedCall(text, token_ids, params, sampling_params, trace, adapter, spec.role)
 
-    def _mode(self, given: Any) -> str:
+    def _mode(self, given: str | None) -> str:
         if given is None or (given in CALL_MODES and self.mode == "baseline"):
             return self.mode
         if given not in CALL_MODES:
@@ -211,7 +211,7 @@ class Session:
         trace.check(params.deny)
         return trace.as_text() if is_text else trace
 
-    def _new_id(self, save_as: Any) -> str:
+    def _new_id(self, save_as: object) -> str:
         if save_as is None:
             self._count += 1
             return f"{self.id}/{self._count - 1}"
@@ -223,7 +223,7 @@ class Session:
             )
         return f"{self.id}/{save_as}"
 
-    def deniable(self, messages: Any) -> tuple[str, ...]:
+    def deniable(self, messages: Sequence[Named]) -> tuple[str, ...]:
         """Ids of messages to deny to calls. Raises ChoreoError: as `Entries.denied`."""
         self.entries.check_open()
         return self.entries.denied(message_ids(messages, "deny"))

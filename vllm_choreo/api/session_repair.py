@@ -4,33 +4,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.api.adapters import adapter_weights_of, base_model
 from vllm_choreo.api.entries import Entries
 from vllm_choreo.errors import RepairError
 from vllm_choreo.repair.layers import entries_of
-from vllm_choreo.repair.pair_rule import ChosenCell, PairChooser, PairRule
+from vllm_choreo.repair.pair_rule import PairChooser, PairRule
 from vllm_choreo.repair.policy import Policy
-from vllm_choreo.repair.rules import ByLayers
+from vllm_choreo.repair.rules import ByLayers, Rule
 from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.semantics.call import BY_PAIR, CallSpec
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
+from vllm_choreo.semantics.session_options import SessionOptions
 
-OnChoice = Callable[[ChosenCell], None]
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 
 class SessionRepair:
     """The rule of a session.
 
     Args:
-        given: the rule, policy or profile, as `Choreography` takes `repair`.
-        mode: the session's.
+        options: the session's: its rule, policy or profile, as `Choreography` takes `repair`, and
+            the function that is told what a pair's profile chooses for each call.
         model: name of the engine's model in its configuration.
         entries: the messages of the session.
         num_unfinished: function that counts the engine's unfinished requests.
-        on_choice: function that is told what a pair's profile chooses for each call.
 
     Attributes:
         rule: the parsed rule, policy or profile; None: there is none.
@@ -42,18 +43,16 @@ class SessionRepair:
 
     def __init__(
         self,
-        given: Any,
-        mode: str,
+        options: SessionOptions,
         model: str,
         entries: Entries,
         num_unfinished: Callable[[], int],
-        on_choice: OnChoice | None,
     ) -> None:
-        self.rule = session_rule(given, mode)
-        self._is_text = mode == "baseline"
+        self.rule = session_rule(options.repair, options.mode)
+        self._is_text = options.mode == "baseline"
         self._entries = entries
         self._num_unfinished = num_unfinished
-        self._on_choice = on_choice
+        self._on_choice = options.on_choice
         self._chooser: PairChooser | None = None
         self.keep_hidden: tuple[int, ...] = ()
         self._is_writer = False
@@ -81,9 +80,9 @@ class SessionRepair:
         spec: CallSpec,
         exact: bool,
         parents: Sequence[ParentSpan],
-        adapter: Any,
+        adapter: LoRARequest | None,
         num_planned: int,
-    ) -> Any:
+    ) -> object:
         """Return the call's own rule, or the one that the session has for it.
 
         Args:
@@ -122,7 +121,7 @@ class SessionRepair:
         )
         return self._chosen(num_read, num_planned)
 
-    def _chosen(self, num_read: int, num_planned: int) -> Any:
+    def _chosen(self, num_read: int, num_planned: int) -> Rule | None:
         assert self._chooser is not None
         choice = self._chooser.choose(num_read, self._num_unfinished() + num_planned)
         if self._on_choice is not None:

@@ -17,14 +17,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
 
 from vllm_choreo.client import exchanges
-from vllm_choreo.client.async_keeping import AsyncKeeping
 from vllm_choreo.client.base import ClientBase
 from vllm_choreo.client.exchanges import Events, Exchange, Request
 from vllm_choreo.client.failures import (
@@ -35,8 +33,9 @@ from vllm_choreo.client.failures import (
     no_answer,
 )
 from vllm_choreo.errors import ChoreoError, EngineRestartedError, UnknownSessionError
-from vllm_choreo.repair.session_rules import SessionRule
 from vllm_choreo.semantics.call import (
+    Answer,
+    Answers,
     Asked,
     CallSpec,
     Result,
@@ -47,6 +46,7 @@ from vllm_choreo.semantics.call import (
     one_spec,
     submitted_spec,
 )
+from vllm_choreo.semantics.call_methods import AsyncCallMethods
 from vllm_choreo.semantics.call_options import (
     Call,
     Calls,
@@ -56,7 +56,7 @@ from vllm_choreo.semantics.call_options import (
     Parent,
     ReadOptions,
 )
-from vllm_choreo.semantics.message import Message, Piece
+from vllm_choreo.semantics.message import Kept, Message, Piece
 
 _T = TypeVar("_T")
 
@@ -101,24 +101,13 @@ class _Shared:
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
-class AsyncChoreoClient(AsyncKeeping, ClientBase):
+class AsyncChoreoClient(AsyncCallMethods, ClientBase):
     """A session on a server, with the methods of `AsyncChoreography`. Arguments: `ChoreoClient`.
 
     The session is opened by `async with`, by `await client.open()`, or by the first call.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        api_key: str | None = None,
-        mode: str = "choreo",
-        timeout: float = 600.0,
-        ttl_seconds: float | None = None,
-        adapter: str | LoRARequest | None = None,
-        placement: str | None = None,
-        repair: str | Path | Mapping[str, Any] | SessionRule | None = None,
-    ) -> None:
-        super().__init__(base_url, api_key, mode, timeout, ttl_seconds, adapter, placement, repair)
+    def _connect(self) -> None:
         self._shared = _Shared(httpx.AsyncClient(**self._endpoint.options()))
 
     @property
@@ -148,34 +137,9 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
         """Deprecated: make a `vllm_choreo.pml.AsyncServerPrompts` of the client."""
         return self._prompts("AsyncServerPrompts")
 
-    @overload
-    async def prefill(self, tokens: Content, **options: Unpack[ReadOptions]) -> Message: ...
-
-    @overload
-    async def prefill(self, tokens: Calls, **options: Unpack[ReadOptions]) -> list[Message]: ...
-
-    async def prefill(
-        self, tokens: Content | Calls, **options: Unpack[ReadOptions]
-    ) -> Message | list[Message]:
-        """Encode a message, or a list of them: `Choreography.prefill`."""
-        return await self._run(asked("prefill", tokens, options, self._denied))
-
-    @overload
-    async def decode(self, header: Content, **options: Unpack[DecodeOptions]) -> Message: ...
-
-    @overload
-    async def decode(self, header: Calls, **options: Unpack[DecodeOptions]) -> list[Message]: ...
-
-    async def decode(
-        self, header: Content | Calls, **options: Unpack[DecodeOptions]
-    ) -> Message | list[Message]:
-        """Encode a header and generate, or run a list of such calls: `ChoreoClient.decode`."""
-        return await self._run(asked("decode", header, options, self._denied))
-
     async def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:
         """Encode a complete message anew with other parents: `Choreography.reencode`."""
-        clean: Message = await self._run(asked_copy(message, options, self._denied))
-        return clean
+        return await self._run(asked_copy(message, options, self._denied))
 
     async def submit(
         self,
@@ -262,6 +226,23 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
         """Take pins back: `Choreography.unpin`."""
         await self._exchange(exchanges.unpinning(await self.open(), messages))
 
+    async def save(
+        self,
+        messages: Sequence[Named] | None,
+        uri: str,
+        *,
+        encodings: bool = False,
+        progress: bool | None = None,
+    ) -> Kept:
+        """Keep messages on the server: `ChoreoClient.save`."""
+        return await self._exchange(exchanges.saving(await self.open(), messages, uri, encodings))
+
+    async def load(
+        self, uri: str, *, on_mismatch: str = "refuse", progress: bool | None = None
+    ) -> list[Message]:
+        """Load messages that the server keeps: `ChoreoClient.load`."""
+        return await self._exchange(exchanges.loading(await self.open(), uri, on_mismatch))
+
     async def stats(self) -> dict[str, Any]:
         """Ask for the server's numbers on the session: `ChoreoClient.stats`."""
         return await self._exchange(exchanges.stats(await self.open()))
@@ -302,7 +283,12 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
 
     # -- talking to the server -----------------------------------------------------------------
 
-    async def _run(self, asked: Asked) -> Any:
+    async def _called(
+        self, kind: str, content: Content | Calls, options: Mapping[str, Any]
+    ) -> Answers:
+        return await self._run(asked(kind, content, options, self._denied))
+
+    async def _run(self, asked: Asked[Answer]) -> Answer:
         return await self._exchange(exchanges.running(await self.open(), asked))
 
     async def _exchange(self, exchange: Exchange[_T]) -> _T:
@@ -328,7 +314,7 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
         for call in pending:
             call._settle(rest)
 
-    async def _send(self, request: Request) -> Any:
+    async def _send(self, request: Request) -> dict[str, Any]:
         response = await self._answer(request)
         return content_of(self._endpoint, response.status_code, response.content)
 
@@ -385,8 +371,6 @@ class AsyncChoreoClient(AsyncKeeping, ClientBase):
 
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
-
     from vllm_choreo.api.protocol import AsyncFacade
 
     _is_one: type[AsyncFacade] = AsyncChoreoClient

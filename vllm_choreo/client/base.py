@@ -5,20 +5,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from vllm_choreo.client import exchanges
 from vllm_choreo.client.endpoint import Endpoint
-from vllm_choreo.repair.session_rules import SessionRule
-from vllm_choreo.semantics.call import check_mode
 from vllm_choreo.semantics.call_options import Named
 from vllm_choreo.semantics.naming import message_ids
-
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
+from vllm_choreo.semantics.session_options import AdapterGiven, RepairGiven, SessionOptions
 
 
 class ClientBase:
@@ -46,15 +40,26 @@ class ClientBase:
         mode: str = "choreo",
         timeout: float = 600.0,
         ttl_seconds: float | None = None,
-        adapter: str | LoRARequest | None = None,
+        adapter: AdapterGiven = None,
         placement: str | None = None,
-        repair: str | Path | Mapping[str, Any] | SessionRule | None = None,
+        repair: RepairGiven = None,
     ) -> None:
-        check_mode(mode)
+        options = SessionOptions(
+            mode=mode,
+            ttl_seconds=ttl_seconds,
+            adapter=adapter,
+            placement=placement,
+            repair=repair,
+        )
         self.mode = mode
         self._endpoint = Endpoint(base_url, api_key, timeout)
-        self._opening = exchanges.opening(mode, ttl_seconds, adapter, placement, repair)
+        self._opening = exchanges.opening(options)
         self._denied: tuple[str, ...] = ()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Get ready to send requests."""
+        raise NotImplementedError
 
     def deny(self, *messages: Named) -> Self:
         """Return the session under a policy: `Choreography.deny`.

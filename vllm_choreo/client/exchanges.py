@@ -16,10 +16,11 @@ from urllib.parse import quote
 
 from vllm_choreo.errors import ChoreoError, UnknownMessageError
 from vllm_choreo.repair.session_rules import session_rule
-from vllm_choreo.semantics.call import Asked, CallSpec, Result
+from vllm_choreo.semantics.call import Answer, Asked, CallSpec, Result
 from vllm_choreo.semantics.call_options import Named
 from vllm_choreo.semantics.message import Kept, Message
 from vllm_choreo.semantics.naming import message_id, message_ids
+from vllm_choreo.semantics.session_options import SessionOptions
 from vllm_choreo.wire.calls import adapter_name, call_json
 from vllm_choreo.wire.messages import message_of
 from vllm_choreo.wire.refusals import refusal_of
@@ -48,25 +49,24 @@ class Exchange(Generic[_T]):
     """
 
     request: Request
-    read: Callable[[Any, float], _T]
+    read: Callable[[dict[str, Any], float], _T]
 
 
 # -- sessions ------------------------------------------------------------------------------------
 
 
-def opening(
-    mode: str, ttl_seconds: float | None, adapter: Any, placement: str | None, repair: Any
-) -> Exchange[str]:
+def opening(options: SessionOptions) -> Exchange[str]:
     """Open a session, and read its id."""
-    rule = session_rule(repair, mode)
-    options = {
-        "ttl_seconds": ttl_seconds,
-        "adapter": adapter_name(adapter),
-        "placement": placement,
+    rule = session_rule(options.repair, options.mode)
+    fields = {
+        "mode": options.mode,
+        "ttl_seconds": options.ttl_seconds,
+        "adapter": adapter_name(options.adapter),
+        "placement": options.placement,
         "repair": rule and rule.to_json(),
     }
-    given = {key: value for key, value in options.items() if value is not None}
-    body = json_of({"mode": mode, **given}, "ttl_seconds")
+    given = {key: value for key, value in fields.items() if value is not None}
+    body = json_of(given, "ttl_seconds")
     return Exchange(Request("POST", _SESSIONS, body), lambda answer, _: str(answer["id"]))
 
 
@@ -85,20 +85,20 @@ def _stats_of(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**about, **body["usage"]}
 
 
-def _nothing(body: Any, submitted: float) -> None:
+def _nothing(body: object, submitted: float) -> None:
     """Read an answer that says no more than that it was done."""
 
 
 # -- calls ---------------------------------------------------------------------------------------
 
 
-def running(session: str, asked: Asked) -> Exchange[Any]:
+def running(session: str, asked: Asked[Answer]) -> Exchange[Answer]:
     """Run calls, and answer when all are complete: a list, or the one that is given."""
     calls = [call_json(spec) for spec in asked.calls]
     body = {"calls": calls} if asked.is_list else calls[0]
     request = Request("POST", f"{_SESSIONS}/{session}/messages", json_of(body, "calls"))
 
-    def read(answer: Any, submitted: float) -> Any:
+    def read(answer: Mapping[str, Any], submitted: float) -> Answer:
         items = answer["data"] if asked.is_list else [answer]
         return asked.answer([result_of(item, submitted) for item in items])
 
@@ -216,7 +216,7 @@ def _message_path(session: str, named: Named) -> str:
     return f"{_SESSIONS}/{session}/messages/{escaped}"
 
 
-def json_of(body: Any, parameter: str) -> bytes:
+def json_of(body: Mapping[str, Any], parameter: str) -> bytes:
     """A body. Raises ChoreoError: JSON cannot carry it."""
     try:
         return json.dumps(body, allow_nan=False).encode()

@@ -28,7 +28,7 @@ class ServerError(ChoreoError):
         message: str,
         *,
         parameter: str = "base_url",
-        value: Any = None,
+        value: object = None,
         may_have_run: bool = False,
     ) -> None:
         super().__init__(message, parameter=parameter, value=value)
@@ -76,7 +76,7 @@ def closed(session: str) -> FreedMessageError:
     )
 
 
-def content_of(endpoint: Endpoint, status: int, body: bytes) -> Any:
+def content_of(endpoint: Endpoint, status: int, body: bytes) -> dict[str, Any]:
     """The JSON of an answer.
 
     Raises:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
 
@@ -16,12 +15,11 @@ from vllm_choreo.client.base import ClientBase
 from vllm_choreo.client.exchanges import Exchange, Request
 from vllm_choreo.client.failures import ServerError, closed, content_of, no_answer
 from vllm_choreo.errors import EngineRestartedError, UnknownSessionError
-from vllm_choreo.repair.session_rules import SessionRule
-from vllm_choreo.semantics.call import Asked, asked, asked_copy
+from vllm_choreo.semantics.call import Answer, Answers, Asked, asked, asked_copy
+from vllm_choreo.semantics.call_methods import CallMethods
 from vllm_choreo.semantics.call_options import (
     Calls,
     Content,
-    DecodeOptions,
     Named,
     Parent,
     ReadOptions,
@@ -31,8 +29,10 @@ from vllm_choreo.semantics.message import Kept, Message
 _T = TypeVar("_T")
 
 
-class ChoreoClient(ClientBase):
+class ChoreoClient(CallMethods, ClientBase):
     """A session on a server, with the methods of `vllm_choreo.Choreography`.
+
+    `sampling_params` are `vllm.SamplingParams`, or a dict of their fields.
 
     Args:
         base_url: address of the server, for example "http://127.0.0.1:8000".
@@ -50,18 +50,7 @@ class ChoreoClient(ClientBase):
         LimitError: the server has as many sessions as it may have.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        api_key: str | None = None,
-        mode: str = "choreo",
-        timeout: float = 600.0,
-        ttl_seconds: float | None = None,
-        adapter: str | LoRARequest | None = None,
-        placement: str | None = None,
-        repair: str | Path | Mapping[str, Any] | SessionRule | None = None,
-    ) -> None:
-        super().__init__(base_url, api_key, mode, timeout, ttl_seconds, adapter, placement, repair)
+    def _connect(self) -> None:
         self._http = httpx.Client(**self._endpoint.options())
         self._session = ""
         try:
@@ -80,37 +69,9 @@ class ChoreoClient(ClientBase):
         """Deprecated: make a `vllm_choreo.pml.ServerPrompts` of the client."""
         return self._prompts("ServerPrompts")
 
-    @overload
-    def prefill(self, tokens: Content, **options: Unpack[ReadOptions]) -> Message: ...
-
-    @overload
-    def prefill(self, tokens: Calls, **options: Unpack[ReadOptions]) -> list[Message]: ...
-
-    def prefill(
-        self, tokens: Content | Calls, **options: Unpack[ReadOptions]
-    ) -> Message | list[Message]:
-        """Encode a message, or a list of them: `Choreography.prefill`."""
-        return self._run(asked("prefill", tokens, options, self._denied))
-
-    @overload
-    def decode(self, header: Content, **options: Unpack[DecodeOptions]) -> Message: ...
-
-    @overload
-    def decode(self, header: Calls, **options: Unpack[DecodeOptions]) -> list[Message]: ...
-
-    def decode(
-        self, header: Content | Calls, **options: Unpack[DecodeOptions]
-    ) -> Message | list[Message]:
-        """Encode a header and generate, or run a list of such calls: `Choreography.decode`.
-
-        `sampling_params` are `vllm.SamplingParams`, or a dict of their fields.
-        """
-        return self._run(asked("decode", header, options, self._denied))
-
     def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:
         """Encode a message anew with other parents: `Choreography.reencode`."""
-        clean: Message = self._run(asked_copy(message, options, self._denied))
-        return clean
+        return self._run(asked_copy(message, options, self._denied))
 
     def message(self, named: Named) -> Message:
         """Fetch a complete message; its `metrics.submitted` is 0, for it is not the client's."""
@@ -200,14 +161,17 @@ class ChoreoClient(ClientBase):
 
     # -- talking to the server -----------------------------------------------------------------
 
-    def _run(self, asked: Asked) -> Any:
+    def _called(self, kind: str, content: Content | Calls, options: Mapping[str, Any]) -> Answers:
+        return self._run(asked(kind, content, options, self._denied))
+
+    def _run(self, asked: Asked[Answer]) -> Answer:
         return self._exchange(exchanges.running(self._session, asked))
 
     def _exchange(self, exchange: Exchange[_T]) -> _T:
         submitted = time.perf_counter()
         return exchange.read(self._send(exchange.request), submitted)
 
-    def _send(self, request: Request) -> Any:
+    def _send(self, request: Request) -> dict[str, Any]:
         if self._http.is_closed:
             raise closed(self._session)
         try:
@@ -218,8 +182,6 @@ class ChoreoClient(ClientBase):
 
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
-
     from vllm_choreo.api.protocol import SessionFacade
 
     _is_one: type[SessionFacade] = ChoreoClient

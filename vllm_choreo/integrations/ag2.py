@@ -13,8 +13,6 @@ without encoding them again. Needs `pip install "vllm-choreo[autogen]"`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ag2.config import OpenAIConfig
 
 from vllm_choreo.integrations.conversations import Conversations
@@ -27,7 +25,7 @@ def choreo_config(
     api_key: str | None = None,
     *,
     conversations: Conversations | None = None,
-    **options: Any,
+    **options: object,
 ) -> OpenAIConfig:
     """AG2's config for OpenAI's API, with a client that names parents.
 

@@ -83,7 +83,7 @@ def _parts(content: bytes) -> Iterator[dict[str, Any]]:
                 return
 
 
-def _arguments(text: str) -> Any:
+def _arguments(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError:

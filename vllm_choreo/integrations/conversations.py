@@ -25,10 +25,13 @@ import json
 import uuid
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.integrations.answers import ChatAnswer
+
+if TYPE_CHECKING:
+    import httpx
 
 MODES = ("choreo", "exact", "off")
 # Of a message in a request: the choreography message that it is. Our clients add and remove it.
@@ -53,7 +56,7 @@ class HttpRequest:
 
     method: str
     path: str
-    body: Any = None
+    body: Mapping[str, Any] | None = None
 
 
 class Refused(Exception):
@@ -64,7 +67,7 @@ class Refused(Exception):
         response: response of the HTTP client.
     """
 
-    def __init__(self, error: Mapping[str, Any], response: Any) -> None:
+    def __init__(self, error: Mapping[str, Any], response: httpx.Response) -> None:
         super().__init__(error.get("message", "refused"))
         self.error = error
         self.response = response
@@ -292,5 +295,5 @@ def _answer_and_rest(name: str, tokens: tuple[int, ...], length: int) -> list[_P
     return [_Piece(tokens[:length], name)] + ([_Piece(rest)] if rest else [])
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import tempfile
 import threading
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.integrations.conversations import Conversations
@@ -26,6 +28,10 @@ from vllm_choreo.integrations.openai_http import (
     ChoreoHttpClient,
     transports,
 )
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
 
 # Requests go where the socket lies; HTTP wants a host all the same.
 _BASE_URL = "http://in-process/v1"
@@ -56,7 +62,7 @@ class InProcessServer:
     base_url = _BASE_URL
     api_key = "none"
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: object) -> None:
         for name in _OF_ITS_OWN:
             if name in options:
                 raise UnsupportedOptionError(
@@ -70,7 +76,7 @@ class InProcessServer:
         self._started: Future[None] = Future()
         args = _parsed(str(model), options)
         self.model: str = (args.served_model_name or [args.model])[0]
-        self._server: Any = None
+        self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=self._run, args=(args,), daemon=True)
         self._thread.start()
         try:
@@ -87,7 +93,8 @@ class InProcessServer:
 
     def close(self) -> None:
         """End the server and its engine; may be called twice."""
-        self._server.should_exit = True
+        if self._server is not None:
+            self._server.should_exit = True
         self._thread.join()
         self._folder.cleanup()
 
@@ -103,7 +110,7 @@ class InProcessServer:
         _, transport = transports(self._socket)
         return ChoreoAsyncHttpClient(conversations, transport=transport)
 
-    def _run(self, args: Any) -> None:
+    def _run(self, args: Namespace) -> None:
         # Until the server listens, an error is that of the constructor, which waits for it.
         try:
             asyncio.run(self._serve(args))
@@ -112,7 +119,7 @@ class InProcessServer:
                 raise
             self._started.set_exception(error)
 
-    async def _serve(self, args: Any) -> None:
+    async def _serve(self, args: Namespace) -> None:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
         from vllm.entrypoints.launchers.app import build_app
@@ -127,7 +134,7 @@ class InProcessServer:
             raise RuntimeError("the server ended at its start: the log above says why")
 
 
-def words_of(options: Mapping[str, Any]) -> list[str]:
+def words_of(options: Mapping[str, object]) -> list[str]:
     """Options as the words of a command of vLLM's: `max_model_len=512` for `--max-model-len 512`.
 
     True stands for a flag, False for its opposite (`--no-…`), a list for several values, a dict for
@@ -143,7 +150,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _parsed(model: str, options: Mapping[str, Any]) -> Any:
+def _parsed(model: str, options: Mapping[str, object]) -> Namespace:
     """Parse options as the command line of `vllm serve` does."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -154,18 +161,18 @@ def _parsed(model: str, options: Mapping[str, Any]) -> Any:
     return make_arg_parser(FlexibleArgumentParser()).parse_args(words)
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
-def _server(app: Any, socket: str, started: Callable[[], None]) -> Any:
+def _server(app: FastAPI, path: str, started: Callable[[], None]) -> uvicorn.Server:
     """A server of `app` at a socket, which tells when it listens."""
     import uvicorn
 
     class Server(uvicorn.Server):
-        async def startup(self, sockets: Any = None) -> None:
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if not self.should_exit:  # which a failed start sets
                 started()
 
-    return Server(uvicorn.Config(app, uds=socket, log_level="warning"))
+    return Server(uvicorn.Config(app, uds=path, log_level="warning"))

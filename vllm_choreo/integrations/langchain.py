@@ -22,7 +22,7 @@ from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_openai import ChatOpenAI
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.integrations.conversations import ID_KEY, Conversations
@@ -108,9 +108,9 @@ class ChatChoreo(ChatOpenAI):
         self,
         tools: Sequence[Any],
         *,
-        tool_choice: Any = None,
+        tool_choice: object = None,
         strict: bool | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Extend `ChatOpenAI.bind_tools`: tools are strict unless you say False.
 
@@ -123,7 +123,7 @@ class ChatChoreo(ChatOpenAI):
     # -- what is added to ChatOpenAI's messages --------------------------------------------------
 
     def _get_request_payload(
-        self, input_: LanguageModelInput, *, stop: list[str] | None = None, **kwargs: Any
+        self, input_: LanguageModelInput, *, stop: list[str] | None = None, **kwargs: object
     ) -> dict[str, Any]:
         payload = super()._get_request_payload(input_, stop=stop, **kwargs)
         if self.mode != "off":
@@ -134,7 +134,7 @@ class ChatChoreo(ChatOpenAI):
         return payload
 
     def _create_chat_result(
-        self, response: Any, generation_info: dict[str, Any] | None = None
+        self, response: dict[str, Any] | BaseModel, generation_info: dict[str, Any] | None = None
     ) -> ChatResult:
         result = super()._create_chat_result(response, generation_info)
         told = response if isinstance(response, dict) else response.model_dump(warnings=False)
@@ -144,7 +144,10 @@ class ChatChoreo(ChatOpenAI):
         return result
 
     def _convert_chunk_to_generation_chunk(
-        self, chunk: dict[str, Any], default_chunk_class: type, base_generation_info: Any
+        self,
+        chunk: dict[str, Any],
+        default_chunk_class: type,
+        base_generation_info: dict[str, Any] | None,
     ) -> ChatGenerationChunk | None:
         made = super()._convert_chunk_to_generation_chunk(
             chunk, default_chunk_class, base_generation_info

@@ -13,13 +13,16 @@ parents what the session holds, all others pass as they are.
 from __future__ import annotations
 
 import importlib
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from openai import DefaultAsyncHttpxClient, DefaultHttpxClient
 
 from vllm_choreo.integrations.conversations import Asking, Conversations, Refused
 from vllm_choreo.integrations.exchange import ChatExchange, Listener
+
+if TYPE_CHECKING:
+    import httpx
 
 # The SDK is built on httpx or on its successor, by version: its own clients tell.
 _httpx: Any = importlib.import_module(DefaultHttpxClient.__bases__[0].__module__.partition(".")[0])
@@ -39,12 +42,12 @@ class ChoreoHttpClient(DefaultHttpxClient):
         options: further arguments of `openai.DefaultHttpxClient`.
     """
 
-    def __init__(self, conversations: Conversations | None = None, **options: Any) -> None:
+    def __init__(self, conversations: Conversations | None = None, **options: object) -> None:
         super().__init__(**options)
         self.conversations = conversations or Conversations()
         self._last: ChatExchange | None = None
 
-    def send(self, request: Any, **options: Any) -> Any:
+    def send(self, request: httpx.Request, **options: object) -> httpx.Response:
         """Extend the base class: a chat is sent with its parents named."""
         chat = ChatExchange.of(self.conversations, request)
         if chat is None:
@@ -56,7 +59,8 @@ class ChoreoHttpClient(DefaultHttpxClient):
         if response.is_closed:
             chat.heard(response)
         else:
-            response.stream = _Heard(response.stream, Listener(chat, response))
+            stream = cast("httpx.SyncByteStream", response.stream)
+            response.stream = _Heard(stream, Listener(chat, response))
         return response
 
     def end_session(self) -> None:
@@ -64,7 +68,7 @@ class ChoreoHttpClient(DefaultHttpxClient):
         if self._last is not None:
             self._run(self._last, self.conversations.closing())
 
-    def _answer(self, chat: ChatExchange, options: dict[str, Any]) -> Any:
+    def _answer(self, chat: ChatExchange, options: Mapping[str, object]) -> httpx.Response:
         try:
             request = self._run(chat, chat.steps())
         except Refused as refused:
@@ -80,7 +84,7 @@ class ChoreoHttpClient(DefaultHttpxClient):
         Raises:
             Refused: the server has refused what was asked.
         """
-        reply: Any = None
+        reply: dict[str, Any] | Refused | None = None
         try:
             while True:
                 ask = steps.throw(reply) if isinstance(reply, Refused) else steps.send(reply)
@@ -92,12 +96,12 @@ class ChoreoHttpClient(DefaultHttpxClient):
 class ChoreoAsyncHttpClient(DefaultAsyncHttpxClient):
     """The twin of `ChoreoHttpClient` for `AsyncOpenAI`."""
 
-    def __init__(self, conversations: Conversations | None = None, **options: Any) -> None:
+    def __init__(self, conversations: Conversations | None = None, **options: object) -> None:
         super().__init__(**options)
         self.conversations = conversations or Conversations()
         self._last: ChatExchange | None = None
 
-    async def send(self, request: Any, **options: Any) -> Any:
+    async def send(self, request: httpx.Request, **options: object) -> httpx.Response:
         """Extend the base class: a chat is sent with its parents named."""
         chat = ChatExchange.of(self.conversations, request)
         if chat is None:
@@ -109,7 +113,8 @@ class ChoreoAsyncHttpClient(DefaultAsyncHttpxClient):
         if response.is_closed:
             chat.heard(response)
         else:
-            response.stream = _AsyncHeard(response.stream, Listener(chat, response))
+            stream = cast("httpx.AsyncByteStream", response.stream)
+            response.stream = _AsyncHeard(stream, Listener(chat, response))
         return response
 
     async def end_session(self) -> None:
@@ -117,7 +122,7 @@ class ChoreoAsyncHttpClient(DefaultAsyncHttpxClient):
         if self._last is not None:
             await self._run(self._last, self.conversations.closing())
 
-    async def _answer(self, chat: ChatExchange, options: dict[str, Any]) -> Any:
+    async def _answer(self, chat: ChatExchange, options: Mapping[str, object]) -> httpx.Response:
         try:
             request = await self._run(chat, chat.steps())
         except Refused as refused:
@@ -129,7 +134,7 @@ class ChoreoAsyncHttpClient(DefaultAsyncHttpxClient):
 
     async def _run(self, chat: ChatExchange, steps: Asking) -> Any:
         """Make the requests that `steps` yield, as the synchronous twin does."""
-        reply: Any = None
+        reply: dict[str, Any] | Refused | None = None
         try:
             while True:
                 ask = steps.throw(reply) if isinstance(reply, Refused) else steps.send(reply)
@@ -141,7 +146,7 @@ class ChoreoAsyncHttpClient(DefaultAsyncHttpxClient):
 class _Heard(_httpx.SyncByteStream):
     """A stream whose bytes are heard as they are read."""
 
-    def __init__(self, stream: Any, listener: Listener) -> None:
+    def __init__(self, stream: httpx.SyncByteStream, listener: Listener) -> None:
         self._stream, self._listener = stream, listener
 
     def __iter__(self) -> Iterator[bytes]:
@@ -157,7 +162,7 @@ class _Heard(_httpx.SyncByteStream):
 class _AsyncHeard(_httpx.AsyncByteStream):
     """The twin of `_Heard`."""
 
-    def __init__(self, stream: Any, listener: Listener) -> None:
+    def __init__(self, stream: httpx.AsyncByteStream, listener: Listener) -> None:
         self._stream, self._listener = stream, listener
 
     async def __aiter__(self) -> AsyncIterator[bytes]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,8 +28,14 @@ def unavailable_reason() -> str | None:
     return None
 
 
+class _KernelPlan(Protocol):
+    """A plan that the kernels have checked and copied."""
+
+    def partial_bytes(self, num_heads: int, num_kv_heads: int, head_size: int) -> int: ...
+
+
 @functools.cache
-def _kernels() -> Any:
+def _kernels() -> ModuleType:
     return importlib.import_module("vllm_choreo._C")
 
 
@@ -62,11 +69,11 @@ def span_attention(
 
 # What the kernels know a plan and a layer by. A plan is checked when it is first used, and copied,
 # so that later calls need not look at it again.
-_plans: WeakKeyDictionary[SpanPlan, Any] = WeakKeyDictionary()
-_layers: WeakKeyDictionary[LayerAttention, Any] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[SpanPlan, _KernelPlan] = WeakKeyDictionary()
+_layers: WeakKeyDictionary[LayerAttention, object] = WeakKeyDictionary()
 
 
-def _make_plan(plan: SpanPlan) -> Any:
+def _make_plan(plan: SpanPlan) -> _KernelPlan:
     """Check and copy a plan for the kernels.
 
     Raises:
@@ -76,7 +83,7 @@ def _make_plan(plan: SpanPlan) -> Any:
     """
     check_reads(plan.spans, plan.reads)
     reweighting = plan.spans.reweighting if plan.reads else None
-    return _kernels().SpanPlan(
+    made: _KernelPlan = _kernels().SpanPlan(
         spans=_arrays(plan.spans),
         reads=plan.reads and _arrays(plan.reads),
         cos_sin=plan.cos_sin,
@@ -84,13 +91,14 @@ def _make_plan(plan: SpanPlan) -> Any:
         first_chosen=plan.reads.first_chosen if plan.reads else 0,
         reweighting=reweighting and _arrays(reweighting),
     )
+    return made
 
 
 def _arrays(owner: SpanBatch | SharedReads | Reweighting) -> dict[str, torch.Tensor]:
     return {name: array for name, array in vars(owner).items() if isinstance(array, torch.Tensor)}
 
 
-def _make_layer(layer: LayerAttention) -> Any:
+def _make_layer(layer: LayerAttention) -> object:
     _check_layout(layer.layout)
     return _kernels().LayerAttention(
         scale=layer.scale,
@@ -104,8 +112,7 @@ def _make_layer(layer: LayerAttention) -> Any:
 
 def partial_bytes(plan: SpanPlan, num_heads: int, num_kv_heads: int, head_size: int) -> int:
     """Bytes of partial results that a layer of this shape takes, with torch's threads."""
-    found: int = _make_plan(plan).partial_bytes(num_heads, num_kv_heads, head_size)
-    return found
+    return _make_plan(plan).partial_bytes(num_heads, num_kv_heads, head_size)
 
 
 def reposition_keys(

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeGuard, TypeVar, cast
 
 from vllm_choreo.errors import ChoreoError, RepairError, UnsupportedOptionError
 from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.semantics.naming import listed, message_ids, parent_span
-from vllm_choreo.semantics.params import ChoreoParams, ParentSpan, check_span
+from vllm_choreo.semantics.naming import ParentSpan, listed, message_ids, parent_span
+from vllm_choreo.semantics.params import ChoreoParams, check_span
 
 CALL_MODES = ("choreo", "exact")
 MODES = (*CALL_MODES, "baseline")
 
 Result = Message | ChoreoError  # what a call comes to
+Answers = Message | list[Message]  # of a method that takes one call, or a list of them
+Answer = TypeVar("Answer", bound=Answers)
 
 
 # With a list of calls, these may be given once for all of them.
@@ -70,11 +72,11 @@ class CallSpec:
     save_as: str | None = None
     mode: str | None = None
     deny: tuple[str, ...] = ()
-    adapter: Any = None
-    repair: Any = None
+    adapter: object = None
+    repair: object = None
     keep_hidden: Sequence[int] | None = None
     role: str | None = None
-    sampling_params: Any = None
+    sampling_params: object = None
     tenant: str | None = None
 
     def __post_init__(self) -> None:
@@ -95,13 +97,13 @@ class CallSpec:
         if isinstance(self.content, ParentSpan):
             check_span(self.content.start, self.content.stop, None, self.content)
 
-    def params(self, **engine_side: Any) -> ChoreoParams:
+    def params(self, **engine_side: object) -> ChoreoParams:
         """Checked parameters for the engine; `engine_side` are those that the session decides.
 
         Raises:
             ChoreoError: as `ChoreoParams`.
         """
-        own = {
+        given: dict[str, Any] = {
             "parents": self.parents,
             "offsets": self.offsets,
             "new_offset": self.new_offset,
@@ -110,17 +112,18 @@ class CallSpec:
             "repair": None if self.repair == BY_PAIR else self.repair,
             "keep_hidden": self.keep_hidden or (),
         }
-        return ChoreoParams(**{**own, **engine_side})
+        given.update(engine_side)
+        return ChoreoParams(**given)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The calls that one call of a method asks for: one, or a parallel list."""
+class Asked(Generic[Answer]):
+    """The calls that one call of a method asks for: one, or a parallel list; and its answer."""
 
     calls: tuple[CallSpec, ...]
     is_list: bool
 
-    def answer(self, results: Sequence[Result]) -> Any:
+    def answer(self, results: Sequence[Result]) -> Answer:
         """Return the message, or a list of them.
 
         Raises:
@@ -130,13 +133,15 @@ class Asked:
             if isinstance(result, ChoreoError):
                 result.results = list(results)
                 raise result
-        return list(results) if self.is_list else results[0]
+        return cast("Answer", list(results) if self.is_list else results[0])
 
 
 # -- from what a caller wrote --------------------------------------------------------------------
 
 
-def asked(kind: str, content: Any, options: Mapping[str, Any], denied: Sequence[str] = ()) -> Asked:
+def asked(
+    kind: str, content: object, options: Mapping[str, Any], denied: Sequence[str] = ()
+) -> Asked[Answers]:
     """The calls of `prefill(content, **options)` or `decode(content, **options)`.
 
     Args:
@@ -164,7 +169,7 @@ def asked(kind: str, content: Any, options: Mapping[str, Any], denied: Sequence[
 
 
 def one_spec(
-    kind: str, content: Any, options: Mapping[str, Any], denied: Sequence[str] = ()
+    kind: str, content: object, options: Mapping[str, Any], denied: Sequence[str] = ()
 ) -> CallSpec:
     """The call of a method that takes no list.
 
@@ -177,7 +182,7 @@ def one_spec(
 
 
 def submitted_spec(
-    header: Any, tokens: Any, options: Mapping[str, Any], denied: Sequence[str] = ()
+    header: object, tokens: object, options: Mapping[str, Any], denied: Sequence[str] = ()
 ) -> CallSpec:
     """The call of `submit(header=...)` or `submit(tokens=...)`.
 
@@ -190,7 +195,9 @@ def submitted_spec(
     return one_spec(kind, content, options, denied)
 
 
-def asked_copy(message: Any, options: Mapping[str, Any], denied: Sequence[str] = ()) -> Asked:
+def asked_copy(
+    message: object, options: Mapping[str, Any], denied: Sequence[str] = ()
+) -> Asked[Message]:
     """The call of `reencode(message, **options)`.
 
     Raises:
@@ -223,7 +230,7 @@ def linked_specs(items: Sequence[Any], denied: Sequence[str] = ()) -> list[CallS
     return specs
 
 
-def is_list_of_calls(content: Any) -> bool:
+def is_list_of_calls(content: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Return whether `content` is a parallel list, not text or token ids."""
     return isinstance(content, Sequence) and bool(content) and isinstance(content[0], Mapping)
 
@@ -238,7 +245,7 @@ def _checked(options: Mapping[str, Any], form: type, denied: Sequence[str]) -> d
 
 
 def _item(
-    item: Any, options: Mapping[str, Any], contents: Sequence[str]
+    item: object, options: Mapping[str, Any], contents: Sequence[str]
 ) -> tuple[str, Any, dict[str, Any]]:
     """One dict of a list: the key of its content, that content, and all its options."""
     if not isinstance(item, Mapping):
@@ -262,7 +269,9 @@ def _item(
     return given[0], item[given[0]], {**options, **item, "deny": deny}
 
 
-def _spec(kind: str, content: Any, options: Mapping[str, Any]) -> CallSpec:
+def _spec(
+    kind: str, content: str | tuple[int, ...] | ParentSpan, options: Mapping[str, Any]
+) -> CallSpec:
     return CallSpec(
         kind,
         content,
@@ -280,7 +289,7 @@ def _spec(kind: str, content: Any, options: Mapping[str, Any]) -> CallSpec:
     )
 
 
-def _repair(options: Mapping[str, Any]) -> Any:
+def _repair(options: Mapping[str, Any]) -> object:
     """The rule of a call. Raises ChoreoError: two of them, or no layers."""
     repair, layers = options.get("repair"), options.get("layers")
     if layers is None:
@@ -307,7 +316,7 @@ def content_name(kind: str) -> str:
     return "header" if kind == "decode" else "tokens"
 
 
-def _content(kind: str, given: Any) -> str | tuple[int, ...]:
+def _content(kind: str, given: object) -> str | tuple[int, ...]:
     name = content_name(kind)
     if isinstance(given, str):
         return given

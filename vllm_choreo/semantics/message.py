@@ -6,12 +6,12 @@ Keys and values stay in the engine: a `Message` is a handle with the text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.semantics.provenance import Trace
 
 
@@ -62,6 +62,19 @@ class Metrics:
     latency: float
 
 
+class TokenLogprob(Protocol):
+    """Natural log-probability of a token, as `vllm.logprobs.Logprob`; `rank` 1: likeliest."""
+
+    @property
+    def logprob(self) -> float: ...
+
+    @property
+    def rank(self) -> int | None: ...
+
+    @property
+    def decoded_token(self) -> str | None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Message:
     """A message: a handle to cached keys and values, with its text. Compared by identity.
@@ -95,7 +108,7 @@ class Message:
     parents: tuple[ParentSpan, ...]
     generated_text: str
     generated_token_ids: tuple[int, ...]
-    logprobs: Any
+    logprobs: Sequence[Mapping[int, TokenLogprob]] | None
     finish_reason: str | None
     usage: Usage
     metrics: Metrics

@@ -17,7 +17,7 @@ class ParentSpan(NamedTuple):
     stop: int | None = None
 
 
-def message_id(named: Any, parameter: str) -> str:
+def message_id(named: object, parameter: str) -> str:
     """The id or name of a message, of a pending call, of an id, or of a `save_as` name.
 
     Raises:
@@ -31,7 +31,7 @@ def message_id(named: Any, parameter: str) -> str:
     return found
 
 
-def message_ids(messages: Any, parameter: str) -> tuple[str, ...]:
+def message_ids(messages: object, parameter: str) -> tuple[str, ...]:
     """The ids or names of a list of messages; None is an empty one.
 
     Raises:
@@ -40,7 +40,7 @@ def message_ids(messages: Any, parameter: str) -> tuple[str, ...]:
     return tuple(message_id(named, parameter) for named in listed(messages, parameter))
 
 
-def parent_span(parent: Any, parameter: str = "parents") -> ParentSpan:
+def parent_span(parent: object, parameter: str = "parents") -> ParentSpan:
     """The tokens that a caller names: a message, or `(message, start, stop)`.
 
     Raises:
@@ -58,7 +58,7 @@ def parent_span(parent: Any, parameter: str = "parents") -> ParentSpan:
     return ParentSpan(message_id(named, parameter), start, stop)
 
 
-def listed(given: Any, parameter: str) -> Sequence[Any]:
+def listed(given: object, parameter: str) -> Sequence[Any]:
     """A list of messages; None is an empty one. Raises ChoreoError: no list."""
     if given is None:
         return ()

@@ -4,9 +4,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 # In place of the number of an adapter, which begins at 1.
 OTHER_MODEL = 0
+
+
+class AdapterRequest(Protocol):
+    """An adapter, or another model: vLLM's `LoRARequest`, or an `OtherModel`."""
+
+    @property
+    def lora_name(self) -> str: ...
+
+    @property
+    def lora_path(self) -> str: ...
+
+    @property
+    def lora_int_id(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from vllm_choreo.errors import ChoreoError, OffsetError, RepairError, SpanError
 from vllm_choreo.repair.rules import GivenRuns, Rule, rule_of
@@ -205,12 +205,12 @@ class ChoreoParams:
 
     def apply(self, sampling_params: _SamplingParamsT) -> _SamplingParamsT:
         """A clone of `sampling_params` that carries this call; other `extra_args` are kept."""
-        clone = sampling_params.clone()
+        clone: _SamplingParamsT = sampling_params.clone()
         clone.extra_args = {**(clone.extra_args or {}), **self.to_extra_args()}
         return clone
 
 
-def check_offset(parameter: str, offset: Any) -> None:
+def check_offset(parameter: str, offset: object) -> None:
     """Refuse what is no position: `True` and `3.0` are ints to Python, but mistakes here.
 
     Raises:
@@ -221,7 +221,11 @@ def check_offset(parameter: str, offset: Any) -> None:
 
 
 def check_span(
-    start: Any, stop: Any, num_tokens: int | None, value: Any, owner: str = "the message"
+    start: int | None,
+    stop: int | None,
+    num_tokens: int | None,
+    value: object,
+    owner: str = "the message",
 ) -> None:
     """Refuse a sub-span that is empty or does not lie in its message.
 
@@ -248,7 +252,7 @@ def check_span(
     )
 
 
-def _parent(parent: Any) -> ParentSpan:
+def _parent(parent: object) -> ParentSpan:
     span = parent_span(parent)
     if not span.id:
         raise ChoreoError(
@@ -258,7 +262,7 @@ def _parent(parent: Any) -> ParentSpan:
     return span
 
 
-def _check_id(parameter: str, message_id: Any) -> None:
+def _check_id(parameter: str, message_id: object) -> None:
     if not isinstance(message_id, str) or not message_id:
         raise ChoreoError(
             "a message is named by its id, a non-empty string",
@@ -267,13 +271,15 @@ def _check_id(parameter: str, message_id: Any) -> None:
         )
 
 
-def _sequence(parameter: str, value: Any, error: type[ChoreoError] = ChoreoError) -> Sequence[Any]:
+def _sequence(
+    parameter: str, value: object, error: type[ChoreoError] = ChoreoError
+) -> Sequence[Any]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise error(f"{parameter} must be a list", parameter=parameter, value=value)
     return value
 
 
-def _is_map(value: Any) -> bool:
+def _is_map(value: object) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, Mapping)
 
 

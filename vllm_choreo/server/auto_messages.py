@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.api.pending import Pending
 from vllm_choreo.chat.matching import ChatPlan, plan_chat
@@ -19,6 +19,9 @@ from vllm_choreo.semantics.call import CallSpec, linked_specs
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.sessions import OpenSession, Sessions
 from vllm_choreo.server.work_pool import WorkPool
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 # What becomes of a chat that names no messages: its parts are messages; or it is served as text,
 # for it asks for what makes no message, its template or tokenizer cannot be cut, or in parts it
@@ -81,7 +84,7 @@ class ChatMessages:
         self._lock = asyncio.Lock()
 
     async def read(
-        self, split: Split, mode: str, max_tokens: int, name: str, adapter: Any
+        self, split: Split, mode: str, max_tokens: int, name: str, adapter: object
     ) -> ReadChat:
         """Find or make the messages of a chat's parts.
 
@@ -178,7 +181,7 @@ class ChatMessages:
         self.sessions.ended(self.session, "prefill", result)
 
 
-def _pieces(plan: ChatPlan, mode: str, adapter: Any) -> list[CallSpec]:
+def _pieces(plan: ChatPlan, mode: str, adapter: object) -> list[CallSpec]:
     """Calls that encode the new parts, each behind all that stands before it in the chat."""
     return linked_specs(
         [
@@ -202,7 +205,7 @@ class TenantChats:
         vllm_config: configuration of its engine.
     """
 
-    def __init__(self, sessions: Sessions, vllm_config: Any) -> None:
+    def __init__(self, sessions: Sessions, vllm_config: VllmConfig) -> None:
         self._sessions = sessions
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._block_size: int = vllm_config.cache_config.block_size

@@ -161,7 +161,7 @@ def _path(location: Sequence[Any]) -> list[str]:
     return [str(part)[:MAX_PART_CHARS] for part in location[1:] if str(part)[0:1] not in ("<", "[")]
 
 
-def _outline(value: Any) -> Any:
+def _outline(value: object) -> object:
     """`value`, or type and length of a list or object: an error is not to repeat a megabyte."""
     if isinstance(value, (list, dict)):
         return f"{type(value).__name__} of {len(value)}"

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
 from vllm.renderers.params import ChatParams
@@ -16,7 +16,7 @@ from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsPar
 from vllm_choreo.api.adapters import WithAdapter
 from vllm_choreo.errors import ChoreoError, LimitError, TooLongError, UnsupportedOptionError
 from vllm_choreo.semantics.call import CallSpec, Tokenized
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.server.errors import as_choreo_error
 from vllm_choreo.server.schemas import (
     MAX_PARENTS,
@@ -27,6 +27,10 @@ from vllm_choreo.server.schemas import (
 )
 from vllm_choreo.server.served_adapters import ServedAdapters
 from vllm_choreo.server.work_pool import WorkPool
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.renderers.online_renderer import OnlineRenderer
 
 # Texts that are tokenised at once, in about a millisecond: less than a turn in a pool may take.
 _FEW_CHARS = 2_000
@@ -50,7 +54,9 @@ class CallReader:
         work: pool for work that grows with a text.
     """
 
-    def __init__(self, online_renderer: Any, adapters: ServedAdapters, work: WorkPool) -> None:
+    def __init__(
+        self, online_renderer: OnlineRenderer, adapters: ServedAdapters, work: WorkPool
+    ) -> None:
         self.adapters = adapters
         self._work = work
         self._online = online_renderer
@@ -110,7 +116,9 @@ class CallReader:
             sampling_params=sampling_of(body.sampling_params),
         )
 
-    async def adapter_of(self, own: str | None, adapter: str | None) -> Any:
+    async def adapter_of(
+        self, own: str | None, adapter: str | None
+    ) -> LoRARequest | WithAdapter | str | None:
         """Resolve the call's own adapter, or else the session's, worn where it is placed."""
         if own is not None or adapter is None:
             return await self.adapters.resolve(own)
@@ -149,7 +157,7 @@ class CallReader:
                 parameter="content",
             )
 
-    async def _rendered(self, messages: Sequence[ChatMessage], is_decode: bool) -> Any:
+    async def _rendered(self, messages: Sequence[ChatMessage], is_decode: bool) -> str | list[int]:
         """The chat as text, or as token ids where the model's renderer makes them at once."""
         online = self._online
         params = ChatParams(
@@ -171,7 +179,10 @@ class CallReader:
                 f"the model's chat template refuses these messages: {reason}",
                 parameter="messages",
             ) from error
-        return prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+        text: str | list[int] = (
+            prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+        )
+        return text
 
 
 def sampling_of(body: SamplingBody | None) -> SamplingParams | None:
@@ -218,7 +229,9 @@ def _check_small(name: str, given: dict[str, Any]) -> None:
         )
 
 
-def _object(name: str, given: dict[str, Any]) -> Any:
+def _object(
+    name: str, given: dict[str, Any]
+) -> StructuredOutputsParams | RepetitionDetectionParams:
     """Make an object of vLLM from its public fields alone."""
     made = _OBJECTS[name]
     known = [field.name for field in dataclasses.fields(made) if not field.name.startswith("_")]

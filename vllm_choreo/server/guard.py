@@ -13,18 +13,32 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_choreo.api.pending import OutputQueue
 from vllm_choreo.semantics.params import EXTRA_ARGS_KEY, FLAT_PREFIX
 from vllm_choreo.server.tenants import cache_salt
 
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from vllm import PoolingParams, RequestOutput, SamplingParams
+    from vllm.engine.protocol import StreamingInput
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.inputs import PromptType
+    from vllm.inputs.engine import EngineInput
 
-def guarded(llm: AsyncLLM, responses: OpenAIServingResponses) -> Any:
+# All forms in which vLLM takes a prompt.
+Prompt: TypeAlias = (
+    "EngineCoreRequest | PromptType | EngineInput | AsyncGenerator[StreamingInput, None]"
+)
+
+
+def guarded(llm: AsyncLLM, responses: OpenAIServingResponses) -> AsyncLLM:
     """Let `llm`, and the handler of /v1/responses, refuse choreographed requests from now on.
 
     Returns:
@@ -72,7 +86,7 @@ def _check_transfers(extra_args: Mapping[str, Any] | None) -> None:
             )
 
 
-def _salted(prompt: Any) -> Any:
+def _salted(prompt: Prompt) -> Prompt:
     """A prompt, of any form that vLLM takes, with the salt of the tenant that sends it."""
     if isinstance(prompt, AsyncGenerator):
         return _salted_parts(prompt)
@@ -87,7 +101,9 @@ def _salted(prompt: Any) -> Any:
     return prompt if salt is None else {**prompt, "cache_salt": salt}
 
 
-async def _salted_parts(prompts: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+async def _salted_parts(
+    prompts: AsyncGenerator[StreamingInput, None],
+) -> AsyncGenerator[StreamingInput, None]:
     async for part in prompts:
         yield replace(part, prompt=_salted(part.prompt))
 
@@ -95,15 +111,22 @@ async def _salted_parts(prompts: AsyncGenerator[Any, None]) -> AsyncGenerator[An
 class _GuardedLLM(AsyncLLM):
     """vLLM's engine client, which checks what every route hands to it."""
 
-    def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams, *args: object, **kwargs: object
+    ) -> AsyncGenerator[RequestOutput, None]:
         # At once, and not when the first output is asked for: streams have begun by then.
         _refuse(sampling_params.extra_args)
         _check_transfers(sampling_params.extra_args)
         return super().generate(prompt, sampling_params, *args, **kwargs)
 
     async def add_request(
-        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        *args: object,
+        **kwargs: object,
+    ) -> OutputQueue:
         extra_args = getattr(params, "extra_args", None)
         _refuse(extra_args)
         _check_transfers(extra_args)
@@ -113,7 +136,9 @@ class _GuardedLLM(AsyncLLM):
 class _GuardedResponses(OpenAIServingResponses):
     """vLLM's handler of /v1/responses, which asks the engine when its stream has begun."""
 
-    async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
+    async def create_responses(
+        self, request: ResponsesRequest, raw_request: Request | None = None
+    ) -> object:
         _refuse(request.vllm_xargs)
         return await super().create_responses(request, raw_request)
 
@@ -124,11 +149,16 @@ class _Unguarded:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._llm, name)
 
     async def add_request(
-        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        *args: object,
+        **kwargs: object,
+    ) -> OutputQueue:
         _check_transfers(params.extra_args)
         return await AsyncLLM.add_request(self._llm, request_id, prompt, params, *args, **kwargs)

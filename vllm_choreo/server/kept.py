@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
+from vllm_choreo.semantics.session_options import SessionOptions
 from vllm_choreo.server import tenants
 from vllm_choreo.server.sessions import Sessions
 from vllm_choreo.snapshot.keys import key_of_file, key_of_secret
@@ -159,7 +160,7 @@ class KeptFolders:
         try:  # another name may have opened it
             session = sessions.session(tenant, kept["session"])
         except UnknownSessionError:
-            session = sessions.open(tenant, session_id=kept["session"])
+            session = sessions.open(tenant, SessionOptions(session_id=kept["session"]))
         with session.used() as choreography:
             messages = await choreography.load(folder, progress=False)
         num_files = len(data_files(kept))

@@ -8,11 +8,11 @@ of one message answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server import documents
@@ -30,7 +30,7 @@ from vllm_choreo.server.schemas import MessagesListBody, PinListBody
 router = choreo_router()
 
 
-def _messages(choreography: Any, names: Sequence[str]) -> list[Message]:
+def _messages(choreography: AsyncChoreography, names: Sequence[str]) -> list[Message]:
     """The messages of a body, each once.
 
     Raises:

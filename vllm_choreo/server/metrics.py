@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.logger import init_logger
@@ -26,6 +26,9 @@ from vllm_choreo.repair.pair_rule import REASONS, ChosenCell
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.auto_messages import AUTO_OUTCOMES
 from vllm_choreo.server.sessions import Sessions
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = init_logger("vllm.choreo.server")
 
@@ -135,8 +138,11 @@ _COUNTERS = {
     "restored_tokens": "Tokens that came back from host memory.",
 }
 
+# `_add` for a registry and a model.
+_Adder = Callable[..., Callable[..., Any]]
 
-def start(sessions: Sessions, async_llm: Any) -> None:
+
+def start(sessions: Sessions, async_llm: AsyncLLM) -> None:
     """Measure from now on, in the running event loop.
 
     Args:
@@ -158,7 +164,7 @@ class CallMetrics:
         overrides: the operator's own buckets (`--custom-histogram-buckets`), by vLLM's names.
     """
 
-    def __init__(self, add: Any, overrides: Mapping[str, list[float]] | None = None) -> None:
+    def __init__(self, add: _Adder, overrides: Mapping[str, list[float]] | None = None) -> None:
         self._num_sessions = add(
             Gauge, "num_sessions", "Sessions that are open.", multiprocess_mode="livesum"
         )()
@@ -263,7 +269,7 @@ class EngineMetrics:
         add: `_add` for a registry and a model.
     """
 
-    def __init__(self, add: Any) -> None:
+    def __init__(self, add: _Adder) -> None:
         self._gauges = {
             name: add(Gauge, name, text, multiprocess_mode="mostrecent")()
             for name, (text, _) in _GAUGES.items()
@@ -323,5 +329,7 @@ def _add(
     return partial(metric.labels, model)
 
 
-def _bounds(buckets: Any, overrides: Mapping[str, list[float]] | None) -> Sequence[float]:
+def _bounds(
+    buckets: str | Sequence[float], overrides: Mapping[str, list[float]] | None
+) -> Sequence[float]:
     return histogram_buckets(buckets, overrides=overrides) if isinstance(buckets, str) else buckets

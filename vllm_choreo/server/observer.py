@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interfaces that `Sessions` uses: to count what happens, to exchange messages with servers."""
+"""Interface of what counts the things that happen in `Sessions`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.repair.pair_rule import ChosenCell, PairRule
-from vllm_choreo.semantics.call import Result
+from vllm_choreo.repair.pair_rule import ChosenCell
 from vllm_choreo.semantics.message import Message
 
 
@@ -35,19 +34,3 @@ class Observer(Protocol):
 
     def looked_up(self, outcome: str, report: Mapping[str, int]) -> None:
         """Count a chat that names no messages; `outcome` is one of `AUTO_OUTCOMES`."""
-
-
-class Exchanger(Protocol):
-    """Exchange of messages with the server of another model; see `PairExchange`.
-
-    Attributes:
-        rule: rule of sessions that have none of their own.
-    """
-
-    rule: PairRule
-
-    async def export(self, session: Any, result: Result) -> None:
-        """Save the result of a session's call for the other server."""
-
-    async def fetch(self, session: Any, named: Iterable[str]) -> None:
-        """Load the messages that a session's call names from the other server."""

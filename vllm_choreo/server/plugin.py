@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.datastructures import State
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class ChoreoEndpoints:
@@ -47,7 +48,7 @@ class ChoreoEndpoints:
             app.include_router(wing.router)
         app.add_exception_handler(ChoreoError, answer_error)
 
-    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+    async def init_state(self, engine_client: AsyncLLM, state: State, args: Namespace) -> None:
         """Set up the sessions of a server or a batch, and the handlers that choreograph.
 
         Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated
+from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Path, Request, Security
 from fastapi.security import HTTPBearer
@@ -18,6 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.errors import ChoreoError, LimitError
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.session_options import RepairGiven, SessionOptions
 from vllm_choreo.server import documents
 from vllm_choreo.server.answers import evicted_json, freed_json, list_json, pin_json, results_json
 from vllm_choreo.server.body import ChoreoRoute
@@ -97,9 +98,14 @@ async def open_session(request: Request, body: SessionBody | None = None) -> Res
     sessions, body = sessions_of(request), body or SessionBody()
     adapter = await request.app.state.choreo_reader.adapters.resolve(body.adapter)
     tenant = tenant_of(request)
-    opened = sessions.open(
-        tenant, body.mode, body.ttl_seconds, adapter, body.placement, body.repair
+    options = SessionOptions(
+        mode=body.mode,
+        ttl_seconds=body.ttl_seconds,
+        adapter=adapter,
+        placement=body.placement,
+        repair=cast("RepairGiven", body.repair),  # a list is refused: it is one call's
     )
+    opened = sessions.open(tenant, options)
     return JSONResponse(await sessions.describe(opened))
 
 

@@ -6,15 +6,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Unpack
 
 from starlette.requests import Request
 from vllm.logger import init_logger
 
 from vllm_choreo.api.outcomes import Outcome
-from vllm_choreo.api.pending import Pending
+from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import CallSpec, Result
+from vllm_choreo.semantics.call_options import Content, DecodeOptions
 from vllm_choreo.semantics.message import Message, Piece
 from vllm_choreo.server.errors import as_choreo_error
 from vllm_choreo.server.sessions import OpenSession, Sessions, unknown_session
@@ -118,7 +119,7 @@ class Run:
 
     # -- a call whose request somebody else runs ---------------------------------------------
 
-    def begin(self, header: Any, **arguments: Any) -> Pending:
+    def begin(self, header: Content, **arguments: Unpack[DecodeOptions]) -> Pending:
         """Reserve a decode: see `AsyncChoreography.begin`.
 
         Raises:
@@ -132,7 +133,7 @@ class Run:
         self.pending.append(pending)
         return pending
 
-    async def submitted(self, pending: Pending, queue: Any) -> None:
+    async def submitted(self, pending: Pending, queue: OutputQueue) -> None:
         """Enter a call whose request the engine has; its outputs arrive in `queue`."""
         await self._session.choreography.submitted(pending, queue)
 

@@ -36,7 +36,7 @@ _MAX_VOCABULARY = 2**18  # about as many as any model has
 _MAX_FIELDS = 1024
 
 
-def _few_fields(value: Any) -> Any:
+def _few_fields(value: object) -> object:
     if isinstance(value, dict) and len(value) > _MAX_FIELDS:
         raise PydanticCustomError("too_long", f"an object has up to {_MAX_FIELDS} fields")
     return value
@@ -167,7 +167,7 @@ class ChatMessage(BodyModel):
 Turns = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=10_000)]
 
 
-def _kind(value: Any) -> str | None:
+def _kind(value: object) -> str | None:
     """The tag of a value that is text, a list, or an object."""
     if isinstance(value, str):
         return "<text>"
@@ -341,7 +341,7 @@ class CallsBody(BodyModel):
     stream: bool = Field(False, description="Answer with server-sent events.")
 
 
-def _has_calls(value: Any) -> str:
+def _has_calls(value: object) -> str:
     has_calls = "calls" in value if isinstance(value, dict) else isinstance(value, CallsBody)
     return "<calls>" if has_calls else "<call>"
 

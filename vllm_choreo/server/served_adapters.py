@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm import envs
 from vllm.lora.request import LoRARequest
 
 from vllm_choreo.errors import ChoreoError
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
 
 class ServedAdapters:
@@ -18,10 +21,10 @@ class ServedAdapters:
         models: vLLM's `OpenAIServingModels`.
     """
 
-    def __init__(self, models: Any) -> None:
+    def __init__(self, models: OpenAIServingModels) -> None:
         self._models = models
 
-    async def resolve(self, name: str | None) -> Any:
+    async def resolve(self, name: str | None) -> LoRARequest | str | None:
         """Adapter as a call takes it: the `LoRARequest` of this name as it is now.
 
         The name of the model stands for none, and is passed on as the name that engines know.

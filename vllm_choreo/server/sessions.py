@@ -10,27 +10,34 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.logger import init_logger
 
 from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
-from vllm_choreo.repair.pair_rule import ChosenCell
+from vllm_choreo.repair.pair_rule import ChosenCell, PairRule
 from vllm_choreo.repair.session_rules import check_sent
+from vllm_choreo.semantics.call import Result
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.server.observer import Exchanger, Observer
+from vllm_choreo.semantics.session_options import SessionOptions
+from vllm_choreo.server.observer import Observer
 from vllm_choreo.server.work_pool import WorkPool
 from vllm_choreo.wire.calls import adapter_name
 from vllm_choreo.wire.messages import usage_json
 
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
 logger = init_logger("vllm.choreo.server")
 
 _SWEEP_SECONDS = 1.0
+# Of a session whose opener gives none.
+DEFAULT_OPTIONS = SessionOptions()
 
 
 @dataclass(eq=False)
@@ -83,6 +90,22 @@ class OpenSession:
             self.leave()
 
 
+class Exchanger(Protocol):
+    """Exchange of messages with the server of another model; see `PairExchange`.
+
+    Attributes:
+        rule: rule of sessions that have none of their own.
+    """
+
+    rule: PairRule
+
+    async def export(self, session: OpenSession, result: Result) -> None:
+        """Save the result of a session's call for the other server."""
+
+    async def fetch(self, session: OpenSession, named: Iterable[str]) -> None:
+        """Load the messages that a session's call names from the other server."""
+
+
 class Sessions:
     """Every open session.
 
@@ -97,7 +120,7 @@ class Sessions:
         work: pool for work that grows with what a tenant sends.
     """
 
-    def __init__(self, async_llm: Any, config: ServerConfig, model: str) -> None:
+    def __init__(self, async_llm: AsyncLLM, config: ServerConfig, model: str) -> None:
         self.config = config
         self.model = model
         self.max_model_len: int = async_llm.model_config.max_model_len
@@ -114,21 +137,16 @@ class Sessions:
     def open(
         self,
         tenant: str,
-        mode: str = "choreo",
-        ttl_seconds: float | None = None,
-        adapter: Any = None,
-        placement: str | None = None,
-        repair: Any = None,
+        options: SessionOptions = DEFAULT_OPTIONS,
         *,
         is_limited: bool = True,
-        session_id: str | None = None,
     ) -> OpenSession:
         """Open a session.
 
         Args:
-            adapter, placement, repair: options of calls that name none, see `Choreography`.
+            tenant: owner of the session.
+            options: options of the session, as its caller gave them.
             is_limited: True if the limits of a session hold for its messages.
-            session_id: id of a session of an earlier run; None: a new one.
 
         Raises:
             LimitError: too many are open, or the time to live is too long.
@@ -139,24 +157,22 @@ class Sessions:
         own = sum(1 for owner, _ in self._sessions if owner == tenant)
         _check_limit("max_sessions_per_tenant", own + 1, config.max_sessions_per_tenant)
         _check_limit("max_sessions", len(self._sessions) + 1, config.max_sessions)
-        ttl = config.session_ttl_seconds if ttl_seconds is None else ttl_seconds
+        ttl = options.ttl_seconds
+        ttl = config.session_ttl_seconds if ttl is None else ttl
         _check_limit("session_ttl_seconds", ttl, config.session_ttl_seconds)
-        limits = config if is_limited else None
-        check_sent(repair)
-        if repair is None and mode == "choreo" and self.exchange is not None:
+        check_sent(options.repair)
+        repair = options.repair
+        if repair is None and options.mode == "choreo" and self.exchange is not None:
             repair = self.exchange.rule
-        choreography = AsyncChoreography(
-            self._llm,
-            mode,
+        options = replace(
+            options,
             tenant=tenant,
-            adapter=adapter,
-            placement=placement,
             repair=repair,
-            limits=limits,
-            session_id=session_id,
+            limits=config if is_limited else None,
             on_choice=self.chosen,
         )
-        session = OpenSession(choreography, tenant, ttl, adapter_name(adapter))
+        choreography = AsyncChoreography(self._llm, options=options)
+        session = OpenSession(choreography, tenant, ttl, adapter_name(options.adapter))
         self._sessions[tenant, session.id] = session
         for observer in self.observers:
             observer.opened()
@@ -261,7 +277,7 @@ class Sessions:
             # A task of its own: nobody waits for an engine that is slow to answer.
             self.in_background(session.choreography.close())
 
-    def in_background(self, work: Any) -> None:
+    def in_background(self, work: Awaitable[object]) -> None:
         """Run a coroutine to its end whatever becomes of the request that asks for it."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
@@ -339,6 +355,6 @@ def _numbers(message: Message) -> dict[str, Any]:
     }
 
 
-def _line(**values: Any) -> str:
+def _line(**values: object) -> str:
     """One line of JSON; newlines inside are escaped by it."""
     return json.dumps(values, separators=(",", ":"))

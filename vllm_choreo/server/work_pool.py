@@ -16,7 +16,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 NUM_THREADS = 2
@@ -40,7 +40,7 @@ class WorkPool:
         # In the order of their turns.
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
-    async def run(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
+    async def run(self, tenant: str, work: Callable[..., T], *args: object) -> T:
         """Run `work(*args)` when the tenant's turn has come; return or raise what it does.
 
         A caller that is cancelled gives its turn up; what runs already is run to its end.

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 class ByteBar:
@@ -18,7 +21,7 @@ class ByteBar:
     def __init__(self, what: str, num_bytes: int, shown: bool | None) -> None:
         self._options = {"desc": what, "total": num_bytes, "unit": "B", "unit_scale": True}
         self._shown = shown
-        self._bar: Any = None
+        self._bar: tqdm[Any] | None = None
 
     def __enter__(self) -> ByteBar:
         if self._shown is not False:
@@ -27,7 +30,7 @@ class ByteBar:
             self._bar = tqdm(disable=None if self._shown is None else False, **self._options)
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._bar is not None:
             self._bar.close()
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from vllm_choreo.errors import ChoreoError, KeptError
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.semantics.other_model import OTHER_MODEL
-from vllm_choreo.semantics.params import ParentSpan
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.snapshot.byte_bar import ByteBar
 from vllm_choreo.snapshot.manifest import Manifest, checked_manifest, data_files
@@ -157,7 +157,7 @@ def _believed(
     return {**entry, "data": data, "is_untrusted": is_untrusted and data is not None}
 
 
-def check_on_mismatch(given: Any) -> None:
+def check_on_mismatch(given: object) -> None:
     """Raise ChoreoError unless it is one of `ON_MISMATCH`."""
     if given not in ON_MISMATCH:
         raise ChoreoError(f"choose one of {ON_MISMATCH}", parameter="on_mismatch", value=given)

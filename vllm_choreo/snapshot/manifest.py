@@ -122,7 +122,7 @@ def data_files(kept: Mapping[str, Any]) -> set[str]:
     return {entry["data"]["file"] for entry in kept["encodings"] if entry["data"]}
 
 
-def _digest(kept: Any) -> str:
+def _digest(kept: Mapping[str, Any]) -> str:
     return sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
@@ -130,7 +130,7 @@ def _keyed(digest: str, keep_key: bytes) -> str:
     return hmac.new(keep_key, _PURPOSE + digest.encode(), sha256).hexdigest()
 
 
-def _is_written_with(keep_key: bytes | None, digest: str, keyed: Any) -> bool:
+def _is_written_with(keep_key: bytes | None, digest: str, keyed: object) -> bool:
     if keep_key is None or not isinstance(keyed, str):
         return False
     return hmac.compare_digest(keyed.encode(), _keyed(digest, keep_key).encode())
@@ -201,7 +201,7 @@ def _check_encoding(
         _check_data(entry["data"])
 
 
-def _check_weights(weights: Any) -> None:
+def _check_weights(weights: Sequence[float] | None) -> None:
     """Check weights by the bounds of a call: others would fail in a worker."""
     if weights is None:
         return
@@ -244,13 +244,13 @@ def _run(start: int, stop: int, length: int) -> None:
     _count(stop, least=_count(start) + 1, most=length)
 
 
-def _count(value: Any, least: int = 0, most: int = 2**62) -> int:
+def _count(value: int, least: int = 0, most: int = 2**62) -> int:
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{value!r} where an int from {least} to {most} is needed")
     return value
 
 
-def _texts(*values: Any) -> None:
+def _texts(*values: object) -> None:
     for value in values:
         if not isinstance(value, str):
             raise TypeError(f"{value!r} where a text is needed")

@@ -54,7 +54,7 @@ def shape_of(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> KVShape:
     )
 
 
-def concat_heads(found: Sequence[bytes], chunk: Chunk, shape: KVShape, origin: Origin) -> Any:
+def concat_heads(found: Sequence[bytes], chunk: Chunk, shape: KVShape, origin: Origin) -> bytes:
     """Concatenate the heads of a chunk, of which each worker has some, token by token."""
     apart = found[:: _stride(origin)]
     if len(apart) == 1:

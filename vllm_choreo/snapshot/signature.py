@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.trained_adapter import ModelIdentity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 # What recipes depend on: to another tokenizer the same numbers are other texts.
 _OF_TEXT = "tokenizer"
 
 
-def signature(vllm_config: Any) -> dict[str, Any]:
+def signature(vllm_config: VllmConfig) -> dict[str, Any]:
     """Signature of an engine.
 
     Args:
@@ -73,6 +76,6 @@ def is_same_text(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
     return bool(kept.get(_OF_TEXT) == mine[_OF_TEXT])
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else text[:60] + "…"

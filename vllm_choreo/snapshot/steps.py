@@ -32,17 +32,17 @@ class Ask:
     args: tuple[Any, ...]
 
 
-def operation(name: str, *args: Any) -> Ask:
+def operation(name: str, *args: object) -> Ask:
     """Ask for an operation of the scheduler; `snapshot_` before its name is left out."""
     return Ask("operation", (f"snapshot_{name}", *args))
 
 
-def workers(method: str, *args: Any) -> Ask:
+def workers(method: str, *args: object) -> Ask:
     """Ask for a method of the workers."""
     return Ask("workers", (method, *args))
 
 
-def session(function: Callable[..., Any], *args: Any) -> Ask:
+def session(function: Callable[..., Any], *args: object) -> Ask:
     """Ask for a function of the session."""
     return Ask("session", (function, *args))
 
@@ -55,14 +55,14 @@ class _Done(Generic[_T]):
     result: _T
 
 
-def _advance(steps: Steps[_T], answer: Any, error: BaseException | None) -> Ask | _Done[_T]:
+def _advance(steps: Steps[_T], answer: object, error: BaseException | None) -> Ask | _Done[_T]:
     try:
         return steps.send(answer) if error is None else steps.throw(error)
     except StopIteration as stop:
         return _Done(stop.value)
 
 
-def drive(steps: Steps[_T], answer: Callable[[Ask], Any]) -> _T:
+def drive(steps: Steps[_T], answer: Callable[[Ask], object]) -> _T:
     """Run a generator to the end.
 
     Args:
@@ -70,7 +70,8 @@ def drive(steps: Steps[_T], answer: Callable[[Ask], Any]) -> _T:
     """
     found = _advance(steps, None, None)
     while isinstance(found, Ask):
-        told, error = None, None
+        told: object = None
+        error: BaseException | None = None
         try:
             told = answer(found)
         except BaseException as raised:  # also Ctrl-C: blocks are to be let go
@@ -79,11 +80,12 @@ def drive(steps: Steps[_T], answer: Callable[[Ask], Any]) -> _T:
     return found.result
 
 
-async def drive_async(steps: Steps[_T], answer: Callable[[Ask], Awaitable[Any]]) -> _T:
+async def drive_async(steps: Steps[_T], answer: Callable[[Ask], Awaitable[object]]) -> _T:
     """Run a generator to the end, in a thread wherever the engine is not asked."""
     found = await _in_thread(steps, None, None)
     while isinstance(found, Ask):
-        told, error = None, None
+        told: object = None
+        error: BaseException | None = None
         try:
             told = await answer(found)
         except BaseException as raised:
@@ -92,7 +94,9 @@ async def drive_async(steps: Steps[_T], answer: Callable[[Ask], Awaitable[Any]])
     return found.result
 
 
-async def _in_thread(steps: Steps[_T], told: Any, error: BaseException | None) -> Ask | _Done[_T]:
+async def _in_thread(
+    steps: Steps[_T], told: object, error: BaseException | None
+) -> Ask | _Done[_T]:
     """Take one step; a caller's cancellation meanwhile is raised where the next answer comes."""
     step = asyncio.ensure_future(asyncio.to_thread(_advance, steps, told, error))
     try:

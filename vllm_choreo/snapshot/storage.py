@@ -23,9 +23,10 @@ import secrets
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from vllm_choreo.errors import KeptError, UnknownKeptError
 from vllm_choreo.snapshot import file_locks
@@ -59,11 +60,11 @@ class KeptFolder:
 
     def __init__(
         self,
-        uri: Any,
+        uri: str | Path,
         label: str | None = None,
         max_bytes: float = float("inf"),
         keep_key: bytes | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         import fsspec
 
@@ -161,7 +162,7 @@ class KeptFolder:
             self._is_new = self._is_local and not os.path.lexists(self._path)
             self._fs.makedirs(self._path, exist_ok=True)
 
-    def create(self) -> tuple[str, Any]:
+    def create(self) -> tuple[str, IO[bytes]]:
         """Open a file to write it, of a name that was never there; return the name and the file."""
         name = f"{self._generation}-{len(self._written):05d}.safetensors"
         with self.naming(name):
@@ -169,9 +170,9 @@ class KeptFolder:
         self._written.append(name)
         return name, file
 
-    def _open_new(self, name: str) -> Any:
+    def _open_new(self, name: str) -> IO[bytes]:
         """Open a file to write it; the first one of a save is locked until it is published."""
-        file = self._fs.open(self._at(name), "wb")
+        file: IO[bytes] = self._fs.open(self._at(name), "wb")
         if self._is_local and self._lock is None:
             self._lock = file_locks.lock_open_file(file.fileno())
         return file
@@ -307,7 +308,7 @@ class KeptFolder:
             raise KeptError(f"the storage failed: {reason}", parameter="uri", value=file) from error
 
 
-def _is_folder(entry: Any) -> bool:
+def _is_folder(entry: Mapping[str, Any]) -> bool:
     return bool(entry["type"] == "directory")
 
 
@@ -315,7 +316,7 @@ def _disk_bytes(size: int) -> int:
     return max(1, -(-size // _DISK_BLOCK)) * _DISK_BLOCK
 
 
-def settle(file: Any) -> None:
+def settle(file: IO[bytes]) -> None:
     """Write a local file through to the disk: a crash of the machine may else leave it empty."""
     file.flush()
     try:

@@ -14,7 +14,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Writable(Protocol):
+    """File that is written."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+
+class Readable(Protocol):
+    """File that is read into memory which its reader gives."""
+
+    def readinto(self, buffer: memoryview, /) -> int | None: ...
+
+    def close(self) -> None: ...
 
 
 class BackgroundDigest:
@@ -25,7 +41,7 @@ class BackgroundDigest:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="choreo-digest")
         self._latest: Future[None] | None = None
 
-    def add(self, piece: Any) -> None:
+    def add(self, piece: Buffer) -> None:
         """Begin with a piece, when the one before is done. It must not change until `wait`."""
         self.wait()
         self._latest = self._thread.submit(self._sha256.update, piece)
@@ -55,7 +71,7 @@ class Digested:
     Use as a context.
     """
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Writable) -> None:
         self._file = file
         self._digest = BackgroundDigest()
         self.num_bytes = 0
@@ -63,7 +79,7 @@ class Digested:
     def __enter__(self) -> Digested:
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._digest.close()
 
     def write(self, data: bytes) -> None:
@@ -88,7 +104,7 @@ class ReadAhead:
     Use as a context; it closes the file.
     """
 
-    def __init__(self, file: Any, buffers: list[bytearray] | None = None) -> None:
+    def __init__(self, file: Readable, buffers: list[bytearray] | None = None) -> None:
         self._file = file
         self._buffers = [bytearray(), bytearray()] if buffers is None else buffers
         self._digest = BackgroundDigest()
@@ -97,7 +113,7 @@ class ReadAhead:
     def __enter__(self) -> ReadAhead:
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._thread.shutdown(wait=True)
         self._digest.close()
         self._file.close()

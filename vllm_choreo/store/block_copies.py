@@ -23,15 +23,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+
+class Block(Protocol):
+    """A block of vLLM's pool."""
+
+    block_id: int
+    ref_cnt: int
 
 
 class BlockPool(Protocol):
     """Methods of vLLM's block pool that copies need."""
 
-    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def touch(self, blocks: Sequence[Block]) -> None: ...
 
-    def free_blocks(self, ordered_blocks: Any) -> None: ...
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -62,9 +69,9 @@ class BlockCopies:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.is_planning = False
-        self._saves: dict[int, Any] = {}  # by host block, the source
+        self._saves: dict[int, Block] = {}  # by host block, the source
         self._loads: dict[int, int] = {}  # by target's number, the host block
-        self._moves: dict[int, tuple[Any, int]] = {}  # by target's number, source and delta
+        self._moves: dict[int, tuple[Block, int]] = {}  # by target's number, source and delta
 
     def begin(self) -> None:
         """Begin to plan a step: sources of saves may be given away from now on."""
@@ -85,7 +92,7 @@ class BlockCopies:
         self.is_planning = False
         return planned
 
-    def save(self, sources: Sequence[Any], host_blocks: Sequence[int]) -> None:
+    def save(self, sources: Sequence[Block], host_blocks: Sequence[int]) -> None:
         """Queue copies out of the KV cache."""
         if not self.is_planning:
             self._pool.touch(sources)
@@ -93,7 +100,7 @@ class BlockCopies:
             assert host_block not in self._saves, "a host block has one owner"
             self._saves[host_block] = source
 
-    def load(self, host_blocks: Sequence[int], targets: Sequence[Any]) -> None:
+    def load(self, host_blocks: Sequence[int], targets: Sequence[Block]) -> None:
         """Queue copies of host blocks, saved or about to be, into the KV cache.
 
         Targets must be held before: freeing them withdraws the copies.
@@ -103,7 +110,7 @@ class BlockCopies:
             assert target.ref_cnt and target.block_id not in self._moves
             self._loads[target.block_id] = host_block
 
-    def move(self, source: Any, target: Any, delta: int) -> None:
+    def move(self, source: Block, target: Block, delta: int) -> None:
         """Queue a copy of a block, its keys turned by `delta` positions, into one that is held."""
         assert self.is_planning, "nobody reads between steps"
         assert target.ref_cnt and target.block_id not in {*self._loads, *self._moves}
@@ -116,7 +123,7 @@ class BlockCopies:
         if not self.is_planning:
             self._pool.free_blocks(sources)
 
-    def on_freed(self, blocks: Iterable[Any]) -> None:
+    def on_freed(self, blocks: Iterable[Block]) -> None:
         """Withdraw loads and moves into blocks that nobody holds any more."""
         for block in blocks:
             if not block.ref_cnt:

@@ -24,6 +24,7 @@ from typing import Any
 
 from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.runs import TokenRange, TokenRanges, num_tokens
+from vllm_choreo.semantics.other_model import AdapterRequest
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
 
@@ -38,7 +39,7 @@ class Adapter:
     """
 
     weights: bytes
-    request: Any = field(compare=False)
+    request: AdapterRequest = field(compare=False)
 
 
 @dataclass(eq=False)

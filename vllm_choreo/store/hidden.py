@@ -10,7 +10,6 @@ is encoded again, has it kept again for that long.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from vllm_choreo.errors import ChoreoError, LimitError, RepairError, UnsupportedOptionError
 from vllm_choreo.repair.layers import LayerRanges, Range
@@ -157,7 +156,7 @@ def check_room(index: HiddenStateIndex | None, layers: tuple[int, ...], num_toke
         needed(index, "keep_hidden", list(layers)).check(layers, num_tokens)
 
 
-def needed(index: HiddenStateIndex | None, parameter: str, value: Any) -> HiddenStateIndex:
+def needed(index: HiddenStateIndex | None, parameter: str, value: object) -> HiddenStateIndex:
     """Return the index that an option needs.
 
     Raises:

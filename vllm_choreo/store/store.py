@@ -16,13 +16,13 @@ from vllm_choreo.errors import LimitError, NameTakenError, UnknownMessageError
 from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.history import IdSet
 from vllm_choreo.semantics.provenance import Trace
-from vllm_choreo.store.block_copies import PlannedCopies
+from vllm_choreo.store.block_copies import BlockPool, PlannedCopies
 from vllm_choreo.store.digest import encoding_digest
 from vllm_choreo.store.duplicates import Duplicates
 from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage, copies_of
 from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
-from vllm_choreo.store.residency import BlockPool, Residency
+from vllm_choreo.store.residency import Residency
 from vllm_choreo.store.session_copies import SessionCopies
 
 # Messages that will never be complete are known by their names, of all sessions together.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_choreo.semantics.message import Message, Metrics, Usage
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
 
 _NOTHING = Usage(exact=True, reused_tokens=0, repositioned_tokens=0, encoded_tokens=0)
 _AT_ONCE = Metrics(submitted=0.0, waiting=None, ttft=0.0, latency=0.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import BY_PAIR, CallSpec, Tokenized
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.wire.sampling import sampling_fields
 
 
@@ -36,7 +36,7 @@ def call_json(spec: CallSpec) -> dict[str, Any]:
     return {key: value for key, value in call.items() if value is not None}
 
 
-def adapter_name(given: Any) -> str | None:
+def adapter_name(given: object) -> str | None:
     """The name by which a server knows an adapter; of a `LoRARequest` its own.
 
     Raises:

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_choreo.semantics.message import Message, Metrics, Usage
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.message import Message, Metrics, TokenLogprob, Usage
+from vllm_choreo.semantics.naming import ParentSpan
 
 # From the clock of `time.perf_counter`, on which calls are timed, to seconds since 1970.
 _EPOCH = time.time() - time.perf_counter()
@@ -113,7 +113,9 @@ def _usage_json(usage: Usage, num_generated: int) -> dict[str, Any]:
     }
 
 
-def _logprobs_json(logprobs: Any) -> list[dict[str, Any]] | None:
+def _logprobs_json(
+    logprobs: Sequence[Mapping[int, TokenLogprob]] | None,
+) -> list[dict[str, Any]] | None:
     """Logprobs of the generated tokens, as vLLM gives them: one map per token, from token ids."""
     if logprobs is None:
         return None
@@ -165,7 +167,9 @@ def _span_of(parent: Mapping[str, Any] | Sequence[Any]) -> ParentSpan:
     return ParentSpan(**parent) if isinstance(parent, Mapping) else ParentSpan(*parent)
 
 
-def _logprobs_of(entries: Any) -> list[dict[int, Logprob]] | None:
+def _logprobs_of(
+    entries: Sequence[Mapping[str, Mapping[str, Any]]] | None,
+) -> list[dict[int, Logprob]] | None:
     if entries is None:
         return None
     return [{int(token): Logprob(**found) for token, found in entry.items()} for entry in entries]

@@ -7,9 +7,12 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vllm_choreo.errors import UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 # The fields of `vllm.SamplingParams` that a server takes.
 SENT = frozenset(
@@ -25,7 +28,7 @@ _IGNORED = frozenset(("output_kind", "output_text_buffer_length", "skip_clone"))
 _NO_LIMIT = 2**31 - 1
 
 
-def sampling_fields(given: Any) -> dict[str, Any] | None:
+def sampling_fields(given: object) -> dict[str, Any] | None:
     """Sampling parameters as JSON carries them: the fields that are not vLLM's defaults.
 
     Args:
@@ -54,13 +57,13 @@ def sampling_fields(given: Any) -> dict[str, Any] | None:
     return fields
 
 
-def _is_sampling_params(given: Any) -> bool:
+def _is_sampling_params(given: object) -> TypeGuard[SamplingParams]:
     # Whoever has such an object has imported the module that defines it.
     module = sys.modules.get("vllm.sampling_params")
     return module is not None and isinstance(given, module.SamplingParams)
 
 
-def _changed_fields(params: Any) -> dict[str, Any]:
+def _changed_fields(params: SamplingParams) -> dict[str, Any]:
     defaults = type(params)()
     changed = {}
     for name in params.__struct_fields__:
@@ -78,7 +81,7 @@ def _changed_fields(params: Any) -> dict[str, Any]:
     return changed
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Value of a field; of an object, a dict of the fields that were set."""
     if not is_dataclass(value) or isinstance(value, type):
         return value
@@ -86,7 +89,7 @@ def _plain(value: Any) -> Any:
     return {name: entry for name, entry in fields if entry is not None and not name.startswith("_")}
 
 
-def _check_json(name: str, value: Any) -> None:
+def _check_json(name: str, value: object) -> None:
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -14,7 +14,7 @@ from tests.engine.oracle import random_tokens
 from tests.lab.train.packings import load
 from vllm_choreo.lab.record.recording import Recorder
 from vllm_choreo.semantics.message import Message, Metrics, Usage
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.trained_adapter import ModelIdentity
 from vllm_choreo.transcript.transcript import Transcript
 

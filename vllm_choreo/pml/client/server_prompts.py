@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
 from vllm_choreo.client import exchanges
@@ -20,16 +20,38 @@ from vllm_choreo.pml.answer import PromptAnswer
 from vllm_choreo.pml.language.placing import PromptUsage
 from vllm_choreo.pml.language.printer import to_markup
 from vllm_choreo.pml.language.tree import Prompt, Schema
+from vllm_choreo.semantics.call_options import Named
 from vllm_choreo.semantics.message import Message, Piece
 from vllm_choreo.semantics.naming import message_id, message_ids
 from vllm_choreo.wire.calls import adapter_name
 from vllm_choreo.wire.sampling import sampling_fields
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
 _T = TypeVar("_T")
 _SCHEMAS = "/v1/choreo/schemas"
 _PROMPTS = "/v1/choreo/prompts"
 _PLAIN = ("layout", "mode", "repair", "save_as")
 _OPTIONS = (*_PLAIN, "messages", "deny", "adapter", "sampling_params")
+
+
+class PromptOptions(TypedDict, total=False):
+    """Options of a prompt on a server, as those of `PromptCache.decode`; None: not given.
+
+    Attributes:
+        messages: messages that the prompt names, by their names in it.
+    """
+
+    layout: str | None
+    mode: str | None
+    repair: str | None
+    save_as: str | None
+    messages: Mapping[str, Named] | None
+    deny: Sequence[Named] | None
+    adapter: str | LoRARequest | None
+    sampling_params: SamplingParams | Mapping[str, Any] | None
 
 
 class ServerPrompts:
@@ -60,7 +82,7 @@ class ServerPrompts:
         """Delete a schema, and free its messages in all sessions of the tenant."""
         self._done(_deleting(name))
 
-    def decode(self, prompt: str | Prompt, **options: Any) -> PromptAnswer:
+    def decode(self, prompt: str | Prompt, **options: Unpack[PromptOptions]) -> PromptAnswer:
         """Answer one prompt, as `PromptCache.decode` does; `messages` are ids."""
         client = self._client
         return self._done(_running(client.session, prompt, options, client._denied))
@@ -97,13 +119,15 @@ class AsyncServerPrompts:
         """Delete a schema: `ServerPrompts.unregister`."""
         await self._done(_deleting(name))
 
-    async def decode(self, prompt: str | Prompt, **options: Any) -> PromptAnswer:
+    async def decode(self, prompt: str | Prompt, **options: Unpack[PromptOptions]) -> PromptAnswer:
         """Answer one prompt: `ServerPrompts.decode`."""
         client = self._client
         session = await client.open()
         return await self._done(_running(session, prompt, options, client._denied))
 
-    def stream_decode(self, prompt: str | Prompt, **options: Any) -> AsyncIterator[Piece]:
+    def stream_decode(
+        self, prompt: str | Prompt, **options: Unpack[PromptOptions]
+    ) -> AsyncIterator[Piece]:
         """Answer one prompt piece by piece; the last piece carries the message."""
         client = self._client
 
@@ -145,7 +169,7 @@ def _path(name: str) -> str:
 
 
 def _running(
-    session: str, prompt: Any, options: Mapping[str, Any], denied: Sequence[str]
+    session: str, prompt: str | Prompt, options: Mapping[str, Any], denied: Sequence[str]
 ) -> Exchange[PromptAnswer]:
     body = _body(session, prompt, options, denied)
     request = Request("POST", _PROMPTS, exchanges.json_of(body, "prompt"))
@@ -153,7 +177,7 @@ def _running(
 
 
 def _body(
-    session: str, prompt: Any, options: Mapping[str, Any], denied: Sequence[str]
+    session: str, prompt: str | Prompt, options: Mapping[str, Any], denied: Sequence[str]
 ) -> dict[str, Any]:
     """The JSON of a prompt.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 from xml.sax.saxutils import quoteattr
 
 from vllm_choreo.errors import ChoreoError, PmlError, UnsupportedOptionError
 from vllm_choreo.pml.language.markup import parse_prompt
 from vllm_choreo.pml.language.tree import Prompt
+from vllm_choreo.server.openai.reading import Body
 from vllm_choreo.server.wings import BegunPrompt, PromptRequest
 
 # Names of the arguments that a prompt has beside those of a decode.
@@ -51,7 +51,7 @@ async def begin(request: PromptRequest) -> BegunPrompt:
     return BegunPrompt(calls.header, usage, partial(prompts.free_pieces, list(run.pending)))
 
 
-def prompt_of(text: str, schema: Any) -> Prompt:
+def prompt_of(text: str, schema: object) -> Prompt:
     """The prompt of a text: a whole `<prompt>`, or what stands inside it.
 
     Raises:
@@ -67,7 +67,7 @@ def prompt_of(text: str, schema: Any) -> Prompt:
     return prompt
 
 
-def _text(body: Any) -> str:
+def _text(body: Body) -> str:
     """The text of a completion's prompt, or of a chat's one message.
 
     Raises:

@@ -13,7 +13,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from vllm.logger import init_logger
@@ -28,6 +28,9 @@ from vllm_choreo.pml.language.tree import Schema
 from vllm_choreo.pml.server.session_prompts import OPERATOR, SessionPrompts
 from vllm_choreo.server.errors import PATH_NAME
 from vllm_choreo.server.sessions import OpenSession, Sessions
+
+if TYPE_CHECKING:
+    from vllm.renderers.online_renderer import OnlineRenderer
 
 logger = init_logger("vllm.choreo.server")
 
@@ -55,7 +58,7 @@ class ServedSchemas:
         online_renderer: vLLM's renderer, which knows the model's chat template and tokenizer.
     """
 
-    def __init__(self, sessions: Sessions, online_renderer: Any) -> None:
+    def __init__(self, sessions: Sessions, online_renderer: OnlineRenderer) -> None:
         tokenizer = online_renderer.renderer.get_tokenizer()
         self._sessions = sessions
         self._tokens = Tokens(tokenizer)

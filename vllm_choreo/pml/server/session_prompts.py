@@ -43,7 +43,7 @@ class PromptCalls:
     header: tuple[int, ...]
     options: dict[str, Any]
 
-    def last(self, **options: Any) -> CallSpec:
+    def last(self, **options: object) -> CallSpec:
         """The call that generates."""
         (spec,) = linked_specs([{"header": self.header, **self.options, **options}])
         return spec

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
 
@@ -14,6 +15,10 @@ from vllm_choreo.server.openai.engine_client import CallClient
 from vllm_choreo.server.openai.reading import ARGUMENTS, PREFIX_KEY, SESSION_KEY
 from vllm_choreo.server.wings import prompt_arguments
 from vllm_choreo.wire.messages import usage_json
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+    from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 
 # What the arguments of a call are called in a request to vLLM's routes.
 _NAMES = {name: f"vllm_xargs.{key}" for key, name in ARGUMENTS.items()}
@@ -25,8 +30,12 @@ _NAMES |= {
     "adapter": "model",
 }
 
+# Answers of vLLM's handlers.
+Whole: TypeAlias = "ChatCompletionResponse | CompletionResponse | ErrorResponse"
+Answer: TypeAlias = "Whole | AsyncGenerator[str, None]"
 
-def with_numbers(answer: Any, client: CallClient) -> Any:
+
+def with_numbers(answer: Whole, client: CallClient) -> Whole:
     """Add our usage to vLLM's answer if a message was made, and the message's id."""
     message = client.message
     if isinstance(answer, ErrorResponse):

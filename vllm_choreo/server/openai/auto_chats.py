@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -30,9 +31,18 @@ from vllm_choreo.server.openai.auto_options import (
     read_options,
 )
 from vllm_choreo.server.openai.engine_client import CallClient
-from vllm_choreo.server.openai.reading import check_form, read_sent
+from vllm_choreo.server.openai.reading import Body, check_form, read_sent
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.tenants import tenant_of
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.inputs.engine import EngineInput
+    from vllm.renderers.online_renderer import OnlineRenderer
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class AutoChats:
@@ -44,13 +54,15 @@ class AutoChats:
         default: the mode of requests that say none.
     """
 
-    def __init__(self, chats: TenantChats, llm: Any, default: str) -> None:
+    def __init__(self, chats: TenantChats, llm: AsyncLLM, default: str) -> None:
         self._chats = chats
         self._llm = llm
         self._default = default
         self._cutter: Cutter | None = None
 
-    async def client(self, serving: Any, body: Any, request: Request | None) -> CallClient | None:
+    async def client(
+        self, serving: OpenAIServingChat, body: ChatCompletionRequest, request: Request | None
+    ) -> CallClient | None:
         """The engine client of a chat whose messages are to be found; None: it is no such chat.
 
         Args:
@@ -69,7 +81,7 @@ class AutoChats:
         return await self._client(body, request, options, split)
 
     async def client_of_parts(
-        self, serving: Any, body: Any, request: Request | None
+        self, serving: OpenAIServingCompletion, body: CompletionRequest, request: Request | None
     ) -> CallClient | None:
         """The engine client of a completion whose prompt is a list of parts; None: no such one.
 
@@ -92,7 +104,7 @@ class AutoChats:
         )
         body.prompt = list(split.token_ids)
 
-        async def as_given(prompt: Any) -> Split:
+        async def as_given(prompt: EngineInput) -> Split:
             if tuple(prompt["prompt_token_ids"]) == split.token_ids:
                 return split
             return Split(tuple(prompt["prompt_token_ids"]), reason="tokenizer")  # truncated
@@ -100,14 +112,18 @@ class AutoChats:
         return await self._client(body, request, options, as_given)
 
     async def _client(
-        self, body: Any, request: Request, options: AutoOptions, split: Any
+        self,
+        body: Body,
+        request: Request,
+        options: AutoOptions,
+        split: Callable[[EngineInput], Awaitable[Split]] | None,
     ) -> CallClient | None:
         if options.is_asked:
             # Of equal keys, parsers differ in which one counts.
             await read_sent(request, self._chats.work, self._chats.max_request_bytes)
         others = {k: v for k, v in (body.vllm_xargs or {}).items() if k not in AUTO_KEYS}
         body.vllm_xargs = others or None
-        if options.mode == "off":
+        if options.mode == "off" or split is None:
             return None
         try:
             check_form(body)
@@ -122,7 +138,12 @@ class AutoChats:
         return AutoClient(self._llm, run, messages, options, split, self._chats.looked_up)
 
     async def _split(
-        self, serving: Any, body: Any, min_tokens: int | None, tenant: str, prompt: Any
+        self,
+        serving: OpenAIServingChat,
+        body: ChatCompletionRequest,
+        min_tokens: int | None,
+        tenant: str,
+        prompt: EngineInput,
     ) -> Split:
         """Split a chat that vLLM has rendered, by rendering it once more, with marks."""
         online, token_ids = serving.online_renderer, prompt["prompt_token_ids"]
@@ -141,7 +162,7 @@ class AutoChats:
             tenant, split, token_ids, prompt.get("prompt"), text, contents, min_tokens
         )
 
-    def _cutter_of(self, online: Any) -> Cutter:
+    def _cutter_of(self, online: OnlineRenderer) -> Cutter:
         if self._cutter is None:
             # A copy of its own: it is used in threads, beside vLLM's.
             tokenizer = copy.deepcopy(online.renderer.get_tokenizer())
@@ -150,7 +171,9 @@ class AutoChats:
         return self._cutter
 
 
-def split_of_parts(serving: Any, prompt: Any, min_tokens: int | None) -> Split:
+def split_of_parts(
+    serving: OpenAIServingCompletion, prompt: Sequence[str | list[int]], min_tokens: int | None
+) -> Split:
     """The parts of a completion's prompt, each tokenised by itself; the last one is the header.
 
     Args:
@@ -169,7 +192,7 @@ def split_of_parts(serving: Any, prompt: Any, min_tokens: int | None) -> Split:
     return joined_parts(parts, min_tokens or 1)
 
 
-def check_parts(serving: Any, prompt: Any) -> None:
+def check_parts(serving: OpenAIServingCompletion, prompt: str | list[Any]) -> None:
     """Refuse a prompt that is no list of parts or cannot fit, before time is spent on it.
 
     Args:

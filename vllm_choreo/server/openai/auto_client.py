@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.api.adapters import WithAdapter
 from vllm_choreo.api.outcomes import Outcome
@@ -14,6 +14,12 @@ from vllm_choreo.server.auto_messages import ChatMessages, ReadChat
 from vllm_choreo.server.openai.auto_options import AutoOptions
 from vllm_choreo.server.openai.engine_client import CallClient
 from vllm_choreo.server.running import Run
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.inputs.engine import EngineInput
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class AutoClient(CallClient):
@@ -29,11 +35,11 @@ class AutoClient(CallClient):
 
     def __init__(
         self,
-        llm: Any,
+        llm: AsyncLLM,
         run: Run,
         messages: ChatMessages,
         options: AutoOptions,
-        split: Callable[[Any], Awaitable[Split]],
+        split: Callable[[EngineInput], Awaitable[Split]],
         count: Callable[[str, dict[str, int]], None],
     ) -> None:
         super().__init__(llm, run, {})
@@ -42,15 +48,19 @@ class AutoClient(CallClient):
         self._split = split
         self._count = count
         self._chat: ReadChat | None = None
-        self._as_text: AsyncGenerator[Any, None] | None = None
-        self._prompt: Any = None
+        self._as_text: AsyncGenerator[RequestOutput, None] | None = None
+        self._prompt: EngineInput | None = None
         self._adapter_name = ""
 
     async def submit(self) -> bool:
         return self.is_text or await super().submit()
 
     async def _submit(
-        self, prompt: Any, sampling_params: Any, request_id: str, options: dict[str, Any]
+        self,
+        prompt: EngineInput,
+        sampling_params: SamplingParams,
+        request_id: str,
+        options: dict[str, Any],
     ) -> None:
         reason = await self._read(prompt, sampling_params, options.get("lora_request"))
         self._count(reason or "messages", self._report())
@@ -65,7 +75,9 @@ class AutoClient(CallClient):
     def _report(self) -> dict[str, int]:
         return self._chat.plan.report() if self._chat else {}
 
-    async def _read(self, prompt: Any, sampling_params: Any, lora: Any) -> str:
+    async def _read(
+        self, prompt: EngineInput, sampling_params: SamplingParams, lora: LoRARequest | None
+    ) -> str:
         """Find or make the chat's messages; return why it is served as text, or ""."""
         options = self._options
         if prompt["type"] != "token":
@@ -100,16 +112,17 @@ class AutoClient(CallClient):
             self._arguments["repair"] = options.repair
         return ""
 
-    def _adapter(self, named: Any) -> Any:
+    def _adapter(self, named: LoRARequest | None) -> object:
         # As text, the whole chat is encoded by the adapter, wherever else it may be worn.
         return WithAdapter(named) if self._options.mode == "choreo" else named
 
-    async def _outputs(self) -> AsyncGenerator[Any, None]:
+    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         await self.submit()
         if self._as_text is not None:
             async for output in self._as_text:
                 yield output
             return
+        assert self._prompt is not None
         async for output in super()._outputs():
             output.prompt_token_ids = self._prompt["prompt_token_ids"]
             yield output

@@ -32,7 +32,7 @@ class AutoOptions:
     mode: str
     is_asked: bool = False
     min_tokens: int | None = None
-    repair: Any = None
+    repair: object = None
 
 
 def read_options(
@@ -76,7 +76,7 @@ def read_options(
     )
 
 
-def _min_tokens(given: Any) -> int | None:
+def _min_tokens(given: int | None) -> int | None:
     if given is not None and (type(given) is not int or given < 1):
         raise ChoreoError("an int > 0 is needed", parameter="auto_min_tokens", value=given)
     return given

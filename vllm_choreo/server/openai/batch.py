@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import State
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -35,7 +35,7 @@ from vllm_choreo.errors import (
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.server.errors import error_json
 from vllm_choreo.server.guard import choreo_keys
-from vllm_choreo.server.openai.answering import in_terms_of_xargs
+from vllm_choreo.server.openai.answering import Answer, in_terms_of_xargs
 from vllm_choreo.server.openai.engine_client import CallClient
 from vllm_choreo.server.openai.handlers import run_call
 from vllm_choreo.server.openai.reading import check_form, read_arguments
@@ -43,15 +43,20 @@ from vllm_choreo.server.running import Run
 from vllm_choreo.server.sessions import OpenSession, Sessions
 from vllm_choreo.server.wings import prompt_arguments
 
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-def init_batch(state: State, llm: Any) -> None:
+
+def init_batch(state: State, llm: AsyncLLM) -> None:
     """Let vLLM's batch runner choreograph.
 
     Args:
         state: state of the runner, with `choreo`, the sessions.
         llm: an engine client that takes choreographed requests.
     """
-    serving: Any = state.openai_serving_chat
+    serving = state.openai_serving_chat
     # vLLM names the class of its handler; the subclass only adds to it.
     serving.__class__ = ChoreoBatchChat
     serving.choreo_llm, serving.choreo_batch = llm, Batch(state.choreo)
@@ -61,8 +66,11 @@ class ChoreoBatchChat(OpenAIServingChat):
     """vLLM's handler of the lines for /v1/chat/completions."""
 
     choreo_batch: Batch
+    choreo_llm: AsyncLLM
 
-    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Request | None = None
+    ) -> Answer:
         if not choreo_keys(request.vllm_xargs):
             return await super().create_chat_completion(request, raw_request)
         batch = self.choreo_batch
@@ -103,7 +111,7 @@ class Batch:
         self._num_readers: Counter[str] = Counter()  # lines that are to read a message still
         self._endless: set[str] | None = None  # see `_endless`; None: not known yet
 
-    async def answer(self, serving: Any, body: Any) -> Any:
+    async def answer(self, serving: ChoreoBatchChat, body: ChatCompletionRequest) -> Answer:
         """Answer a line.
 
         Raises:
@@ -165,7 +173,13 @@ class Batch:
                     "the line that makes this message was refused", parameter="parents", value=name
                 )
 
-    async def _run(self, line: _Line, serving: Any, body: Any, arguments: dict[str, Any]) -> Any:
+    async def _run(
+        self,
+        line: _Line,
+        serving: ChoreoBatchChat,
+        body: ChatCompletionRequest,
+        arguments: dict[str, Any],
+    ) -> Answer:
         session = self._session = self._session or self.sessions.open("", is_limited=False)
         client = CallClient(serving.choreo_llm, Run(self.sessions, session), arguments)
         client.on_submitted = lambda: line.begun.set_result(True)
@@ -211,7 +225,7 @@ def _endless(makers: Mapping[str, _Line]) -> set[str]:
     return makers.keys() - set(ready)
 
 
-def _arguments(body: Any) -> dict[str, Any]:
+def _arguments(body: ChatCompletionRequest) -> dict[str, Any]:
     """The arguments of the decode that a line asks for.
 
     Raises:

@@ -6,17 +6,23 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.api.adapters import WithAdapter
 from vllm_choreo.api.outcomes import Outcome, engine_prompt, metrics_of
-from vllm_choreo.api.pending import Pending
+from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.errors import ChoreoError, PrefixError, UnsupportedOptionError
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.running import Run
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.inputs.engine import EngineInput
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class CallClient:
@@ -42,7 +48,7 @@ class CallClient:
 
     def __init__(
         self,
-        llm: Any,
+        llm: AsyncLLM,
         run: Run,
         arguments: dict[str, Any],
         header: Sequence[int] | None = None,
@@ -60,17 +66,21 @@ class CallClient:
         self._header = header
         self.more_usage: Mapping[str, Any] = more_usage or {}
         self.more_choreo: dict[str, Any] = {}
-        self._start: Callable[[], Any] | None = None
+        self._start: Callable[[], Awaitable[None]] | None = None
         self._pending: Pending | None = None
-        self._queue: Any = None
+        self._queue: OutputQueue | None = None
         self._submitted = 0.0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._llm, name)
 
     def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
-    ) -> AsyncGenerator[Any, None]:
+        self,
+        prompt: EngineInput,
+        sampling_params: SamplingParams,
+        request_id: str,
+        **options: object,
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Replace `AsyncLLM.generate`: the prompt is the header of a decode."""
         assert self._start is None, "requests of several prompts are refused"
         self._start = lambda: self._submit(prompt, sampling_params, request_id, options)
@@ -85,7 +95,11 @@ class CallClient:
         return True
 
     async def _submit(
-        self, prompt: Any, sampling_params: Any, request_id: str, options: dict[str, Any]
+        self,
+        prompt: EngineInput,
+        sampling_params: SamplingParams,
+        request_id: str,
+        options: dict[str, Any],
     ) -> None:
         if prompt["type"] != "token":
             raise UnsupportedOptionError(
@@ -118,13 +132,14 @@ class CallClient:
         self.settled.set()
         self.on_submitted()
 
-    def _adapter(self, named: Any) -> Any:
+    def _adapter(self, named: LoRARequest | None) -> object:
         """Adapter of the call: `model` names that of a whole workflow, of which it is a part."""
         return WithAdapter(named)
 
-    async def _outputs(self) -> AsyncGenerator[Any, None]:
+    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         """Yield vLLM's outputs; the last one when the message is complete."""
         await self.submit()
+        assert self._queue is not None
         whole, first = None, None
         while True:
             output = self._queue.get_nowait() or await self._queue.get()
@@ -176,7 +191,7 @@ def _behind(prefix: list[int], token_ids: Sequence[int]) -> Sequence[int]:
     return token_ids[len(prefix) :]
 
 
-def _first_token(output: Any, seen: float) -> float:
+def _first_token(output: RequestOutput, seen: float) -> float:
     """Time of the first token. Without a stream, all are seen at once: vLLM tells when."""
     told = output.metrics.first_token_ts if output.metrics is not None else 0.0
     return min(seen, told or seen)

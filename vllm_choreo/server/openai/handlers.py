@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.datastructures import State
 from starlette.requests import Request
@@ -16,17 +16,30 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.server.guard import choreo_keys
-from vllm_choreo.server.openai.answering import event_with_numbers, in_terms_of_xargs, with_numbers
+from vllm_choreo.server.openai.answering import (
+    Answer,
+    event_with_numbers,
+    in_terms_of_xargs,
+    with_numbers,
+)
 from vllm_choreo.server.openai.auto_chats import AutoChats
 from vllm_choreo.server.openai.engine_client import CallClient
-from vllm_choreo.server.openai.reading import check_form, read_arguments, read_sent
+from vllm_choreo.server.openai.reading import Body, check_form, read_arguments, read_sent
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.sessions import OpenSession, Sessions
 from vllm_choreo.server.tenants import tenant_of
 from vllm_choreo.server.wings import PromptRequest, begin_prompt
 
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-def init_state(state: State, llm: Any, auto: AutoChats) -> None:
+# A method of vLLM's handlers, which takes the handler, the body and the request.
+Create = Callable[..., Awaitable[Any]]
+
+
+def init_state(state: State, llm: AsyncLLM, auto: AutoChats) -> None:
     """Let the handlers of vLLM's routes choreograph.
 
     Args:
@@ -45,12 +58,22 @@ def init_state(state: State, llm: Any, auto: AutoChats) -> None:
         serving.choreo_state, serving.choreo_auto = state, auto
 
 
+class ChoreoServing(Protocol):
+    """Handler of vLLM's that `init_state` lets choreograph."""
+
+    choreo_llm: AsyncLLM
+    choreo_sessions: Sessions
+    choreo_state: State
+
+
 class ChoreoServingCompletion(OpenAIServingCompletion):
     """vLLM's handler of /v1/completions."""
 
     choreo_auto: AutoChats
 
-    async def create_completion(self, request: Any, raw_request: Request | None = None) -> Any:
+    async def create_completion(
+        self, request: CompletionRequest, raw_request: Request | None = None
+    ) -> Answer:
         create = OpenAIServingCompletion.create_completion
         try:
             client = await self.choreo_auto.client_of_parts(self, request, raw_request)
@@ -71,7 +94,9 @@ class ChoreoServingChat(OpenAIServingChat):
 
     choreo_auto: AutoChats
 
-    async def create_chat_completion(self, request: Any, raw_request: Request | None = None) -> Any:
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Request | None = None
+    ) -> Answer:
         create = OpenAIServingChat.create_chat_completion
         try:
             client = await self.choreo_auto.client(self, request, raw_request)
@@ -85,8 +110,8 @@ class ChoreoServingChat(OpenAIServingChat):
 
 
 async def _answer(
-    serving: Any, create: Callable[..., Any], body: Any, raw_request: Request | None
-) -> Any:
+    serving: ChoreoServing, create: Create, body: Body, raw_request: Request | None
+) -> Answer:
     """Read a choreographed request, and let vLLM's handler answer it.
 
     Raises:
@@ -106,7 +131,7 @@ async def _answer(
 
 
 async def _client(
-    serving: Any, body: Any, session: OpenSession, arguments: dict[str, Any]
+    serving: ChoreoServing, body: Body, session: OpenSession, arguments: dict[str, Any]
 ) -> CallClient:
     """The engine client of a request; where its text is a wing's prompt, that has begun.
 
@@ -137,12 +162,12 @@ def _session(sessions: Sessions, tenant: str, session_id: str | None) -> OpenSes
 
 
 async def run_call(
-    serving: Any,
-    create: Callable[..., Any],
-    body: Any,
+    serving: OpenAIServingChat | OpenAIServingCompletion,
+    create: Create,
+    body: Body,
     client: CallClient,
     raw_request: Request | None = None,
-) -> Any:
+) -> Answer:
     """Let vLLM's handler answer a request that makes one message.
 
     Args:
@@ -166,7 +191,7 @@ async def run_call(
     return with_numbers(answer, client)
 
 
-async def _begun(client: CallClient, create: Callable[[], Any]) -> Any:
+async def _begun(client: CallClient, create: Callable[[], Awaitable[Answer]]) -> Answer:
     """The stream of an answer, once the engine has the request; a refusal has a status."""
     events = _events(client, create)
     answer = await anext(events)
@@ -176,7 +201,9 @@ async def _begun(client: CallClient, create: Callable[[], Any]) -> Any:
     return events
 
 
-async def _events(client: CallClient, create: Callable[[], Any]) -> AsyncGenerator[Any, None]:
+async def _events(
+    client: CallClient, create: Callable[[], Awaitable[Any]]
+) -> AsyncGenerator[Any, None]:
     """Yield vLLM's answer, which is a stream or an error; then the events of the stream.
 
     Whoever has taken the answer need not take any event: what is left of an abandoned generator is

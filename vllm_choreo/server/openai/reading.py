@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from starlette.requests import Request
 
@@ -16,13 +17,17 @@ from vllm_choreo.errors import (
     UnsupportedOptionError,
 )
 from vllm_choreo.repair.rules import rule_given
-from vllm_choreo.semantics.params import ParentSpan
+from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.server.body import check_num_bytes, parse_body
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.schemas import MAX_PARENTS
 from vllm_choreo.server.tenants import tenant_of
 from vllm_choreo.server.wings import prompt_arguments
 from vllm_choreo.server.work_pool import WorkPool
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 SESSION_KEY = "choreo_session"
 # The arguments of a decode, by key.
@@ -37,8 +42,11 @@ ARGUMENTS = {
 PREFIX_KEY = "choreo_prefix"
 _PARENT = re.compile(r"(?P<id>[^\[\]]+)(\[(?P<start>\d{0,9}):(?P<stop>\d{0,9})\])?")
 
+# Of vLLM's routes.
+Body: TypeAlias = "ChatCompletionRequest | CompletionRequest"
 
-def check_form(body: Any) -> None:
+
+def check_form(body: Body) -> None:
     """Refuse what does not make one message of one prompt.
 
     Raises:
@@ -51,9 +59,9 @@ def check_form(body: Any) -> None:
             raise UnsupportedOptionError(advice, parameter=parameter, value=value)
 
 
-def _refused(body: Any) -> dict[str, tuple[bool, str]]:
+def _refused(body: Body) -> dict[str, tuple[bool, str]]:
     """Options, by name: True for each that is refused, and what to do instead."""
-    prompt: Any = getattr(body, "prompt", None)
+    prompt = getattr(body, "prompt", None)
     is_list = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     options = body.stream_options
     return {
@@ -77,7 +85,7 @@ def _refused(body: Any) -> dict[str, tuple[bool, str]]:
     }
 
 
-async def read_sent(request: Request, work: WorkPool, max_bytes: int) -> Any:
+async def read_sent(request: Request, work: WorkPool, max_bytes: int) -> Mapping[str, Any]:
     """Read a choreographed request's body as it was sent.
 
     vLLM's model takes true for 1, and of two equal keys the last.
@@ -88,7 +96,8 @@ async def read_sent(request: Request, work: WorkPool, max_bytes: int) -> Any:
     """
     content = await request.body()
     check_num_bytes(len(content), max_bytes)
-    return await parse_body(content, work, tenant_of(request))
+    body: Mapping[str, Any] = await parse_body(content, work, tenant_of(request))
+    return body
 
 
 def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
@@ -124,7 +133,7 @@ def read_arguments(xargs: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     return arguments, session_id
 
 
-def _check_prefix(prefix: Any) -> None:
+def _check_prefix(prefix: object) -> None:
     """Check that a prefix is a list of token ids.
 
     Raises:
@@ -138,7 +147,7 @@ def _check_prefix(prefix: Any) -> None:
         )
 
 
-def _parent(text: Any) -> ParentSpan:
+def _parent(text: object) -> ParentSpan:
     """Parse a parent: `id`, `name` or either with `[start:stop]` behind it."""
     match = _PARENT.fullmatch(text) if isinstance(text, str) else None
     if match is None:
