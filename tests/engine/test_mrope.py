@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from vllm_choreo.engine.scheduler import arrival
+from vllm_choreo.engine.scheduler import admission
 from vllm_choreo.errors import UnsupportedOptionError
 
 
@@ -21,6 +21,6 @@ def test_a_call_with_a_picture_is_refused() -> None:
     )
     options = {"sampling_params": SamplingParams(), "pooling_params": None}
     with pytest.raises(UnsupportedOptionError, match="messages are text") as caught:
-        arrival._check_options(Request("r", [5, 6], mm_features=[picture], **options))
+        admission._check_options(Request("r", [5, 6], mm_features=[picture], **options))
     assert caught.value.parameter == "mm_features"
-    arrival._check_options(Request("r", [5, 6], **options))
+    admission._check_options(Request("r", [5, 6], **options))

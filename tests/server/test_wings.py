@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks.harness.serving import start_server
 from fastapi import APIRouter, FastAPI
 from starlette.testclient import TestClient
 
@@ -24,6 +23,7 @@ from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 from vllm_choreo.server import wings
 from vllm_choreo.server.plugin import ChoreoEndpoints
 from vllm_choreo.server.wings import BegunPrompt, PromptReader, PromptRequest, Wing
+from vllm_choreo.testing.server import start_server
 
 DOCS = (Path(__file__).parents[2] / "docs" / "wings.md").read_text(encoding="utf-8")
 
