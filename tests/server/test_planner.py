@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.planner.graphs import planner_without
 from vllm_choreo.planner import Msg, ainvoke, build, ops
 from vllm_choreo.planner.logical.graph import CompiledGraph
 from vllm_choreo.planner.workers.server import server_workers
 from vllm_choreo.testing.server import Server
 
+# Of the planner's way, so that every call is made as it is written.
+_PARTS = ("merge", "warm", "choose", "continue_chats", "cut", "schedule")
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 ROLE = Msg("system", "You answer questions about things and their colours, in a few words. " * 3)
 
@@ -27,15 +30,24 @@ def two_steps() -> CompiledGraph:
 
 
 async def run(server: Server, count: int, **options: Any) -> Any:
-    urls = [server.base_url] * count
-    mode = options.pop("mode", "choreo")
-    async with server_workers(urls, api_key=server.keys[0], mode=mode, timeout=60.0) as workers:
+    async with _workers(server, count) as workers:
         return await ainvoke(two_steps(), workers, **options)
 
 
+async def run_as_text(server: Server) -> Any:
+    """The batch as it is written: every call, each with its whole text."""
+    async with _workers(server, 1, mode="baseline") as workers:
+        planner = planner_without(workers, *_PARTS)
+        return await planner.ainvoke(two_steps())
+
+
+def _workers(server: Server, count: int, mode: str = "choreo") -> Any:
+    urls = [server.base_url] * count
+    return server_workers(urls, api_key=server.keys[0], mode=mode, timeout=60.0)
+
+
 def test_exact_plans_on_servers(server: Server) -> None:
-    plain = ("schedule", "reuse", "merge", "warm")
-    text = asyncio.run(run(server, 1, mode="baseline", **dict.fromkeys(plain, False)))
+    text = asyncio.run(run_as_text(server))
     planned = asyncio.run(run(server, 2))
     assert list(planned) == list(text)
     assert {lane.worker for lane in planned.stats.lanes} == {0, 1}
