@@ -14,10 +14,10 @@ PACKAGE = Path(__file__).parents[2] / "vllm_choreo"
 # fields of pydantic and a module chosen at run time (integrations), JSON of any form and
 # options of metrics (server).
 MOST = {
-    **dict.fromkeys(("", "client", "ops", "semantics", "snapshot", "store", "wire"), 0),
-    **{"api": 2, "integrations": 5, "server": 4, "engine": 160},
+    **dict.fromkeys(("ops", "semantics", "snapshot", "store", "wire"), 0),
+    **{"api": 2, "integrations": 5, "server": 6, "engine": 160, "": 14, "client": 3},
 }
-MOST_OF_ALL_OTHERS = 368
+MOST_OF_ALL_OTHERS = 348
 
 
 def _is_any(annotation: ast.expr | None) -> bool:
