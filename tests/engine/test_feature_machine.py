@@ -129,6 +129,19 @@ def test_what_was_freed_stays_until_its_last_reader_is_sealed(machine_of: Machin
     )
 
 
+@pytest.mark.parametrize("how", [{"repair": "all"}, {"exact": True}], ids=["repair", "exact"])
+def test_what_is_exact_does_not_depend_on_what_others_had_copied(
+    machine_of: MachineOf, how: dict[str, Any]
+) -> None:
+    run(
+        machine_of("windows"),
+        Call("a", "doc", (2, 16)),
+        Call("a", "twin", (2, 16)),
+        Call("a", "other", (3, 1), reads=(Read("doc"), Read("doc")), exact=True),
+        Call("a", "answer", (1, 1), reads=(Read("twin"), Read("doc")), **how),
+    )
+
+
 # -- what the machine itself promises ------------------------------------------------------------
 
 
