@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.core.test_store import SIZE, Pool
 from vllm_choreo.errors import LimitError, OffsetError
+from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.positions import (
     CallPlan,
     ParentPlan,
@@ -23,6 +24,7 @@ from vllm_choreo.semantics.positions import (
 from vllm_choreo.store.copies import Link
 from vllm_choreo.store.encoding import Adapter, Encoding, copies_of
 from vllm_choreo.store.exact import exact_chain, is_exact
+from vllm_choreo.store.repaired import repaired_chain
 from vllm_choreo.store.session_copies import SessionCopies
 from vllm_choreo.store.stats import stats
 from vllm_choreo.store.store import MessageStore
@@ -134,6 +136,31 @@ def test_what_was_encoded_otherwise_is_read_as_copies_that_are_made_once(
     assert sum(len(message.copies) for message in store.messages()) == 2
 
 
+@pytest.mark.parametrize("run", [(0, 4), (0, 2)], ids=["whole", "patch"])
+def test_a_copy_behind_another_message_of_the_same_tokens_is_another_one(
+    store: MessageStore, run: TokenRange
+) -> None:
+    """What is read, and whether it is exact, does not depend on what other calls had copied."""
+    one, twin, c = (_encoded(store, name, 4, []) for name in "abc")
+    twin.token_ids = one.token_ids
+    store.identify(twin)
+    assert one.digest == twin.digest
+
+    def copied(before: Encoding) -> Encoding:
+        links, _ = repaired_chain(_whole(before, c), (0, 4), [(), (run,)], None, store)
+        if run == (0, 4):
+            assert links == exact_chain(_whole(before, c), None, store)
+            assert is_exact(links, [0, 4], 8)
+        return links[1].encoding
+
+    first, second = copied(one), copied(twin)
+    assert first.digest == second.digest
+    assert (first.parents, second.parents) == ((one,), (twin,))
+    assert copied(one) is first and copied(twin) is second
+    store.free(one.message)
+    assert first.is_given_up and copied(twin) is second
+
+
 def test_parts_become_copies_of_just_their_tokens(store: MessageStore) -> None:
     messages = _chain_of_three(store)
     a, b = messages["a"], messages["b"]
@@ -191,7 +218,7 @@ def test_copies_make_room_for_one_another_within_the_limits_of_their_session() -
     store.residency.wait_for(kept)
     for order in permutations(parts, 3):
         exact_chain([whole[e] for e in order], None, store)
-    assert all(copy.digest in copy.message.copies for copy in kept)
+    assert all(copy in copy.message.copies.values() for copy in kept)
     rest = [copy for e in parts for copy in e.message.copies.values() if copy not in kept]
     store.residency.wait_for(rest)
     refused = [order for order in permutations(parts, 4) if _is_refused(order, store)]

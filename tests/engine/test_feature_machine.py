@@ -27,6 +27,7 @@ from tests.engine.feature_machine.program import (
     Operation,
     Program,
     Read,
+    Reset,
     Save,
     Settle,
     Steps,
@@ -126,6 +127,36 @@ def test_what_was_freed_stays_until_its_last_reader_is_sealed(machine_of: Machin
         Call("a", "answer", (2, 34), reads=(Read("doc"),), generate=3),
         Steps(count=1),
         Free("a", ("doc",)),
+    )
+
+
+def test_what_was_reset_has_room_for_its_hidden_states_still(machine_of: MachineOf) -> None:
+    """So it can be saved, and read, whatever comes after it."""
+    run(
+        machine_of("tight"),
+        Call("a", "doc", (6, 33), keep=(1,)),
+        Settle(),
+        Reset(),
+        Save("a", "x", ("doc",)),
+        Call("a", "first", (7, 96), keep=(1, 2)),
+        Call("a", "second", (7, 32), keep=(2,)),
+        Settle(),
+        Reset(),
+        Call("a", "third", (7, 32), keep=(2,)),
+        Call("a", "answer", (1, 1), reads=(Read("doc"),)),
+    )
+
+
+@pytest.mark.parametrize("how", [{"repair": "all"}, {"exact": True}], ids=["repair", "exact"])
+def test_what_is_exact_does_not_depend_on_what_others_had_copied(
+    machine_of: MachineOf, how: dict[str, Any]
+) -> None:
+    run(
+        machine_of("windows"),
+        Call("a", "doc", (2, 16)),
+        Call("a", "twin", (2, 16)),
+        Call("a", "other", (3, 1), reads=(Read("doc"), Read("doc")), exact=True),
+        Call("a", "answer", (1, 1), reads=(Read("twin"), Read("doc")), **how),
     )
 
 

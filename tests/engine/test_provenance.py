@@ -130,6 +130,21 @@ def test_a_guess_is_told_nothing_by_what_is_reused(c: Choreography) -> None:
     assert c.prefill(tokens).usage.reused_tokens == 64
 
 
+def test_a_guess_is_told_nothing_by_what_was_copied_behind_the_denied_message(
+    c: Choreography,
+) -> None:
+    """A copy in the context of the right guess is not the one in the context of the secret."""
+    tokens, said = _words(7, 70), c.prefill(_words(9, 70))
+    secret = c.prefill(tokens)
+    read = {"mode": "exact", "sampling_params": _greedy(1)}
+    c.decode([5], parents=[secret, said], **read)
+    bob = c.deny(secret)
+    usages = []
+    for guess in (bob.prefill(tokens), bob.prefill(_words(8, 70))):
+        usages.append(bob.decode([5], parents=[guess, said], **read).usage)
+    assert usages[0] == usages[1] and usages[0].exact
+
+
 # -- without the client --------------------------------------------------------------------------
 
 

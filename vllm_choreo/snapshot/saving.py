@@ -36,7 +36,8 @@ def saving(
     Raises:
         KeptError: the storage failed; what it held before is as it was.
         PoolFullError: a message whose keys and values were evicted does not come back.
-        LimitError: there is no room for so many bytes.
+        LimitError: there is no room for so many bytes; or, in memory, for hidden states of what
+            was freed, with which a message is encoded again.
     """
     told = yield operation("describe", origin.session, [message.id for message in messages])
     try:

@@ -5,7 +5,7 @@ A message is a name in a session; an encoding is its keys and values, as compute
 one model. A message has the encoding that its call made, and others of the same tokens:
 
     message  --own-->     encoding   in the context of its call
-             --copies-->  encodings  in other contexts, by their digests
+             --copies-->  encodings  in other contexts, by what they are encoded with
 
 A copy encodes all its tokens in the other context, or is a *patch* of another encoding: runs of
 tokens are encoded anew, all others are read as they are, in the very blocks if no run touches them.
@@ -27,6 +27,8 @@ from vllm_choreo.repair.runs import TokenRange, TokenRanges, num_tokens
 from vllm_choreo.semantics.other_model import AdapterRequest
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
+
+CopyKey = tuple[bytes, tuple["Encoding", ...]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class StoredMessage:
         reader: the tenant within which its copies are shared; empty: `tenant`.
         request: id of the engine's request that makes it; empty if it was loaded.
         own: its encoding by the call that made it.
-        copies: its other encodings, by digest.
+        copies: its other encodings, by `Encoding.copy_key`.
         open_report: the report of its call, while the client has not told yet how many of the
             tokens it keeps; None otherwise.
         pinned_until: time until which `own` is evicted last, on the clock of the store.
@@ -69,7 +71,7 @@ class StoredMessage:
     failure: str | None = None
     freed: bool = False
     own: Encoding = field(init=False, repr=False)
-    copies: dict[bytes, Encoding] = field(default_factory=dict, repr=False)
+    copies: dict[CopyKey, Encoding] = field(default_factory=dict, repr=False)
 
     @property
     def encodings(self) -> list[Encoding]:
@@ -177,6 +179,16 @@ class Encoding:
     def is_copy(self) -> bool:
         """True if it is not the encoding that its message was made with."""
         return self is not self.message.own
+
+    @property
+    def copy_key(self) -> CopyKey:
+        """Key of a copy among those of its message: its digest, and the encodings it reads.
+
+        Behind another message of the same tokens it is another copy: that one goes with the other
+        message, carries traces of it, and continues another chain.
+        """
+        assert self.digest is not None
+        return self.digest, self.parents
 
     @property
     def num_tokens(self) -> int:

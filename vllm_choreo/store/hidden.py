@@ -4,12 +4,14 @@
 The input of a layer is kept on request when a message is encoded, in memory of the workers, and
 lets later calls repair the message from that layer on. It stays when keys and values are evicted,
 and goes when its encoding is given up; whoever needs it then, because a patch that was made of it
-is encoded again, has it kept again for that long.
+is encoded again, has it kept again for that long. What has room keeps it until it is given up: or
+what others had kept meanwhile would leave it none, and it could not be encoded again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 from vllm_choreo.errors import ChoreoError, LimitError, RepairError, UnsupportedOptionError
 from vllm_choreo.repair.layers import LayerRanges, Range
@@ -39,12 +41,12 @@ class HiddenStateIndex:
         self.max_bytes = max_bytes
         self._keys: dict[Encoding, int] = {}
         self._most_tokens: dict[Encoding, int] = {}
-        self._num_keys = 0
+        self._new_keys = count(1)
         self._forgotten: list[int] = []
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are kept; for messages still generated, the most that they may keep."""
+        """Bytes that are kept, or will be; for what is still generated, the most that may be."""
         return sum(
             self._size(len(e.keeps), e.num_tokens or self._most_tokens.get(e, 0))
             for e in self._keys
@@ -86,8 +88,7 @@ class HiddenStateIndex:
     def key(self, encoding: Encoding) -> int:
         """Key under which workers keep the hidden states of an encoding, from now on if need be."""
         if encoding not in self._keys:
-            self._num_keys += 1
-            self._keys[encoding] = self._num_keys
+            self._keys[encoding] = next(self._new_keys)
         return self._keys[encoding]
 
     def find(self, encoding: Encoding) -> int | None:
@@ -107,23 +108,21 @@ class HiddenStateIndex:
 
         If it is encoded once more, they are kept once more where a patch begins with them.
         """
-        self._discard(encoding)
-        if not encoding.is_entered:
-            encoding.keeps = ()
-
-    def _discard(self, encoding: Encoding) -> None:
         self._most_tokens.pop(encoding, None)
         key = self._keys.pop(encoding, None)
         if key is not None:
             self._forgotten.append(key)
+        if not encoding.is_entered:
+            encoding.keeps = ()
 
     def clear(self) -> None:
         """Forget all hidden states but those of encodings that are made, or read, now.
 
-        Encodings that are encoded again keep them again.
+        The others have their room still, and keep them there again when they are encoded again.
         """
         for encoding in [e for e in self._keys if not (e.num_readers or e.encoders)]:
-            self._discard(encoding)
+            self._forgotten.append(self._keys[encoding])
+            self._keys[encoding] = next(self._new_keys)
 
     def take_forgotten(self) -> tuple[int, ...]:
         """Take the keys whose hidden states workers need no longer."""

@@ -174,7 +174,7 @@ class MessageStore:
         self.on_final(encoding)
 
     def kept_copy(self, copy: Encoding, source: Encoding, num_new: int) -> Encoding:
-        """Keep a new copy, or find the one of the same digest that its message has.
+        """Keep a new copy, or find the same one that its message has, see `Encoding.copy_key`.
 
         A new one is known and not resident, as if it had been evicted.
 
@@ -188,8 +188,7 @@ class MessageStore:
         """
         message = copy.message
         self.identify(copy)
-        assert copy.digest is not None
-        if found := message.copies.get(copy.digest):
+        if found := message.copies.get(copy.copy_key):
             self.session_copies.use(found)
             return found
         copy.num_unreported = num_new
@@ -202,8 +201,7 @@ class MessageStore:
 
     def enter_copy(self, copy: Encoding) -> None:
         """Let calls read a copy, which has its digest."""
-        assert copy.digest is not None
-        copy.message.copies[copy.digest] = copy
+        copy.message.copies[copy.copy_key] = copy
         for parent in copy.parents:
             parent.readers.add(copy)
         self.session_copies.add(copy)
@@ -213,7 +211,7 @@ class MessageStore:
         for copy in copies:
             copy.is_orphan = True
             if copy.digest is not None:
-                copy.message.copies.pop(copy.digest, None)
+                copy.message.copies.pop(copy.copy_key, None)
             for parent in copy.parents:
                 parent.readers.discard(copy)
             self.session_copies.discard(copy)

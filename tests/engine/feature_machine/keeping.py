@@ -89,6 +89,8 @@ class Keepings:
                 return
             gone = any(made.freed for made in chosen.values())
             may = {"PoolFullError"} | ({"UnknownMessageError"} if gone else set())
+            if any(self._ledger.may_lack_hidden_states(made) for made in chosen.values()):
+                may.add("LimitError")
             if type(result).__name__ not in may:
                 raise result
 
@@ -134,7 +136,7 @@ class Keepings:
             error = type(result).__name__ if isinstance(result, BaseException) else None
             if self._host.num_closed(session) != num_closed:
                 may.add("ChoreoError")
-            if any(made.call.keep for made in self._ledger.made):
+            if self._ledger.may_fill_hidden_memory():
                 may.add("LimitError")
             if error is None and (must or not loaded):
                 raise Broken("a load is not refused", load)

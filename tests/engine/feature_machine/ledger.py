@@ -203,13 +203,31 @@ class Ledger:
             return
         if max(made.call.keep) >= NUM_LAYERS:
             made.must.add("ChoreoError")
-        if self._may_fill_hidden_memory():
+        if self.may_fill_hidden_memory():
             made.may.add("LimitError")
 
-    def _may_fill_hidden_memory(self) -> bool:
+    def may_fill_hidden_memory(self) -> bool:
         """Whether there is too little for all that ever kept some, as if nothing had been freed."""
         kept = [other for other in self.made if other.call.keep]
         return sum(map(self.hidden_bytes_of, kept)) > self.limits.hidden_bytes
+
+    def may_lack_hidden_states(self, made: Made) -> bool:
+        """Whether it may take hidden states of what was given up, for which there is no room.
+
+        Whatever else is encoded again has kept its room.
+        """
+        needed = {made, *ancestors(made)}
+        by_layers = [one for one in needed if isinstance(one.rule, ByLayers)]
+        entered = {
+            parent
+            for one in by_layers
+            for parent, _ in one.parents
+            if any(first and first in parent.call.keep for first, _ in one.rule.ranges)
+        }
+        # What came with a load is there under no name, unless that was loaded, too.
+        is_loaded = any(one.source is not None for one in needed)
+        is_lost = any(is_loaded or one.freed or one.state == "failed" for one in entered)
+        return is_lost and self.may_fill_hidden_memory()
 
     def hidden_bytes_of(self, made: Made) -> int:
         tokens = min(made.most_tokens, self.limits.max_model_len)
@@ -261,8 +279,7 @@ class Ledger:
         self.link(made, self._runs(made))
         if self._may_fill_the_pool(made):
             made.may.add("PoolFullError")
-        # What was freed, or reset, keeps hidden states anew when it is encoded again.
-        if any(one.call.keep for one in ancestors(made)) and self._may_fill_hidden_memory():
+        if self.may_lack_hidden_states(made):
             made.may.add("LimitError")
         return True
 
