@@ -20,7 +20,7 @@ from vllm_choreo.server.keep_bodies import (
     SaveBody,
 )
 from vllm_choreo.server.kept import KeptFolders
-from vllm_choreo.server.openapi import errors
+from vllm_choreo.server.responses import errors
 from vllm_choreo.server.routes import OwnSession, choreo_router
 from vllm_choreo.server.tenants import tenant_of
 from vllm_choreo.wire.messages import MessageAnswer, message_json
@@ -45,11 +45,7 @@ def _folders(request: Request) -> KeptFolders:
     return folders
 
 
-@router.post(
-    "/sessions/{session}/save",
-    summary="Save messages",
-    responses=errors(404, 413, 429),
-)
+@router.post("/sessions/{session}/save", summary="Save messages", responses=errors(404, 413, 429))
 async def save_messages(
     request: Request, session: OwnSession, body: SaveBody
 ) -> JsonAnswer[KeptAnswer]:
@@ -75,9 +71,7 @@ async def save_messages(
 
 
 @router.post(
-    "/sessions/{session}/load",
-    summary="Load messages",
-    responses=errors(404, 409, 413, 429),
+    "/sessions/{session}/load", summary="Load messages", responses=errors(404, 409, 413, 429)
 )
 async def load_messages(
     request: Request, session: OwnSession, body: LoadBody
@@ -104,11 +98,7 @@ async def list_kept(request: Request) -> JsonAnswer[ListAnswer[KeptEntry]]:
     return JsonAnswer(list_json(entries))
 
 
-@router.delete(
-    "/kept/{name}",
-    summary="Delete what is saved",
-    responses=errors(404),
-)
+@router.delete("/kept/{name}", summary="Delete what is saved", responses=errors(404))
 async def delete_kept(request: Request, name: KeptPath) -> JsonAnswer[KeptDeletedAnswer]:
     """Delete what was saved under a name. Messages that were loaded from it stay."""
     tenant, folders = tenant_of(request), _folders(request)

@@ -33,7 +33,7 @@ from vllm_choreo.server.answers import (
     provenance_json,
 )
 from vllm_choreo.server.errors import PATH_NAME
-from vllm_choreo.server.openapi import errors
+from vllm_choreo.server.responses import errors
 from vllm_choreo.server.routes import OwnSession, choreo_router, sessions_of
 from vllm_choreo.server.schemas import MessagesListBody, PinBody, PinListBody
 from vllm_choreo.server.sessions import OpenSession

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from vllm_choreo.errors import ChoreoError, LimitError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.session_options import RepairGiven, SessionOptions
-from vllm_choreo.server import openapi
+from vllm_choreo.server import responses
 from vllm_choreo.server.answers import (
     ClosedAnswer,
     JsonAnswer,
@@ -48,7 +48,7 @@ def choreo_router() -> APIRouter:
         tags=["choreography"],
         route_class=ChoreoRoute,
         dependencies=[Security(_key)],
-        responses=openapi.errors(400, 401, 503) | openapi.COMMON,
+        responses=responses.errors(400, 401, 503) | responses.COMMON,
     )
 
 
@@ -92,11 +92,7 @@ Name = Annotated[str, Path(description="The name of a message: the part of its i
 # -- sessions ------------------------------------------------------------------------------------
 
 
-@router.post(
-    "/sessions",
-    summary="Open a session",
-    responses=openapi.errors(413, 429),
-)
+@router.post("/sessions", summary="Open a session", responses=responses.errors(413, 429))
 async def open_session(
     request: Request, body: SessionBody | None = None
 ) -> JsonAnswer[SessionAnswer]:
@@ -115,22 +111,14 @@ async def open_session(
     return JsonAnswer(await sessions.describe(opened))
 
 
-@router.get(
-    "/sessions/{session}",
-    summary="Read a session",
-    responses=openapi.errors(404),
-)
+@router.get("/sessions/{session}", summary="Read a session", responses=responses.errors(404))
 async def read_session(request: Request, session: OwnSession) -> JsonAnswer[SessionAnswer]:
     """Contents of a session, and when it expires."""
     with session.used():
         return JsonAnswer(await sessions_of(request).describe(session))
 
 
-@router.delete(
-    "/sessions/{session}",
-    summary="Close a session",
-    responses=openapi.errors(404),
-)
+@router.delete("/sessions/{session}", summary="Close a session", responses=responses.errors(404))
 async def close_session(request: Request, session: OwnSession) -> JsonAnswer[ClosedAnswer]:
     """End the calls that are running, and free all messages."""
     await sessions_of(request).close(session)
@@ -142,7 +130,7 @@ async def close_session(request: Request, session: OwnSession) -> JsonAnswer[Clo
     summary="Show a session",
     # Not HTMLResponse: errors would be described as HTML, too.
     response_class=Response,
-    responses=openapi.PAGE | openapi.errors(404),
+    responses=responses.PAGE | responses.errors(404),
 )
 async def show_session(request: Request, session: OwnSession) -> Response:
     """The messages of a session as a page: who read whom, and what it cost.
@@ -169,7 +157,7 @@ async def show_session(request: Request, session: OwnSession) -> Response:
     "/sessions/{session}/messages",
     summary="Make messages",
     dependencies=[Depends(_few_calls)],
-    responses=openapi.RESULTS | openapi.errors(404, 409, 413, 429),
+    responses=responses.RESULTS | responses.errors(404, 409, 413, 429),
 )
 async def make_messages(request: Request, session: OwnSession, body: MessagesBody) -> Response:
     """Run one call, or a list of calls.
@@ -202,9 +190,7 @@ async def make_messages(request: Request, session: OwnSession, body: MessagesBod
 
 
 @router.get(
-    "/sessions/{session}/messages",
-    summary="List messages",
-    responses=openapi.errors(404),
+    "/sessions/{session}/messages", summary="List messages", responses=responses.errors(404)
 )
 async def list_messages(
     request: Request, session: OwnSession

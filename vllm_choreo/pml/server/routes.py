@@ -31,7 +31,7 @@ from vllm_choreo.pml.server.bodies import (
 from vllm_choreo.pml.server.served_schemas import ServedSchema, ServedSchemas
 from vllm_choreo.pml.server.session_prompts import PromptCalls
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.server import openapi
+from vllm_choreo.server import responses
 from vllm_choreo.server.answers import JsonAnswer, ListAnswer, list_json
 from vllm_choreo.server.call_reader import sampling_of
 from vllm_choreo.server.errors import error_response
@@ -63,11 +63,7 @@ def _session(request: Request, named: str | None) -> OpenSession:
 # -- schemas -------------------------------------------------------------------------------------
 
 
-@router.post(
-    "/schemas",
-    summary="Register a schema",
-    responses=openapi.errors(409, 413, 429),
-)
+@router.post("/schemas", summary="Register a schema", responses=responses.errors(409, 413, 429))
 async def register_schema(request: Request, body: SchemaBody) -> JsonAnswer[SchemaAnswer]:
     """Register a schema of prompts. The same one again is answered as it is."""
     schemas = _schemas(request)
@@ -86,21 +82,13 @@ async def list_schemas(request: Request) -> JsonAnswer[ListAnswer[ShortSchemaAns
     return JsonAnswer(list_json(map(_short_json, found)))
 
 
-@router.get(
-    "/schemas/{name}",
-    summary="Read a schema",
-    responses=openapi.errors(404),
-)
+@router.get("/schemas/{name}", summary="Read a schema", responses=responses.errors(404))
 async def read_schema(request: Request, name: SchemaPath) -> JsonAnswer[SchemaAnswer]:
     """A schema with its modules, as markup, and as a tree."""
     return await _schema_answer(request, _schemas(request).named(tenant_of(request), name))
 
 
-@router.delete(
-    "/schemas/{name}",
-    summary="Delete a schema",
-    responses=openapi.errors(404),
-)
+@router.delete("/schemas/{name}", summary="Delete a schema", responses=responses.errors(404))
 async def delete_schema(request: Request, name: SchemaPath) -> JsonAnswer[DeletedSchemaAnswer]:
     """Forget a schema of yours, and free its messages in all of your sessions."""
     await _schemas(request).delete(tenant_of(request), name)
@@ -152,11 +140,13 @@ def _schema_json(served: ServedSchema, encoded: Collection[EncodingKey]) -> Sche
 
 # -- prompts -------------------------------------------------------------------------------------
 
-_ANSWER: dict[int | str, dict[str, Any]] = {200: openapi.RESULTS[200] | {"model": PromptAnswerBody}}
+_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: responses.RESULTS[200] | {"model": PromptAnswerBody}
+}
 
 
 @router.post(
-    "/prompts", summary="Run a prompt", responses=_ANSWER | openapi.errors(404, 409, 413, 429)
+    "/prompts", summary="Run a prompt", responses=_ANSWER | responses.errors(404, 409, 413, 429)
 )
 async def run_prompt(request: Request, body: PromptBody) -> Response:
     """Generate after a prompt of a registered schema; modules are read as they are encoded.
