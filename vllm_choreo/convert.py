@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeGuard, TypeVar, Union, get_args, get_origin, overload
 
 import msgspec
 
 from vllm_choreo.errors import ChoreoError
 
+_T = TypeVar("_T")
 MISSING = "is missing"  # what the error says of a required field that is not there
 _WORDS: dict[Any, str] = {
     str: "a text",
@@ -25,7 +26,19 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def convert(given: Any, form: Any, parameter: str, error: type[ChoreoError] = ChoreoError) -> Any:
+@overload
+def convert(
+    given: object, form: type[_T], parameter: str, error: type[ChoreoError] = ...
+) -> _T: ...
+
+
+@overload
+def convert(given: object, form: object, parameter: str, error: type[ChoreoError] = ...) -> Any: ...
+
+
+def convert(
+    given: object, form: Any, parameter: str, error: type[ChoreoError] = ChoreoError
+) -> Any:
     """Convert plain data to a form: a type as msgspec takes it, such as a tagged union of structs.
 
     Args:
@@ -45,7 +58,9 @@ def convert(given: Any, form: Any, parameter: str, error: type[ChoreoError] = Ch
         raise error(reason, parameter=place, value=value) from None
 
 
-def _refusal(value: Any, form: Any, place: str, advice: str | None = None) -> tuple[str, str, Any]:
+def _refusal(
+    value: object, form: Any, place: str, advice: str | None = None
+) -> tuple[str, str, object]:
     """Find the innermost part of a value that lacks its form: the reason, its place, the part."""
     whole = form
     while get_origin(form) is Annotated or _arm(form, value) is not form:
@@ -53,15 +68,18 @@ def _refusal(value: Any, form: Any, place: str, advice: str | None = None) -> tu
             form, *notes = get_args(form)
             advice = next((note.description for note in notes if note.description), advice)
         form = _arm(form, value)
-    is_object = isinstance(value, Mapping) and _is_struct(form)
-    if is_object:
+    if isinstance(value, Mapping) and _is_struct(form):
         advice = getattr(form, "advice", None)
     for name, part, part_form in _parts(value, form):
         if part is msgspec.UNSET or not _fits(part, part_form):
             return _refusal(part, part_form, place + name, advice)
-    if is_object and form.__struct_config__.forbid_unknown_fields:
-        names = [field.encode_name for field in msgspec.structs.fields(form)]
-        for key in value.keys() - {*names, form.__struct_config__.tag_field}:
+    if isinstance(value, Mapping) and _is_struct(form):
+        names, config = (
+            [f.encode_name for f in msgspec.structs.fields(form)],
+            form.__struct_config__,
+        )
+        unknown = value.keys() - {*names, config.tag_field}
+        for key in unknown if config.forbid_unknown_fields else ():
             reason = advice or f"unknown key; the keys are {', '.join(names)}"
             return reason, f"{place}.{key}", value[key]
     if value is msgspec.UNSET:
@@ -69,7 +87,7 @@ def _refusal(value: Any, form: Any, place: str, advice: str | None = None) -> tu
     return advice or f"must be {_in_words(whole)}", place, value
 
 
-def _fits(value: Any, form: Any) -> bool:
+def _fits(value: object, form: object) -> bool:
     try:
         msgspec.convert(value, form)
     except msgspec.ValidationError:
@@ -77,7 +95,7 @@ def _fits(value: Any, form: Any) -> bool:
     return True
 
 
-def _arm(form: Any, value: Any) -> Any:
+def _arm(form: object, value: object) -> Any:
     """Form of a union that a value is meant to have: by its tag, or the only one beside null."""
     if get_origin(form) not in (Union, UnionType):
         return form
@@ -91,7 +109,7 @@ def _arm(form: Any, value: Any) -> Any:
     return arms[0] if len(arms) == 1 else form
 
 
-def _parts(value: Any, form: Any) -> Iterator[tuple[str, Any, Any]]:
+def _parts(value: object, form: object) -> Iterator[tuple[str, Any, Any]]:
     """Parts of a value: the name of each in it, the part, and the form that it is to have."""
     args = get_args(form)
     if isinstance(value, Mapping) and _is_struct(form):
@@ -108,11 +126,11 @@ def _parts(value: Any, form: Any) -> Iterator[tuple[str, Any, Any]]:
             yield f"[{number}]", part, each[number] if each else args[0]
 
 
-def _is_struct(form: Any) -> bool:
+def _is_struct(form: object) -> TypeGuard[type[msgspec.Struct]]:
     return isinstance(form, type) and issubclass(form, msgspec.Struct)
 
 
-def _in_words(form: Any) -> str:
+def _in_words(form: object) -> str:
     args = get_args(form)
     if get_origin(form) is Annotated:
         return _in_words(args[0])

@@ -14,12 +14,9 @@ from vllm_choreo.client import Logprob
 from vllm_choreo.client.exchanges import (
     Events,
     Exchange,
-    evicting,
     fetching,
-    freeing,
-    pinning,
+    operating,
     tracing,
-    unpinning,
 )
 from vllm_choreo.errors import (
     ChoreoError,
@@ -199,12 +196,12 @@ def test_where_messages_are() -> None:
         return request.method, request.path, json.loads(request.body or b"null")
 
     messages = {"messages": [f"{SESSION}/a", f"{SESSION}/b"]}
-    assert sent(freeing(SESSION, named)) == ("POST", f"{path}/free", messages)
-    assert sent(evicting(SESSION, named)) == ("POST", f"{path}/evict", messages)
-    assert sent(unpinning(SESSION, named)) == ("POST", f"{path}/unpin", messages)
-    assert sent(pinning(SESSION, named, None)) == ("POST", f"{path}/pin", messages)
+    assert sent(operating(SESSION, "free", named)) == ("POST", f"{path}/free", messages)
+    assert sent(operating(SESSION, "evict", named)) == ("POST", f"{path}/evict", messages)
+    assert sent(operating(SESSION, "unpin", named)) == ("POST", f"{path}/unpin", messages)
+    assert sent(operating(SESSION, "pin", named, None)) == ("POST", f"{path}/pin", messages)
     timed = {**messages, "ttl_seconds": 5.0}
-    assert sent(pinning(SESSION, named, 5.0)) == ("POST", f"{path}/pin", timed)
+    assert sent(operating(SESSION, "pin", named, 5.0)) == ("POST", f"{path}/pin", timed)
 
 
 @pytest.mark.parametrize("name", ["other/a", f"{SESSION}/", "", f"{SESSION}/a/b", "/a"])

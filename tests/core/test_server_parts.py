@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from starlette.requests import Request
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -30,14 +31,13 @@ from vllm_choreo.errors import (
 )
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.naming import ParentSpan
-from vllm_choreo.server import documents
-from vllm_choreo.server.answers import results_json
+from vllm_choreo.server.answers import ResultsAnswer, results_json
 from vllm_choreo.server.errors import as_choreo_error, error_json, status_of
 from vllm_choreo.server.openai.auto_options import AutoOptions, read_options
 from vllm_choreo.server.page import MAX_MESSAGES, session_page
 from vllm_choreo.server.plugin import check_one_process
 from vllm_choreo.server.tenants import TenantMiddleware, cache_salt, tenant_of, use_keys
-from vllm_choreo.wire.messages import message_json, usage_json
+from vllm_choreo.wire.messages import MessageAnswer, message_json, usage_json
 
 
 def message(name: str = "a", *parents: str, **changes: Any) -> Message:
@@ -80,7 +80,7 @@ def test_usage_counts_what_was_read_and_written() -> None:
 def test_usage_of_a_list_leaves_failed_calls_out() -> None:
     inexact = message("b", usage=Usage(False, 1, 0, 9))
     answer = results_json([message(), ChoreoError("no", parameter="x"), inexact])
-    documents.ResultsAnswer.model_validate(answer, strict=True)
+    TypeAdapter(ResultsAnswer).validate_python(answer, strict=True)
     assert [item["object"] for item in answer["data"]] == [
         *("choreo.message", "error", "choreo.message")
     ]
@@ -94,7 +94,7 @@ def test_logprobs_are_json() -> None:
     masked = SimpleNamespace(logprob=float("-inf"), rank=9, decoded_token="�")
     likely = SimpleNamespace(logprob=-0.25, rank=1, decoded_token=" yes")
     answer = message_json(message(logprobs=[{4: likely, 7: masked}, {5: likely}]))
-    documents.MessageAnswer.model_validate(answer, strict=True)
+    TypeAdapter(MessageAnswer).validate_python(answer, strict=True)
     first, _ = json.loads(json.dumps(answer["logprobs"], allow_nan=False))
     assert first["4"] == {"logprob": -0.25, "rank": 1, "decoded_token": " yes"}
     assert first["7"]["logprob"] == -9999.0

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
 
 from tests.server.serving import QUICK, Session
 from vllm_choreo import AsyncChoreoClient, ChoreoClient
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, KeptError, UnknownKeptError
-from vllm_choreo.server import documents
-from vllm_choreo.server.keep_bodies import KeptAnswer, KeptDeletedAnswer, KeptListAnswer
+from vllm_choreo.server.answers import ListAnswer
+from vllm_choreo.server.keep_bodies import KeptAnswer, KeptDeletedAnswer, KeptEntry
 from vllm_choreo.snapshot.manifest import manifest_bytes
 from vllm_choreo.testing.server import KEYS, Server, start_server
+from vllm_choreo.wire.messages import MessageAnswer
 
 pytestmark = pytest.mark.exhaustive  # servers of its own
 
@@ -34,7 +36,7 @@ def _client(server: Server, key: str = KEYS[0]) -> ChoreoClient:
 
 def _names(alpha: httpx.Client) -> list[str]:
     listed = alpha.get("/v1/choreo/kept").json()
-    KeptListAnswer.model_validate(listed, strict=True)
+    TypeAdapter(ListAnswer[KeptEntry]).validate_python(listed, strict=True)
     return [entry["name"] for entry in listed["data"]]
 
 
@@ -43,13 +45,13 @@ def test_from_saving_to_deleting(server: Server, alpha: httpx.Client, session: S
     said = session.call(content="The door is", parents=["shed"], sampling_params=GREEDY)
     session.client.delete(f"{session.path}/messages/{said['id'].rpartition('/')[2]}")
     answer = alpha.post(f"{session.path}/save", json={"name": "house", "encodings": True}).json()
-    KeptAnswer.model_validate(answer, strict=True)
+    TypeAdapter(KeptAnswer).validate_python(answer, strict=True)
     assert answer["messages"] == answer["encodings"] == 1
     assert answer["tokens"] == shed["num_tokens"] and answer["bytes"] > 1000 * answer["tokens"]
     assert "house" in _names(alpha)
     other = Session(alpha)
     (loaded,) = alpha.post(f"{other.path}/load", json={"name": "house"}).json()["data"]
-    documents.MessageAnswer.model_validate(loaded, strict=True)
+    TypeAdapter(MessageAnswer).validate_python(loaded, strict=True)
     assert loaded["id"] == f"{other.id}/shed" and loaded["text"] == SHED
     assert other.usage()["resident_tokens"] == shed["num_tokens"]
     again = other.call(content="The door is", parents=["shed"], sampling_params=GREEDY)
@@ -58,7 +60,7 @@ def test_from_saving_to_deleting(server: Server, alpha: httpx.Client, session: S
     taken = alpha.post(f"{other.path}/load", json={"name": "house"})
     assert taken.status_code == 409
     deleted = alpha.delete("/v1/choreo/kept/house").json()
-    KeptDeletedAnswer.model_validate(deleted, strict=True)
+    TypeAdapter(KeptDeletedAnswer).validate_python(deleted, strict=True)
     assert "house" not in _names(alpha)
     for gone in (
         alpha.delete("/v1/choreo/kept/house"),

@@ -11,10 +11,25 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
 
 from tests.server.serving import Session
-from vllm_choreo.server import documents
+from vllm_choreo.server.answers import (
+    ChunkAnswer,
+    ClosedAnswer,
+    EvictedAnswer,
+    FailedCallEvent,
+    FreedAnswer,
+    ListAnswer,
+    MessageEvent,
+    PinAnswer,
+    ProvenanceAnswer,
+    ResultsAnswer,
+    SessionAnswer,
+)
+from vllm_choreo.server.errors import ErrorAnswer
 from vllm_choreo.testing.server import Server
+from vllm_choreo.wire.messages import MessageAnswer, ShortMessageAnswer
 
 GREEDY = {"temperature": 0, "max_tokens": 6}
 SHED = "The shed behind the house is green, and its door is red.\n"
@@ -23,7 +38,7 @@ ANNA = "Anna owns a bicycle, a boat and two dogs.\n"
 
 def check(form: Any, answer: Any) -> Any:
     """`answer`, if it has the form that /openapi.json promises."""
-    form.model_validate(answer, strict=True)
+    TypeAdapter(form).validate_python(answer, strict=True)
     return answer
 
 
@@ -31,14 +46,14 @@ def sources(session: Session, message: dict[str, Any]) -> list[str]:
     """What a message carries traces of."""
     name = message["id"].rpartition("/")[2]
     answer = session.message(f"{name}/provenance").json()
-    found: list[str] = check(documents.ProvenanceAnswer, answer)["provenance"]
+    found: list[str] = check(ProvenanceAnswer, answer)["provenance"]
     return found
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     """The error of an answer."""
     assert answer.status_code == status, answer.text
-    error: dict[str, Any] = check(documents.ErrorAnswer, answer.json())["error"]
+    error: dict[str, Any] = check(ErrorAnswer, answer.json())["error"]
     assert error["code"] == status
     return error
 
@@ -48,24 +63,24 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 def test_session_from_opening_to_closing(server: Server, alpha: httpx.Client) -> None:
     opened = alpha.post("/v1/choreo/sessions", json={"mode": "exact", "ttl_seconds": 60})
-    session = check(documents.SessionAnswer, opened.json())
+    session = check(SessionAnswer, opened.json())
     assert session["mode"] == "exact" and session["ttl_seconds"] == 60
     assert session["model"] == server.model and session["max_model_len"] == 2048
     assert abs(session["expires_at"] - time.time() - 60) < 5
     assert abs(session["created"] - time.time()) < 5
     path = f"/v1/choreo/sessions/{session['id']}"
     made = alpha.post(f"{path}/messages", json={"type": "prefill", "content": SHED}).json()
-    usage = check(documents.SessionAnswer, alpha.get(path).json())["usage"]
+    usage = check(SessionAnswer, alpha.get(path).json())["usage"]
     assert usage["messages"] == 1 and usage["tokens"] == made["num_tokens"]
     assert usage["resident_tokens"] == made["num_tokens"] and usage["pinned_messages"] == 0
-    closed = check(documents.ClosedAnswer, alpha.delete(path).json())
+    closed = check(ClosedAnswer, alpha.delete(path).json())
     assert closed["id"] == session["id"]
     for answer in (alpha.get(path), alpha.delete(path), alpha.get(f"{path}/messages")):
         assert error_of(answer, 404)["type"] == "UnknownSessionError"
 
 
 def test_session_needs_no_body(alpha: httpx.Client) -> None:
-    session = check(documents.SessionAnswer, alpha.post("/v1/choreo/sessions").json())
+    session = check(SessionAnswer, alpha.post("/v1/choreo/sessions").json())
     assert session["mode"] == "choreo" and session["ttl_seconds"] == 3600
     alpha.delete(f"/v1/choreo/sessions/{session['id']}")
 
@@ -74,13 +89,13 @@ def test_session_needs_no_body(alpha: httpx.Client) -> None:
 
 
 def test_prefill_then_decode(session: Session) -> None:
-    shed = check(documents.MessageAnswer, session.call(type="prefill", content=SHED, save_as="s"))
+    shed = check(MessageAnswer, session.call(type="prefill", content=SHED, save_as="s"))
     assert shed["id"] == f"{session.id}/s" and shed["session"] == session.id
     assert shed["type"] == "prefill" and shed["finish_reason"] is None
     assert shed["text"] == SHED and shed["num_tokens"] == len(shed["token_ids"])
     assert shed["generated_token_ids"] == [] and shed["logprobs"] is None
     answer = check(
-        documents.MessageAnswer,
+        MessageAnswer,
         session.call(
             content="The shed is", parents=["s"], sampling_params={**GREEDY, "logprobs": 2}
         ),
@@ -217,7 +232,7 @@ def workflow() -> list[dict[str, Any]]:
 
 
 def test_a_workflow_in_one_request(session: Session, alpha: httpx.Client) -> None:
-    answer = check(documents.ResultsAnswer, session.call(calls=workflow()))
+    answer = check(ResultsAnswer, session.call(calls=workflow()))
     other = Session(alpha)
     alone = [other.call(**call) for call in workflow()]
     assert [item["text"] for item in answer["data"]] == [message["text"] for message in alone]
@@ -227,7 +242,7 @@ def test_a_workflow_in_one_request(session: Session, alpha: httpx.Client) -> Non
         assert item["usage"]["total_tokens"] == message["usage"]["total_tokens"]
     for key in ("prompt_tokens", "completion_tokens", "reused_tokens", "encoded_tokens"):
         assert answer["usage"][key] == sum(item["usage"][key] for item in answer["data"])
-    listed = check(documents.MessageListAnswer, alpha.get(f"{session.path}/messages").json())
+    listed = check(ListAnswer[ShortMessageAnswer], alpha.get(f"{session.path}/messages").json())
     short = {key: value for key, value in answer["data"][3].items() if key in listed["data"][3]}
     assert listed["data"][3] == short
     alpha.delete(other.path)
@@ -251,7 +266,7 @@ def test_a_call_that_fails_in_the_engine_is_an_item(session: Session) -> None:
         {"content": "C", "parents": ["b"], "save_as": "c", "sampling_params": GREEDY},
         {"content": "D", "parents": ["a"], "save_as": "d", "sampling_params": GREEDY},
     ]
-    a, b, c, d = check(documents.ResultsAnswer, session.call(calls=calls))["data"]
+    a, b, c, d = check(ResultsAnswer, session.call(calls=calls))["data"]
     assert a["id"] == f"{session.id}/a" and d["id"] == f"{session.id}/d"
     assert b["object"] == c["object"] == "error"
     assert b["error"]["type"] == "TooLongError" and b["error"]["code"] == 400
@@ -267,9 +282,9 @@ def test_a_stream_of_one_call(session: Session) -> None:
     events = session.events(content="1, 2, 3,", save_as="count", sampling_params=GREEDY)
     *pieces, end = events
     for piece in pieces:
-        check(documents.ChunkAnswer, piece)
+        check(ChunkAnswer, piece)
         assert piece["id"] == f"{session.id}/count" and piece["index"] == 0
-    check(documents.MessageEvent, end)
+    check(MessageEvent, end)
     assert len(pieces) >= 3
     assert "".join(piece["text"] for piece in pieces) == end["generated_text"]
     assert sum((piece["token_ids"] for piece in pieces), []) == end["generated_token_ids"]
@@ -283,7 +298,7 @@ def test_a_stream_of_a_list(session: Session, alpha: httpx.Client) -> None:
     ends = {event["index"]: event for event in events if event["object"] == "choreo.message"}
     assert sorted(ends) == list(range(6))
     (failed,) = (event for event in events if event["object"] == "error")
-    check(documents.FailedCallEvent, failed)
+    check(FailedCallEvent, failed)
     assert failed["index"] == 6 and failed["error"]["type"] == "TooLongError"
     for index, end in ends.items():
         pieces = [
@@ -310,7 +325,7 @@ def test_messages_are_freed(session: Session, alpha: httpx.Client) -> None:
     session.call(type="prefill", content=SHED, save_as="shed")
     session.call(content="So", parents=["shed"], save_as="reader", sampling_params=GREEDY)
     path = f"{session.path}/messages/shed"
-    freed = check(documents.FreedAnswer, alpha.delete(path).json())
+    freed = check(FreedAnswer, alpha.delete(path).json())
     assert freed["id"] == f"{session.id}/shed"
     for answer in (
         *(alpha.get(path), alpha.delete(path), alpha.post(f"{path}/evict")),
@@ -334,7 +349,7 @@ def test_messages_are_evicted_and_encoded_again(session: Session, alpha: httpx.C
     call = {"content": "The door is", "parents": ["shed"], "sampling_params": GREEDY}
     before = session.call(**call)
     evicted = alpha.post(f"{session.path}/messages/shed/evict").json()
-    assert check(documents.EvictedAnswer, evicted)["id"] == shed["id"]
+    assert check(EvictedAnswer, evicted)["id"] == shed["id"]
     assert session.usage()["resident_tokens"] == before["num_tokens"]
     after = session.call(**call)
     assert after["token_ids"] == before["token_ids"]
@@ -348,14 +363,14 @@ def test_several_messages_are_one_request(session: Session, alpha: httpx.Client)
     def post(operation: str, **body: Any) -> httpx.Response:
         return alpha.post(f"{session.path}/messages/{operation}", json=body)
 
-    pinned = check(documents.PinListAnswer, post("pin", messages=["a", "b"], ttl_seconds=9).json())
+    pinned = check(ListAnswer[PinAnswer], post("pin", messages=["a", "b"], ttl_seconds=9).json())
     assert [pin["id"] for pin in pinned["data"]] == ids[:2] and pinned["data"][0]["pinned"]
     assert session.usage()["pinned_messages"] == 2
     # By id or by name, and each once.
     unpinned = post("unpin", messages=[ids[0], "a"]).json()
-    assert [pin["id"] for pin in check(documents.PinListAnswer, unpinned)["data"]] == ids[:1]
+    assert [pin["id"] for pin in check(ListAnswer[PinAnswer], unpinned)["data"]] == ids[:1]
     evicted = post("evict", messages=["a", "b", "c"]).json()
-    assert len(check(documents.EvictedListAnswer, evicted)["data"]) == 3
+    assert len(check(ListAnswer[EvictedAnswer], evicted)["data"]) == 3
     assert session.usage()["resident_tokens"] == 0
     # All or none of them.
     for operation in ("free", "evict", "pin", "unpin"):
@@ -364,7 +379,7 @@ def test_several_messages_are_one_request(session: Session, alpha: httpx.Client)
     assert session.usage()["messages"] == 3 and session.usage()["pinned_messages"] == 1
     limit = error_of(post("pin", messages=["a"], ttl_seconds=3601), 429)
     assert limit["param"] == "max_pin_seconds"
-    freed = check(documents.FreedListAnswer, post("free", messages=["a", "c"]).json())
+    freed = check(ListAnswer[FreedAnswer], post("free", messages=["a", "c"]).json())
     assert [one["id"] for one in freed["data"]] == [ids[0], ids[2]]
     assert session.usage()["messages"] == 1
     assert post("free", messages=[]).json()["data"] == []
@@ -373,10 +388,10 @@ def test_several_messages_are_one_request(session: Session, alpha: httpx.Client)
 def test_messages_are_pinned(session: Session, alpha: httpx.Client) -> None:
     session.call(type="prefill", content=SHED, save_as="shed")
     path = f"{session.path}/messages/shed/pin"
-    pin = check(documents.PinAnswer, alpha.post(path, json={"ttl_seconds": 30}).json())
+    pin = check(PinAnswer, alpha.post(path, json={"ttl_seconds": 30}).json())
     assert pin["pinned"] and pin["ttl_seconds"] == 30
     assert session.usage()["pinned_messages"] == 1
-    assert not check(documents.PinAnswer, alpha.delete(path).json())["pinned"]
+    assert not check(PinAnswer, alpha.delete(path).json())["pinned"]
     assert session.usage()["pinned_messages"] == 0
     assert alpha.post(path).json()["ttl_seconds"] == 3600  # by default as long as may be
     error = error_of(alpha.post(path, json={"ttl_seconds": 3601}), 429)

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.chat.marks import Content, places
 from vllm_choreo.chat.parts import Split, split
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Parts of fewer tokens are joined: every message takes whole blocks, of 16 or 32 tokens as a rule.
 DEFAULT_MIN_TOKENS = 16
@@ -23,7 +26,10 @@ class Cutter:
     """
 
     def __init__(
-        self, tokenizer: Any, ends: Collection[int], min_tokens: int = DEFAULT_MIN_TOKENS
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Collection[int],
+        min_tokens: int = DEFAULT_MIN_TOKENS,
     ) -> None:
         self._tokenizer = tokenizer
         self._ends = frozenset(ends)
@@ -65,7 +71,9 @@ class Cutter:
         )
 
 
-def end_tokens(tokenizer: Any, generation_config: Mapping[str, Any]) -> frozenset[int]:
+def end_tokens(
+    tokenizer: PreTrainedTokenizerBase, generation_config: Mapping[str, Any]
+) -> frozenset[int]:
     """Tokens that end what a model generates.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.chat.cutter import Cutter
 from vllm_choreo.chat.marks import marked
@@ -14,6 +14,9 @@ from vllm_choreo.chat.message_table import Entry, MessageTable, digest
 from vllm_choreo.chat.parts import Split
 from vllm_choreo.chat.template import render_chat
 from vllm_choreo.errors import ChoreoError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Chat = Sequence[Mapping[str, Any]]
 _UNLIMITED = 2**62
@@ -72,7 +75,9 @@ class Forecaster:
         block_size: tokens in a block of the engine's KV cache.
     """
 
-    def __init__(self, tokenizer: Any, cutter: Cutter, block_size: int = 16) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, cutter: Cutter, block_size: int = 16
+    ) -> None:
         self._tokenizer = tokenizer
         self._cutter = cutter
         self._block_size = block_size
@@ -83,7 +88,7 @@ class Forecaster:
         self._first: dict[str, tuple[str, ...]] = {}
         self._chains: dict[str, set[tuple[str, ...]]] = {}
 
-    def request(self, chat: Chat, answer: str | None, **rendering: Any) -> Forecast:
+    def request(self, chat: Chat, answer: str | None, **rendering: object) -> Forecast:
         """Forecast the next request.
 
         Args:
@@ -181,7 +186,7 @@ class Forecaster:
         return str(self._count)
 
 
-def requests_of(recorded: Any) -> Iterator[tuple[Chat, str | None, dict[str, Any]]]:
+def requests_of(recorded: object) -> Iterator[tuple[Chat, str | None, dict[str, Any]]]:
     """Requests of a recording: their chats, their answers and the variables of the template.
 
     Args:

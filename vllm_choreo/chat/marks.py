@@ -88,7 +88,7 @@ def marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
     return copies, contents
 
 
-def _is_text(item: Any) -> bool:
+def _is_text(item: object) -> bool:
     return isinstance(item, Mapping) and isinstance(item.get("text"), str) and bool(item["text"])
 
 

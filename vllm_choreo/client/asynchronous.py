@@ -133,7 +133,7 @@ class AsyncChoreoClient(AsyncCallMethods, ClientBase):
         return self._shared.session
 
     @property
-    def prompts(self) -> Any:
+    def prompts(self) -> object:
         """Deprecated: make a `vllm_choreo.pml.AsyncServerPrompts` of the client."""
         return self._prompts("AsyncServerPrompts")
 
@@ -212,19 +212,19 @@ class AsyncChoreoClient(AsyncCallMethods, ClientBase):
 
     async def free(self, *messages: Named) -> None:
         """Free messages: `Choreography.free`."""
-        await self._exchange(exchanges.freeing(await self.open(), messages))
+        await self._exchange(exchanges.operating(await self.open(), "free", messages))
 
     async def evict(self, *messages: Named) -> None:
         """Drop cached keys and values: `Choreography.evict`."""
-        await self._exchange(exchanges.evicting(await self.open(), messages))
+        await self._exchange(exchanges.operating(await self.open(), "evict", messages))
 
     async def pin(self, *messages: Named, ttl: float | None = None) -> None:
         """Evict messages after all others, for `ttl` seconds: `ChoreoClient.pin`."""
-        await self._exchange(exchanges.pinning(await self.open(), messages, ttl))
+        await self._exchange(exchanges.operating(await self.open(), "pin", messages, ttl))
 
     async def unpin(self, *messages: Named) -> None:
         """Take pins back: `Choreography.unpin`."""
-        await self._exchange(exchanges.unpinning(await self.open(), messages))
+        await self._exchange(exchanges.operating(await self.open(), "unpin", messages))
 
     async def save(
         self,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from importlib import import_module
-from typing import Any, Self
+from typing import Self
 
 from vllm_choreo.client import exchanges
 from vllm_choreo.client.endpoint import Endpoint
@@ -70,7 +70,7 @@ class ClientBase:
         view._denied = (*self._denied, *message_ids(messages, "deny"))
         return view
 
-    def _prompts(self, name: str) -> Any:
+    def _prompts(self, name: str) -> object:
         """Schemas and prompts as the client had them itself, until it was told apart from pml."""
         warnings.warn(
             f"client.prompts is deprecated: make a vllm_choreo.pml.{name} of the client",

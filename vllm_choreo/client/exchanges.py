@@ -156,24 +156,15 @@ def tracing(session: str, named: Named) -> Exchange[frozenset[str]]:
     return Exchange(request, lambda answer, _: frozenset(answer["provenance"]))
 
 
-def freeing(session: str, messages: Sequence[Named]) -> Exchange[None]:
-    """Free messages."""
-    return _operation(session, "free", messages)
-
-
-def evicting(session: str, messages: Sequence[Named]) -> Exchange[None]:
-    """Drop the cached keys and values of messages."""
-    return _operation(session, "evict", messages)
-
-
-def pinning(session: str, messages: Sequence[Named], ttl: float | None) -> Exchange[None]:
-    """Pin messages."""
-    return _operation(session, "pin", messages, {} if ttl is None else {"ttl_seconds": ttl})
-
-
-def unpinning(session: str, messages: Sequence[Named]) -> Exchange[None]:
-    """Unpin messages."""
-    return _operation(session, "unpin", messages)
+def operating(
+    session: str, operation: str, messages: Sequence[Named], ttl: float | None = None
+) -> Exchange[None]:
+    """Free, evict, pin or unpin messages: done as a whole or refused as a whole."""
+    body: dict[str, Any] = {"messages": list(message_ids(messages, "messages"))}
+    if ttl is not None:
+        body["ttl_seconds"] = ttl
+    path = f"{_SESSIONS}/{session}/messages/{operation}"
+    return Exchange(Request("POST", path, json_of(body, "ttl")), _nothing)
 
 
 def saving(
@@ -192,15 +183,6 @@ def loading(session: str, name: str, on_mismatch: str) -> Exchange[list[Message]
     body = {"name": name, "on_mismatch": on_mismatch}
     request = Request("POST", f"{_SESSIONS}/{session}/load", json_of(body, "uri"))
     return Exchange(request, lambda answer, now: [message_of(m, now) for m in answer["data"]])
-
-
-def _operation(
-    session: str, name: str, messages: Sequence[Named], options: Mapping[str, Any] | None = None
-) -> Exchange[None]:
-    """One of the operations on several messages, done as a whole or refused as a whole."""
-    body = {"messages": list(message_ids(messages, "messages")), **(options or {})}
-    path = f"{_SESSIONS}/{session}/messages/{name}"
-    return Exchange(Request("POST", path, json_of(body, "ttl")), _nothing)
 
 
 def _message_path(session: str, named: Named) -> str:

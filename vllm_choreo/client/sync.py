@@ -65,7 +65,7 @@ class ChoreoClient(CallMethods, ClientBase):
         return self._session
 
     @property
-    def prompts(self) -> Any:
+    def prompts(self) -> object:
         """Deprecated: make a `vllm_choreo.pml.ServerPrompts` of the client."""
         return self._prompts("ServerPrompts")
 
@@ -83,19 +83,19 @@ class ChoreoClient(CallMethods, ClientBase):
 
     def free(self, *messages: Named) -> None:
         """Free messages: `Choreography.free`."""
-        self._exchange(exchanges.freeing(self._session, messages))
+        self._exchange(exchanges.operating(self._session, "free", messages))
 
     def evict(self, *messages: Named) -> None:
         """Drop cached keys and values: `Choreography.evict`."""
-        self._exchange(exchanges.evicting(self._session, messages))
+        self._exchange(exchanges.operating(self._session, "evict", messages))
 
     def pin(self, *messages: Named, ttl: float | None = None) -> None:
         """Evict messages after all others; without `ttl`, for as long as the server allows."""
-        self._exchange(exchanges.pinning(self._session, messages, ttl))
+        self._exchange(exchanges.operating(self._session, "pin", messages, ttl))
 
     def unpin(self, *messages: Named) -> None:
         """Take pins back: `Choreography.unpin`."""
-        self._exchange(exchanges.unpinning(self._session, messages))
+        self._exchange(exchanges.operating(self._session, "unpin", messages))
 
     def save(
         self,

@@ -13,17 +13,18 @@ parents what the session holds, all others pass as they are.
 from __future__ import annotations
 
 import importlib
-from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from openai import DefaultAsyncHttpxClient, DefaultHttpxClient
 
-from vllm_choreo.integrations.conversations import Asking, Conversations, Refused
+from vllm_choreo.integrations.conversations import Conversations, HttpRequest, Refused
 from vllm_choreo.integrations.exchange import ChatExchange, Listener
 
 if TYPE_CHECKING:
     import httpx
 
+_T = TypeVar("_T")
 # The SDK is built on httpx or on its successor, by version: its own clients tell.
 _httpx: Any = importlib.import_module(DefaultHttpxClient.__bases__[0].__module__.partition(".")[0])
 
@@ -78,7 +79,7 @@ class ChoreoHttpClient(DefaultHttpxClient):
             response.read()
         return response
 
-    def _run(self, chat: ChatExchange, steps: Asking) -> Any:
+    def _run(self, chat: ChatExchange, steps: Generator[HttpRequest, Any, _T]) -> _T:
         """Make the requests that `steps` yield, and return what `steps` return.
 
         Raises:
@@ -132,7 +133,7 @@ class ChoreoAsyncHttpClient(DefaultAsyncHttpxClient):
             await response.aread()
         return response
 
-    async def _run(self, chat: ChatExchange, steps: Asking) -> Any:
+    async def _run(self, chat: ChatExchange, steps: Generator[HttpRequest, Any, _T]) -> _T:
         """Make the requests that `steps` yield, as the synchronous twin does."""
         reply: dict[str, Any] | Refused | None = None
         try:

@@ -11,7 +11,29 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_choreo.pml.answer import PromptAnswer as PromptAnswer
+    from vllm_choreo.pml.async_prompt_cache import AsyncPromptCache as AsyncPromptCache
+    from vllm_choreo.pml.client.server_prompts import AsyncServerPrompts as AsyncServerPrompts
+    from vllm_choreo.pml.client.server_prompts import ServerPrompts as ServerPrompts
+    from vllm_choreo.pml.language.markup import parse as parse
+    from vllm_choreo.pml.language.markup import parse_prompt as parse_prompt
+    from vllm_choreo.pml.language.markup import parse_schema as parse_schema
+    from vllm_choreo.pml.language.printer import to_markup as to_markup
+    from vllm_choreo.pml.language.program import assistant as assistant
+    from vllm_choreo.pml.language.program import message as message
+    from vllm_choreo.pml.language.program import module as module
+    from vllm_choreo.pml.language.program import param as param
+    from vllm_choreo.pml.language.program import prompt as prompt
+    from vllm_choreo.pml.language.program import scaffold as scaffold
+    from vllm_choreo.pml.language.program import schema as schema
+    from vllm_choreo.pml.language.program import system as system
+    from vllm_choreo.pml.language.program import union as union
+    from vllm_choreo.pml.language.program import use as use
+    from vllm_choreo.pml.language.program import user as user
+    from vllm_choreo.pml.prompt_cache import PromptCache as PromptCache
 
 _EXPORTS = {
     "PromptCache": "vllm_choreo.pml.prompt_cache",
@@ -39,7 +61,7 @@ _EXPORTS = {
 __all__ = [*_EXPORTS]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

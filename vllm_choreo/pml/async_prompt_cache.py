@@ -6,21 +6,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, Unpack
 
-from vllm_choreo.api.protocol import AsyncFacade
+from vllm_choreo.api.protocol import AsyncFacade, PendingMessage
 from vllm_choreo.pml.answer import PromptAnswer
-from vllm_choreo.pml.language.chat_template import ChatTemplate
-from vllm_choreo.pml.language.layout import SchemaLayout, Tokens
-from vllm_choreo.pml.language.outline import outline
-from vllm_choreo.pml.language.placing import PromptPlan
+from vllm_choreo.pml.cache_base import CacheBase, new_book
+from vllm_choreo.pml.language.layout import SchemaLayout, Tokenizer
+from vllm_choreo.pml.language.placing import FreshCall
 from vllm_choreo.pml.language.registered import EncodingKey
-from vllm_choreo.pml.language.schema_book import AskedPrompt, SchemaBook
-from vllm_choreo.pml.language.tree import Prompt, Schema
+from vllm_choreo.pml.language.schema_book import AskedPrompt, PromptGiven, SchemaBook
+from vllm_choreo.pml.language.tree import Schema
+from vllm_choreo.pml.options import PinOptions, PromptOptions
 from vllm_choreo.semantics.message import Piece
+from vllm_choreo.semantics.session_options import AdapterGiven
 
 
-class AsyncPromptCache:
+class AsyncPromptCache(CacheBase):
     """A `PromptCache` for prompts that come one by one and overlap.
 
     Args:
@@ -31,17 +32,17 @@ class AsyncPromptCache:
     def __init__(
         self,
         facade: AsyncFacade,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         *,
         chat_template: str | None = None,
         placeholder: int | None = None,
         book: SchemaBook | None = None,
     ) -> None:
         if book is None:
-            chat = ChatTemplate(tokenizer, chat_template)
-            book = SchemaBook(Tokens(tokenizer, placeholder), chat, facade.mode)
-        self._facade: Any = facade
-        self._book = book
+            assert tokenizer is not None, "a book or a tokenizer is needed"
+            book = new_book(tokenizer, chat_template, placeholder, facade.mode)
+        super().__init__(book)
+        self._facade = facade
         self._encoding = asyncio.Lock()
 
     async def register(
@@ -49,7 +50,7 @@ class AsyncPromptCache:
         schema: str | Schema,
         *,
         context: str = "modules",
-        adapter: Any = None,
+        adapter: AdapterGiven = None,
         encode: bool = False,
     ) -> SchemaLayout:
         """Add a schema, see `PromptCache.register`."""
@@ -76,7 +77,7 @@ class AsyncPromptCache:
     async def _encode(self, keys: Sequence[EncodingKey]) -> int:
         async with self._encoding:
             waiting = self._book.missing(keys)
-            pending: dict[EncodingKey, Any] = {}
+            pending: dict[EncodingKey, PendingMessage] = {}
             try:
                 for key in waiting:
                     await asyncio.sleep(0)  # others are to be served between two of many
@@ -91,7 +92,7 @@ class AsyncPromptCache:
                     raise result
             return len(waiting)
 
-    async def _submit(self, key: EncodingKey, call: dict[str, Any]) -> Any:
+    async def _submit(self, key: EncodingKey, call: dict[str, Any]) -> PendingMessage:
         """Start the prefill that encodes a segment."""
         return await self._facade.submit(**call)
 
@@ -100,7 +101,7 @@ class AsyncPromptCache:
         if freed := self._book.unregister(name):
             await self._facade.free(*freed)
 
-    async def pin(self, name: str, **options: Any) -> None:
+    async def pin(self, name: str, **options: Unpack[PinOptions]) -> None:
         """Encode a schema, and evict its messages after all others, see `PromptCache.pin`."""
         await self.encode(name)
         await self._facade.pin(*self.messages(name), **options)
@@ -109,65 +110,51 @@ class AsyncPromptCache:
         """Drop the keys and values of a schema; prompts encode them again."""
         await self._facade.evict(*self.messages(name))
 
-    def messages(self, name: str) -> list[Any]:
-        """Messages of the segments of a schema that are encoded."""
-        self._book.named(name)
-        return [handle for key, handle in self._book.handles.items() if key.schema == name]
-
     @property
     def encoded(self) -> frozenset[EncodingKey]:
         """Encodings that there are, of all schemas."""
         return frozenset(self._book.handles)
 
-    @property
-    def schemas(self) -> dict[str, SchemaLayout]:
-        """Layouts of all schemas, by name."""
-        return {name: schema.layout for name, schema in self._book.schemas.items()}
-
-    def show(self, name: str) -> str:
-        """Show a schema as a tree, see `PromptCache.show`."""
-        return outline(self._book.named(name).layout, self._book.handles)
-
-    def plan(self, prompt: str | Prompt, **options: Any) -> PromptPlan:
-        """Plan the calls that `decode` would make; raises as it does."""
-        return self._book.asked(prompt, options).plan
-
-    async def decode(self, prompt: str | Prompt, **options: Any) -> PromptAnswer:
+    async def decode(self, prompt: PromptGiven, **options: Unpack[PromptOptions]) -> PromptAnswer:
         """Generate after one prompt, see `PromptCache.decode`; gather several for one batch."""
         async with self._prepared(prompt, options) as (asked, call):
-            message = await self._facade.decode(**call)
+            message = await self._facade.decode(list(asked.plan.header.token_ids), **call)
         return PromptAnswer(message, asked.plan.usage)
 
-    async def stream_decode(self, prompt: str | Prompt, **options: Any) -> AsyncIterator[Piece]:
+    async def stream_decode(
+        self, prompt: PromptGiven, **options: Unpack[PromptOptions]
+    ) -> AsyncIterator[Piece]:
         """Generate after a prompt, piece by piece; the last piece carries the message."""
         async with (
-            self._prepared(prompt, options) as (_, call),
+            self._prepared(prompt, options) as (asked, call),
             # Closed with this one: a caller who leaves early ends the call.
-            aclosing(self._facade.stream_decode(**call)) as pieces,
+            aclosing(
+                self._facade.stream_decode(list(asked.plan.header.token_ids), **call)
+            ) as pieces,
         ):
             async for piece in pieces:
                 yield piece
 
     @asynccontextmanager
     async def _prepared(
-        self, prompt: Any, options: Mapping[str, Any]
+        self, prompt: PromptGiven, options: Mapping[str, Any]
     ) -> AsyncIterator[tuple[AskedPrompt, dict[str, Any]]]:
         """Prepare the last call of a prompt; earlier ones are under way, and freed at the end."""
         asked = self._book.asked(prompt, options)
         await self.encode_keys(asked.plan.keys)
         self._book.check_same(asked)
-        made: list[Any] = []
+        made: list[PendingMessage] = []
         try:
             for fresh in asked.plan.calls[:-1]:
                 call = self._call(asked, fresh, made)
                 made.append(await self._facade.submit(tokens=list(fresh.token_ids), **call))
-            header = asked.plan.header
-            call = self._call(asked, header, made)
-            yield asked, {"header": list(header.token_ids), **call, **asked.for_last}
+            yield asked, {**self._call(asked, asked.plan.header, made), **asked.for_last}
         finally:
             done = await asyncio.gather(*(one.result() for one in made))
             if own := [message for message in done if not isinstance(message, Exception)]:
                 await self._facade.free(*own)
 
-    def _call(self, asked: AskedPrompt, fresh: Any, made: Sequence[Any]) -> dict[str, Any]:
+    def _call(
+        self, asked: AskedPrompt, fresh: FreshCall, made: Sequence[str | PendingMessage]
+    ) -> dict[str, Any]:
         return self._book.call(asked, fresh, lambda number: made[number])

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.cli.arguments import add_model
 from vllm_choreo.cli.commands import Main
@@ -17,6 +17,10 @@ from vllm_choreo.cli.numbers import positive
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.pml.language.registered import CONTEXTS
 from vllm_choreo.semantics.call import MODES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm import LLM
 
 _ACTIONS = {
     "check": "read files of schemas and prompts; errors name line and column",
@@ -108,7 +112,7 @@ def _split(documents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return schemas, [document for document in documents if document not in schemas]
 
 
-def _tokenizer(model: str | None) -> Any:
+def _tokenizer(model: str | None) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     from vllm_choreo.testing.models.embedded import embedded_model
@@ -141,7 +145,7 @@ def _show(args: argparse.Namespace, documents: Sequence[Any]) -> int:
     return 0
 
 
-def _engine(args: argparse.Namespace) -> Any:
+def _engine(args: argparse.Namespace) -> LLM:
     from vllm_choreo.cli.engine import start_engine
 
     return start_engine(args.model, args.max_model_len or DEFAULT_MAX_MODEL_LEN)

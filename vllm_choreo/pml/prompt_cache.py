@@ -9,21 +9,24 @@ answer = cache.decode('<prompt schema="travel"><plan days="a week"/>Where to?</p
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, Unpack, cast, overload
 
-from vllm_choreo.api.protocol import Facade
+from vllm_choreo.api.protocol import Facade, SessionFacade
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.answer import PromptAnswer
-from vllm_choreo.pml.language.chat_template import ChatTemplate
-from vllm_choreo.pml.language.layout import SchemaLayout, Tokens
-from vllm_choreo.pml.language.outline import outline
-from vllm_choreo.pml.language.placing import PromptPlan
+from vllm_choreo.pml.cache_base import CacheBase, new_book
+from vllm_choreo.pml.language.layout import SchemaLayout, Tokenizer
 from vllm_choreo.pml.language.registered import EncodingKey
-from vllm_choreo.pml.language.schema_book import AskedPrompt, SchemaBook
+from vllm_choreo.pml.language.schema_book import AskedPrompt, PromptGiven
 from vllm_choreo.pml.language.tree import Prompt, Schema
+from vllm_choreo.pml.options import PinOptions, PromptOptions
+from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.session_options import AdapterGiven
+
+_Prompt = TypeVar("_Prompt", bound=str | Prompt | Mapping[str, Any])
 
 
-class PromptCache:
+class PromptCache(CacheBase):
     """Schemas whose modules are messages of a session: encoded once, read by all prompts.
 
     Args:
@@ -36,14 +39,14 @@ class PromptCache:
     def __init__(
         self,
         facade: Facade,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         chat_template: str | None = None,
         placeholder: int | None = None,
     ) -> None:
-        chat = ChatTemplate(tokenizer, chat_template)
-        self._facade: Any = facade
-        self._book = SchemaBook(Tokens(tokenizer, placeholder), chat, facade.mode)
+        super().__init__(new_book(tokenizer, chat_template, placeholder, facade.mode))
+        # Pins and evictions alone need more than a `Facade`.
+        self._facade = cast("SessionFacade", facade)
 
     # -- schemas -----------------------------------------------------------------------------
 
@@ -52,7 +55,7 @@ class PromptCache:
         schema: str | Schema,
         *,
         context: str = "modules",
-        adapter: Any = None,
+        adapter: AdapterGiven = None,
         encode: bool = False,
     ) -> SchemaLayout:
         """Add a schema. Registering the same one again does nothing.
@@ -87,7 +90,7 @@ class PromptCache:
         if freed := self._book.unregister(name):
             self._facade.free(*freed)
 
-    def pin(self, name: str, **options: Any) -> None:
+    def pin(self, name: str, **options: Unpack[PinOptions]) -> None:
         """Encode a schema, and evict its messages after all others; see `Choreography.pin`."""
         self.encode(name)
         self._facade.pin(*self.messages(name), **options)
@@ -96,37 +99,27 @@ class PromptCache:
         """Drop the keys and values of a schema; prompts encode them again."""
         self._facade.evict(*self.messages(name))
 
-    def messages(self, name: str) -> list[Any]:
-        """Messages of the segments of a schema that are encoded."""
-        self._book.named(name)
-        return [handle for key, handle in self._book.handles.items() if key.schema == name]
-
-    @property
-    def schemas(self) -> dict[str, SchemaLayout]:
-        """Layouts of all schemas, by name."""
-        return {name: schema.layout for name, schema in self._book.schemas.items()}
-
-    def show(self, name: str) -> str:
-        """Show a schema as a tree, with tokens, positions, and what is encoded."""
-        return outline(self._book.named(name).layout, self._book.handles)
-
     # -- prompts -----------------------------------------------------------------------------
 
-    def plan(self, prompt: str | Prompt, **options: Any) -> PromptPlan:
-        """Plan the calls that `decode` would make; raises as it does."""
-        return self._book.asked(prompt, options).plan
+    @overload
+    def decode(self, prompt: PromptGiven, **options: Unpack[PromptOptions]) -> PromptAnswer: ...
 
-    def decode(self, prompt: Any, **options: Any) -> Any:
+    @overload
+    def decode(
+        self, prompt: list[_Prompt] | tuple[_Prompt, ...], **options: Unpack[PromptOptions]
+    ) -> list[PromptAnswer]: ...
+
+    def decode(
+        self,
+        prompt: PromptGiven | list[_Prompt] | tuple[_Prompt, ...],
+        **options: Unpack[PromptOptions],
+    ) -> PromptAnswer | list[PromptAnswer]:
         """Generate after a prompt, or after each of a list of prompts, in one batch.
 
         Args:
             prompt: markup or a `Prompt`; or a list of these, and of dicts that hold one under
                 "prompt" beside options of its own.
-            options: `layout`, "schema" or "compact" (see `placing`; "compact" in exact
-                and in baseline mode);
-                `messages`, what the prompt names by `<message name=…/>`; `sampling_params`,
-                `save_as`, and, of all calls that a prompt makes, `mode`, `repair` (a rule),
-                `adapter` and `deny`: as of `Choreography.decode`.
+            options: see `PromptOptions`.
 
         Returns:
             A `PromptAnswer`, or a list of them.
@@ -136,12 +129,18 @@ class PromptCache:
             PmlError: a prompt that its schema does not allow; says at which line and column.
             ChoreoError: as `Choreography.decode`.
         """
-        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-        asked = [self._book.asked(one, options) for one in (prompt if is_list else [prompt])]
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+            return self._answers([prompt], options)[0]
+        return self._answers(prompt, options)
+
+    def _answers(
+        self, prompts: Sequence[PromptGiven], options: Mapping[str, Any]
+    ) -> list[PromptAnswer]:
+        asked = [self._book.asked(one, options) for one in prompts]
         if not asked:
             raise PmlError("a list needs prompts", parameter="prompt")
         self._encode(key for one in asked for key in one.plan.keys)
-        made: list[list[Any]] = [[] for _ in asked]
+        made: list[list[Message]] = [[] for _ in asked]
         try:
             self._prefill(asked, made)
             calls = [
@@ -156,10 +155,9 @@ class PromptCache:
         finally:
             if own := [message for each in made for message in each]:
                 self._facade.free(*own)
-        answers = [PromptAnswer(m, one.plan.usage) for m, one in zip(messages, asked, strict=True)]
-        return answers if is_list else answers[0]
+        return [PromptAnswer(m, one.plan.usage) for m, one in zip(messages, asked, strict=True)]
 
-    def _prefill(self, asked: Sequence[AskedPrompt], made: list[list[Any]]) -> None:
+    def _prefill(self, asked: Sequence[AskedPrompt], made: list[list[Message]]) -> None:
         """Prefill all but the last calls: the first of every prompt at once, then the second."""
         for number in range(max(len(one.plan.calls) for one in asked) - 1):
             chosen = [i for i, one in enumerate(asked) if number < len(one.plan.calls) - 1]
@@ -173,7 +171,7 @@ class PromptCache:
             for i, message in zip(chosen, self._facade.prefill(calls), strict=True):
                 made[i].append(message)
 
-    def _call(self, asked: AskedPrompt, own: Sequence[Any], number: int) -> Mapping[str, Any]:
+    def _call(self, asked: AskedPrompt, own: Sequence[Message], number: int) -> Mapping[str, Any]:
         return self._book.call(asked, asked.plan.calls[number], lambda number: own[number])
 
     def _encode(self, keys: Iterable[EncodingKey]) -> int:

@@ -27,14 +27,13 @@ class MeasuredFile(Struct, frozen=True, tag_field="by"):
         write_text(path, json.dumps(self.to_json(), ensure_ascii=False, indent=1) + "\n")
 
     @classmethod
-    def from_json(cls, data: Any) -> Self:
+    def from_json(cls, data: object) -> Self:
         """Read plain data, as `to_json` returns them.
 
         Raises:
             RepairError: they are of another format; names the place.
         """
-        found: Self = convert(data, cls, "repair", RepairError)
-        return found
+        return convert(data, cls, "repair", RepairError)
 
 
 def read_json(path: str | Path) -> Any:

@@ -120,6 +120,6 @@ def block_runs(blocks: Sequence[int], block: int, num_blocks: int) -> TokenRange
     )
 
 
-def check_budget(share: Any) -> None:
+def check_budget(share: object) -> None:
     """Raise RepairError unless it is a share of tokens."""
     convert(share, _Budget, "budget", RepairError)

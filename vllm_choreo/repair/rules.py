@@ -235,7 +235,7 @@ CallRule = (
 )  # fmt: skip
 
 
-def rule_of(given: Any) -> CallRule:
+def rule_of(given: object) -> CallRule:
     """Rule that a call gives, with its tag or in a short form.
 
     Raises:
@@ -246,7 +246,7 @@ def rule_of(given: Any) -> CallRule:
     return rule
 
 
-def rule_given(text: str) -> Any:
+def rule_given(text: str) -> str | dict[str, Any] | list[Any]:
     """Read a rule from text: its name, or the JSON of an object or of lists of runs.
 
     Returns:
@@ -255,7 +255,7 @@ def rule_given(text: str) -> Any:
     Raises:
         RepairError: it is neither.
     """
-    given: Any = text
+    given: str | dict[str, Any] | list[Any] = text
     if text.startswith(("[", "{")):
         try:
             given = json.loads(text)
@@ -267,6 +267,6 @@ def rule_given(text: str) -> Any:
     return given
 
 
-def rule_text(given: Any) -> str:
+def rule_text(given: object) -> str:
     """Write a rule, as `repair=` takes it, as the text that `rule_given` reads."""
     return given if isinstance(given, str) else json.dumps(given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -23,7 +23,7 @@ SUFFIX = ".json"
 SessionRule = CallRule | Policy | PairRule
 
 
-def session_rule(given: Any, mode: str) -> SessionRule | None:
+def session_rule(given: object, mode: str) -> SessionRule | None:
     """Rule by which a session's calls repair, or None.
 
     Raises:
@@ -49,7 +49,7 @@ def session_rule(given: Any, mode: str) -> SessionRule | None:
     return rule
 
 
-def runs_some_layers(given: Any) -> bool:
+def runs_some_layers(given: object) -> bool:
     """Return whether a session's rule has the engine run some layers alone, which takes memory.
 
     Raises:
@@ -58,14 +58,14 @@ def runs_some_layers(given: Any) -> bool:
     return isinstance(session_rule(given, "choreo"), (ByAttention, ByLayers, PairRule))
 
 
-def names_file(given: Any) -> bool:
+def names_file(given: object) -> bool:
     """Return whether a rule is in a file, or a part of it."""
     if isinstance(given, Mapping):
         return names_file(given.get("pair"))
     return isinstance(given, Path) or (isinstance(given, str) and given.endswith(SUFFIX))
 
 
-def check_sent(given: Any) -> None:
+def check_sent(given: object) -> None:
     """Raise RepairError if a client names a file: a server opens none for its clients."""
     if names_file(given):
         raise RepairError(
@@ -76,7 +76,7 @@ def check_sent(given: Any) -> None:
         )
 
 
-def _rule_given(given: Any) -> SessionRule:
+def _rule_given(given: object) -> SessionRule:
     if isinstance(given, PairProfile):
         return PairRule(given)
     if isinstance(given, PairRule):  # lenient ones are none of the forms
@@ -87,9 +87,11 @@ def _rule_given(given: Any) -> SessionRule:
     return rule
 
 
-def _with_files(given: Any) -> Any:
+def _with_files(given: object) -> object:
     """Return a rule with what the file holds that it names."""
     if not names_file(given):
         return given
-    is_object = isinstance(given, Mapping)
-    return {**given, "pair": _with_files(given["pair"])} if is_object else read_json(given)
+    if isinstance(given, Mapping):
+        return {**given, "pair": _with_files(given["pair"])}
+    assert isinstance(given, (str, Path)), "it names a file"
+    return read_json(given)

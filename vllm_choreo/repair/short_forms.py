@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 _FIRST = re.compile(r"first:(?P<count>[0-9]{1,18})")
 
 
-def tagged(given: Any) -> Any:
+def tagged(given: object) -> object:
     """Give a rule in a short form its tag; what is none stays as it is."""
     if given in ("none", "all"):
         return {"by": given}
@@ -51,12 +51,12 @@ def _tagged_object(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"by": "policy", **given} if "masks" in given else given
 
 
-def _by_layers(layers: Any) -> dict[str, Any]:
+def _by_layers(layers: object) -> dict[str, Any]:
     if _is_list(layers) and not layers:
         return {"by": "none"}
     is_one = _is_list(layers) and not any(map(_is_list, layers))
     return {"by": "layers", "layers": [layers] if is_one else layers}
 
 
-def _is_list(given: Any) -> bool:
+def _is_list(given: object) -> TypeGuard[Sequence[object]]:
     return isinstance(given, Sequence) and not isinstance(given, (str, bytes))

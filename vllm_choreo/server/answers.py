@@ -1,52 +1,217 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of calls and of operations as JSON. `documents.py` describes them to OpenAPI."""
+"""Results of calls and of operations as JSON, in the forms that /openapi.json describes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
+
+from pydantic import ConfigDict, with_config
+from starlette.responses import JSONResponse
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import Result
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.server.errors import error_json
-from vllm_choreo.wire.messages import message_json, total_usage_json
+from vllm_choreo.server.errors import ErrorAnswer, error_json
+from vllm_choreo.wire.answer import AnswerObject, Doc
+from vllm_choreo.wire.messages import (
+    MessageAnswer,
+    UsageAnswer,
+    message_json,
+    total_usage_json,
+)
+
+# Of every form: keys of these types, and no others.
+with_config(ConfigDict(strict=True, extra="forbid"))(AnswerObject)
+
+_T = TypeVar("_T")
 
 
-def results_json(results: Sequence[Result]) -> dict[str, Any]:
-    """Results of a list of calls, in its order, with the usage of those that made a message."""
-    messages = [result for result in results if isinstance(result, Message)]
-    return list_json([result_json(result) for result in results]) | {
-        "usage": total_usage_json(messages)
-    }
+class JsonAnswer(JSONResponse, Generic[_T]):
+    """Answer of a route: JSON of the form `_T`, which describes the route, and is not checked."""
+
+    def __init__(self, content: _T) -> None:
+        super().__init__(content)
 
 
-def result_json(result: Result) -> dict[str, Any]:
-    """One item of a list of results."""
-    if isinstance(result, ChoreoError):
-        return {"object": "error", "error": error_json(result)}
-    return message_json(result)
+class ListAnswer(AnswerObject, Generic[_T]):
+    """A list, as OpenAI's API writes it."""
+
+    object: Literal["list"]
+    data: list[_T]
 
 
-def list_json(items: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def list_json(items: Iterable[_T]) -> ListAnswer[_T]:
     """A list as OpenAI's API writes it."""
     return {"object": "list", "data": list(items)}
 
 
-# -- what was done to a message --------------------------------------------------------------------
+# -- sessions ------------------------------------------------------------------------------------
+
+Mode: TypeAlias = Literal["choreo", "exact", "baseline"]
+Placement: TypeAlias = Literal["writer", "reader", "both"]
+Repair: TypeAlias = str | dict[str, Any]
 
 
-def freed_json(message: Message) -> dict[str, Any]:
+class SessionUsage(AnswerObject):
+    """Contents of a session, and how much it may hold."""
+
+    messages: int
+    tokens: int
+    resident_tokens: Annotated[
+        int,
+        Doc(
+            "Those whose keys and values are cached now; others are encoded again when they are "
+            "read."
+        ),
+    ]
+    pinned_messages: int
+    max_messages: int
+    max_tokens: int
+
+
+class SessionAnswer(AnswerObject):
+    """A session."""
+
+    id: Annotated[str, Doc(example="8f14e45fceea167a5a36dedd4bea2543")]
+    object: Literal["choreo.session"]
+    created: Annotated[int, Doc("Seconds since 1970.")]
+    mode: Mode
+    ttl_seconds: float
+    expires_at: Annotated[int, Doc("When it is closed if nobody uses it; seconds since 1970.")]
+    max_model_len: Annotated[int, Doc("Tokens that a call reads and writes, at most.")]
+    model: str
+    adapter: Annotated[str | None, Doc("Of calls that name none; null: the model alone.")]
+    placement: Annotated[
+        Placement | None,
+        Doc("Which calls wear the adapter; null: there is none."),
+    ]
+    repair: Annotated[Repair | None, Doc("Of calls that name none; null: none.")]
+    usage: SessionUsage
+
+
+class ClosedAnswer(AnswerObject):
+    """A session that was closed."""
+
+    id: str
+    object: Literal["choreo.session.deleted"]
+    deleted: Literal[True]
+
+
+# -- calls ---------------------------------------------------------------------------------------
+
+
+class FailedCallAnswer(ErrorAnswer):
+    """A call of a list that failed; the others are not affected, unless they read its message."""
+
+    object: Literal["error"]
+
+
+class ResultsAnswer(AnswerObject):
+    """Results of all calls of a list, in its order; the usage of all of them."""
+
+    object: Literal["list"]
+    data: list[MessageAnswer | FailedCallAnswer]
+    usage: UsageAnswer
+
+
+class ChunkAnswer(AnswerObject):
+    """An event of a stream: what a call generated since the last one."""
+
+    object: Literal["choreo.message.chunk"]
+    index: Annotated[int, Doc("Of the call in the list.")]
+    id: str
+    text: str
+    token_ids: list[int]
+
+
+class MessageEvent(MessageAnswer):
+    """An event of a stream: a call's message."""
+
+    index: int
+
+
+class FailedCallEvent(FailedCallAnswer):
+    """An event of a stream: a call that failed."""
+
+    index: int
+
+
+def results_json(results: Sequence[Result]) -> ResultsAnswer:
+    """Results of a list of calls, in its order, with the usage of those that made a message."""
+    messages = [result for result in results if isinstance(result, Message)]
+    return {
+        "object": "list",
+        "data": [result_json(result) for result in results],
+        "usage": total_usage_json(messages),
+    }
+
+
+def result_json(result: Result) -> MessageAnswer | FailedCallAnswer:
+    """One item of a list of results."""
+    return failed_json(result) if isinstance(result, ChoreoError) else message_json(result)
+
+
+def failed_json(error: ChoreoError) -> FailedCallAnswer:
+    """Error of a call of a list."""
+    return {"object": "error", "error": error_json(error)}
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+class ProvenanceAnswer(AnswerObject):
+    """Messages that a message carries traces of."""
+
+    id: str
+    object: Literal["choreo.provenance"]
+    provenance: Annotated[
+        list[str], Doc("Ids of messages, freed ones among them; the message itself is left out.")
+    ]
+
+
+class FreedAnswer(AnswerObject):
+    """A message that was freed."""
+
+    id: str
+    object: Literal["choreo.message.deleted"]
+    deleted: Literal[True]
+
+
+class EvictedAnswer(AnswerObject):
+    """A message that is no longer cached, and is encoded again when it is read."""
+
+    id: str
+    object: Literal["choreo.message"]
+    evicted: Literal[True]
+
+
+class PinAnswer(AnswerObject):
+    """A message that is evicted last until its pin expires, or that is not pinned."""
+
+    id: str
+    object: Literal["choreo.message"]
+    pinned: bool
+    ttl_seconds: float | None
+
+
+def provenance_json(message: Message) -> ProvenanceAnswer:
+    """Answer about whose traces a message carries."""
+    sources = sorted(message.provenance)
+    return {"id": message.id, "object": "choreo.provenance", "provenance": sources}
+
+
+def freed_json(message: Message) -> FreedAnswer:
     """Answer about a message that was freed."""
     return {"id": message.id, "object": "choreo.message.deleted", "deleted": True}
 
 
-def evicted_json(message: Message) -> dict[str, Any]:
+def evicted_json(message: Message) -> EvictedAnswer:
     """Answer about a message that was evicted."""
     return {"id": message.id, "object": "choreo.message", "evicted": True}
 
 
-def pin_json(message: Message, seconds: float | None) -> dict[str, Any]:
+def pin_json(message: Message, seconds: float | None = None) -> PinAnswer:
     """Answer about a message that was pinned for `seconds`; None: it was unpinned."""
     return {
         "id": message.id,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_choreo.errors import ChoreoError, LimitError, OffsetError, SpanError
+from vllm_choreo.server.answers import JsonAnswer
 from vllm_choreo.server.errors import BODY_LIMIT, as_choreo_error, renamed
 from vllm_choreo.server.schemas import SamplingBody
 from vllm_choreo.server.strict_json import MAX_PART_CHARS, read_json
@@ -98,7 +99,16 @@ class BoundedRequest(Request):
 
 
 class ChoreoRoute(APIRoute):
-    """A route with bounded bodies, whose errors are `ChoreoError`s."""
+    """A route with bounded bodies, whose errors are `ChoreoError`s.
+
+    One that returns a `JsonAnswer` is described by its form; FastAPI neither checks nor copies it.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., object], **options: object) -> None:
+        returned = get_type_hints(endpoint).get("return")
+        if get_origin(returned) is JsonAnswer:
+            (options["response_model"],) = get_args(returned)
+        super().__init__(path, endpoint, **options)
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors as answers: which status a `ChoreoError` has; its body is `{"error": refusal_json}`."""
+"""Errors as answers: which status a `ChoreoError` has, and the form of its body."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -23,7 +23,8 @@ from vllm_choreo.errors import (
     UnknownSchemaError,
     UnknownSessionError,
 )
-from vllm_choreo.wire.refusals import refusal_json
+from vllm_choreo.wire.answer import AnswerObject
+from vllm_choreo.wire.refusals import ErrorContent, refusal_json
 
 _STATUS: dict[type[ChoreoError], int] = {
     UnknownKeyError: 401,
@@ -41,6 +42,18 @@ PATH_NAME = "name"
 _MISSING = (UnknownMessageError, FreedMessageError, UnknownSchemaError)
 
 
+class ErrorAnswer(AnswerObject):
+    """A request that was refused, or failed, as a whole."""
+
+    error: ErrorContent
+
+
+class UnauthorizedAnswer(AnswerObject):
+    """vLLM's answer where no API key, or a wrong one, was sent."""
+
+    error: Literal["Unauthorized"]
+
+
 def status_of(error: ChoreoError) -> int:
     """The HTTP status of an error; 400 for what the caller can mend."""
     if isinstance(error, LimitError) and error.parameter == BODY_LIMIT:
@@ -50,7 +63,7 @@ def status_of(error: ChoreoError) -> int:
     return _STATUS.get(type(error), 400)
 
 
-def error_json(error: ChoreoError, status: int | None = None) -> dict[str, Any]:
+def error_json(error: ChoreoError, status: int | None = None) -> ErrorContent:
     """The value of `error` in an answer; `status` where it is not that of the class."""
     return refusal_json(error, status_of(error) if status is None else status)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies and answers of routes that save and load messages, as pydantic models."""
+"""Bodies and answers of routes that save and load messages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vllm_choreo.server.documents import AnswerModel, MessageAnswer
 from vllm_choreo.server.schemas import MAX_PARENTS, BodyModel, MessageId
+from vllm_choreo.wire.answer import AnswerObject, Doc
 
 KeptName = Annotated[
     str,
@@ -45,44 +45,33 @@ class LoadBody(BodyModel):
     )
 
 
-class KeptAnswer(AnswerModel):
+# -- answers -------------------------------------------------------------------------------------
+
+
+class KeptAnswer(AnswerObject):
     """Messages that were saved."""
 
     name: str
     object: Literal["choreo.kept"]
     messages: int
-    encodings: int = Field(description="With keys and values.")
+    encodings: Annotated[int, Doc("With keys and values.")]
     tokens: int
-    bytes: int = Field(description="Of keys and values.")
+    bytes: Annotated[int, Doc("Of keys and values.")]
 
 
-class KeptEntry(AnswerModel):
+class KeptEntry(AnswerObject):
     """Messages that are kept under a name."""
 
     name: str
     object: Literal["choreo.kept"]
-    bytes: int = Field(
-        description="That it takes: recipes, keys and values, and what was never finished."
-    )
+    bytes: Annotated[
+        int, Doc("That it takes: recipes, keys and values, and what was never finished.")
+    ]
 
 
-class KeptListAnswer(AnswerModel):
-    """All that is kept for an API key."""
-
-    object: Literal["list"]
-    data: list[KeptEntry]
-
-
-class KeptDeletedAnswer(AnswerModel):
+class KeptDeletedAnswer(AnswerObject):
     """Messages that were kept, and are not any more."""
 
     name: str
     object: Literal["choreo.kept.deleted"]
     deleted: Literal[True]
-
-
-class LoadedAnswer(AnswerModel):
-    """The messages that were loaded, in the order in which they were saved."""
-
-    object: Literal["list"]
-    data: list[MessageAnswer]

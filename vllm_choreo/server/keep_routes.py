@@ -4,29 +4,26 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import Path
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.server import documents
-from vllm_choreo.server.answers import list_json
+from vllm_choreo.server.answers import JsonAnswer, ListAnswer, list_json
 from vllm_choreo.server.errors import PATH_NAME
 from vllm_choreo.server.keep_bodies import (
     KeptAnswer,
     KeptDeletedAnswer,
-    KeptListAnswer,
+    KeptEntry,
     LoadBody,
-    LoadedAnswer,
     SaveBody,
 )
 from vllm_choreo.server.kept import KeptFolders
+from vllm_choreo.server.responses import errors
 from vllm_choreo.server.routes import OwnSession, choreo_router
 from vllm_choreo.server.tenants import tenant_of
-from vllm_choreo.wire.messages import message_json
+from vllm_choreo.wire.messages import MessageAnswer, message_json
 
 router = choreo_router()
 
@@ -48,13 +45,10 @@ def _folders(request: Request) -> KeptFolders:
     return folders
 
 
-@router.post(
-    "/sessions/{session}/save",
-    summary="Save messages",
-    response_model=KeptAnswer,
-    responses=documents.errors(404, 413, 429),
-)
-async def save_messages(request: Request, session: OwnSession, body: SaveBody) -> Response:
+@router.post("/sessions/{session}/save", summary="Save messages", responses=errors(404, 413, 429))
+async def save_messages(
+    request: Request, session: OwnSession, body: SaveBody
+) -> JsonAnswer[KeptAnswer]:
     """Save messages under a name. What was saved under it stays until all is written."""
     folders = _folders(request)
     folder = folders.folder(session.tenant, body.name)
@@ -64,41 +58,48 @@ async def save_messages(request: Request, session: OwnSession, body: SaveBody) -
             kept = await choreography.save(
                 body.messages, folder, encodings=body.encodings, progress=False
             )
-    return JSONResponse({"name": body.name, "object": "choreo.kept", **asdict(kept)})
+    return JsonAnswer(
+        {
+            "name": body.name,
+            "object": "choreo.kept",
+            "messages": kept.messages,
+            "encodings": kept.encodings,
+            "tokens": kept.tokens,
+            "bytes": kept.bytes,
+        }
+    )
 
 
 @router.post(
-    "/sessions/{session}/load",
-    summary="Load messages",
-    response_model=LoadedAnswer,
-    responses=documents.errors(404, 409, 413, 429),
+    "/sessions/{session}/load", summary="Load messages", responses=errors(404, 409, 413, 429)
 )
-async def load_messages(request: Request, session: OwnSession, body: LoadBody) -> Response:
-    """Load what was saved under a name into the session; nothing is encoded for that."""
+async def load_messages(
+    request: Request, session: OwnSession, body: LoadBody
+) -> JsonAnswer[ListAnswer[MessageAnswer]]:
+    """Load what was saved under a name into the session; nothing is encoded for that.
+
+    The answer has the messages in the order in which they were saved.
+    """
     folders = _folders(request)
     folder = folders.folder(session.tenant, body.name)
     with session.used() as choreography:
         messages = await choreography.load(folder, on_mismatch=body.on_mismatch, progress=False)
-    return JSONResponse(list_json(map(message_json, messages)))
+    return JsonAnswer(list_json(map(message_json, messages)))
 
 
-@router.get("/kept", summary="List what is saved", response_model=KeptListAnswer)
-async def list_kept(request: Request) -> Response:
+@router.get("/kept", summary="List what is saved")
+async def list_kept(request: Request) -> JsonAnswer[ListAnswer[KeptEntry]]:
     """The names under which messages were saved with this API key."""
     folders = _folders(request)
     sizes = await asyncio.to_thread(folders.sizes, tenant_of(request))
-    return JSONResponse(
-        list_json({"name": n, "object": "choreo.kept", "bytes": b} for n, b in sizes.items())
-    )
+    entries: list[KeptEntry] = [
+        {"name": name, "object": "choreo.kept", "bytes": size} for name, size in sizes.items()
+    ]
+    return JsonAnswer(list_json(entries))
 
 
-@router.delete(
-    "/kept/{name}",
-    summary="Delete what is saved",
-    response_model=KeptDeletedAnswer,
-    responses=documents.errors(404),
-)
-async def delete_kept(request: Request, name: KeptPath) -> Response:
+@router.delete("/kept/{name}", summary="Delete what is saved", responses=errors(404))
+async def delete_kept(request: Request, name: KeptPath) -> JsonAnswer[KeptDeletedAnswer]:
     """Delete what was saved under a name. Messages that were loaded from it stay."""
     tenant, folders = tenant_of(request), _folders(request)
     try:
@@ -108,4 +109,4 @@ async def delete_kept(request: Request, name: KeptPath) -> Response:
     except ChoreoError as error:
         error.parameter = PATH_NAME
         raise
-    return JSONResponse({"name": name, "object": "choreo.kept.deleted", "deleted": True})
+    return JsonAnswer({"name": name, "object": "choreo.kept.deleted", "deleted": True})

@@ -1,35 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP API, under /v1/choreo. Every route of a session ends with 404 if it is not the tenant's.
 
-Bodies and answers are described in `schemas.py` and `documents.py`, errors in `errors.py`.
+Bodies are described in `schemas.py`, answers in `answers.py`, errors in `errors.py`; routes of
+messages that were made are in `message_routes.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Path, Request, Security
 from fastapi.security import HTTPBearer
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 
-from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.errors import ChoreoError, LimitError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.session_options import RepairGiven, SessionOptions
-from vllm_choreo.server import documents
-from vllm_choreo.server.answers import evicted_json, freed_json, list_json, pin_json, results_json
+from vllm_choreo.server import responses
+from vllm_choreo.server.answers import (
+    ClosedAnswer,
+    JsonAnswer,
+    ListAnswer,
+    SessionAnswer,
+    list_json,
+    results_json,
+)
 from vllm_choreo.server.body import ChoreoRoute
-from vllm_choreo.server.errors import PATH_NAME, error_response
+from vllm_choreo.server.errors import error_response
 from vllm_choreo.server.page import session_page
 from vllm_choreo.server.running import Run, unless_gone
-from vllm_choreo.server.schemas import CallsBody, MessagesBody, PinBody, SessionBody
+from vllm_choreo.server.schemas import CallsBody, MessagesBody, SessionBody
 from vllm_choreo.server.sessions import OpenSession, Sessions
 from vllm_choreo.server.streaming import EventStream
 from vllm_choreo.server.tenants import tenant_of
-from vllm_choreo.wire.messages import message_json, short_message_json
+from vllm_choreo.wire.messages import ShortMessageAnswer, message_json, short_message_json
 
 _CLIENT_GONE = 499  # nobody reads it; it is seen in vLLM's metrics of requests
 
@@ -43,7 +48,7 @@ def choreo_router() -> APIRouter:
         tags=["choreography"],
         route_class=ChoreoRoute,
         dependencies=[Security(_key)],
-        responses=documents.errors(400, 401, 503) | documents.COMMON,
+        responses=responses.errors(400, 401, 503) | responses.COMMON,
     )
 
 
@@ -87,13 +92,10 @@ Name = Annotated[str, Path(description="The name of a message: the part of its i
 # -- sessions ------------------------------------------------------------------------------------
 
 
-@router.post(
-    "/sessions",
-    summary="Open a session",
-    response_model=documents.SessionAnswer,
-    responses=documents.errors(413, 429),
-)
-async def open_session(request: Request, body: SessionBody | None = None) -> Response:
+@router.post("/sessions", summary="Open a session", responses=responses.errors(413, 429))
+async def open_session(
+    request: Request, body: SessionBody | None = None
+) -> JsonAnswer[SessionAnswer]:
     """Open a session: messages live in it until they are freed or it is closed."""
     sessions, body = sessions_of(request), body or SessionBody()
     adapter = await request.app.state.choreo_reader.adapters.resolve(body.adapter)
@@ -106,31 +108,21 @@ async def open_session(request: Request, body: SessionBody | None = None) -> Res
         repair=cast("RepairGiven", body.repair),  # a list is refused: it is one call's
     )
     opened = sessions.open(tenant, options)
-    return JSONResponse(await sessions.describe(opened))
+    return JsonAnswer(await sessions.describe(opened))
 
 
-@router.get(
-    "/sessions/{session}",
-    summary="Read a session",
-    response_model=documents.SessionAnswer,
-    responses=documents.errors(404),
-)
-async def read_session(request: Request, session: OwnSession) -> Response:
+@router.get("/sessions/{session}", summary="Read a session", responses=responses.errors(404))
+async def read_session(request: Request, session: OwnSession) -> JsonAnswer[SessionAnswer]:
     """Contents of a session, and when it expires."""
     with session.used():
-        return JSONResponse(await sessions_of(request).describe(session))
+        return JsonAnswer(await sessions_of(request).describe(session))
 
 
-@router.delete(
-    "/sessions/{session}",
-    summary="Close a session",
-    response_model=documents.ClosedAnswer,
-    responses=documents.errors(404),
-)
-async def close_session(request: Request, session: OwnSession) -> Response:
+@router.delete("/sessions/{session}", summary="Close a session", responses=responses.errors(404))
+async def close_session(request: Request, session: OwnSession) -> JsonAnswer[ClosedAnswer]:
     """End the calls that are running, and free all messages."""
     await sessions_of(request).close(session)
-    return JSONResponse({"id": session.id, "object": "choreo.session.deleted", "deleted": True})
+    return JsonAnswer({"id": session.id, "object": "choreo.session.deleted", "deleted": True})
 
 
 @router.get(
@@ -138,7 +130,7 @@ async def close_session(request: Request, session: OwnSession) -> Response:
     summary="Show a session",
     # Not HTMLResponse: errors would be described as HTML, too.
     response_class=Response,
-    responses=documents.PAGE | documents.errors(404),
+    responses=responses.PAGE | responses.errors(404),
 )
 async def show_session(request: Request, session: OwnSession) -> Response:
     """The messages of a session as a page: who read whom, and what it cost.
@@ -165,7 +157,7 @@ async def show_session(request: Request, session: OwnSession) -> Response:
     "/sessions/{session}/messages",
     summary="Make messages",
     dependencies=[Depends(_few_calls)],
-    responses=documents.RESULTS | documents.errors(404, 409, 413, 429),
+    responses=responses.RESULTS | responses.errors(404, 409, 413, 429),
 )
 async def make_messages(request: Request, session: OwnSession, body: MessagesBody) -> Response:
     """Run one call, or a list of calls.
@@ -190,137 +182,24 @@ async def make_messages(request: Request, session: OwnSession, body: MessagesBod
         return Response(status_code=_CLIENT_GONE)
     if is_list:
         work = sessions_of(request).work
-        answer: Response = await work.run(
-            session.tenant, lambda: JSONResponse(results_json(results))
-        )
-        return answer
+        return await work.run(session.tenant, lambda: JsonAnswer(results_json(results)))
     (result,) = results
     if isinstance(result, ChoreoError):
         return error_response(result)
-    return JSONResponse(message_json(result))
+    return JsonAnswer(message_json(result))
 
 
 @router.get(
-    "/sessions/{session}/messages",
-    summary="List messages",
-    response_model=documents.MessageListAnswer,
-    responses=documents.errors(404),
+    "/sessions/{session}/messages", summary="List messages", responses=responses.errors(404)
 )
-async def list_messages(request: Request, session: OwnSession) -> Response:
+async def list_messages(
+    request: Request, session: OwnSession
+) -> JsonAnswer[ListAnswer[ShortMessageAnswer]]:
     """All messages that are complete and not freed."""
 
-    def answer(messages: list[Message]) -> Response:
-        return JSONResponse(list_json(map(short_message_json, messages)))
+    def answer(messages: list[Message]) -> JsonAnswer[ListAnswer[ShortMessageAnswer]]:
+        return JsonAnswer(list_json(map(short_message_json, messages)))
 
     with session.used() as choreography:
         work = sessions_of(request).work
         return await work.run(session.tenant, answer, choreography.messages())
-
-
-# -- one message ---------------------------------------------------------------------------------
-
-
-# What the session, and the engine, call a message that is not there.
-_MESSAGE = ("message", "messages", "parents")
-
-
-@contextmanager
-def named_message(session: OpenSession, name: str) -> Iterator[tuple[Message, AsyncChoreography]]:
-    """The message of a path, and the session, which is used meanwhile.
-
-    Raises:
-        UnknownMessageError, FreedMessageError: there is none, or it is freed meanwhile; they are
-            answered with 404.
-        ChoreoError: it is still being generated, or its call failed.
-    """
-    with session.used() as choreography:
-        try:
-            yield choreography.message(f"{session.id}/{name}"), choreography
-        except ChoreoError as error:
-            if error.parameter in _MESSAGE:
-                error.parameter, error.value = PATH_NAME, name
-            raise
-
-
-@router.get(
-    "/sessions/{session}/messages/{name}",
-    summary="Read a message",
-    response_model=documents.MessageAnswer,
-    responses=documents.errors(404),
-)
-async def read_message(session: OwnSession, name: Name) -> Response:
-    """A message with its text, as it was answered when it was made."""
-    with named_message(session, name) as (message, _):
-        return JSONResponse(message_json(message))
-
-
-@router.delete(
-    "/sessions/{session}/messages/{name}",
-    summary="Free a message",
-    response_model=documents.FreedAnswer,
-    responses=documents.errors(404),
-)
-async def free_message(session: OwnSession, name: Name) -> Response:
-    """Free a message. Messages that have read it stay as they are."""
-    with named_message(session, name) as (message, choreography):
-        await choreography.free(message)
-    return JSONResponse(freed_json(message))
-
-
-@router.post(
-    "/sessions/{session}/messages/{name}/evict",
-    summary="Evict a message",
-    response_model=documents.EvictedAnswer,
-    responses=documents.errors(404),
-)
-async def evict_message(session: OwnSession, name: Name) -> Response:
-    """Drop a message's keys and values; a call that reads it encodes them again."""
-    with named_message(session, name) as (message, choreography):
-        await choreography.evict(message)
-    return JSONResponse(evicted_json(message))
-
-
-@router.post(
-    "/sessions/{session}/messages/{name}/pin",
-    summary="Pin a message",
-    response_model=documents.PinAnswer,
-    responses=documents.errors(404, 413, 429),
-)
-async def pin_message(
-    request: Request, session: OwnSession, name: Name, body: PinBody | None = None
-) -> Response:
-    """Evict a message after all others, for some time. Pinning it again sets the time anew."""
-    seconds = pin_seconds(request, body.ttl_seconds if body else None)
-    with named_message(session, name) as (message, choreography):
-        await choreography.pin(message, ttl=seconds)
-    return JSONResponse(pin_json(message, seconds))
-
-
-@router.delete(
-    "/sessions/{session}/messages/{name}/pin",
-    summary="Unpin a message",
-    response_model=documents.PinAnswer,
-    responses=documents.errors(404),
-)
-async def unpin_message(session: OwnSession, name: Name) -> Response:
-    """Take a pin back; that of a message that is not pinned, too."""
-    with named_message(session, name) as (message, choreography):
-        await choreography.unpin(message)
-    return JSONResponse(pin_json(message, None))
-
-
-def pin_seconds(request: Request, given: float | None) -> float:
-    """Seconds for which messages are pinned.
-
-    Raises:
-        LimitError: longer than the server allows.
-    """
-    limit: float = sessions_of(request).config.max_pin_seconds
-    seconds = limit if given is None else given
-    if seconds > limit:
-        raise LimitError(
-            f"a message may be pinned for {limit:g} s at a time; pin it again later",
-            parameter="max_pin_seconds",
-            value=seconds,
-        )
-    return seconds

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from vllm.logger import init_logger
 
@@ -25,6 +25,7 @@ from vllm_choreo.repair.session_rules import check_sent
 from vllm_choreo.semantics.call import Result
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.session_options import SessionOptions
+from vllm_choreo.server.answers import Mode, Placement, Repair, SessionAnswer
 from vllm_choreo.server.observer import Observer
 from vllm_choreo.server.work_pool import WorkPool
 from vllm_choreo.wire.calls import adapter_name
@@ -218,7 +219,7 @@ class Sessions:
         """Return whether a session has neither been closed nor expired."""
         return self.is_open(session) and session.expires_in > 0
 
-    async def describe(self, session: OpenSession) -> dict[str, Any]:
+    async def describe(self, session: OpenSession) -> SessionAnswer:
         """The session object."""
         choreography = session.choreography
         stats = await choreography.counts()
@@ -227,14 +228,14 @@ class Sessions:
             "id": session.id,
             "object": "choreo.session",
             "created": int(session.created),
-            "mode": choreography.mode,
+            "mode": cast("Mode", choreography.mode),
             "ttl_seconds": session.ttl_seconds,
             "expires_at": int(time.time() + session.ttl_seconds),
             "max_model_len": self.max_model_len,
             "model": self.model,
             "adapter": session.adapter,
-            "placement": choreography.placement,
-            "repair": choreography.repair,
+            "placement": cast("Placement | None", choreography.placement),
+            "repair": cast("Repair | None", choreography.repair),
             "usage": {
                 "messages": len(num_tokens),
                 "tokens": sum(num_tokens),

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TypeAlias
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import Result
-from vllm_choreo.semantics.message import Piece
-from vllm_choreo.server.answers import result_json
+from vllm_choreo.semantics.message import Message, Piece
+from vllm_choreo.server.answers import ChunkAnswer, FailedCallEvent, MessageEvent, failed_json
 from vllm_choreo.server.running import Run
+from vllm_choreo.wire.messages import message_json
+
+Event: TypeAlias = ChunkAnswer | MessageEvent | FailedCallEvent
 
 
 class EventStream(StreamingResponse):
@@ -28,7 +32,7 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         run: Run,
-        told: Callable[[int, dict[str, Any]], dict[str, Any] | None] = lambda _, event: event,
+        told: Callable[[int, Event], Mapping[str, object] | None] = lambda _, event: event,
     ) -> None:
         super().__init__(self._events(), headers={"Cache-Control": "no-store"})
         self._run = run
@@ -49,9 +53,11 @@ class EventStream(StreamingResponse):
         self._is_complete = True
         yield "data: [DONE]\n\n"
 
-    def _event_json(self, index: int, event: Piece | Result) -> dict[str, Any]:
-        if not isinstance(event, Piece):
-            return {**result_json(event), "index": index}
+    def _event_json(self, index: int, event: Piece | Result) -> Event:
+        if isinstance(event, ChoreoError):
+            return {**failed_json(event), "index": index}
+        if isinstance(event, Message):
+            return {**message_json(event), "index": index}
         return {
             "object": "choreo.message.chunk",
             "index": index,
@@ -61,6 +67,6 @@ class EventStream(StreamingResponse):
         }
 
 
-def _line(event: dict[str, Any]) -> str:
+def _line(event: Mapping[str, object]) -> str:
     text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return f"data: {text}\n\n"

@@ -23,7 +23,10 @@ from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 if TYPE_CHECKING:
     from fastapi import APIRouter
     from starlette.datastructures import State
+    from vllm.lora.request import LoRARequest
 
+    from vllm_choreo.api.adapters import WithAdapter
+    from vllm_choreo.server.openai.reading import Body
     from vllm_choreo.server.running import Run
     from vllm_choreo.server.sessions import OpenSession
 
@@ -47,9 +50,9 @@ class PromptRequest:
     state: State
     session: OpenSession
     run: Run
-    body: Any
+    body: Body
     arguments: dict[str, Any]
-    adapter: Any
+    adapter: LoRARequest | WithAdapter | str | None
 
 
 @dataclass(frozen=True)

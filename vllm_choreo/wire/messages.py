@@ -2,7 +2,7 @@
 """`Message` <-> JSON: in the answers of a server, and in transcripts.
 
 Both hold the same record of a message; an answer adds what a client may want to know of it, a
-transcript when it was submitted. `server/documents.py` describes the answers to OpenAPI.
+transcript when it was submitted.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from vllm_choreo.semantics.message import Message, Metrics, TokenLogprob, Usage
 from vllm_choreo.semantics.naming import ParentSpan
+from vllm_choreo.wire.answer import AnswerObject, Doc
 
 # From the clock of `time.perf_counter`, on which calls are timed, to seconds since 1970.
 _EPOCH = time.time() - time.perf_counter()
@@ -31,10 +32,130 @@ class Logprob:
     decoded_token: str | None = None
 
 
+# -- forms ---------------------------------------------------------------------------------------
+
+
+class ParentAnswer(AnswerObject):
+    """A parent, and which of its tokens were read; null: from the first, to the end."""
+
+    id: str
+    start: int | None
+    stop: int | None
+
+
+class CachedTokens(AnswerObject):
+    """Cached tokens, as in OpenAI's API."""
+
+    cached_tokens: int
+
+
+class UsageCounts(AnswerObject):
+    """Tokens of a call by where they came from: `Usage`."""
+
+    exact: Annotated[
+        bool, Doc("The result is that of an ordinary request on the concatenated text.")
+    ]
+    reused_tokens: Annotated[int, Doc("Read from the cache.")]
+    repositioned_tokens: Annotated[
+        int, Doc("Those of them that were seen at another position than they were encoded at.")
+    ]
+    encoded_tokens: Annotated[int, Doc("Computed for this call, generated ones included.")]
+    repaired_tokens: Annotated[
+        int,
+        Doc("Of the parents, read as they are encoded in the call's own context (`repair`)."),
+    ]
+    untrusted: Annotated[
+        bool,
+        Doc("It depends on keys and values that were loaded, and not saved by this server."),
+    ]
+
+
+class UsageAnswer(UsageCounts):
+    """Tokens that a call read and wrote, and where they came from."""
+
+    prompt_tokens: Annotated[int, Doc("Of the parents, and of the header.")]
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Times(AnswerObject):
+    """Times of a call, in seconds from its submission."""
+
+    waiting: Annotated[float | None, Doc("Until it was first scheduled; null: not known.")]
+    ttft: Annotated[float, Doc("To the first token; of a prefill, until it was encoded.")]
+    latency: Annotated[float, Doc("To the end.")]
+
+
+class LogprobAnswer(AnswerObject):
+    """Logprob of a token at one position."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+class ShortMessageAnswer(AnswerObject):
+    """A message in the list of a session's messages."""
+
+    id: Annotated[str, Doc("`session/name`.")]
+    object: Literal["choreo.message"]
+    created: Annotated[int, Doc("Seconds since 1970.")]
+    session: str
+    type: Literal["prefill", "decode"]
+    num_tokens: int
+    position: Annotated[int, Doc("Of its first token when it was encoded.")]
+    parents: list[ParentAnswer]
+    finish_reason: str | None
+
+
+class MessageContent(AnswerObject):
+    """Texts of a message, and what its call asked for."""
+
+    offsets: Annotated[
+        list[int | None] | None,
+        Doc("Where the call asked its parents to be seen; null: one after the other."),
+    ]
+    new_offset: Annotated[
+        int | None, Doc("Where it asked the message to stand; null: after the last parent.")
+    ]
+    role: Annotated[str | None, Doc("What it is in its workflow, as its call said.")]
+    text: Annotated[str, Doc("What was sent, then what was generated.")]
+    token_ids: list[int]
+    generated_text: str
+    generated_token_ids: list[int]
+    metrics: Times
+
+
+class MessageFields(ShortMessageAnswer, MessageContent):
+    """A message, but for its usage."""
+
+    logprobs: Annotated[
+        list[dict[str, LogprobAnswer]] | None,
+        Doc("Of each generated token: from token ids to their logprobs; null: not asked."),
+    ]
+
+
+class MessageAnswer(MessageFields):
+    """A message."""
+
+    usage: UsageAnswer
+
+
+class MessageRecord(MessageContent):
+    """A message in transcripts, and in what is saved."""
+
+    id: str
+    position: int
+    num_tokens: int
+    finish_reason: str | None
+    usage: UsageCounts
+
+
 # -- writing -------------------------------------------------------------------------------------
 
 
-def record_json(message: Message) -> dict[str, Any]:
+def record_json(message: Message) -> MessageRecord:
     """Record of a message in answers and transcripts; logprobs are left out."""
     metrics = message.metrics
     return {
@@ -49,12 +170,12 @@ def record_json(message: Message) -> dict[str, Any]:
         "generated_token_ids": list(message.generated_token_ids),
         "generated_text": message.generated_text,
         "finish_reason": message.finish_reason,
-        "usage": asdict(message.usage),
+        "usage": _counts_json(message.usage),
         "metrics": {"waiting": metrics.waiting, "ttft": metrics.ttft, "latency": metrics.latency},
     }
 
 
-def message_json(message: Message) -> dict[str, Any]:
+def message_json(message: Message) -> MessageAnswer:
     """The message object of an answer."""
     return {
         **short_message_json(message),
@@ -64,7 +185,7 @@ def message_json(message: Message) -> dict[str, Any]:
     }
 
 
-def short_message_json(message: Message) -> dict[str, Any]:
+def short_message_json(message: Message) -> ShortMessageAnswer:
     """A message in the list of a session: without its text and what follows from it."""
     return {
         "id": message.id,
@@ -74,12 +195,14 @@ def short_message_json(message: Message) -> dict[str, Any]:
         "type": "prefill" if message.finish_reason is None else "decode",
         "num_tokens": message.num_tokens,
         "position": message.position,
-        "parents": [parent._asdict() for parent in message.parents],
+        "parents": [
+            {"id": span.id, "start": span.start, "stop": span.stop} for span in message.parents
+        ],
         "finish_reason": message.finish_reason,
     }
 
 
-def usage_json(message: Message) -> dict[str, Any]:
+def usage_json(message: Message) -> UsageAnswer:
     """`usage` of an answer: of OpenAI's form, with our numbers, in tokens.
 
     The prompt is what the call read: its parents and its header. Whatever a call reads or writes
@@ -88,7 +211,7 @@ def usage_json(message: Message) -> dict[str, Any]:
     return _usage_json(message.usage, len(message.generated_token_ids))
 
 
-def total_usage_json(messages: Sequence[Message]) -> dict[str, Any]:
+def total_usage_json(messages: Sequence[Message]) -> UsageAnswer:
     """The sums over `messages`; exact if all of them are."""
     parts = [message.usage for message in messages]
     total = Usage(
@@ -102,20 +225,31 @@ def total_usage_json(messages: Sequence[Message]) -> dict[str, Any]:
     return _usage_json(total, sum(len(message.generated_token_ids) for message in messages))
 
 
-def _usage_json(usage: Usage, num_generated: int) -> dict[str, Any]:
+def _usage_json(usage: Usage, num_generated: int) -> UsageAnswer:
     total = usage.reused_tokens + usage.encoded_tokens
     return {
         "prompt_tokens": total - num_generated,
         "completion_tokens": num_generated,
         "total_tokens": total,
         "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
-        **asdict(usage),
+        **_counts_json(usage),
+    }
+
+
+def _counts_json(usage: Usage) -> UsageCounts:
+    return {
+        "exact": usage.exact,
+        "reused_tokens": usage.reused_tokens,
+        "repositioned_tokens": usage.repositioned_tokens,
+        "encoded_tokens": usage.encoded_tokens,
+        "repaired_tokens": usage.repaired_tokens,
+        "untrusted": usage.untrusted,
     }
 
 
 def _logprobs_json(
     logprobs: Sequence[Mapping[int, TokenLogprob]] | None,
-) -> list[dict[str, Any]] | None:
+) -> list[dict[str, LogprobAnswer]] | None:
     """Logprobs of the generated tokens, as vLLM gives them: one map per token, from token ids."""
     if logprobs is None:
         return None

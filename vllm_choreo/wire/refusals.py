@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChoreoError` <-> the JSON of an error in an answer.
-
-{"message": what is wrong and what to do, "type": the class, "param": which argument,
- "value": what was given, as short text, "code": the HTTP status}
-"""
+"""`ChoreoError` <-> the JSON of an error in an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from vllm_choreo.errors import ChoreoError, error_from_report
+from vllm_choreo.wire.answer import AnswerObject, Doc
 
 
-def refusal_json(error: ChoreoError, status: int) -> dict[str, Any]:
+class ErrorContent(AnswerObject):
+    """Error: what is wrong, and what to do instead."""
+
+    message: str
+    type: Annotated[str, Doc(example="UnknownMessageError")]
+    param: Annotated[str | None, Doc(example="parents")]
+    value: Annotated[str | None, Doc("What was given, as short text.")]
+    code: Annotated[int, Doc("The HTTP status.")]
+
+
+def refusal_json(error: ChoreoError, status: int) -> ErrorContent:
     """The value of `error` in an answer of this status."""
     report = error.to_report()
     return {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 from urllib.parse import quote
 
 from vllm_choreo.client import exchanges
@@ -20,38 +20,17 @@ from vllm_choreo.pml.answer import PromptAnswer
 from vllm_choreo.pml.language.placing import PromptUsage
 from vllm_choreo.pml.language.printer import to_markup
 from vllm_choreo.pml.language.tree import Prompt, Schema
-from vllm_choreo.semantics.call_options import Named
+from vllm_choreo.pml.options import PromptOptions
 from vllm_choreo.semantics.message import Message, Piece
 from vllm_choreo.semantics.naming import message_id, message_ids
 from vllm_choreo.wire.calls import adapter_name
 from vllm_choreo.wire.sampling import sampling_fields
-
-if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
 
 _T = TypeVar("_T")
 _SCHEMAS = "/v1/choreo/schemas"
 _PROMPTS = "/v1/choreo/prompts"
 _PLAIN = ("layout", "mode", "repair", "save_as")
 _OPTIONS = (*_PLAIN, "messages", "deny", "adapter", "sampling_params")
-
-
-class PromptOptions(TypedDict, total=False):
-    """Options of a prompt on a server, as those of `PromptCache.decode`; None: not given.
-
-    Attributes:
-        messages: messages that the prompt names, by their names in it.
-    """
-
-    layout: str | None
-    mode: str | None
-    repair: str | None
-    save_as: str | None
-    messages: Mapping[str, Named] | None
-    deny: Sequence[Named] | None
-    adapter: str | LoRARequest | None
-    sampling_params: SamplingParams | Mapping[str, Any] | None
 
 
 class ServerPrompts:

@@ -13,7 +13,9 @@ from typing import Any
 
 from vllm_choreo.pml.language.tree import (
     ROLES,
+    Container,
     Module,
+    Node,
     Param,
     Passed,
     Prompt,
@@ -41,12 +43,12 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 _RESERVED = frozenset((*ROLES, "prompt", "message"))
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
-_IN_SCHEMA: dict[type, tuple[type, ...]] = {
+_IN_SCHEMA: dict[type, tuple[type[Node], ...]] = {
     Schema: (Text, Module, Union, Turn, Scaffold),
     Module: (Text, Module, Union, Turn, Param),
     Union: (Module,),
 }
-_IN_PROMPT: dict[type, tuple[type, ...]] = {
+_IN_PROMPT: dict[type, tuple[type[Node], ...]] = {
     Prompt: (Text, Use, Turn, Passed, Prompt),
     Use: (Text, Use, Passed),
     Turn: (Text, Passed),
@@ -80,7 +82,7 @@ def check_prompt(prompt: Prompt) -> Prompt:
     return prompt
 
 
-def own_items(owner: Any) -> Iterator[Any]:
+def own_items(owner: Container) -> Iterator[Any]:
     """Children of a module or schema, those of its turns in place of the turns."""
     for child in owner.children:
         if isinstance(child, Turn):
@@ -89,7 +91,7 @@ def own_items(owner: Any) -> Iterator[Any]:
             yield child
 
 
-def child_modules(owner: Any) -> Iterator[Module]:
+def child_modules(owner: Container) -> Iterator[Module]:
     """Modules right inside a module or schema, those of its turns and unions too."""
     for child in own_items(owner):
         if isinstance(child, Module):
@@ -101,7 +103,7 @@ def child_modules(owner: Any) -> Iterator[Module]:
 # -- schemas -------------------------------------------------------------------------------------
 
 
-def _check_level(owner: Any, allowed_in: Any, has_turns: bool = True) -> None:
+def _check_level(owner: Container, allowed_in: Container, has_turns: bool = True) -> None:
     """Check all that stands in a schema or module, and below."""
     allowed = _IN_SCHEMA[type(allowed_in)]
     for child in owner.children:
@@ -158,7 +160,7 @@ def _check_param(param: Param) -> None:
     _check_text(param.scaffold, param, "scaffold")
 
 
-def _check_unique(owner: Any) -> None:
+def _check_unique(owner: Container) -> None:
     modules: set[str] = set()
     params: set[str] = set()
     for module in child_modules(owner):
@@ -191,7 +193,7 @@ _Known = tuple[bool, tuple[tuple[int, str], ...]]
 
 
 def _paths(
-    owner: Any, path: str, unions: tuple[tuple[int, str], ...]
+    owner: Container, path: str, unions: tuple[tuple[int, str], ...]
 ) -> Iterator[tuple[str, _Known]]:
     """Path of every module, and what is known of it."""
     is_cached = getattr(owner, "cache", True)
@@ -235,7 +237,7 @@ def _check_scaffold(scaffold: Scaffold, known: dict[str, _Known]) -> None:
 # -- prompts -------------------------------------------------------------------------------------
 
 
-def _check_prompt_level(owner: Any) -> None:
+def _check_prompt_level(owner: Container) -> None:
     allowed = _IN_PROMPT[type(owner)]
     if isinstance(owner, Prompt):
         _check_name(owner.schema, owner, "schema")
@@ -261,10 +263,11 @@ def _check_prompt_level(owner: Any) -> None:
                     _title(child),
                 )
             latest = rank
-            _check_part(child, owner)
+            assert isinstance(child, (Use, Turn, Prompt)), "`allowed` has no others"
+            _check_part(child)
 
 
-def _check_part(child: Any, owner: Any) -> None:
+def _check_part(child: Use | Turn | Prompt) -> None:
     if isinstance(child, Use):
         _check_use(child)
         return
@@ -289,7 +292,7 @@ def _check_use(use: Use) -> None:
 # -- both ----------------------------------------------------------------------------------------
 
 
-def _check_size(root: Any, parameter: str) -> None:
+def _check_size(root: Container, parameter: str) -> None:
     """Refuse a tree that is too deep or too large, before anything walks it by recursion."""
     level, depth, num_nodes, num_chars, num_turns = [root], 0, 0, 0, 0
     while level:
@@ -308,7 +311,7 @@ def _check_size(root: Any, parameter: str) -> None:
         raise wrong(f"there are {MAX_CHARS} characters at most", root, parameter)
 
 
-def _check_name(name: Any, node: Any, parameter: str) -> None:
+def _check_name(name: object, node: Node, parameter: str) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise wrong(
             "a name is a letter or _, then up to 127 letters, digits and _ . -",
@@ -323,7 +326,7 @@ def _check_role(turn: Turn) -> None:
         raise wrong(f"the role of a turn is one of {ROLES}", turn, "role", turn.role)
 
 
-def _check_text(text: Any, node: Any, parameter: str) -> None:
+def _check_text(text: object, node: Node, parameter: str) -> None:
     if not isinstance(text, str):
         raise wrong("text is needed", node, parameter, text)
     if found := _NO_XML.search(text):
@@ -334,7 +337,7 @@ def _check_text(text: Any, node: Any, parameter: str) -> None:
         )
 
 
-def _misplaced(child: Any, owner: Any) -> str:
+def _misplaced(child: Node, owner: Container) -> str:
     if isinstance(child, Param) and isinstance(owner, Schema):
         return "a parameter belongs into a module: text that all prompts have takes no arguments"
     if isinstance(child, Scaffold):
@@ -344,5 +347,5 @@ def _misplaced(child: Any, owner: Any) -> str:
     return f"a {inside} cannot stand inside a {outer}"
 
 
-def _title(node: Any) -> Any:
+def _title(node: Node) -> str:
     return getattr(node, "name", None) or getattr(node, "role", None) or type(node).__name__

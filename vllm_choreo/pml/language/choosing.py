@@ -22,7 +22,7 @@ from vllm_choreo.errors import UnknownSchemaError
 from vllm_choreo.pml.language.chat_template import ChatTemplate
 from vllm_choreo.pml.language.layout import LaidModule, LaidUnion, Segment, Tokens
 from vllm_choreo.pml.language.registered import RegisteredSchema
-from vllm_choreo.pml.language.tree import Passed, Prompt, Text, Turn, Use, wrong
+from vllm_choreo.pml.language.tree import Node, Passed, Prompt, Text, Turn, Use, wrong
 
 # Of all schemas that a prompt and those inside it name, each time that they do.
 MAX_PIECES = 20_000
@@ -75,7 +75,7 @@ class Item:
     content: Stored | Fresh | PassedMessage
     number: int
     position: int | None
-    node: Any
+    node: Node | None
 
 
 @dataclass
@@ -129,7 +129,7 @@ class _Chooser:
         self._row = ChosenRow([], [], [])
         self._num_steps = 0
         self._texts: list[str] = []  # new text that is not in an item yet
-        self._node: Any = None
+        self._node: Node | None = None
 
     def row(self, prompt: Prompt) -> ChosenRow:
         self._schema(prompt)
@@ -151,7 +151,7 @@ class _Chooser:
 
     # -- modules -----------------------------------------------------------------------------
 
-    def _module(self, laid: LaidModule, use: Any) -> None:
+    def _module(self, laid: LaidModule, use: Use | Prompt) -> None:
         # A prompt may name a schema again and again, all of whose pieces it takes each time.
         self._num_steps += 1 + len(laid.items)
         if self._num_steps > MAX_PIECES:
@@ -181,7 +181,7 @@ class _Chooser:
         if isinstance(use, Use):
             self._new(texts.at_end)
 
-    def _arguments(self, laid: LaidModule, use: Any) -> dict[str, tuple[int, ...]]:
+    def _arguments(self, laid: LaidModule, use: Use | Prompt) -> dict[str, tuple[int, ...]]:
         made = {}
         for name, value in getattr(use, "arguments", ()):
             if name not in laid.params:
@@ -201,7 +201,11 @@ class _Chooser:
         return made
 
     def _segment(
-        self, laid: LaidModule, segment: Segment, arguments: Mapping[str, tuple[int, ...]], use: Any
+        self,
+        laid: LaidModule,
+        segment: Segment,
+        arguments: Mapping[str, tuple[int, ...]],
+        use: Use | Prompt,
     ) -> None:
         """Add a segment, its arguments in place of the tokens that stand in for them."""
         row: list[tuple[int, Stored | Fresh]] = []
@@ -213,7 +217,7 @@ class _Chooser:
                 row.append((param.start, Fresh(ids, len(ids))))
                 start = param.stop
         row.append((start, Stored(segment, start, len(segment.token_ids))))
-        if not getattr(laid.node, "cache", True):
+        if not laid.is_cached:
             row = [(0, _encoded_anew([content for _, content in row]))]
         for begins, content in row:
             if content.num_tokens:
@@ -260,7 +264,7 @@ class _Chooser:
                     )
                 self._add(PassedMessage(content.name, self._lengths[content.name]), None, content)
 
-    def _write(self, text: str, node: Any) -> None:
+    def _write(self, text: str, node: Node) -> None:
         self._texts.append(text)
         self._node = node
 
@@ -269,7 +273,9 @@ class _Chooser:
         if ids:
             self._add(Fresh(ids), None, self._node)
 
-    def _add(self, content: Any, position: int | None, node: Any) -> None:
+    def _add(
+        self, content: Stored | Fresh | PassedMessage, position: int | None, node: Node | None
+    ) -> None:
         if self._texts:
             self._flush()
         self._row.items.append(Item(content, len(self._row.schemas) - 1, position, node))
@@ -278,7 +284,7 @@ class _Chooser:
 class _Texts:
     """Places of the new text among the modules of a prompt, or inside one."""
 
-    def __init__(self, use: Any) -> None:
+    def __init__(self, use: Use | Prompt) -> None:
         self.before: dict[str, list[Any]] = {}
         self.after: dict[str, list[Any]] = {}
         self.at_end: list[Any] = []
@@ -296,7 +302,7 @@ class _Texts:
             self.after[name] = waiting
 
 
-def _uses(laid: LaidModule, use: Any) -> dict[str, Use]:
+def _uses(laid: LaidModule, use: Use | Prompt) -> dict[str, Use]:
     """Modules that are taken right inside another one, in the prompt's order."""
     uses: dict[str, Use] = {}
     for child in use.children:

@@ -9,7 +9,6 @@ tree is made.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 from xml.parsers import expat
 
 from vllm_choreo.pml.language.checks import MAX_CHARS, MAX_DEPTH, MAX_NODES
@@ -160,7 +159,7 @@ class _Reader:
         if self._num_nodes > MAX_NODES:
             raise wrong(f"there are {MAX_NODES} elements and texts at most", place, self._parameter)
 
-    def _doctype(self, *declared: Any) -> None:
+    def _doctype(self, *declared: object) -> None:
         raise wrong(
             "document types and entities are not read: leave <!DOCTYPE …> out",
             self._place(),

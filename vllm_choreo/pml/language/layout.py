@@ -12,14 +12,26 @@ follows it begins after the longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Protocol, TypeAlias
 
+from vllm_choreo.chat.template import TemplatedTokenizer
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.language.chat_template import ChatTemplate
-from vllm_choreo.pml.language.tree import Module, Param, Scaffold, Schema, Text, Turn, Union, wrong
+from vllm_choreo.pml.language.tree import (
+    Container,
+    Module,
+    Node,
+    Param,
+    Scaffold,
+    Schema,
+    Text,
+    Turn,
+    Union,
+    wrong,
+)
 
 MAX_SEGMENTS = 1_000
 
@@ -74,16 +86,21 @@ class LaidModule:
             of the item in which, or before which, it begins.
     """
 
-    node: Any
+    node: Module | Schema
     path: tuple[str, ...]
     start: int
     stop: int
-    items: tuple[Any, ...]
+    items: tuple[LaidItem, ...]
     turns: tuple[tuple[int, tuple[str, str, str]], ...]
 
     @property
     def title(self) -> str:
         return "/".join(self.path)
+
+    @property
+    def is_cached(self) -> bool:
+        """True if it is encoded once, False with each prompt."""
+        return not isinstance(self.node, Module) or self.node.cache
 
     @property
     def segments(self) -> list[Segment]:
@@ -119,6 +136,9 @@ class LaidUnion:
     members: tuple[LaidModule, ...]
     start: int
     stop: int
+
+
+LaidItem: TypeAlias = Segment | LaidModule | LaidUnion
 
 
 @dataclass(frozen=True)
@@ -165,16 +185,23 @@ class SchemaLayout:
         return [child for child in self.schema.children if isinstance(child, Scaffold)]
 
 
+class Tokenizer(TemplatedTokenizer, Protocol):
+    """Tokenizer of transformers, or another object with these of its methods."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """Token ids of a text."""
+
+
 class Tokens:
     """Encoder of text as token ids.
 
     Args:
-        tokenizer: has `encode(text, add_special_tokens=False)`.
+        tokenizer: tokenizer of the model.
         placeholder: the token that stands in for arguments; None: the tokenizer's unknown token,
             or, where it has none, a space or its padding token.
     """
 
-    def __init__(self, tokenizer: Any, placeholder: int | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, placeholder: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._given = placeholder
 
@@ -224,7 +251,7 @@ def lay_out(schema: Schema, tokens: Tokens, chat: ChatTemplate) -> SchemaLayout:
     return SchemaLayout(schema, _Layer(tokens, turns).module(schema, (), 0))
 
 
-def _roles(node: Any) -> Iterator[str]:
+def _roles(node: Node) -> Iterator[str]:
     """Roles of all turns, in the order in which they are written."""
     for child in getattr(node, "children", ()):
         if isinstance(child, Turn):
@@ -239,13 +266,13 @@ class _Layer:
         self._tokens = tokens
         self._turns = turns
 
-    def module(self, node: Any, path: tuple[str, ...], start: int) -> LaidModule:
+    def module(self, node: Module | Schema, path: tuple[str, ...], start: int) -> LaidModule:
         owner = _Owner(self._tokens, path, start)
         self._children(node, owner)
         owner.cut()
         return LaidModule(node, path, start, owner.stop, tuple(owner.items), tuple(owner.turns))
 
-    def _children(self, node: Any, owner: _Owner) -> None:
+    def _children(self, node: Container, owner: _Owner) -> None:
         for child in node.children:
             if isinstance(child, Text):
                 owner.texts.append(child.text)
@@ -276,7 +303,7 @@ class _Owner:
     def __init__(self, tokens: Tokens, path: tuple[str, ...], start: int) -> None:
         self.path = path
         self.stop = start  # of the items that are complete
-        self.items: list[Any] = []
+        self.items: list[LaidItem] = []
         self.turns: list[tuple[int, tuple[str, str, str]]] = []
         self.texts: list[str] = []
         self._tokens = tokens
@@ -310,6 +337,6 @@ class _Owner:
             self.add(Segment(self.path, index, self.stop, ids, params))
             self._ids, self._params = [], []
 
-    def add(self, item: Any) -> None:
+    def add(self, item: LaidItem) -> None:
         self.items.append(item)
         self.stop = item.stop

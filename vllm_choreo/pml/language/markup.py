@@ -21,7 +21,6 @@ A file may hold several of both inside `<pml>`. `<parameter name length>` is `<p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.language.checks import check_prompt, check_schema
@@ -30,8 +29,10 @@ from vllm_choreo.pml.language.tree import (
     ROLES,
     Document,
     Module,
+    Node,
     Param,
     Passed,
+    Place,
     Prompt,
     Scaffold,
     Schema,
@@ -104,12 +105,12 @@ def _schema(element: Element) -> Schema:
     return check_schema(Schema(children, name=name, place=element.place))
 
 
-def _schema_items(element: Element, has_edges: bool = False) -> Iterator[Any]:
+def _schema_items(element: Element, has_edges: bool = False) -> Iterator[Node]:
     for child in element.content(has_edges):
         yield _text(child) if isinstance(child, tuple) else _schema_item(child)
 
 
-def _schema_item(element: Element) -> Any:
+def _schema_item(element: Element) -> Node:
     place = element.place
     if element.tag in ROLES:
         _attributes(element, ())
@@ -138,7 +139,7 @@ def _module(element: Element) -> Module:
     return Module(children, name=name, cache=cache == "true", place=element.place)
 
 
-def _members(element: Element) -> Iterator[Any]:
+def _members(element: Element) -> Iterator[Node]:
     for item in _schema_items(element, has_edges=True):
         # Spaces between members are nobody's text.
         if not isinstance(item, Text) or item.text.strip():
@@ -167,7 +168,7 @@ def _prompt(element: Element) -> Prompt:
     return Prompt(tuple(_prompt_items(element, True)), schema=schema, place=element.place)
 
 
-def _prompt_items(element: Element, has_edges: bool = False) -> Iterator[Any]:
+def _prompt_items(element: Element, has_edges: bool = False) -> Iterator[Node]:
     for child in element.content(has_edges):
         if not isinstance(child, tuple):
             yield _prompt_item(child)
@@ -175,7 +176,7 @@ def _prompt_items(element: Element, has_edges: bool = False) -> Iterator[Any]:
             yield _text(child)
 
 
-def _prompt_item(element: Element) -> Any:
+def _prompt_item(element: Element) -> Node:
     place = element.place
     if element.tag in ROLES:
         _attributes(element, ())
@@ -194,7 +195,7 @@ def _prompt_item(element: Element) -> Any:
 # -- elements ------------------------------------------------------------------------------------
 
 
-def _text(child: tuple[str, Any]) -> Text:
+def _text(child: tuple[str, Place]) -> Text:
     return Text(child[0], place=child[1])
 
 

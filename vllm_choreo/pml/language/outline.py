@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
 
-from vllm_choreo.pml.language.layout import LaidModule, LaidUnion, SchemaLayout, Segment
+from vllm_choreo.pml.language.layout import LaidItem, LaidModule, LaidUnion, SchemaLayout, Segment
 from vllm_choreo.pml.language.registered import ALONE, EncodingKey
 
 
@@ -32,15 +31,15 @@ def outline(layout: SchemaLayout, encoded: Collection[EncodingKey] = ()) -> str:
 
 
 _Row = tuple[str, str, str, str]
+_Encoded = tuple[str, tuple[str, ...], int, int]
 
 
-def _rows(name: str, laid: LaidModule, depth: int, encoded: set[Any]) -> Iterator[_Row]:
+def _rows(name: str, laid: LaidModule, depth: int, encoded: set[_Encoded]) -> Iterator[_Row]:
     indent = "  " * depth
-    is_cached = getattr(laid.node, "cache", True)
     for item in laid.items:
         if isinstance(item, Segment):
             has = (name, item.path, item.index, ALONE) in encoded
-            mark = ("encoded" if has else "") if is_cached else "with each prompt"
+            mark = ("encoded" if has else "") if laid.is_cached else "with each prompt"
             params = "".join(f" [{param.name}: {param.length}]" for param in item.params)
             yield f"{indent}text{params}", *_extent(len(item.token_ids), item), mark
             continue
@@ -56,6 +55,6 @@ def _rows(name: str, laid: LaidModule, depth: int, encoded: set[Any]) -> Iterato
             yield from _rows(name, member, inner + 1, encoded)
 
 
-def _extent(num_tokens: int, item: Any) -> tuple[str, str]:
+def _extent(num_tokens: int, item: LaidItem) -> tuple[str, str]:
     start = item.position if isinstance(item, Segment) else item.start
     return f"{num_tokens} tokens", f"{start}…{item.stop}"

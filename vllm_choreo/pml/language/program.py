@@ -23,12 +23,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import TypeAlias, overload
 
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.language.checks import check_prompt, check_schema
 from vllm_choreo.pml.language.tree import (
     Module,
+    Node,
     Param,
     Passed,
     Prompt,
@@ -40,7 +41,8 @@ from vllm_choreo.pml.language.tree import (
     Use,
 )
 
-Content = Callable[..., Any]
+Item: TypeAlias = str | Node | None
+Content = Callable[..., Item | Iterable[Item]]
 
 
 @overload
@@ -49,7 +51,7 @@ def module(content: Content, /) -> Module: ...
 def module(*, name: str | None = None, cache: bool = True) -> Callable[[Content], Module]: ...
 def module(
     content: Content | None = None, /, *, name: str | None = None, cache: bool = True
-) -> Any:
+) -> Module | Callable[[Content], Module]:
     """Make a function a module, as a decorator.
 
     Args:
@@ -71,7 +73,9 @@ def module(
 def schema(content: Content, /) -> Schema: ...
 @overload
 def schema(*, name: str | None = None) -> Callable[[Content], Schema]: ...
-def schema(content: Content | None = None, /, *, name: str | None = None) -> Any:
+def schema(
+    content: Content | None = None, /, *, name: str | None = None
+) -> Schema | Callable[[Content], Schema]:
     """Make a function a schema, as a decorator.
 
     Raises:
@@ -99,22 +103,22 @@ def scaffold(*modules: str) -> Scaffold:
     return Scaffold(modules)
 
 
-def system(*content: Any) -> Turn:
+def system(*content: Item) -> Turn:
     """Make a system turn."""
     return Turn(_items(content), role="system")
 
 
-def user(*content: Any) -> Turn:
+def user(*content: Item) -> Turn:
     """Make a user turn."""
     return Turn(_items(content), role="user")
 
 
-def assistant(*content: Any) -> Turn:
+def assistant(*content: Item) -> Turn:
     """Make an assistant turn. Last in a prompt, it is how the answer begins."""
     return Turn(_items(content), role="assistant")
 
 
-def use(module: Module | str, /, *content: Any, **arguments: str) -> Use:
+def use(module: Module | str, /, *content: Item, **arguments: str) -> Use:
     """Take a module in a prompt, with those inside it, new text, and its arguments."""
     name = module if isinstance(module, str) else module.name
     return Use(_items(content, in_prompt=True), name=name, arguments=tuple(arguments.items()))
@@ -125,7 +129,7 @@ def message(name: str) -> Passed:
     return Passed(name)
 
 
-def prompt(schema: Schema | str, /, *content: Any) -> Prompt:
+def prompt(schema: Schema | str, /, *content: Item) -> Prompt:
     """Make a prompt; a module without arguments may stand for its use.
 
     Raises:
@@ -135,10 +139,10 @@ def prompt(schema: Schema | str, /, *content: Any) -> Prompt:
     return check_prompt(Prompt(_items(content, in_prompt=True), schema=name))
 
 
-def _items(content: Any, in_prompt: bool = False) -> tuple[Any, ...]:
+def _items(content: Item | Iterable[Item], in_prompt: bool = False) -> tuple[Node, ...]:
     if isinstance(content, str) or not isinstance(content, Iterable):
         content = (content,)
-    made: list[Any] = []
+    made: list[Node] = []
     for item in content:
         if isinstance(item, str):
             made.append(Text(item))

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vllm_choreo.errors import PmlError, UnknownSchemaError
 from vllm_choreo.pml.language.chat_template import ChatTemplate
@@ -50,7 +50,7 @@ class RegisteredSchema:
 
     layout: SchemaLayout
     context: str = "modules"
-    adapter: Any = None
+    adapter: object = None
 
     def __post_init__(self) -> None:
         if self.context not in CONTEXTS:
@@ -67,7 +67,7 @@ class RegisteredSchema:
         return {
             (segment.path, segment.index): segment
             for module in self.layout.root.walk()
-            if getattr(module.node, "cache", True)
+            if module.is_cached
             for segment in module.segments
         }
 
@@ -213,11 +213,15 @@ def _group(scaffold: int, path: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
 
 
 def registered(
-    schema: Schema, tokens: Tokens, chat: ChatTemplate, **options: Any
+    schema: Schema,
+    tokens: Tokens,
+    chat: ChatTemplate,
+    context: str = "modules",
+    adapter: object = None,
 ) -> RegisteredSchema:
     """Lay a schema out, and check its size.
 
     Raises:
         PmlError: as `lay_out`, or no such context.
     """
-    return RegisteredSchema(lay_out(schema, tokens, chat), **options)
+    return RegisteredSchema(lay_out(schema, tokens, chat), context, adapter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from vllm_choreo.errors import NameTakenError, PmlError, UnknownSchemaError
 from vllm_choreo.pml.language.chat_template import ChatTemplate
@@ -23,6 +23,8 @@ from vllm_choreo.pml.language.tree import Prompt, Schema
 _OF_ALL = ("mode", "repair", "adapter", "deny")
 _OF_LAST = ("sampling_params", "save_as")
 OPTIONS = (*_OF_ALL, *_OF_LAST)
+
+PromptGiven: TypeAlias = str | Prompt | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ class SchemaBook:
 
     # -- schemas -----------------------------------------------------------------------------
 
-    def register(self, schema: str | Schema, **options: Any) -> RegisteredSchema:
+    def register(
+        self, schema: str | Schema, context: str = "modules", adapter: object = None
+    ) -> RegisteredSchema:
         """Add a schema; see `PromptCache.register`.
 
         Raises:
@@ -73,7 +77,7 @@ class SchemaBook:
         tree = parse_schema(schema) if isinstance(schema, str) else schema
         if not isinstance(tree, Schema):
             raise PmlError("a schema is markup or a Schema", parameter="schema", value=schema)
-        made = registered(tree, self.tokens, self.chat, **options)
+        made = registered(tree, self.tokens, self.chat, context, adapter)
         found = self.schemas.get(tree.name)
         if found is not None and not _is_same(found, made):
             raise NameTakenError(
@@ -154,7 +158,7 @@ class SchemaBook:
 
     # -- prompts -----------------------------------------------------------------------------
 
-    def asked(self, prompt: Any, options: Mapping[str, Any]) -> AskedPrompt:
+    def asked(self, prompt: PromptGiven, options: Mapping[str, Any]) -> AskedPrompt:
         """Plan a prompt with its options.
 
         Args:
@@ -166,13 +170,13 @@ class SchemaBook:
         """
         if isinstance(prompt, Mapping):
             options = {**options, **{k: v for k, v in prompt.items() if k != "prompt"}}
-            prompt = prompt.get("prompt")
+        given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         for name in options:
             if name not in (*OPTIONS, "layout", "messages"):
                 raise PmlError("there is no such option of a prompt", parameter=name, value=name)
-        tree = parse_prompt(prompt) if isinstance(prompt, str) else prompt
+        tree = parse_prompt(given) if isinstance(given, str) else given
         if not isinstance(tree, Prompt):
-            raise PmlError("a prompt is markup or a Prompt", parameter="prompt", value=prompt)
+            raise PmlError("a prompt is markup or a Prompt", parameter="prompt", value=given)
         repair, messages = options.get("repair"), options.get("messages") or {}
         if isinstance(repair, Sequence) and not isinstance(repair, str):
             raise PmlError(
@@ -226,7 +230,7 @@ class SchemaBook:
         }
         return call
 
-    def _parent(self, part: Part, asked: AskedPrompt, source: Callable[[int], Any]) -> Any:
+    def _parent(self, part: Part, asked: AskedPrompt, source: Callable[[int], Any]) -> object:
         if isinstance(part.source, EncodingKey):
             message = self.handles[part.source]
         elif isinstance(part.source, str):
@@ -240,7 +244,7 @@ def _is_same(one: RegisteredSchema, other: RegisteredSchema) -> bool:
     return (one.layout, one.context, one.adapter) == (other.layout, other.context, other.adapter)
 
 
-def _length(named: Any) -> int | None:
+def _length(named: object) -> int | None:
     """Number of tokens of a message, or of a part of one; None: it is not known here."""
     if isinstance(named, Sequence) and not isinstance(named, str):
         start, stop = (*named, None, None)[1:3]

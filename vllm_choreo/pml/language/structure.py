@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.language.chat_template import ChatTemplate
-from vllm_choreo.pml.language.layout import Tokens
+from vllm_choreo.pml.language.layout import Tokenizer, Tokens
 from vllm_choreo.pml.language.schema_book import SchemaBook
-from vllm_choreo.pml.language.tree import Document, Passed, Prompt, Schema, Text
+from vllm_choreo.pml.language.tree import Document, Node, Passed, Prompt, Schema, Text
 
 
 class TextAsToken:
@@ -35,7 +34,9 @@ class TextAsToken:
         return text + "[assistant]" * add_generation_prompt
 
 
-def check_documents(documents: Sequence[Document], tokenizer: Any = None) -> SchemaBook:
+def check_documents(
+    documents: Sequence[Document], tokenizer: Tokenizer | None = None
+) -> SchemaBook:
     """Register the schemas and plan the prompts.
 
     Args:
@@ -65,7 +66,7 @@ def check_documents(documents: Sequence[Document], tokenizer: Any = None) -> Sch
     return book
 
 
-def passed_names(prompt: Any) -> Iterator[str]:
+def passed_names(prompt: Node) -> Iterator[str]:
     """Names of the messages that a prompt expects to be passed."""
     for child in getattr(prompt, "children", ()):
         if isinstance(child, Passed):
@@ -73,7 +74,7 @@ def passed_names(prompt: Any) -> Iterator[str]:
         yield from passed_names(child)
 
 
-def num_new_chars(prompt: Any) -> int:
+def num_new_chars(prompt: Node) -> int:
     """Number of characters of text that a prompt brings, those of arguments included."""
     own = sum(len(value) for _, value in getattr(prompt, "arguments", ()))
     own += len(prompt.text) if isinstance(prompt, Text) else 0

@@ -30,19 +30,21 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Node:
+class Node:
+    """A part of a tree, and where it was written; None: in a program."""
+
     place: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True)
-class Text(_Node):
+class Text(Node):
     """Text as the model gets it, white space included."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Param(_Node):
+class Param(Node):
     """A place for an argument.
 
     Attributes:
@@ -57,7 +59,7 @@ class Param(_Node):
 
 
 @dataclass(frozen=True)
-class Scaffold(_Node):
+class Scaffold(Node):
     """Modules that are also encoded together, and read so when all of them are chosen.
 
     Attributes:
@@ -68,7 +70,9 @@ class Scaffold(_Node):
 
 
 @dataclass(frozen=True)
-class _Container(_Node):
+class Container(Node):
+    """A node with others in it."""
+
     children: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
@@ -76,7 +80,7 @@ class _Container(_Node):
 
 
 @dataclass(frozen=True)
-class Module(_Container):
+class Module(Container):
     """A part that prompts may take.
 
     Attributes:
@@ -89,26 +93,26 @@ class Module(_Container):
 
 
 @dataclass(frozen=True)
-class Union(_Container):
+class Union(Container):
     """Modules of which a prompt takes one at most; they begin at the same position."""
 
 
 @dataclass(frozen=True)
-class Turn(_Container):
+class Turn(Container):
     """A turn of a chat, in the words of the model's own template; `role` is one of `ROLES`."""
 
     role: str = ""
 
 
 @dataclass(frozen=True)
-class Schema(_Container):
+class Schema(Container):
     """Text that all prompts have, and modules that they choose from."""
 
     name: str = ""
 
 
 @dataclass(frozen=True)
-class Use(_Container):
+class Use(Container):
     """A module that a prompt takes; `arguments` are `(parameter, text)`, in the order of names."""
 
     name: str = ""
@@ -120,14 +124,14 @@ class Use(_Container):
 
 
 @dataclass(frozen=True)
-class Passed(_Node):
+class Passed(Node):
     """A message made at run time: whoever runs the prompt passes it under this name."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Prompt(_Container):
+class Prompt(Container):
     """A choice of a schema's modules, and new text; `schema` is the schema's name."""
 
     schema: str = ""
@@ -150,7 +154,9 @@ def joined(children: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(made)
 
 
-def wrong(message: str, node: Any, parameter: str, value: Any = None) -> PmlError:
+def wrong(
+    message: str, node: Node | Place | None, parameter: str, value: object = None
+) -> PmlError:
     """Make an error that says where `node` was written, if it was."""
     place = node if isinstance(node, Place) else getattr(node, "place", None)
     where = f"line {place.line}, column {place.column}: " if place else ""

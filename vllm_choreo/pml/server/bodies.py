@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies and answers of the routes of schemas and prompts, as pydantic models."""
+"""Bodies and answers of the routes of schemas and prompts."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from vllm_choreo.server.documents import AnswerModel, MessageAnswer, UsageAnswer
 from vllm_choreo.server.schemas import (
     MAX_PARENTS,
     Adapter,
@@ -15,10 +14,12 @@ from vllm_choreo.server.schemas import (
     MessageId,
     SamplingBody,
 )
+from vllm_choreo.wire.answer import AnswerObject, Doc
+from vllm_choreo.wire.messages import MessageFields, UsageAnswer
 
 _MAX_MESSAGES = 1024
 
-SchemaName = Annotated[str, Field(min_length=1, max_length=128, examples=["travel"])]
+Context: TypeAlias = Literal["modules", "schema"]
 
 
 class SchemaBody(BodyModel):
@@ -28,7 +29,7 @@ class SchemaBody(BodyModel):
         description="`<schema name=…>…</schema>`; see docs/pml.md.",
         examples=['<schema name="s"><module name="a">Anna owns a bicycle.</module></schema>'],
     )
-    context: Literal["modules", "schema"] = Field(
+    context: Context = Field(
         "modules",
         description="What modules are encoded behind: nothing, or the text that is always there "
         "with them.",
@@ -84,32 +85,32 @@ class PromptBody(BodyModel):
 # -- answers -------------------------------------------------------------------------------------
 
 
-class ParamAnswer(AnswerModel):
+class ParamAnswer(AnswerObject):
     """A parameter of a module."""
 
     name: str
-    length: int = Field(description="The most tokens that an argument has.")
+    length: Annotated[int, Doc("The most tokens that an argument has.")]
 
 
-class ModuleAnswer(AnswerModel):
+class ModuleAnswer(AnswerObject):
     """A module of a schema, and the positions that it takes."""
 
-    path: str = Field(examples=["plan/tokyo"])
+    path: Annotated[str, Doc(example="plan/tokyo")]
     start: int
     stop: int
-    num_tokens: int = Field(description="Its own, those of modules inside it left out.")
-    cached: bool = Field(description="Whether it is encoded once, or with each prompt.")
+    num_tokens: Annotated[int, Doc("Its own, those of modules inside it left out.")]
+    cached: Annotated[bool, Doc("Whether it is encoded once, or with each prompt.")]
     params: list[ParamAnswer]
 
 
-class ShortSchemaAnswer(AnswerModel):
+class ShortSchemaAnswer(AnswerObject):
     """A schema in the list of a tenant's."""
 
-    id: str = Field(description="Its name.")
+    id: Annotated[str, Doc("Its name.")]
     object: Literal["choreo.schema"]
-    created: int = Field(description="Seconds since 1970.")
+    created: Annotated[int, Doc("Seconds since 1970.")]
     owner: Literal["tenant", "operator"]
-    context: Literal["modules", "schema"]
+    context: Context
     num_tokens: int
     num_positions: int
     num_modules: int
@@ -120,19 +121,12 @@ class SchemaAnswer(ShortSchemaAnswer):
 
     modules: list[ModuleAnswer]
     markup: str
-    outline: str = Field(
-        description="As a tree, with what is encoded in the session of requests that name none."
-    )
+    outline: Annotated[
+        str, Doc("As a tree, with what is encoded in the session of requests that name none.")
+    ]
 
 
-class SchemaListAnswer(AnswerModel):
-    """The schemas that a tenant can name."""
-
-    object: Literal["list"]
-    data: list[ShortSchemaAnswer]
-
-
-class DeletedSchemaAnswer(AnswerModel):
+class DeletedSchemaAnswer(AnswerObject):
     """A schema that was deleted."""
 
     id: str
@@ -143,15 +137,15 @@ class DeletedSchemaAnswer(AnswerModel):
 class PromptUsageAnswer(UsageAnswer):
     """Tokens of a prompt, by where they came from, beside those of its last call."""
 
-    module_tokens: int = Field(description="Of modules, and of the text that all prompts have.")
+    module_tokens: Annotated[int, Doc("Of modules, and of the text that all prompts have.")]
     argument_tokens: int
-    new_tokens: int = Field(
-        description="Of new text, of modules that are not cached, and of the chat template."
-    )
-    message_tokens: int = Field(description="Of messages that the prompt names.")
+    new_tokens: Annotated[
+        int, Doc("Of new text, of modules that are not cached, and of the chat template.")
+    ]
+    message_tokens: Annotated[int, Doc("Of messages that the prompt names.")]
 
 
-class PromptAnswerBody(MessageAnswer):
+class PromptAnswerBody(MessageFields):
     """The message that a prompt made."""
 
     usage: PromptUsageAnswer

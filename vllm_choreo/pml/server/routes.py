@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import Path
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.pml.language.markup import parse_prompt
@@ -19,18 +19,20 @@ from vllm_choreo.pml.language.placing import PromptUsage
 from vllm_choreo.pml.language.printer import to_markup
 from vllm_choreo.pml.language.registered import EncodingKey
 from vllm_choreo.pml.server.bodies import (
+    Context,
     DeletedSchemaAnswer,
+    ModuleAnswer,
     PromptAnswerBody,
     PromptBody,
     SchemaAnswer,
     SchemaBody,
-    SchemaListAnswer,
+    ShortSchemaAnswer,
 )
 from vllm_choreo.pml.server.served_schemas import ServedSchema, ServedSchemas
 from vllm_choreo.pml.server.session_prompts import PromptCalls
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.server import documents
-from vllm_choreo.server.answers import list_json
+from vllm_choreo.server import responses
+from vllm_choreo.server.answers import JsonAnswer, ListAnswer, list_json
 from vllm_choreo.server.call_reader import sampling_of
 from vllm_choreo.server.errors import error_response
 from vllm_choreo.server.routes import choreo_router, sessions_of
@@ -61,13 +63,8 @@ def _session(request: Request, named: str | None) -> OpenSession:
 # -- schemas -------------------------------------------------------------------------------------
 
 
-@router.post(
-    "/schemas",
-    summary="Register a schema",
-    response_model=SchemaAnswer,
-    responses=documents.errors(409, 413, 429),
-)
-async def register_schema(request: Request, body: SchemaBody) -> Response:
+@router.post("/schemas", summary="Register a schema", responses=responses.errors(409, 413, 429))
+async def register_schema(request: Request, body: SchemaBody) -> JsonAnswer[SchemaAnswer]:
     """Register a schema of prompts. The same one again is answered as it is."""
     schemas = _schemas(request)
     served = await schemas.register(tenant_of(request), body.markup, body.context)
@@ -78,69 +75,56 @@ async def register_schema(request: Request, body: SchemaBody) -> Response:
     return await _schema_answer(request, served)
 
 
-@router.get("/schemas", summary="List schemas", response_model=SchemaListAnswer)
-async def list_schemas(request: Request) -> Response:
+@router.get("/schemas", summary="List schemas")
+async def list_schemas(request: Request) -> JsonAnswer[ListAnswer[ShortSchemaAnswer]]:
     """The schemas that prompts can name: the operator's, then your own."""
     found = _schemas(request).listed(tenant_of(request))
-    return JSONResponse(list_json(map(_short_json, found)))
+    return JsonAnswer(list_json(map(_short_json, found)))
 
 
-@router.get(
-    "/schemas/{name}",
-    summary="Read a schema",
-    response_model=SchemaAnswer,
-    responses=documents.errors(404),
-)
-async def read_schema(request: Request, name: SchemaPath) -> Response:
+@router.get("/schemas/{name}", summary="Read a schema", responses=responses.errors(404))
+async def read_schema(request: Request, name: SchemaPath) -> JsonAnswer[SchemaAnswer]:
     """A schema with its modules, as markup, and as a tree."""
     return await _schema_answer(request, _schemas(request).named(tenant_of(request), name))
 
 
-@router.delete(
-    "/schemas/{name}",
-    summary="Delete a schema",
-    response_model=DeletedSchemaAnswer,
-    responses=documents.errors(404),
-)
-async def delete_schema(request: Request, name: SchemaPath) -> Response:
+@router.delete("/schemas/{name}", summary="Delete a schema", responses=responses.errors(404))
+async def delete_schema(request: Request, name: SchemaPath) -> JsonAnswer[DeletedSchemaAnswer]:
     """Forget a schema of yours, and free its messages in all of your sessions."""
     await _schemas(request).delete(tenant_of(request), name)
-    return JSONResponse({"id": name, "object": "choreo.schema.deleted", "deleted": True})
+    return JsonAnswer({"id": name, "object": "choreo.schema.deleted", "deleted": True})
 
 
-def _short_json(served: ServedSchema) -> dict[str, Any]:
+def _short_json(served: ServedSchema) -> ShortSchemaAnswer:
     layout = served.registered.layout
     return {
         "id": served.name,
         "object": "choreo.schema",
         "created": int(served.created),
         "owner": "operator" if served.is_operators else "tenant",
-        "context": served.registered.context,
+        "context": cast("Context", served.registered.context),
         "num_tokens": layout.num_tokens,
         "num_positions": layout.num_positions,
         "num_modules": layout.num_modules,
     }
 
 
-async def _schema_answer(request: Request, served: ServedSchema) -> Response:
+async def _schema_answer(request: Request, served: ServedSchema) -> JsonAnswer[SchemaAnswer]:
     sessions, tenant = sessions_of(request), tenant_of(request)
     session = sessions.opened_default(tenant)
     encoded = _schemas(request).of_session(session).encoded if session else frozenset()
-    answer: Response = await sessions.work.run(
-        tenant, lambda: JSONResponse(_schema_json(served, encoded))
-    )
-    return answer
+    return await sessions.work.run(tenant, lambda: JsonAnswer(_schema_json(served, encoded)))
 
 
-def _schema_json(served: ServedSchema, encoded: Collection[EncodingKey]) -> dict[str, Any]:
+def _schema_json(served: ServedSchema, encoded: Collection[EncodingKey]) -> SchemaAnswer:
     layout = served.registered.layout
-    modules = [
+    modules: list[ModuleAnswer] = [
         {
             "path": module.title,
             "start": module.start,
             "stop": module.stop,
             "num_tokens": sum(len(segment.token_ids) for segment in module.segments),
-            "cached": module.node.cache,
+            "cached": module.is_cached,
             "params": [{"name": name, "length": n} for name, n in module.params.items()],
         }
         for module in layout.root.walk()
@@ -157,12 +141,12 @@ def _schema_json(served: ServedSchema, encoded: Collection[EncodingKey]) -> dict
 # -- prompts -------------------------------------------------------------------------------------
 
 _ANSWER: dict[int | str, dict[str, Any]] = {
-    200: documents.RESULTS[200] | {"model": PromptAnswerBody}
+    200: responses.RESULTS[200] | {"model": PromptAnswerBody}
 }
 
 
 @router.post(
-    "/prompts", summary="Run a prompt", responses=_ANSWER | documents.errors(404, 409, 413, 429)
+    "/prompts", summary="Run a prompt", responses=_ANSWER | responses.errors(404, 409, 413, 429)
 )
 async def run_prompt(request: Request, body: PromptBody) -> Response:
     """Generate after a prompt of a registered schema; modules are read as they are encoded.
@@ -195,7 +179,7 @@ async def run_prompt(request: Request, body: PromptBody) -> Response:
     if failed is not None:
         return error_response(failed)
     assert isinstance(results[-1], Message)
-    return JSONResponse(with_usage(message_json(results[-1]), calls.asked.plan.usage))
+    return JsonAnswer(with_usage(message_json(results[-1]), calls.asked.plan.usage))
 
 
 async def _options(request: Request, session: OpenSession, body: PromptBody) -> dict[str, Any]:
@@ -215,7 +199,7 @@ def _limit(run: Run) -> int:
     return run.sessions.config.max_calls_per_request
 
 
-def _told(calls: PromptCalls, index: int, event: dict[str, Any]) -> dict[str, Any] | None:
+def _told(calls: PromptCalls, index: int, event: Mapping[str, Any]) -> Mapping[str, object] | None:
     """An event of the last call, as if there were no other; None: of another call."""
     if index < len(calls.pieces):
         return None
