@@ -28,9 +28,10 @@ from vllm_choreo.lab.cli.task import Task, transcript_json
 from vllm_choreo.lab.problems import trivia
 from vllm_choreo.lab.record.recording import Recorder, Recording
 from vllm_choreo.lab.record.replay import Replay
+from vllm_choreo.lab.study.arms import Arm
+from vllm_choreo.lab.study.bench import judge
 from vllm_choreo.lab.study.evaluate import command
-from vllm_choreo.lab.study.evaluate.arms import Arm, arms_of
-from vllm_choreo.lab.study.evaluate.bench import judge
+from vllm_choreo.lab.study.evaluate.arms import arms_of
 from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.lab.train.packing import PackedCall, pack, pack_as_text
 from vllm_choreo.lab.train.recorded import calls_of, check_recorded_as_text

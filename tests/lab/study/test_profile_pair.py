@@ -22,12 +22,12 @@ from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import RepairError
 from vllm_choreo.lab.cli import run as run_command
 from vllm_choreo.lab.cli.task import Task
-from vllm_choreo.lab.study.evaluate.arms import Arm
-from vllm_choreo.lab.study.evaluate.bench import judge
-from vllm_choreo.lab.study.evaluate.sets import HeldOutSet
+from vllm_choreo.lab.study.arms import Arm
+from vllm_choreo.lab.study.bench import judge
 from vllm_choreo.lab.study.profile_pair import command as arguments
 from vllm_choreo.lab.study.profile_pair.cell_arms import AdapterPair
 from vllm_choreo.lab.study.profile_pair.profiling import PLAIN, Profiling, search
+from vllm_choreo.lab.study.sets import HeldOutSet
 from vllm_choreo.repair.pair import PairProfile
 from vllm_choreo.trained_adapter import ModelIdentity, adapter_weights
 

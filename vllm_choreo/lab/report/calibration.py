@@ -34,7 +34,7 @@ def calibration_html(calibration: Mapping[str, Any], advice: str) -> str:
         _frontier(candidates, "agreement", "same likeliest token", percent),
         _frontier(candidates, "kl", kl, nats, "ttft"),
     ]
-    drawn = {"pictures": pictures, "head": _HEAD, "rows": map(_cells, candidates)}
+    drawn = {"pictures": pictures, "head": _HEAD, "rows": calibration_rows(candidates)}
     return filled("calibration.html", {**calibration, **drawn, "advice": advice})
 
 
@@ -54,9 +54,12 @@ def _frontier(
     return frontier(points, of, "tokens encoded per run", show)
 
 
-def _cells(candidate: Candidate) -> list[str]:
+def calibration_rows(candidates: Sequence[Candidate]) -> list[list[str]]:
+    """Write a line of cells for each candidate, for the page and for a terminal."""
     return [
-        *(candidate["name"], nats(candidate["predicted"]), interval(candidate, "kl")),
-        *(percent(candidate["agreement"]), whole(candidate["encoded"])),
-        *(percent(candidate["share"]), milliseconds(candidate["ttft"])),
+        [
+            *(one["name"], nats(one["predicted"]), interval(one, "kl"), percent(one["agreement"])),
+            *(whole(one["encoded"]), percent(one["share"]), milliseconds(one["ttft"])),
+        ]
+        for one in candidates
     ]

@@ -1,83 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which a workflow is run to be judged."""
+"""Arms of an evaluation: text, choreography, rules of repair, adapters, one direct call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from vllm_choreo.errors import AdapterError
 from vllm_choreo.lab.cli.options import repair_of
-from vllm_choreo.lab.cli.task import Task, program_of
-from vllm_choreo.lab.record.replay import Replay
-from vllm_choreo.lab.study.divergence import Measured
+from vllm_choreo.lab.study.arms import Arm
 from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT
-from vllm_choreo.lab.workflows.direct import direct, question_of
 from vllm_choreo.trained_adapter import FILE_NAME, TrainedAdapter, wears_adapter
-from vllm_choreo.transcript.transcript import Transcript
 
 DIRECT = "direct"
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way of running a workflow.
-
-    Attributes:
-        name: unique.
-        mode: mode of `Choreography`.
-        adapter: folder of its adapter, or None.
-        placement: calls that wear the adapter; None: there is none.
-        trained: training's record in the folder; None: there is none.
-        is_direct: one call takes the place of the workflow: the question, and the answer.
-        repair: the rule of its calls, as `Choreography` takes it; None: none.
-        restates: the workflow asks its question once more after what is read.
-    """
-
-    name: str
-    mode: str
-    adapter: Path | None = None
-    placement: str | None = None
-    trained: TrainedAdapter | None = None
-    is_direct: bool = False
-    repair: Any = None
-    restates: bool = False
-
-    def open(self, llm: Any, task: Task | None = None) -> Any:
-        """A session on an engine, for a problem."""
-        from vllm_choreo.api.choreography import Choreography
-
-        # Every run has the caching that it would have by itself.
-        llm.reset_prefix_cache()
-        options = {name: getattr(self, name) for name in ("adapter", "placement", "repair")}
-        return Choreography(llm, self.mode, **options)
-
-    def run(self, c: Any, workflow: str, task: Task) -> Transcript:
-        """Run the workflow, or the one call in its place, in a session of `open`."""
-        if self.is_direct:
-            question = question_of(workflow, task.inputs)
-            opening, params = task.inputs.get("opening", ""), task.inputs["sampling_params"]
-            return direct(c, question, opening=opening, sampling_params=params)
-        inputs = {**task.inputs, "restate": True} if self.restates else task.inputs
-        return program_of(workflow)(c, **inputs)
-
-    @property
-    def says_the_same(self) -> bool:
-        """True if its calls are those of the text, so that their distributions can be compared."""
-        return not self.is_direct and not self.restates
-
-    def replayed(
-        self, c: Any, workflow: str, task: Task, said: Transcript
-    ) -> tuple[Transcript, list[np.ndarray]]:
-        """Replay a run's tokens with this arm; also return its distributions, see `Measured`."""
-        measured = Measured(c)
-        with Replay(measured, said) as replay:
-            ran = program_of(workflow)(replay, **task.inputs)
-        return ran, measured.distributions
 
 
 def arms_of(

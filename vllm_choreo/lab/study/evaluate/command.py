@@ -11,9 +11,10 @@ from vllm_choreo.cli.arguments import add_model, add_out
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.engine import DEFAULT_MAX_MODEL_LEN, memory_for, start_engine
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.lab.cli.options import OPTIONS, WORKFLOWS, add_repair, add_sampling, add_together
+from vllm_choreo.lab.cli.options import OPTIONS, add_repair, add_sampling, add_together
 from vllm_choreo.lab.cli.run import make_folder
-from vllm_choreo.lab.study.evaluate.sets import HeldOutSet, sets_of
+from vllm_choreo.lab.study.arguments import add_problems
+from vllm_choreo.lab.study.sets import HeldOutSet, sets_of
 from vllm_choreo.trained_adapter import PLACEMENTS
 
 
@@ -28,14 +29,7 @@ def command(parser: argparse.ArgumentParser) -> Main:
         help="folders of `vllm-choreo record`, of which the runs in test/ are taken; several show "
         "how adapters transfer",
     )
-    add("--workflow", choices=tuple(WORKFLOWS), help="instead: this one, on problems of its own")
-    add("--set", metavar="NAME", help="which problems are made, as of `vllm-choreo record`")
-    add(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="problems as JSON lines (default: some made from the seed)",
-    )
+    add_problems(parser, "on problems of its own")
     add(
         "--adapter",
         type=Path,
@@ -58,7 +52,7 @@ def command(parser: argparse.ArgumentParser) -> Main:
         choices=PLACEMENTS,
         help="which calls wear adapters whose folders do not say so",
     )
-    add_repair(parser, "of one more arm; several are compared", action="append", default=[])
+    add_repair(parser, "of one more arm; several are compared", "append")
     add(
         "--restate",
         action="store_true",
