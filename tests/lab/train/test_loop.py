@@ -26,7 +26,13 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.record.recording import FILE_NAME as RECORD
 from vllm_choreo.lab.record.recording import Recording
 from vllm_choreo.lab.train.checkpoint import FILE_NAME as CHECKPOINT
-from vllm_choreo.lab.train.examples import examples_of, joined, order, packed_together, taught
+from vllm_choreo.lab.train.examples import (
+    concat_examples,
+    examples_of,
+    order,
+    packed_together,
+    taught,
+)
 from vllm_choreo.lab.train.forward import PackedModel
 from vllm_choreo.lab.train.loop import TrainState, train
 from vllm_choreo.lab.train.loss import (
@@ -95,7 +101,7 @@ def test_the_folder_tells_how_it_was_made(
     assert steps == [0, 4, 8, 12, 16] and len(done.curves["train"]) == 16
 
     model = PackedModel(peft.PeftModel.from_pretrained(load(Path(model_path)), str(tmp_path)))
-    packing, teacher = joined(examples_of(recording)["development"])
+    packing, teacher = concat_examples(examples_of(recording)["development"])
     assert teacher is not None
     with torch.no_grad():
         logprobs = trained_logprobs(model, packing, adapted_calls(packing, done.placement))
@@ -126,8 +132,8 @@ def test_a_run_that_was_stopped_goes_on(
 ) -> None:
     """Between evaluations, at one, in the second epoch, after the last step; twice each."""
 
-    def kill(standing: TrainState) -> None:
-        if standing.step == at:
+    def kill(progress: TrainState) -> None:
+        if progress.step == at:
             raise Killed
 
     whole = train(model_path, recording, SETTINGS, tmp_path / "whole")
@@ -141,7 +147,7 @@ def test_a_run_that_was_stopped_goes_on(
         recording,
         SETTINGS,
         tmp_path / "cut",
-        lambda standing: seen.append(standing.step),
+        lambda progress: seen.append(progress.step),
     )
     assert seen[0] in (at - 1, at)  # it did go on, and did not begin anew
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
@@ -186,7 +192,7 @@ def test_several_runs_in_one_packing_are_as_each_alone(
     model = PackedModel(load(Path(model_path)))
     examples = examples_of(recording)["train"][:5]
     with torch.no_grad():
-        together = trained_logprobs(model, joined(examples)[0])
+        together = trained_logprobs(model, concat_examples(examples)[0])
         alone = [trained_logprobs(model, pack(example.calls)) for example in examples]
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-5)
 
@@ -212,7 +218,7 @@ def test_every_epoch_sees_every_run_once_in_an_order_of_its_own() -> None:
 def test_the_rest_counts_as_one_token(model_path: str, recording: Recording) -> None:
     """With the whole vocabulary it is the divergence; with less of it, less."""
     model = adapted_model(model_path, SETTINGS)
-    packing, _ = joined(examples_of(recording)["development"])
+    packing, _ = concat_examples(examples_of(recording)["development"])
     text = text_logprobs(model, packing)
     with torch.no_grad():
         logprobs = trained_logprobs(model, packing, adapted_calls(packing, "writer"))
@@ -343,7 +349,7 @@ def test_a_folder_that_holds_something_else(
         train(model_path, recording, settings, tmp_path / "begun")
 
 
-def _kill(standing: TrainState) -> None:
+def _kill(progress: TrainState) -> None:
     raise Killed
 
 

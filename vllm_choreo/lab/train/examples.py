@@ -81,7 +81,7 @@ def check_examples(model: PackedModel, examples: Iterable[Example]) -> None:
             model.check(pack(example.calls))
 
 
-def check_worn(examples: Iterable[Example], placement: str) -> None:
+def check_placement(examples: Iterable[Example], placement: str) -> None:
     """Check that some call would wear an adapter of this placement.
 
     Raises:
@@ -117,7 +117,7 @@ def taught(model: PackedModel, example: Example) -> Example:
     return replace(example, teacher=Teacher(ids.cpu(), values.cpu()))
 
 
-def joined(examples: Sequence[Example]) -> tuple[Packing, Teacher | None]:
+def concat_examples(examples: Sequence[Example]) -> tuple[Packing, Teacher | None]:
     """Several examples in one packing; no call of one reads those of another."""
     calls: list[PackedCall] = []
     for example in examples:
@@ -126,7 +126,7 @@ def joined(examples: Sequence[Example]) -> tuple[Packing, Teacher | None]:
             parents = tuple(replace(span, call=span.call + first) for span in call.parents)
             calls.append(replace(call, parents=parents))
     teachers = [example.teacher for example in examples if example.teacher is not None]
-    return pack(calls), Teacher.joined(teachers) if len(teachers) == len(examples) else None
+    return pack(calls), Teacher.concat(teachers) if len(teachers) == len(examples) else None
 
 
 def packed_together(examples: Sequence[Example], pack_tokens: int) -> Iterator[list[Example]]:

@@ -29,7 +29,7 @@ class Teacher:
     logprobs: torch.Tensor
 
     @classmethod
-    def joined(cls, teachers: Sequence[Teacher]) -> Teacher:
+    def concat(cls, teachers: Sequence[Teacher]) -> Teacher:
         """Concatenate the rows of teachers, cut to the smallest `k`."""
         k = min(teacher.token_ids.shape[1] for teacher in teachers)
         return cls(
