@@ -114,8 +114,8 @@ def _facts_of(options: Mapping[str, Any]) -> dict[str, str]:
     facts = {}
     if options.get("adapter") is not None:
         placement = options.get("placement")
-        worn = "" if placement is None else f", as {placement}"
-        facts["adapter"] = getattr(options["adapter"], "name", options["adapter"]) + worn
+        used = "" if placement is None else f", as {placement}"
+        facts["adapter"] = getattr(options["adapter"], "name", options["adapter"]) + used
     if options.get("repair") is not None:
         facts["repair"] = rule_text(options["repair"])
     return facts

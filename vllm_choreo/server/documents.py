@@ -43,8 +43,8 @@ class SessionAnswer(AnswerModel):
     max_model_len: int = Field(description="Tokens that a call reads and writes, at most.")
     model: str
     adapter: str | None = Field(description="Of calls that name none; null: the model alone.")
-    placement: Literal["writer", "reader", "both"] | None = Field(
-        description="Which calls wear the adapter; null: there is none."
+    placement: Literal["prefill", "decode", "both"] | None = Field(
+        description="Which calls use the adapter; null: there is none."
     )
     repair: str | dict[str, Any] | None = Field(description="Of calls that name none; null: none.")
     usage: SessionUsage

@@ -82,7 +82,7 @@ def test_cells_are_arms_of_an_evaluation(llm: Any, adapters: list[Adapter]) -> N
     profiling.replay(choices)
     for task, number in zip(problems.tasks, range(2), strict=True):
         rules = {str(layers): {"layers": [list(one) for one in layers]} for layers in choices}
-        arms = [Arm(name, "choreo", reader, "reader", repair=rules[name]) for name in rules]
+        arms = [Arm(name, "choreo", reader, "decode", repair=rules[name]) for name in rules]
         (judged,) = judge(llm, "multi_qa", [task], [pair.text, *arms], measures_kl=True)
         for layers in choices:
             found, expected = profiling.found[layers][number], judged[str(layers)]
@@ -267,7 +267,7 @@ def test_bad_arguments(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folders = {"A": str(adapters[0].path), "R": str(adapters[0].placed("reader"))}
+    folders = {"A": str(adapters[0].path), "R": str(adapters[0].placed("decode"))}
     given = [folders.get(argument, argument) for argument in arguments]
     assert cli.main(["profile-pair", *given, "--out", str(tmp_path / "no")]) == 1
     assert said in capsys.readouterr().err

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
@@ -23,9 +24,11 @@ from tests.lab.train.packings import load
 from tests.lab.train.recordings import record_runs
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.lab.cli.train import command
 from vllm_choreo.lab.record.recording import FILE_NAME as RECORD
 from vllm_choreo.lab.record.recording import Recording
 from vllm_choreo.lab.train.checkpoint import FILE_NAME as CHECKPOINT
+from vllm_choreo.lab.train.checkpoint import load_checkpoint, save_checkpoint
 from vllm_choreo.lab.train.examples import (
     concat_examples,
     examples_of,
@@ -49,7 +52,7 @@ from vllm_choreo.lab.train.training import adapted_model
 from vllm_choreo.trained_adapter import PEFT_FILES, TrainedAdapter
 
 SETTINGS = TrainSettings(
-    "writer", rank=4, alpha=8, learning_rate=3e-3, epochs=2, dropout=0.1, evaluations=2, patience=9
+    "prefill", rank=4, alpha=8, learning_rate=3e-3, epochs=2, dropout=0.1, evaluations=2, patience=9
 )
 
 
@@ -75,7 +78,7 @@ def weights(folder: Path) -> bytes:
 # -- it learns -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", ["writer", "reader", "both"])
+@pytest.mark.parametrize("placement", ["prefill", "decode", "both"])
 @pytest.mark.parametrize("loss", ["kl", "ce"])
 def test_the_loss_falls(
     model_path: str, recording: Recording, tmp_path: Path, placement: str, loss: str
@@ -93,7 +96,7 @@ def test_the_folder_tells_how_it_was_made(
     """The weights are those of the smallest development loss, found again from the folder alone."""
     done = train(model_path, recording, SETTINGS, tmp_path)
     assert TrainedAdapter.load(tmp_path) == done
-    assert (done.placement, done.loss, done.data["digest"]) == ("writer", "kl", recording.digest)
+    assert (done.placement, done.loss, done.data["digest"]) == ("prefill", "kl", recording.digest)
     assert [done.data[part] for part in recording.parts] == [32, 4, 4]
     assert done.settings["rank"] == 4 and done.seeds == {"seed": 0} and done.versions["torch"]
     assert not (tmp_path / CHECKPOINT).exists()
@@ -221,7 +224,7 @@ def test_the_rest_counts_as_one_token(model_path: str, recording: Recording) -> 
     packing, _ = concat_examples(examples_of(recording)["development"])
     text = text_logprobs(model, packing)
     with torch.no_grad():
-        logprobs = trained_logprobs(model, packing, adapted_calls(packing, "writer"))
+        logprobs = trained_logprobs(model, packing, adapted_calls(packing, "prefill"))
     whole = float(divergence(logprobs, text))
     found = []
     for k in (text.shape[1], 300, 64, 8, 1):
@@ -299,8 +302,8 @@ def test_a_writer_where_every_call_generates(
     model_path: str, recorded: Path, tmp_path: Path
 ) -> None:
     edited = _edited(recorded, tmp_path / "edited", _without_prefills)
-    with pytest.raises(ChoreoError, match="no call of these runs wears a writer adapter"):
-        train(model_path, edited, replace(SETTINGS, placement="writer"), tmp_path / "out")
+    with pytest.raises(ChoreoError, match="no call of these runs uses a prefill adapter"):
+        train(model_path, edited, replace(SETTINGS, placement="prefill"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("part", ["train", "development"])
@@ -347,6 +350,21 @@ def test_a_folder_that_holds_something_else(
     (tmp_path / "begun" / CHECKPOINT).write_bytes(b"half")
     with pytest.raises(ChoreoError, match="cannot be read"):
         train(model_path, recording, settings, tmp_path / "begun")
+
+
+@pytest.mark.parametrize(("former", "word"), [("writer", "prefill"), ("reader", "decode")])
+def test_a_former_placement_is_the_same_training(tmp_path: Path, former: str, word: str) -> None:
+    """On the command line, in settings, and in a checkpoint of before."""
+    parser = argparse.ArgumentParser()
+    command(parser)
+    with pytest.warns(DeprecationWarning, match=f'"{former}" is called "{word}" now'):
+        args = parser.parse_args(["recorded", "--placement", former])
+    assert args.placement == word
+    with pytest.warns(DeprecationWarning, match=former):
+        assert TrainSettings(former) == TrainSettings(word)
+    save_checkpoint(tmp_path, {"settings": {"placement": former}}, {"step": 1})
+    with pytest.warns(DeprecationWarning, match=former):
+        assert load_checkpoint(tmp_path, {"settings": {"placement": word}}) == {"step": 1}
 
 
 def _kill(progress: TrainState) -> None:

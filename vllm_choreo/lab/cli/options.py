@@ -17,7 +17,7 @@ from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.repair.session_rules import names_file, session_rule
 from vllm_choreo.semantics.call import MODES
 from vllm_choreo.semantics.session_options import RepairGiven
-from vllm_choreo.trained_adapter import PLACEMENTS
+from vllm_choreo.trained_adapter import PLACEMENTS, current_placement
 
 # What `direct` and the others do, for the help.
 WORKFLOWS = {
@@ -139,13 +139,14 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter",
         metavar="DIR",
-        help="folder of an adapter (docs/training.md) that choreographed runs wear; with --server "
+        help="folder of an adapter (docs/training.md) that choreographed runs use; with --server "
         "the name under which it serves one",
     )
     parser.add_argument(
         "--placement",
+        type=current_placement,
         choices=PLACEMENTS,
-        help="which calls wear the adapter (default: as training has written into its folder)",
+        help="which calls use the adapter (default: as training has written into its folder)",
     )
 
 

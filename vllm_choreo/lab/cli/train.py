@@ -12,7 +12,7 @@ from vllm_choreo.cli.arguments import add_out
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.numbers import natural, positive
 from vllm_choreo.lab.train.settings import LOSSES, SCHEDULES, TrainSettings
-from vllm_choreo.trained_adapter import PLACEMENTS, TrainedAdapter
+from vllm_choreo.trained_adapter import PLACEMENTS, TrainedAdapter, current_placement
 
 if TYPE_CHECKING:
     from vllm_choreo.lab.train.loop import TrainState
@@ -31,8 +31,9 @@ def command(parser: argparse.ArgumentParser) -> Main:
     add(
         "--placement",
         required=True,
+        type=current_placement,
         choices=PLACEMENTS,
-        help="which calls wear the adapter; writer: those that encode messages; reader: those "
+        help="which calls use the adapter; prefill: those that encode messages; decode: those "
         "that generate; both: all",
     )
     add("--loss", choices=LOSSES, help="kl: match the text's distribution, the default; ce: "

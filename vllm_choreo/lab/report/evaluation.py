@@ -50,7 +50,7 @@ def evaluation_html(evaluation: Mapping[str, Any]) -> str:
 # -- one set -------------------------------------------------------------------------------------
 
 _HEAD = (
-    *("arm", "adapter worn by", "right", "accuracy, %", "difference from text, points"),
+    *("arm", "calls with the adapter", "right", "accuracy, %", "difference from text, points"),
     *("worse / better", "p", "same answers, %", "KL to text, nats per token"),
     *("gap closed, %", "KL gap closed, %", "coverage, %", "same calls", "tokens encoded", "TTFT"),
 )

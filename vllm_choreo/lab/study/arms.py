@@ -31,7 +31,7 @@ class Arm:
         name: unique.
         mode: mode of `Choreography`.
         adapter: folder of its adapter, or None.
-        placement: calls that wear the adapter; None: there is none.
+        placement: calls that use the adapter; None: there is none.
         trained: training's record in the folder; None: there is none.
         is_direct: one call takes the place of the workflow: the question, and the answer.
         repair: the rule of its calls, as `Choreography` takes it; None: none.

@@ -16,7 +16,7 @@ from vllm_choreo.lab.train.forward import PackedModel
 from vllm_choreo.lab.train.loss import Teacher, text_logprobs
 from vllm_choreo.lab.train.packing import PackedCall, Packing, pack
 from vllm_choreo.lab.train.recorded import calls_of, check_recorded_as_text
-from vllm_choreo.trained_adapter import wears_adapter
+from vllm_choreo.trained_adapter import uses_adapter
 
 _NEEDED = ("train", "development")
 _NUM_LIKELIEST = 64  # of a text's tokens, where the recording has none
@@ -82,16 +82,16 @@ def check_examples(model: PackedModel, examples: Iterable[Example]) -> None:
 
 
 def check_placement(examples: Iterable[Example], placement: str) -> None:
-    """Check that some call would wear an adapter of this placement.
+    """Check that some call would use an adapter of this placement.
 
     Raises:
         ChoreoError: no call would, so none can learn.
     """
     calls = (call for example in examples for call in example.calls)
-    if not any(wears_adapter(placement, call.is_decode) for call in calls):
+    if not any(uses_adapter(placement, call.is_decode) for call in calls):
         raise ChoreoError(
-            f"no call of these runs wears a {placement} adapter, for all of them generate: train "
-            "with placement reader or both",
+            f"no call of these runs uses a {placement} adapter, for all of them generate: train "
+            "with placement decode or both",
             parameter="placement",
             value=placement,
         )

@@ -11,7 +11,7 @@ from vllm_choreo.errors import AdapterError
 from vllm_choreo.lab.cli.options import repair_of
 from vllm_choreo.lab.study.arms import Arm
 from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT
-from vllm_choreo.trained_adapter import FILE_NAME, TrainedAdapter, wears_adapter
+from vllm_choreo.trained_adapter import FILE_NAME, TrainedAdapter, uses_adapter
 
 DIRECT = "direct"
 
@@ -27,16 +27,16 @@ def arms_of(
     """The arms of an evaluation, in the order in which they are shown.
 
     Args:
-        adapters: folders of adapters that the workflow wears.
-        distilled: folders of adapters that the one call in its place wears.
+        adapters: folders of adapters that the workflow uses.
+        distilled: folders of adapters that the one call in its place uses.
         placement: placement of adapters whose folders have no `choreo_train.json`.
         repairs: rules, as text.
         restates: add text and choreography that ask the question once more.
 
     Raises:
         RepairError: a text is no rule of a session.
-        AdapterError: a folder is no adapter, or does not say which calls wear it; or the one call
-            would not wear a distilled one.
+        AdapterError: a folder is no adapter, or does not say which calls use it; or the one call
+            would not use a distilled one.
     """
     arms = [Arm(TEXT, "baseline"), Arm(CHOREOGRAPHED, "choreo")]
     if restates:
@@ -62,20 +62,21 @@ def _repaired(text: str) -> Arm:
 
 def _adapted(path: Path, placement: str | None, *, is_direct: bool) -> Arm:
     trained = TrainedAdapter.load(path) if (path / FILE_NAME).exists() else None
-    worn = trained.placement if trained else placement
-    if worn is None:
+    if trained is not None:
+        placement = trained.placement
+    if placement is None:
         raise AdapterError(
-            f"there is no {FILE_NAME} in the folder, which would say which calls wear the adapter: "
-            "say --placement writer, reader or both",
+            f"there is no {FILE_NAME} in the folder, which would say which calls use the adapter: "
+            "say --placement prefill, decode or both",
             parameter="adapter",
             value=str(path),
         )
-    if is_direct and not wears_adapter(worn, generates=True):
+    if is_direct and not uses_adapter(placement, generates=True):
         raise AdapterError(
             "the one call of direct generates, which calls with this adapter do not: train it with "
-            "--placement reader or both",
+            "--placement decode or both",
             parameter="direct",
             value=str(path),
         )
     name = f"{DIRECT} + {path.name}" if is_direct else f"+ {path.name}"
-    return Arm(name, "choreo", path, worn, trained, is_direct)
+    return Arm(name, "choreo", path, placement, trained, is_direct)

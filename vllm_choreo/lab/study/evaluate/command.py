@@ -15,7 +15,7 @@ from vllm_choreo.lab.cli.options import OPTIONS, add_repair, add_sampling, add_t
 from vllm_choreo.lab.cli.run import make_folder
 from vllm_choreo.lab.study.arguments import add_problems
 from vllm_choreo.lab.study.sets import HeldOutSet, sets_of
-from vllm_choreo.trained_adapter import PLACEMENTS
+from vllm_choreo.trained_adapter import PLACEMENTS, current_placement
 
 
 def command(parser: argparse.ArgumentParser) -> Main:
@@ -36,7 +36,7 @@ def command(parser: argparse.ArgumentParser) -> Main:
         action="append",
         default=[],
         metavar="DIR",
-        help="folder of an adapter that the workflow wears; several are compared",
+        help="folder of an adapter that the workflow uses; several are compared",
     )
     add(
         "--direct",
@@ -49,8 +49,9 @@ def command(parser: argparse.ArgumentParser) -> Main:
     )
     add(
         "--placement",
+        type=current_placement,
         choices=PLACEMENTS,
-        help="which calls wear adapters whose folders do not say so",
+        help="which calls use adapters whose folders do not say so",
     )
     add_repair(parser, "of one more arm; several are compared", "append")
     add(

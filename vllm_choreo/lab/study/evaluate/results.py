@@ -76,7 +76,7 @@ def save(judged: Sequence[JudgedSet], facts: Mapping[str, str], out: Path) -> di
 
 def table(evaluation: Mapping[str, Any]) -> str:
     """One line per set and arm."""
-    names = {"arm": "arm", "worn by": "placement"}
+    names = {"arm": "arm", "used by": "placement"}
     columns = "right,difference,p,same,KL,gap,KL gap,encoded,TTFT".split(",")
     return scores_table(evaluation["sets"], names, columns)
 

@@ -174,7 +174,7 @@ def _adapter(given: str) -> Path | None:
     """Folder of an adapter; None for the model itself.
 
     Raises:
-        AdapterError: it is no folder, or that of an adapter which some calls alone wear.
+        AdapterError: it is no folder, or that of an adapter which some calls alone use.
     """
     if given == THE_MODEL:
         return None

@@ -150,6 +150,6 @@ class ModelPair:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Model and writer's weights, as fields of a profile; the reader wears no adapter."""
+        """Model and writer's weights, as fields of a profile; the reader uses no adapter."""
         weights = ModelIdentity.of(self.writer).weights
         return {"model": ModelIdentity.of(self.reader), "writer": weights, "reader": None}
