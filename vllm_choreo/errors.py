@@ -108,7 +108,7 @@ class UnsupportedOptionError(ChoreoError):
 
 
 class AdapterError(ChoreoError):
-    """An adapter of another model, or that vLLM cannot load, or that such calls do not wear."""
+    """An adapter of another model, or that vLLM cannot load, or that such calls do not use."""
 
 
 class UnsupportedModelError(ChoreoError):

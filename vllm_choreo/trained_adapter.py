@@ -10,11 +10,12 @@ Imports neither torch nor vllm: training and serving share this file and nothing
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.files import write_text
@@ -22,26 +23,44 @@ from vllm_choreo.files import write_text
 FORMAT = 1  # of choreo_train.json
 FILE_NAME = "choreo_train.json"
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
-PLACEMENTS = ("writer", "reader", "both")
+PLACEMENTS = ("prefill", "decode", "both")
+_FORMER = {"writer": "prefill", "reader": "decode"}  # understood for one release
+
+Given = TypeVar("Given")
 
 # The first that a folder has tells how it splits text into tokens.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _HEAD_BYTES = 4096  # of every tensor: whoever trains a tensor changes these, too
 
 
-def wears_adapter(placement: str, generates: bool) -> bool:
+def current_placement(placement: Given) -> Given | str:
+    """Return today's word for a placement; a former one, "writer" or "reader", warns.
+
+    Anything else is returned as it is, and checked by `uses_adapter`.
+    """
+    if not isinstance(placement, str) or placement not in _FORMER:
+        return placement
+    current = _FORMER[placement]
+    warnings.warn(
+        f'the placement "{placement}" is called "{current}" now', DeprecationWarning, stacklevel=3
+    )
+    return current
+
+
+def uses_adapter(placement: str, generates: bool) -> bool:
     """Return whether a call is encoded with an adapter of this placement.
 
-    "writer": calls that encode messages; "reader": those that generate; "both": all.
+    "prefill": calls that encode messages; "decode": those that generate; "both": all.
 
     Raises:
         ChoreoError: no such placement.
     """
+    placement = current_placement(placement)
     if placement not in PLACEMENTS:
         raise ChoreoError(
             f"placement must be one of {PLACEMENTS}", parameter="placement", value=placement
         )
-    return placement == "both" or generates == (placement == "reader")
+    return placement == "both" or generates == (placement == "decode")
 
 
 @dataclass(frozen=True)
@@ -78,10 +97,10 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """Record of an adapter's training, which says the calls that wear it.
+    """Record of an adapter's training, which says the calls that use it.
 
     Attributes:
-        placement: kind of the calls that wear it, see `wears_adapter`.
+        placement: kind of the calls that use it, see `uses_adapter`.
         base: the model that it was trained on.
         loss: "ce" or "kl".
         data: "digest" and "mode" of the recorded runs, and the number of examples of each part.
@@ -101,7 +120,12 @@ class TrainedAdapter:
     curves: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        wears_adapter(self.placement, generates=True)
+        placement = current_placement(self.placement)
+        uses_adapter(placement, generates=True)
+        # A folder of before has the former word in its settings, too.
+        renamed = {"placement": placement} if "placement" in self.settings else {}
+        object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "settings", {**self.settings, **renamed})
 
     def save(self, folder: Path) -> None:
         """Write `choreo_train.json`; an interrupted write leaves the old file or the new one."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records tasks, trains adapters of every placement on each, and judges all on all.
 
-    python -m benchmarks.training WORK [--tasks key_values reports] [--placements writer]
+    python -m benchmarks.training WORK [--tasks key_values reports] [--placements prefill]
 
 A task is judged with its own adapters, and with those of other tasks that have some placement.
 Whatever is in the folder WORK already is not made again, so that it can be done in parts. What is
@@ -21,10 +21,10 @@ from benchmarks.harness.tables import as_text
 from benchmarks.training import stages
 from benchmarks.training.picture import draw
 from benchmarks.training.tables import TABLES
-from vllm_choreo.trained_adapter import PLACEMENTS
+from vllm_choreo.trained_adapter import PLACEMENTS, current_placement
 
 NAME = "training"
-_MIXED = "writer"  # of the mixture, and of two epochs
+_MIXED = "prefill"  # of the mixture, and of two epochs
 
 
 def main() -> int:
@@ -61,20 +61,22 @@ def _arguments() -> argparse.Namespace:
     names = [*stages.TASKS]
     parser.add_argument("--tasks", nargs="+", choices=names, default=names[:3], metavar="NAME")
     parser.add_argument("--judged", nargs="+", choices=names, metavar="NAME", help="default: tasks")
-    parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
+    placements: dict[str, Any] = {"type": current_placement, "choices": PLACEMENTS}
+    parser.add_argument("--placements", nargs="+", default=list(PLACEMENTS), **placements)
     parser.add_argument(
         "--transferred",
         nargs="*",
-        choices=PLACEMENTS,
-        default=["writer"],
+        **placements,
+        default=["prefill"],
         help="placements of adapters that are tried on other tasks than their own, too",
     )
     several: dict[str, Any] = {"nargs": "+", "choices": names, "default": [], "metavar": "NAME"}
     parser.add_argument("--mixture", **several, help="tasks of one more adapter, for all of them")
-    parser.add_argument("--longer", **several, help="tasks of a writer of two epochs, too")
+    parser.add_argument("--longer", **several, help="tasks of a prefill adapter of two epochs, too")
     parser.add_argument(
         "--alone",
         nargs="+",
+        type=_task_and_placement,
         choices=[f"{name}:{placement}" for name in names for placement in PLACEMENTS],
         default=[],
         metavar="NAME:PLACEMENT",
@@ -84,6 +86,11 @@ def _arguments() -> argparse.Namespace:
         "--controls", **several, help="tasks that one direct call is trained to answer as the text"
     )
     return parser.parse_args()
+
+
+def _task_and_placement(given: str) -> str:
+    task, _, placement = given.partition(":")
+    return f"{task}:{current_placement(placement)}"
 
 
 def _adapters(args: argparse.Namespace, recorded: Mapping[str, Path]) -> list[Path]:

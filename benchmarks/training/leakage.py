@@ -28,7 +28,8 @@ from vllm_choreo.api.facade_wrapper import FacadeWrapper, Item
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.cli.engine import start_engine
 from vllm_choreo.lab.cli.task import Task
-from vllm_choreo.lab.study.evaluate.arms import Arm, arms_of
+from vllm_choreo.lab.study.arms import Arm
+from vllm_choreo.lab.study.evaluate.arms import arms_of
 from vllm_choreo.lab.study.stats import bootstrap_interval
 from vllm_choreo.lab.workflows.chat import system
 from vllm_choreo.lab.workflows.prisoners_dilemma import NAMES, STRATEGIES, SYSTEM

@@ -12,7 +12,7 @@ from vllm_choreo.trained_adapter import PLACEMENTS
 
 Row = Mapping[str, str]
 _COLOURS = dict(zip(PLACEMENTS, (BLUE, ORANGE, GREEN), strict=True))
-_MIXTURE, _OTHERS = "mixture's writer", "other tasks' writers"
+_MIXTURE, _OTHERS = "the mixture's, prefill", "other tasks', prefill"
 
 
 def draw(rows: Sequence[Row], name: str) -> None:
@@ -57,7 +57,7 @@ def _kind(row: Row) -> tuple[str, str, float] | None:
         return "no adapter", RED, -0.3
     if not own and placement in _COLOURS:
         return f"own {placement}", _COLOURS[placement], -0.18 + 0.12 * PLACEMENTS.index(placement)
-    if arm.endswith("-writer"):
+    if arm.endswith("-prefill"):
         mixed = arm.startswith("mixture")
         return (_MIXTURE, INK, 0.18) if mixed else (_OTHERS, PALE, 0.3)
     return None

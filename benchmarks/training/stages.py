@@ -123,7 +123,7 @@ def control(work: Path, recorded: Path) -> Path:
     _once(runs, "distil", str(recorded))
     out = work / adapter_name(recorded.name, "direct")
     _once(
-        out, "train", str(runs), "--placement", "reader", "--loss", "ce", "--epochs", "1", *TRAINING
+        out, "train", str(runs), "--placement", "decode", "--loss", "ce", "--epochs", "1", *TRAINING
     )
     return out
 

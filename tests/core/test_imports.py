@@ -21,7 +21,7 @@ PACKAGES: dict[str, set[str]] = {
     "files": set(),
     "trained_adapter": {"files"},
     "repair": {"convert", "files", "trained_adapter"},
-    "semantics": {"repair"},
+    "semantics": {"repair", "trained_adapter"},
     "ops": set(),
     "chat": set(),
     "store": {"semantics", "repair"},
@@ -37,7 +37,7 @@ PACKAGES: dict[str, set[str]] = {
     "testing": {"semantics", "integrations"},
     "server": {
         *("config", "repair", "semantics", "wire", "api", "engine", "transcript"),
-        *("chat", "snapshot"),
+        *("chat", "snapshot", "trained_adapter"),
     },
     "cli": {
         *("semantics", "repair", "api", "client", "ops", "engine", "testing"),

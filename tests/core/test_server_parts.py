@@ -36,6 +36,7 @@ from vllm_choreo.server.errors import as_choreo_error, error_json, status_of
 from vllm_choreo.server.openai.auto_options import AutoOptions, read_options
 from vllm_choreo.server.page import MAX_MESSAGES, session_page
 from vllm_choreo.server.plugin import check_one_process
+from vllm_choreo.server.schemas import SessionBody
 from vllm_choreo.server.tenants import TenantMiddleware, cache_salt, tenant_of, use_keys
 from vllm_choreo.wire.messages import MessageAnswer, message_json, usage_json
 
@@ -307,3 +308,14 @@ def test_who_says_what_becomes_of_a_chats_messages(
     xargs: dict[str, Any] | None, header: str | None, default: str, expected: AutoOptions | None
 ) -> None:
     assert read_options(xargs, header, default) == expected
+
+
+@pytest.mark.parametrize(("former", "word"), [("writer", "prefill"), ("reader", "decode")])
+def test_a_former_placement_warns_and_is_that_of_today(former: str, word: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f'"{former}" is called "{word}" now'):
+        assert SessionBody.model_validate({"placement": former}).placement == word
+    for placement in ("prefill", "decode", "both", None):
+        assert SessionBody.model_validate({"placement": placement}).placement == placement
+    for wrong in ("editor", ["prefill"], 1):
+        with pytest.raises(ValueError, match="placement"):
+            SessionBody.model_validate({"placement": wrong})

@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.session_options import SessionOptions
 from vllm_choreo.trained_adapter import (
     FILE_NAME,
     PEFT_FILES,
     PLACEMENTS,
     ModelIdentity,
     TrainedAdapter,
-    wears_adapter,
+    uses_adapter,
 )
 
 BASE = ModelIdentity("tiny", "ab", "cd")
 ADAPTER = TrainedAdapter(
-    "writer",
+    "prefill",
     BASE,
     "kl",
     data={"digest": "ef", "train": 3},
@@ -62,11 +64,35 @@ def test_what_is_saved_is_loaded(folder: Path) -> None:
 
 
 def test_each_kind_of_call_is_encoded_by_whom_the_placement_says() -> None:
-    worn = {name: (wears_adapter(name, False), wears_adapter(name, True)) for name in PLACEMENTS}
-    assert worn == {"writer": (True, False), "reader": (False, True), "both": (True, True)}
-    with pytest.raises(ChoreoError, match=r"placement must be one of .*writer") as error:
-        wears_adapter("editor", True)
+    used = {name: (uses_adapter(name, False), uses_adapter(name, True)) for name in PLACEMENTS}
+    assert used == {"prefill": (True, False), "decode": (False, True), "both": (True, True)}
+    with pytest.raises(ChoreoError, match=r"placement must be one of .*prefill") as error:
+        uses_adapter("editor", True)
     assert (error.value.parameter, error.value.value) == ("placement", "editor")
+
+
+_FORMER = pytest.mark.parametrize(("former", "word"), [("writer", "prefill"), ("reader", "decode")])
+
+
+@_FORMER
+def test_a_former_word_warns_and_means_the_same(former: str, word: str) -> None:
+    for generates in (False, True):
+        with pytest.warns(DeprecationWarning, match=f'"{former}" is called "{word}" now'):
+            assert uses_adapter(former, generates) == uses_adapter(word, generates)
+    with pytest.warns(DeprecationWarning, match=former):
+        assert SessionOptions(placement=former).placement == word
+
+
+@_FORMER
+def test_a_folder_of_before_is_that_of_today(folder: Path, former: str, word: str) -> None:
+    """Its settings, too: by them a training is found to be the same."""
+    data = json.loads((folder / FILE_NAME).read_text())
+    data |= {"placement": former, "settings": {"placement": former, "rank": 16}}
+    (folder / FILE_NAME).write_text(json.dumps(data))
+    with pytest.warns(DeprecationWarning, match=former):
+        found = TrainedAdapter.load(folder)
+    settings = {"placement": word, "rank": 16}
+    assert found == replace(ADAPTER, placement=word, settings=settings)
 
 
 @pytest.mark.parametrize("name", [FILE_NAME, *PEFT_FILES])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that are worn by some calls only: those that their placement names, and no others."""
+"""Adapters that some calls only use: those that their placement names, and no others."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path])
     return engine_slot(tiny_model_path("llama"), **_ENGINE)
 
 
-def _worn(placement: str) -> tuple[bool, bool]:
+def _used(placement: str) -> tuple[bool, bool]:
     """By calls that encode, and by those that generate."""
-    return placement != "reader", placement != "writer"
+    return placement != "decode", placement != "prefill"
 
 
 # -- what is encoded by whom ---------------------------------------------------------------------
@@ -59,7 +59,7 @@ def test_calls_that_name_none_are_placed(
         "request": {"adapter": LoRARequest(given, 7 + PLACEMENTS.index(placement), str(folder))},
         "placement=": {"adapter": adapter.path, "placement": placement},
     }[given]
-    writer, reader = (adapter.oracle if worn else tiny_oracle("llama") for worn in _worn(placement))
+    writer, reader = (adapter.oracle if used else tiny_oracle("llama") for used in _used(placement))
     with Choreography(llm, **options) as c:
         doc, other = c.prefill([{"tokens": _DOC}, {"tokens": _NEXT}])
         answer = c.decode(_HEADER, parents=[doc], offsets=[20], sampling_params=_GREEDY)
@@ -83,7 +83,7 @@ def test_text_is_read_by_whoever_generates(
     mode: str,
 ) -> None:
     """As a request on the concatenated text: with a writer, that is the plain model."""
-    oracle = adapter.oracle if _worn(placement)[1] else tiny_oracle("llama")
+    oracle = adapter.oracle if _used(placement)[1] else tiny_oracle("llama")
     with Choreography(llm, mode, adapter=adapter.placed(placement)) as c:
         answer = c.decode(_HEADER, parents=[c.prefill(_DOC)], sampling_params=_GREEDY)
     assert answer.usage.exact
@@ -93,8 +93,8 @@ def test_text_is_read_by_whoever_generates(
 def test_a_call_gets_what_it_names(
     llm: Any, adapter: Adapter, tiny_oracle: Callable[[str], Oracle]
 ) -> None:
-    """In a session of a writer: none; the same, where it is worn; one that nobody has placed."""
-    base, folder = tiny_oracle("llama"), adapter.placed("writer")
+    """In a session of a writer: none; the same, where it is used; one that nobody has placed."""
+    base, folder = tiny_oracle("llama"), adapter.placed("prefill")
     plain = llm.model_config.served_model_name
     with Choreography(llm, adapter=folder) as c:
         for named, writer in (
@@ -144,7 +144,7 @@ def test_all_others_get_the_same_to_the_last_bit(
     expected = _ordinary(bare), _choreographed(bare)[1]
     llm = engine_slot(tiny_model_path("llama"), **_ENGINE)
     assert (_ordinary(llm), _choreographed(llm)[1]) == expected
-    for placement in ("writer", "reader"):
+    for placement in ("prefill", "decode"):
         _, said = _choreographed(llm, adapter=adapter.placed(placement))
         assert said != expected[1]  # or the adapter would prove nothing
     assert len(llm.llm_engine.list_loras()) == 2
@@ -153,7 +153,7 @@ def test_all_others_get_the_same_to_the_last_bit(
 
 def test_the_same_weights_are_the_same_adapter(llm: Any, adapter: Adapter) -> None:
     """Whatever else training leaves in their folders."""
-    writer, both = adapter.placed("writer"), adapter.placed("both")
+    writer, both = adapter.placed("prefill"), adapter.placed("both")
     with Choreography(llm, adapter=writer) as one, Choreography(llm, adapter=both) as other:
         one.prefill(_DOC)
         assert other.prefill(_DOC).usage.reused_tokens == 32  # whole blocks
@@ -161,10 +161,10 @@ def test_the_same_weights_are_the_same_adapter(llm: Any, adapter: Adapter) -> No
 
 def test_only_calls_that_wear_it_bring_it(llm: Any, adapter: Adapter) -> None:
     """With a reader, messages are the plain model's: all adapters share them, and so do others."""
-    with Choreography(llm) as plain, Choreography(llm, adapter=adapter.placed("reader")) as c:
+    with Choreography(llm) as plain, Choreography(llm, adapter=adapter.placed("decode")) as c:
         plain.prefill(_DOC)
         assert c.prefill(_DOC).usage.reused_tokens == 32  # whole blocks
-    with Choreography(llm) as plain, Choreography(llm, adapter=adapter.placed("writer")) as c:
+    with Choreography(llm) as plain, Choreography(llm, adapter=adapter.placed("prefill")) as c:
         plain.prefill(_DOC)
         assert c.prefill(_DOC).usage.reused_tokens == 0
 
@@ -188,21 +188,21 @@ def test_an_adapter_of_another_model(
         assert c.prefill(_DOC).num_tokens == 45, "the session goes on"
 
 
-def test_a_folder_that_does_not_say_where_it_is_worn(llm: Any, adapter: Adapter) -> None:
-    _refused(llm, 'no choreo_train.json.*say placement="writer"', adapter=adapter.path)
-    _refused(llm, 'no choreo_train.json.*say placement="writer"', adapter=str(adapter.path))
+def test_a_folder_that_does_not_say_where_it_is_used(llm: Any, adapter: Adapter) -> None:
+    _refused(llm, 'no choreo_train.json.*say placement="prefill"', adapter=adapter.path)
+    _refused(llm, 'no choreo_train.json.*say placement="prefill"', adapter=str(adapter.path))
 
 
 def test_placements_that_there_are_not(llm: Any, adapter: Adapter) -> None:
     wrong = {"adapter": adapter.path, "placement": "nobody"}
     _refused(llm, "placement must be one of", ChoreoError, **wrong)
-    _refused(llm, "name the adapter, too", ChoreoError, placement="writer")
+    _refused(llm, "name the adapter, too", ChoreoError, placement="prefill")
 
 
-@pytest.mark.parametrize("placement", ["writer", "reader"])
+@pytest.mark.parametrize("placement", ["prefill", "decode"])
 def test_a_call_that_contradicts_the_placement(llm: Any, adapter: Adapter, placement: str) -> None:
     folder, plain = adapter.placed(placement), llm.model_config.served_model_name
-    wrong = "decode" if placement == "writer" else "prefill"
+    wrong = "decode" if placement == "prefill" else "prefill"
     with Choreography(llm, adapter=folder) as c:
         with pytest.raises(AdapterError, match=rf"a {wrong} names.*placement {placement}.*both"):
             getattr(c, wrong)(_DOC, adapter=folder)
@@ -237,10 +237,10 @@ def test_a_folder_trained_anew_is_placed_anew(
     llm: Any, adapter: Adapter, tmp_path: Path, tiny_model_path: Callable[[str], Path]
 ) -> None:
     folder = tmp_path / "adapter"
-    shutil.copytree(adapter.placed("writer"), folder)
+    shutil.copytree(adapter.placed("prefill"), folder)
     with Choreography(llm, adapter=folder) as c:
         c.prefill(_DOC, adapter=folder)
-        TrainedAdapter("reader", ModelIdentity.of(tiny_model_path("llama")), "kl").save(folder)
+        TrainedAdapter("decode", ModelIdentity.of(tiny_model_path("llama")), "kl").save(folder)
         with pytest.raises(AdapterError, match="placement reader"):
             c.prefill(_DOC, adapter=folder)
 
@@ -249,4 +249,4 @@ def test_an_engine_without_adapters(
     engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path], adapter: Adapter
 ) -> None:
     bare = engine_slot(tiny_model_path("llama"))
-    _refused(bare, "enable_lora=True", UnsupportedOptionError, adapter=adapter.placed("writer"))
+    _refused(bare, "enable_lora=True", UnsupportedOptionError, adapter=adapter.placed("prefill"))

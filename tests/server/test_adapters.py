@@ -20,7 +20,7 @@ from vllm_choreo.testing.server import MODEL_NAME, start_server
 
 pytestmark = pytest.mark.exhaustive  # a server of its own
 
-WRITER = "writer"  # the same adapter, trained to be worn by calls that encode messages
+WRITER = "writer"  # the same adapter, trained for the calls that encode messages
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def client(
             max_loras=1,
             lora_modules=[
                 f"{adapter.request.name}={adapter.request.path}",
-                f"{WRITER}={adapter.placed('writer')}",
+                f"{WRITER}={adapter.placed('prefill')}",
                 f"foreign={adapter.placed('both', tiny_model_path('qwen3'))}",
             ],
             block_size=32,
@@ -122,7 +122,7 @@ def test_the_model_of_a_call_encodes_it(
             assert_choices(read, len(header))
 
 
-def test_an_adapter_is_worn_where_its_folder_says(
+def test_an_adapter_is_used_where_its_folder_says(
     client: httpx.Client, adapter: Adapter, tiny_model_path: Callable[[str], Path]
 ) -> None:
     """By messages of a session, and not by answers, on either route; unless the session says so."""
@@ -133,7 +133,7 @@ def test_an_adapter_is_worn_where_its_folder_says(
     url, key = str(client.base_url), client.headers["Authorization"].removeprefix("Bearer ")
     for placement, oracle in ((None, base), ("both", adapter.oracle)):
         with ChoreoClient(url, key, adapter=WRITER, placement=placement) as c:
-            assert c.stats()["placement"] == (placement or WRITER)
+            assert c.stats()["placement"] == (placement or "prefill")
             doc = c.prefill(tokens)
             answer = c.decode(header, parents=[doc], sampling_params=params)
             assert_choices(oracle.encode(answer.token_ids, read, 50), len(header))
@@ -143,7 +143,7 @@ def test_an_adapter_is_worn_where_its_folder_says(
             said = c.message(response.json()["choreo"]["id"])
             assert said.token_ids == answer.token_ids
             if placement is None:
-                with pytest.raises(AdapterError, match=r"placement writer.*leave it out"):
+                with pytest.raises(AdapterError, match=r"placement prefill.*leave it out"):
                     c.decode(header, parents=[doc], adapter=WRITER, sampling_params=params)
     # An ordinary request that names it is vLLM's, which knows no placement.
     ordinary = {**body, "vllm_xargs": None, "return_token_ids": True}
@@ -151,12 +151,25 @@ def test_an_adapter_is_worn_where_its_folder_says(
     assert_choices(adapter.oracle.encode([*header, *choice["token_ids"]]), len(header))
 
 
+def test_a_former_placement_warns_and_means_the_same(
+    client: httpx.Client, adapter: Adapter
+) -> None:
+    url, key = str(client.base_url), client.headers["Authorization"].removeprefix("Bearer ")
+    for former, placement in (("writer", "prefill"), ("reader", "decode")):
+        asked = {"adapter": adapter.request.name, "placement": former}
+        assert client.post("/v1/choreo/sessions", json=asked).json()["placement"] == placement
+        with pytest.warns(DeprecationWarning, match=f'"{former}" is called "{placement}" now'):
+            c = ChoreoClient(url, key, **asked)
+        with c:
+            assert c.stats()["placement"] == placement
+
+
 def test_an_adapter_of_another_model_is_refused(client: httpx.Client) -> None:
     body = {"model": "foreign", "prompt": "x", "vllm_xargs": {"choreo_save_as": "x"}}
     for answer in (
         Session(client).post({"content": "x", "adapter": "foreign"}),
         client.post("/v1/choreo/sessions", json={"adapter": "foreign"}),
-        client.post("/v1/choreo/sessions", json={"placement": "writer"}),
+        client.post("/v1/choreo/sessions", json={"placement": "prefill"}),
         client.post("/v1/completions", json=body),
     ):
         error = answer.json()["error"]

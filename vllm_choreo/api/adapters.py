@@ -25,7 +25,7 @@ from vllm_choreo.trained_adapter import (
     ModelIdentity,
     TrainedAdapter,
     adapter_weights,
-    wears_adapter,
+    uses_adapter,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _Stamp = tuple[tuple[int, int] | None, ...]
 
 @dataclass(frozen=True)
 class WithAdapter:
-    """Stands in place of a call's adapter: worn if its placement has such calls wear it.
+    """Stands in place of a call's adapter: used if its placement has such calls use it.
 
     Attributes:
         adapter: a `LoRARequest` or a folder, as a session takes it.
@@ -53,12 +53,12 @@ class SessionAdapters:
     Args:
         vllm_config: the engine's.
         options: the session's. `adapter`: adapter of calls that name none: a `LoRARequest`, a
-            folder, or the name of the model for none. `placement`: the calls that wear adapters in
+            folder, or the name of the model for none. `placement`: the calls that use adapters in
             this session; None: as the folder of each says (`choreo_train.json`), and all calls
             where it does not.
 
     Raises:
-        AdapterError: a folder that does not say where its adapter is worn, while `placement` does
+        AdapterError: a folder that does not say where its adapter is used, while `placement` does
             not either; or an adapter that does not fit the engine.
         ChoreoError: no such adapter or placement.
     """
@@ -70,7 +70,7 @@ class SessionAdapters:
         self._fitting: dict[Path, _Stamp] = {}  # folders that have been checked
         self._adapter = self._checked(adapter)
         if placement is not None:
-            wears_adapter(placement, generates=True)
+            uses_adapter(placement, generates=True)
         if self._adapter is None:
             if placement is not None:
                 raise ChoreoError(
@@ -80,8 +80,8 @@ class SessionAdapters:
                 )
         elif self._placement_of(self._adapter) is None and isinstance(adapter, (str, Path)):
             raise AdapterError(
-                f"the folder has no {FILE_NAME}, which would say which calls wear the adapter: say "
-                'placement="writer", "reader" or "both"',
+                f"the folder has no {FILE_NAME}, which would say which calls use the adapter: say "
+                'placement="prefill", "decode" or "both"',
                 parameter="adapter",
                 value=str(adapter),
             )
@@ -99,7 +99,7 @@ class SessionAdapters:
             given: the adapter that the call names, a `WithAdapter`, or None.
 
         Raises:
-            AdapterError: the call names an adapter that is not worn by calls of its kind, or that
+            AdapterError: the call names an adapter that calls of its kind do not use, or that
                 does not fit the engine.
             ChoreoError: no such adapter.
         """
@@ -110,7 +110,7 @@ class SessionAdapters:
         if request is None:
             return None
         placement = self._placement_of(request) or "both"
-        if wears_adapter(placement, kind == "decode"):
+        if uses_adapter(placement, kind == "decode"):
             return request
         if is_placed:
             return None
@@ -167,9 +167,9 @@ def _request_of(given: object) -> LoRARequest | None:
 
 
 def _contradicts(kind: str, placement: str, request: LoRARequest) -> AdapterError:
-    worn_by = "calls that encode messages" if placement == "writer" else "calls that generate"
+    users = "calls that encode messages" if placement == "prefill" else "calls that generate"
     return AdapterError(
-        f"a {kind} names an adapter that is worn by {worn_by} alone (placement {placement}): leave "
+        f"a {kind} names an adapter that {users} alone use (placement {placement}): leave "
         'it out, or open the session with the adapter and placement="both"',
         parameter="adapter",
         value=request.lora_name,
@@ -227,7 +227,7 @@ def _load(folder: Path, *stamp: int) -> TrainedAdapter:
 
 
 def adapter_weights_of(request: LoRARequest | None) -> str | None:
-    """Digest of the weights of a call's adapter; None: it wears none; "": they are not here."""
+    """Digest of the weights of a call's adapter; None: it uses none; "": they are not here."""
     if request is None:
         return None
     folder = _folder(request)

@@ -100,7 +100,7 @@ class AsyncChoreography(AsyncCallMethods):
 
     @property
     def placement(self) -> str | None:
-        """Calls that wear the session's adapter: "writer", "reader" or "both"; None: no adapter."""
+        """Calls that use the session's adapter: "prefill", "decode" or "both"; None: no adapter."""
         return self._session.adapters.placement
 
     async def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:

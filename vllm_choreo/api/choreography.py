@@ -65,7 +65,7 @@ class Choreography(CallMethods):
         tenant: owner of the session; identical messages of one tenant are encoded once.
         adapter: adapter of calls that name none: the folder that training wrote, a folder of PEFT,
             or a `vllm.lora.request.LoRARequest`; None: the model alone.
-        placement: the calls that wear it: "writer", those that encode messages; "reader", those
+        placement: the calls that use it: "prefill", those that encode messages; "decode", those
             that generate; "both"; None: the placement that training has written into the folder.
         repair: the rule of calls that name none, such as "first:32" (docs/repair.md); None: none.
 

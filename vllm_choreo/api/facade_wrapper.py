@@ -45,7 +45,7 @@ class FacadeWrapper(CallMethods):
         return self._c.decode(calls)
 
 
-class PassingSession(FacadeWrapper):
+class SessionWrapper(FacadeWrapper):
     """Wrapper of a session, which ends with this one."""
 
     def __init__(self, c: SessionFacade) -> None:

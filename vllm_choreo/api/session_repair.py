@@ -88,7 +88,7 @@ class SessionRepair:
         Args:
             exact: True for an exact call, which encodes anew what it must and has no other repair.
             parents: the call's parents, by the ids of messages.
-            adapter: the `LoRARequest` that the call wears, or None.
+            adapter: the `LoRARequest` that the call uses, or None.
             num_planned: calls of the same list before it.
 
         Raises:

@@ -17,10 +17,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.cli.commands import Main
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.reference import Made, Reference, num_unlike_greedy
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 # Float32 on both sides; one wrong position costs a hundred times as much.
 LOGPROB_TOLERANCE = 2e-3
@@ -32,7 +36,7 @@ MAX_MODEL_LEN = 1024
 class CaseRun:
     """A case that was run: the engine's message, and the same for the reference to encode."""
 
-    message: Any
+    message: Message
     made: Made
 
 
@@ -100,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
     return 1
 
 
-def start_engine(model: str, **options: Any) -> Any:
+def start_engine(model: str, **options: object) -> LLM:
     """A `vllm.LLM` in this process: float32, quiet, no compilation.
 
     Args:
@@ -179,7 +183,7 @@ def _describe(kind: tuple[Any, ...]) -> str:
 # -- the engine's answers --------------------------------------------------------------------------
 
 
-def _run_cases(llm: Any) -> list[tuple[str, CaseRun]]:
+def _run_cases(llm: LLM) -> list[tuple[str, CaseRun]]:
     """Run some choreographed calls that no prefix cache could serve, but for the first."""
     from vllm import SamplingParams
 
@@ -242,6 +246,7 @@ def _verdict(name: str, run: CaseRun, reference: Reference) -> Verdict:
     logprobs = logits.log_softmax(-1)
     num_header = message.num_tokens - len(generated)
     difference = 0.0
+    assert message.logprobs is not None, "its sampling parameters ask for them"
     for row, entries in zip(logprobs[num_header - 1 :], message.logprobs, strict=False):
         for token, entry in entries.items():
             difference = max(difference, abs(float(row[token]) - entry.logprob))

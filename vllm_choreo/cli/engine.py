@@ -12,11 +12,15 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from vllm_choreo.api.protocol import Facade, SessionFacade
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.repair.rules import rule_text
 from vllm_choreo.repair.session_rules import runs_some_layers
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
 
 DEFAULT_MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 16
@@ -27,10 +31,10 @@ HIDDEN_MEMORY_GIB = 1.0
 class Engine(Protocol):
     """Engine or server that a workflow is run on."""
 
-    def open(self, mode: str) -> Any:
+    def open(self, mode: str) -> SessionFacade:
         """A session: a `Choreography`, or what has its methods."""
 
-    def sampling(self, **fields: Any) -> Any:
+    def sampling(self, **fields: object) -> SamplingParams | dict[str, Any]:
         """Sampling parameters as `open(mode).decode` takes them."""
 
     def facts(self, modes: Sequence[str]) -> dict[str, str]:
@@ -47,10 +51,10 @@ class LocalEngine:
             repair. Text is the model's alone.
     """
 
-    llm: Any
+    llm: LLM
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def open(self, mode: str) -> Any:
+    def open(self, mode: str) -> SessionFacade:
         from vllm_choreo.api.choreography import Choreography
 
         # Within a run the baseline has all the caching that vLLM offers; from earlier runs nothing.
@@ -58,7 +62,7 @@ class LocalEngine:
         return Choreography(self.llm, mode, **_of_mode(mode, self.options))
 
     @staticmethod
-    def sampling(**fields: Any) -> Any:
+    def sampling(**fields: object) -> SamplingParams:
         from vllm import SamplingParams
 
         return SamplingParams(**fields)
@@ -83,13 +87,13 @@ class RemoteEngine:
     api_key: str | None = field(default=None, repr=False)
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def open(self, mode: str) -> Any:
+    def open(self, mode: str) -> SessionFacade:
         from vllm_choreo.client import ChoreoClient
 
         return ChoreoClient(self.base_url, self.api_key, mode, **_of_mode(mode, self.options))
 
     @staticmethod
-    def sampling(**fields: Any) -> Any:
+    def sampling(**fields: object) -> dict[str, Any]:
         return fields
 
     def facts(self, modes: Sequence[str]) -> dict[str, str]:
@@ -110,8 +114,8 @@ def _facts_of(options: Mapping[str, Any]) -> dict[str, str]:
     facts = {}
     if options.get("adapter") is not None:
         placement = options.get("placement")
-        worn = "" if placement is None else f", as {placement}"
-        facts["adapter"] = getattr(options["adapter"], "name", options["adapter"]) + worn
+        used = "" if placement is None else f", as {placement}"
+        facts["adapter"] = getattr(options["adapter"], "name", options["adapter"]) + used
     if options.get("repair") is not None:
         facts["repair"] = rule_text(options["repair"])
     return facts
@@ -133,8 +137,8 @@ def start_engine(
     max_model_len: int,
     forces_tokens: bool = False,
     adapters: Sequence[Path] = (),
-    **options: Any,
-) -> Any:
+    **options: object,
+) -> LLM:
     """Start a `vllm.LLM`.
 
     Args:
@@ -190,7 +194,7 @@ def start_engine(
         raise ChoreoError(f"vLLM does not start with {folder}: {reason}") from error
 
 
-def stop_engine(llm: Any) -> None:
+def stop_engine(llm: LLM) -> None:
     """End an engine of this process, so that another one can be started."""
     # vLLM's process groups are global: an engine that is collected later would take down those of
     # the engine that was started after it.
@@ -205,7 +209,7 @@ def warm_up(engine: Engine, modes: Sequence[str]) -> None:
             first_call(c, engine.sampling(max_tokens=4))
 
 
-def first_call(c: Any, params: Any) -> None:
+def first_call(c: Facade, params: SamplingParams | dict[str, Any]) -> None:
     """Make a short call that reads a message, for the engine to load what the session needs.
 
     Args:
@@ -214,5 +218,5 @@ def first_call(c: Any, params: Any) -> None:
     """
     doc = c.prefill("A document of a few words.")
     # A policy knows the calls of its workflow alone.
-    plain = {"repair": "none"} if c.mode == "choreo" else {}
-    c.decode("Hello", parents=[doc], sampling_params=params, **plain)
+    repair = "none" if c.mode == "choreo" else None
+    c.decode("Hello", parents=[doc], sampling_params=params, repair=repair)

@@ -7,12 +7,15 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.chat.forecast import Forecast, Forecaster, requests_of
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.numbers import positive
 from vllm_choreo.errors import ChoreoError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _STATES = {
     "new": "encoded",
@@ -65,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def forecaster_of(
-    tokenizer: Any, model: str, min_tokens: int | None, block_size: int
+    tokenizer: PreTrainedTokenizerBase, model: str, min_tokens: int | None, block_size: int
 ) -> Forecaster:
     """Forecaster with a model's tokenizer.
 
@@ -120,7 +123,7 @@ def _note(one: Forecast) -> str:
     return "   choreo may differ" if one.may_differ else ""
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

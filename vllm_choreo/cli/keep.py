@@ -7,10 +7,14 @@ import argparse
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.errors import ChoreoError
+
+if TYPE_CHECKING:
+    from vllm_choreo import Choreography
+    from vllm_choreo.snapshot.storage import KeptFolder
 
 
 def command(parser: argparse.ArgumentParser) -> Main:
@@ -37,7 +41,7 @@ def command(parser: argparse.ArgumentParser) -> Main:
             "--model", metavar="MODEL", help="folder or name (default: the small test model)"
         )
         action.add_argument("--tenant", default="", help="whose messages (default: nobody's)")
-    show = actions.add_parser("show", help="what is kept, by which model; check every file")
+    show = actions.add_parser("show", help="what is saved, by which model; check every file")
     show.add_argument("uri", metavar="URI", help="folder, or a URL of fsspec's")
     show.add_argument(
         "--keep-key", default="", metavar="FILE", help="key of who is believed (default: yours)"
@@ -85,21 +89,21 @@ def _text(path: Path) -> str:
         raise ChoreoError(f"cannot be read: {error}", parameter="FILE", value=str(path)) from None
 
 
-def _save(c: Any, texts: list[tuple[Path, str]], args: argparse.Namespace) -> None:
+def _save(c: Choreography, texts: list[tuple[Path, str]], args: argparse.Namespace) -> None:
     start = time.perf_counter()
     messages = c.prefill([{"tokens": text} for _, text in texts])
     encoded = time.perf_counter()
-    kept = c.save(messages, args.to, encodings=not args.recipes)
-    saved = time.perf_counter()
+    saved = c.save(messages, args.to, encodings=not args.recipes)
+    end = time.perf_counter()
     for (path, _), message in zip(texts, messages, strict=True):
         print(f"{path}: {message.num_tokens:,} tokens as message {message.id.rpartition('/')[2]}")
     print(
-        f"{kept.messages} messages of {kept.tokens:,} tokens, {kept.bytes / 1e6:,.1f} MB of keys "
-        f"and values: encoded in {encoded - start:.2f} s, saved in {saved - encoded:.2f} s"
+        f"{saved.messages} messages of {saved.tokens:,} tokens, {saved.bytes / 1e6:,.1f} MB of "
+        f"keys and values: encoded in {encoded - start:.2f} s, saved in {end - encoded:.2f} s"
     )
 
 
-def _load(c: Any, args: argparse.Namespace) -> None:
+def _load(c: Choreography, args: argparse.Namespace) -> None:
     start = time.perf_counter()
     messages = c.load(args.uri, on_mismatch=args.on_mismatch)
     seconds = time.perf_counter() - start
@@ -120,15 +124,15 @@ def _show(uri: str, key_file: str) -> int:
     from vllm_choreo.snapshot.storage import KeptFolder
 
     folder = KeptFolder(uri, keep_key=own_key(key_file))
-    kept, is_trusted, _ = checked_manifest(folder)
+    manifest, is_trusted, _ = checked_manifest(folder)
     if not is_trusted:
         print("UNTRUSTED: it was saved with another key; see docs/keep.md")
-    model, damaged = kept["model"], 0
+    model, damaged = manifest["model"], 0
     print(f"Made by {model['name']}, {model['dtype']}; weights {model['weights'] or 'unknown'}")
-    for adapter in kept["adapters"]:
+    for adapter in manifest["adapters"]:
         print(f"and by adapter {adapter['name']}; weights {adapter['weights'][:32]}")
-    for message in kept["messages"]:
-        entry = kept["encodings"][message["encoding"]]
+    for message in manifest["messages"]:
+        entry = manifest["encodings"][message["encoding"]]
         state = _state(folder, entry)
         damaged += state.startswith("DAMAGED")
         name = message["id"].rpartition("/")[2]
@@ -136,7 +140,7 @@ def _show(uri: str, key_file: str) -> int:
     return 1 if damaged else 0
 
 
-def _state(folder: Any, entry: Mapping[str, Any]) -> str:
+def _state(folder: KeptFolder, entry: Mapping[str, Any]) -> str:
     """Describe a message's keys and values: a recipe, damaged, or their size."""
     from vllm_choreo.errors import KeptError
     from vllm_choreo.snapshot.streams import ReadAhead

@@ -42,7 +42,7 @@ class ChoreoClient(CallMethods, ClientBase):
         ttl_seconds: the server closes the session if it is not used for so long; None: the
             server's default, which is also the longest.
         adapter: adapter of calls that name none: a LoRA adapter that the server knows, by its name.
-        placement: the calls that wear it, as for `Choreography`.
+        placement: the calls that use it, as for `Choreography`.
         repair: the rule of calls that name none, as for `Choreography`.
 
     Raises:

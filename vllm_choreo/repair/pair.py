@@ -82,7 +82,7 @@ class PairProfile(MeasuredFile, frozen=True, tag="profile"):
     Attributes:
         model: the base of both adapters; of two whole models the reader.
         writer, reader: hex digests of weights, of an adapter's or of a whole model's; None: calls
-            wear no adapter.
+            use no adapter.
         num_layers: layers of the model.
         num_read: tokens that a call read, the mean of those that generated.
         cells: cells in the order in which they were measured.

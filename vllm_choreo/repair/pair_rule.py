@@ -108,7 +108,7 @@ class PairRule(
         """Return whether a call is the reader's, and not the writer's.
 
         Args:
-            weights: digest of the call's adapter; None: it wears none; "": not known.
+            weights: digest of the call's adapter; None: it uses none; "": not known.
 
         Raises:
             RepairError: it is that of neither.
@@ -117,7 +117,7 @@ class PairRule(
             return True
         if weights != self.profile.writer and self.is_strict:
             raise RepairError(
-                "the call wears an adapter that is neither of the pair: name that of the reader, "
+                "the call uses an adapter that is neither of the pair: name that of the reader, "
                 'profile the two that are used, or say repair="none"',
                 parameter="repair",
                 value=weights,

@@ -40,7 +40,7 @@ class ReadOptions(TypedDict, total=False):
         deny: messages of which the call may read no trace (docs/exactness.md).
         adapter: the LoRA adapter that encodes the new tokens and generates: in process a folder or
             a `vllm.lora.request.LoRARequest`, over HTTP a name that the server knows. Omitted: the
-            session's, if its placement has such calls wear it; the name of the model: none.
+            session's, if its placement has such calls use it; the name of the model: none.
             Parents are read as they were encoded.
         repair: tokens of the parents that are encoded anew in the call's own context: a rule
             ("first:32"), or runs (docs/repair.md). Omitted: that of the session; "none": none.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from vllm_choreo.repair.pair_rule import ChosenCell
 from vllm_choreo.repair.session_rules import SessionRule
 from vllm_choreo.semantics.call import check_mode
+from vllm_choreo.trained_adapter import current_placement
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -61,3 +62,4 @@ class SessionOptions:
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
+        object.__setattr__(self, "placement", current_placement(self.placement))

@@ -84,7 +84,7 @@ class SessionAnswer(AnswerObject):
     adapter: Annotated[str | None, Doc("Of calls that name none; null: the model alone.")]
     placement: Annotated[
         Placement | None,
-        Doc("Which calls wear the adapter; null: there is none."),
+        Doc("Which calls use the adapter; null: there is none."),
     ]
     repair: Annotated[Repair | None, Doc("Of calls that name none; null: none.")]
     usage: SessionUsage

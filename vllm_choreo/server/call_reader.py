@@ -119,7 +119,7 @@ class CallReader:
     async def adapter_of(
         self, own: str | None, adapter: str | None
     ) -> LoRARequest | WithAdapter | str | None:
-        """Resolve the call's own adapter, or else the session's, worn where it is placed."""
+        """Resolve the call's own adapter, or else the session's, used where it is placed."""
         if own is not None or adapter is None:
             return await self.adapters.resolve(own)
         return WithAdapter(await self.adapters.resolve(adapter))

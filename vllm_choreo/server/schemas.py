@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from vllm_choreo.semantics.call import MAX_ROLE_CHARS
+from vllm_choreo.trained_adapter import current_placement
 
 # Of one request, in all of its calls together: planning them takes a second.
 MAX_PARENTS = 100_000
@@ -112,10 +113,12 @@ class SessionBody(BodyModel):
         examples=[600],
     )
     adapter: Adapter | None = Field(None, description="Of calls that name none.")
-    placement: Literal["writer", "reader", "both"] | None = Field(
+    placement: Annotated[
+        Literal["prefill", "decode", "both"] | None, BeforeValidator(current_placement)
+    ] = Field(
         None,
         description=(
-            "Which calls wear the adapter: `writer`: those that encode messages; `reader`: those "
+            "Which calls use the adapter: `prefill`: those that encode messages; `decode`: those "
             "that generate; `both`. By default as training has written into its folder; `both` if "
             "it has not."
         ),

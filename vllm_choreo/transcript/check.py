@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -59,7 +60,7 @@ class _Transcript(Struct):
     steps: list[_Step]
 
 
-def check_transcript(data: Any) -> None:
+def check_transcript(data: Mapping[str, Any]) -> None:
     """Check that data have the form of a transcript.
 
     Raises:
@@ -72,7 +73,7 @@ def check_transcript(data: Any) -> None:
                 raise ValueError(f"steps[{i}].{name} must hold token ids, which are 0 or more")
 
 
-def check_form(value: Any, form: Any, place: str) -> None:
+def check_form(value: object, form: object, place: str) -> None:
     """Check that a value, found at `place`, is of a form: a type as `convert` takes it.
 
     Raises:
@@ -86,6 +87,6 @@ def check_form(value: Any, form: Any, place: str) -> None:
         raise ValueError(f"{place} {error.message}{found}") from None
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"

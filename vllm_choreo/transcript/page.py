@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Self-contained HTML page of transcripts: which call read which messages, when, at what cost.
 
-`page.html` is the frame; the fragments beside it are its style and its scripts. The data goes into
+`page.html` is the frame; the templates beside it are its style and its scripts. The data goes into
 the page as JSON, and the scripts put text into the document as text alone, never as markup.
 """
 
 from __future__ import annotations
 
-import html
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
-_INCLUDE = re.compile(r"<!-- include (\w+\.html) -->\n")
+from vllm_choreo.transcript.templates import template_environment
 
 
 @dataclass(frozen=True)
@@ -64,20 +60,8 @@ def page_html(workflow: str, problems: Sequence[ShownProblem], facts: Mapping[st
         "facts": dict(facts),
         "problems": [_problem(problem) for problem in problems],
     }
-    page = _INCLUDE.sub(lambda found: fragment(found[1]), fragment("page.html"))
-    title, page_data = html.escape(workflow), _script_json(data)
-    return page.replace("{{title}}", title, 1).replace("{{data}}", page_data, 1)
-
-
-def fragment(name: str) -> str:
-    """Read a file beside this one."""
-    return (files("vllm_choreo.transcript") / name).read_text(encoding="utf-8")
-
-
-def _script_json(data: Any) -> str:
-    """Write JSON in which no text can end the HTML script element or become markup."""
-    text = json.dumps(data, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    page = template_environment().get_template("page.html")
+    return page.render(workflow=workflow, data=data)
 
 
 def _problem(problem: ShownProblem) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class Transcript:
         return cls.from_json(json.loads(path.read_text("utf-8")))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """An argument as plain data: `SamplingParams(**plain)` makes sampling parameters again."""
     if hasattr(value, "__struct_fields__"):
         import msgspec

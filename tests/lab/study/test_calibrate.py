@@ -19,11 +19,12 @@ from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import RepairError
 from vllm_choreo.lab.cli import run as run_command
 from vllm_choreo.lab.cli.task import Task
+from vllm_choreo.lab.study.arms import Arm
+from vllm_choreo.lab.study.bench import judge
 from vllm_choreo.lab.study.calibrate import command as arguments
 from vllm_choreo.lab.study.calibrate.measure import Replays
 from vllm_choreo.lab.study.calibrate.repaired import policy_choice
-from vllm_choreo.lab.study.evaluate.arms import Arm, arms_of
-from vllm_choreo.lab.study.evaluate.bench import judge
+from vllm_choreo.lab.study.evaluate.arms import arms_of
 from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.repair.policy import Policy
 from vllm_choreo.trained_adapter import ModelIdentity

@@ -28,14 +28,15 @@ from vllm_choreo.lab.cli.task import Task, transcript_json
 from vllm_choreo.lab.problems import trivia
 from vllm_choreo.lab.record.recording import Recorder, Recording
 from vllm_choreo.lab.record.replay import Replay
+from vllm_choreo.lab.study.arms import Arm
+from vllm_choreo.lab.study.bench import judge
 from vllm_choreo.lab.study.evaluate import command
-from vllm_choreo.lab.study.evaluate.arms import Arm, arms_of
-from vllm_choreo.lab.study.evaluate.bench import judge
+from vllm_choreo.lab.study.evaluate.arms import arms_of
 from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.lab.train.packing import PackedCall, pack, pack_as_text
 from vllm_choreo.lab.train.recorded import calls_of, check_recorded_as_text
 from vllm_choreo.lab.workflows.direct import direct, question_of
-from vllm_choreo.trained_adapter import PLACEMENTS, ModelIdentity, TrainedAdapter, wears_adapter
+from vllm_choreo.trained_adapter import PLACEMENTS, ModelIdentity, TrainedAdapter, uses_adapter
 from vllm_choreo.transcript.transcript import Transcript
 
 DOCS = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
@@ -116,7 +117,7 @@ def test_the_distance_is_that_of_the_dense_oracle(
             continue
         oracles = [
             adapter.oracle
-            if arm.placement and wears_adapter(arm.placement, call.is_decode)
+            if arm.placement and uses_adapter(arm.placement, call.is_decode)
             else base
             for call in calls
         ]
@@ -145,7 +146,7 @@ def test_a_direct_call_is_the_question_alone(
 ) -> None:
     """And with an adapter, every token of it is the adapter's."""
     task = _task()
-    plain, distilled = arms_of([], [adapter.placed("reader")], None)[2:]
+    plain, distilled = arms_of([], [adapter.placed("decode")], None)[2:]
     for arm, oracle in ((plain, tiny_oracle("llama")), (distilled, adapter.oracle)):
         with arm.open(llm) as c:
             (step,) = arm.run(c, "multi_qa", task).steps
@@ -214,21 +215,21 @@ def _record(folder: Path, llm: Any, questions: Sequence[str], workflow: str = "d
 def test_arms_on_problems_of_their_own(
     tmp_path: Path, adapter: Adapter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adapters = [str(adapter.placed(placement)) for placement in ("writer", "reader")]
+    adapters = [str(adapter.placed(placement)) for placement in ("prefill", "decode")]
     given = [word for path in adapters for word in ("--adapter", path)]
     given += ["--direct", str(adapter.placed("both")), "--max-tokens", "6", "--limit", "2"]
     made = evaluate(tmp_path, "--workflow", "multi_qa", *given)
     (one,) = made["sets"]
     names = [row["arm"] for row in one["rows"]]
     writer, reader, both = (
-        f"+ {adapter.placed(name).name}" for name in ("writer", "reader", "both")
+        f"+ {adapter.placed(name).name}" for name in ("prefill", "decode", "both")
     )
     assert names == [TEXT, CHOREOGRAPHED, writer, reader, "direct", f"direct {both}"]
     assert [row["placement"] for row in one["rows"]] == [
         None,
         None,
-        "writer",
-        "reader",
+        "prefill",
+        "decode",
         None,
         "both",
     ]
@@ -252,10 +253,10 @@ def test_several_recordings_show_how_adapters_transfer(
     tmp_path: Path, llm: Any, adapter: Adapter, tiny_model_path: Callable[[str], Path]
 ) -> None:
     folder = tmp_path / "trained"
-    shutil.copytree(adapter.placed("reader"), folder)
+    shutil.copytree(adapter.placed("decode"), folder)
     base = ModelIdentity.of(tiny_model_path("llama"))
     curves = {"train": [[1, 2.0], [2, 1.0]], "development": [[2, 1.5]]}
-    TrainedAdapter("reader", base, "kl", curves=curves).save(folder)
+    TrainedAdapter("decode", base, "kl", curves=curves).save(folder)
     recordings = [
         _record(tmp_path / "one", llm, ["Who?", "<b>Where?</b>"], "parallel_debate"),
         _record(tmp_path / "two", llm, ["When?"], "iterative_debate"),
@@ -286,14 +287,14 @@ def test_the_page_in_a_browser(tmp_path: Path, llm: Any, adapter: Adapter) -> No
 def test_a_workflow_is_run_with_an_adapter(
     tmp_path: Path, llm: Any, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`vllm-choreo run --adapter`: choreographed calls wear it, text is the model's alone."""
+    """`vllm-choreo run --adapter`: choreographed calls use it, text is the model's alone."""
     monkeypatch.setattr(run_command, "start_engine", lambda *_: llm)
     said: dict[str, dict[str, str]] = {}
-    for placement in (None, "reader", "both"):
-        worn = ["--adapter", str(adapter.path), "--placement", placement] if placement else []
+    for placement in (None, "decode", "both"):
+        used = ["--adapter", str(adapter.path), "--placement", placement] if placement else []
         out = tmp_path / str(placement)
         given = ["--mode", "both", "--max-tokens", "8", "--limit", "1", "--out", str(out)]
-        assert cli.main(["run", "multi_qa", *given, *worn]) == 0
+        assert cli.main(["run", "multi_qa", *given, *used]) == 0
         transcripts = [json.loads(path.read_text()) for path in out.glob("*.json")]
         said[str(placement)] = {made["mode"]: made["answers"][0] for made in transcripts}
     assert len({one["baseline"] for one in said.values()}) == 1
@@ -311,7 +312,7 @@ def test_the_documentation(
     (example,) = [text for text in examples if text.startswith("llm")]
     first, rest = example.split("\n", 1)
     assert first.startswith("llm = LLM(model, enable_lora=True, max_lora_rank=")
-    shutil.copytree(adapter.placed("writer"), tmp_path / "adapter")
+    shutil.copytree(adapter.placed("prefill"), tmp_path / "adapter")
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"llm": llm, "Choreography": Choreography, "params": _SAMPLING}
     exec(compile(rest, "training.md", "exec"), scope)
@@ -394,7 +395,7 @@ def test_what_the_arguments_cannot_be(
     monkeypatch.setattr(command, "start_engine", None)
     monkeypatch.chdir(tmp_path)
     multi_qa = ("--workflow", "multi_qa")
-    writer, reader = adapter.placed("writer"), adapter.placed("reader")
+    writer, reader = adapter.placed("prefill"), adapter.placed("decode")
     (tmp_path / "again" / "empty").mkdir(parents=True)
     shutil.copytree(reader, tmp_path / "again" / reader.name)
     for said, arguments in (
@@ -404,7 +405,7 @@ def test_what_the_arguments_cannot_be(
         ("leave out --max-tokens", ("folder", "--max-tokens", 3)),
         ("the sets of multi_qa are", (*multi_qa, "--set", "nothing")),
         ("No such file", (*multi_qa, "--data", tmp_path / "nowhere")),
-        ("say --placement writer, reader or both", (*multi_qa, "--adapter", adapter.path)),
+        ("say --placement prefill, decode or both", (*multi_qa, "--adapter", adapter.path)),
         ("(repair=best)", (*multi_qa, "--repair", "best")),
         ("leave out --restate", (*multi_qa, "--restate")),
         ("runs belong to one call", (*multi_qa, "--repair", "[[[0, 3]], []]")),

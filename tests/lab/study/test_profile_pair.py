@@ -22,12 +22,12 @@ from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import RepairError
 from vllm_choreo.lab.cli import run as run_command
 from vllm_choreo.lab.cli.task import Task
-from vllm_choreo.lab.study.evaluate.arms import Arm
-from vllm_choreo.lab.study.evaluate.bench import judge
-from vllm_choreo.lab.study.evaluate.sets import HeldOutSet
+from vllm_choreo.lab.study.arms import Arm
+from vllm_choreo.lab.study.bench import judge
 from vllm_choreo.lab.study.profile_pair import command as arguments
 from vllm_choreo.lab.study.profile_pair.cell_arms import AdapterPair
 from vllm_choreo.lab.study.profile_pair.profiling import PLAIN, Profiling, search
+from vllm_choreo.lab.study.sets import HeldOutSet
 from vllm_choreo.repair.pair import PairProfile
 from vllm_choreo.trained_adapter import ModelIdentity, adapter_weights
 
@@ -82,7 +82,7 @@ def test_cells_are_arms_of_an_evaluation(llm: Any, adapters: list[Adapter]) -> N
     profiling.replay(choices)
     for task, number in zip(problems.tasks, range(2), strict=True):
         rules = {str(layers): {"layers": [list(one) for one in layers]} for layers in choices}
-        arms = [Arm(name, "choreo", reader, "reader", repair=rules[name]) for name in rules]
+        arms = [Arm(name, "choreo", reader, "decode", repair=rules[name]) for name in rules]
         (judged,) = judge(llm, "multi_qa", [task], [pair.text, *arms], measures_kl=True)
         for layers in choices:
             found, expected = profiling.found[layers][number], judged[str(layers)]
@@ -267,7 +267,7 @@ def test_bad_arguments(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folders = {"A": str(adapters[0].path), "R": str(adapters[0].placed("reader"))}
+    folders = {"A": str(adapters[0].path), "R": str(adapters[0].placed("decode"))}
     given = [folders.get(argument, argument) for argument in arguments]
     assert cli.main(["profile-pair", *given, "--out", str(tmp_path / "no")]) == 1
     assert said in capsys.readouterr().err

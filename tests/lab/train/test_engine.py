@@ -93,7 +93,7 @@ def _program(c: Any) -> list[Message]:
 def test_placements(
     llm: Any, adapter: Adapter, tiny_model_path: Callable[[str], Path], placement: str
 ) -> None:
-    """One packed forward with a gated adapter; the engine wears it where its folder says."""
+    """One packed forward with a gated adapter; the engine applies it where its folder says."""
     with Choreography(llm, adapter=adapter.placed(placement)) as c:
         messages = _program(c)
     base = load(tiny_model_path("llama"))

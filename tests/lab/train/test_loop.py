@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
@@ -23,10 +24,18 @@ from tests.lab.train.packings import load
 from tests.lab.train.recordings import record_runs
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.lab.cli.train import command
 from vllm_choreo.lab.record.recording import FILE_NAME as RECORD
 from vllm_choreo.lab.record.recording import Recording
 from vllm_choreo.lab.train.checkpoint import FILE_NAME as CHECKPOINT
-from vllm_choreo.lab.train.examples import examples_of, joined, order, packed_together, taught
+from vllm_choreo.lab.train.checkpoint import load_checkpoint, save_checkpoint
+from vllm_choreo.lab.train.examples import (
+    concat_examples,
+    examples_of,
+    order,
+    packed_together,
+    taught,
+)
 from vllm_choreo.lab.train.forward import PackedModel
 from vllm_choreo.lab.train.loop import TrainState, train
 from vllm_choreo.lab.train.loss import (
@@ -43,7 +52,7 @@ from vllm_choreo.lab.train.training import adapted_model
 from vllm_choreo.trained_adapter import PEFT_FILES, TrainedAdapter
 
 SETTINGS = TrainSettings(
-    "writer", rank=4, alpha=8, learning_rate=3e-3, epochs=2, dropout=0.1, evaluations=2, patience=9
+    "prefill", rank=4, alpha=8, learning_rate=3e-3, epochs=2, dropout=0.1, evaluations=2, patience=9
 )
 
 
@@ -69,7 +78,7 @@ def weights(folder: Path) -> bytes:
 # -- it learns -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", ["writer", "reader", "both"])
+@pytest.mark.parametrize("placement", ["prefill", "decode", "both"])
 @pytest.mark.parametrize("loss", ["kl", "ce"])
 def test_the_loss_falls(
     model_path: str, recording: Recording, tmp_path: Path, placement: str, loss: str
@@ -87,7 +96,7 @@ def test_the_folder_tells_how_it_was_made(
     """The weights are those of the smallest development loss, found again from the folder alone."""
     done = train(model_path, recording, SETTINGS, tmp_path)
     assert TrainedAdapter.load(tmp_path) == done
-    assert (done.placement, done.loss, done.data["digest"]) == ("writer", "kl", recording.digest)
+    assert (done.placement, done.loss, done.data["digest"]) == ("prefill", "kl", recording.digest)
     assert [done.data[part] for part in recording.parts] == [32, 4, 4]
     assert done.settings["rank"] == 4 and done.seeds == {"seed": 0} and done.versions["torch"]
     assert not (tmp_path / CHECKPOINT).exists()
@@ -95,7 +104,7 @@ def test_the_folder_tells_how_it_was_made(
     assert steps == [0, 4, 8, 12, 16] and len(done.curves["train"]) == 16
 
     model = PackedModel(peft.PeftModel.from_pretrained(load(Path(model_path)), str(tmp_path)))
-    packing, teacher = joined(examples_of(recording)["development"])
+    packing, teacher = concat_examples(examples_of(recording)["development"])
     assert teacher is not None
     with torch.no_grad():
         logprobs = trained_logprobs(model, packing, adapted_calls(packing, done.placement))
@@ -126,8 +135,8 @@ def test_a_run_that_was_stopped_goes_on(
 ) -> None:
     """Between evaluations, at one, in the second epoch, after the last step; twice each."""
 
-    def kill(standing: TrainState) -> None:
-        if standing.step == at:
+    def kill(progress: TrainState) -> None:
+        if progress.step == at:
             raise Killed
 
     whole = train(model_path, recording, SETTINGS, tmp_path / "whole")
@@ -141,7 +150,7 @@ def test_a_run_that_was_stopped_goes_on(
         recording,
         SETTINGS,
         tmp_path / "cut",
-        lambda standing: seen.append(standing.step),
+        lambda progress: seen.append(progress.step),
     )
     assert seen[0] in (at - 1, at)  # it did go on, and did not begin anew
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
@@ -186,7 +195,7 @@ def test_several_runs_in_one_packing_are_as_each_alone(
     model = PackedModel(load(Path(model_path)))
     examples = examples_of(recording)["train"][:5]
     with torch.no_grad():
-        together = trained_logprobs(model, joined(examples)[0])
+        together = trained_logprobs(model, concat_examples(examples)[0])
         alone = [trained_logprobs(model, pack(example.calls)) for example in examples]
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-5)
 
@@ -212,10 +221,10 @@ def test_every_epoch_sees_every_run_once_in_an_order_of_its_own() -> None:
 def test_the_rest_counts_as_one_token(model_path: str, recording: Recording) -> None:
     """With the whole vocabulary it is the divergence; with less of it, less."""
     model = adapted_model(model_path, SETTINGS)
-    packing, _ = joined(examples_of(recording)["development"])
+    packing, _ = concat_examples(examples_of(recording)["development"])
     text = text_logprobs(model, packing)
     with torch.no_grad():
-        logprobs = trained_logprobs(model, packing, adapted_calls(packing, "writer"))
+        logprobs = trained_logprobs(model, packing, adapted_calls(packing, "prefill"))
     whole = float(divergence(logprobs, text))
     found = []
     for k in (text.shape[1], 300, 64, 8, 1):
@@ -293,8 +302,8 @@ def test_a_writer_where_every_call_generates(
     model_path: str, recorded: Path, tmp_path: Path
 ) -> None:
     edited = _edited(recorded, tmp_path / "edited", _without_prefills)
-    with pytest.raises(ChoreoError, match="no call of these runs wears a writer adapter"):
-        train(model_path, edited, replace(SETTINGS, placement="writer"), tmp_path / "out")
+    with pytest.raises(ChoreoError, match="no call of these runs uses a prefill adapter"):
+        train(model_path, edited, replace(SETTINGS, placement="prefill"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("part", ["train", "development"])
@@ -343,7 +352,22 @@ def test_a_folder_that_holds_something_else(
         train(model_path, recording, settings, tmp_path / "begun")
 
 
-def _kill(standing: TrainState) -> None:
+@pytest.mark.parametrize(("former", "word"), [("writer", "prefill"), ("reader", "decode")])
+def test_a_former_placement_is_the_same_training(tmp_path: Path, former: str, word: str) -> None:
+    """On the command line, in settings, and in a checkpoint of before."""
+    parser = argparse.ArgumentParser()
+    command(parser)
+    with pytest.warns(DeprecationWarning, match=f'"{former}" is called "{word}" now'):
+        args = parser.parse_args(["recorded", "--placement", former])
+    assert args.placement == word
+    with pytest.warns(DeprecationWarning, match=former):
+        assert TrainSettings(former) == TrainSettings(word)
+    save_checkpoint(tmp_path, {"settings": {"placement": former}}, {"step": 1})
+    with pytest.warns(DeprecationWarning, match=former):
+        assert load_checkpoint(tmp_path, {"settings": {"placement": word}}) == {"step": 1}
+
+
+def _kill(progress: TrainState) -> None:
     raise Killed
 
 

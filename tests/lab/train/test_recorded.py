@@ -83,8 +83,8 @@ def test_bad_transcripts_are_refused() -> None:
 
 def test_placements() -> None:
     packing = pack([PackedCall((5, 6)), PackedCall((7, 8), (SeenSpan(0, 0, 2, 0),), 2, 1)])
-    assert adapted_calls(packing, "writer") == (True, False)
-    assert adapted_calls(packing, "reader") == (False, True)
+    assert adapted_calls(packing, "prefill") == (True, False)
+    assert adapted_calls(packing, "decode") == (False, True)
     assert adapted_calls(packing, "both") == (True, True)
     with pytest.raises(ChoreoError, match="placement must be one of"):
         adapted_calls(packing, "nobody")
@@ -117,7 +117,7 @@ def test_the_text_is_what_the_base_model_says(
     torch.testing.assert_close(found, torch.cat(rows), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("placement", ["writer", "reader", "both"])
+@pytest.mark.parametrize("placement", ["prefill", "decode", "both"])
 def test_a_few_steps_come_nearer_to_the_text(
     model: PackedModel, tiny_model_path: Callable[[str], Path], placement: str
 ) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.engine import LocalEngine, start_engine, warm_up
@@ -26,6 +26,9 @@ from vllm_choreo.cli.numbers import positive
 from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
 from vllm_choreo.lab.workflows.tree_of_thoughts import tree_of_thoughts
 from vllm_choreo.transcript.transcript import Step, Transcript
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 MODES = ("choreo", "baseline")
 
@@ -136,7 +139,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_all(llm: Any, tasks: Sequence[DemoTask]) -> list[dict[str, Transcript]]:
+def _run_all(llm: LLM, tasks: Sequence[DemoTask]) -> list[dict[str, Transcript]]:
     """Run each task in both modes, which take turns at being the first."""
     from tqdm import tqdm
 
@@ -160,7 +163,7 @@ def _num_calls(task: DemoTask) -> int:
     return 3 + 2 * len(VOTERS) + NUM_CANDIDATES + 1
 
 
-def _run_task(llm: Any, task: DemoTask, mode: str, on_step: Callable[[Step], None]) -> Transcript:
+def _run_task(llm: LLM, task: DemoTask, mode: str, on_step: Callable[[Step], None]) -> Transcript:
     from vllm import SamplingParams
 
     from vllm_choreo.api.choreography import Choreography

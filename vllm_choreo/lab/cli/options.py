@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm_choreo.cli.arguments import add_model, add_out
 from vllm_choreo.cli.numbers import natural, positive
@@ -16,7 +16,8 @@ from vllm_choreo.lab.workflows.variants import VARIANTS
 from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.repair.session_rules import names_file, session_rule
 from vllm_choreo.semantics.call import MODES
-from vllm_choreo.trained_adapter import PLACEMENTS
+from vllm_choreo.semantics.session_options import RepairGiven
+from vllm_choreo.trained_adapter import PLACEMENTS, current_placement
 
 # What `direct` and the others do, for the help.
 WORKFLOWS = {
@@ -138,24 +139,28 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter",
         metavar="DIR",
-        help="folder of an adapter (docs/training.md) that choreographed runs wear; with --server "
+        help="folder of an adapter (docs/training.md) that choreographed runs use; with --server "
         "the name under which it serves one",
     )
     parser.add_argument(
         "--placement",
+        type=current_placement,
         choices=PLACEMENTS,
-        help="which calls wear the adapter (default: as training has written into its folder)",
+        help="which calls use the adapter (default: as training has written into its folder)",
     )
 
 
-def add_repair(parser: argparse.ArgumentParser, of: str, **options: Any) -> None:
-    """Add an argument for a rule of repair; `of` says of which runs."""
+def add_repair(
+    parser: argparse.ArgumentParser, of: str, action: Literal["store", "append"] = "store"
+) -> None:
+    """Add an argument for a rule of repair, or for several; `of` says of which runs."""
     parser.add_argument(
         "--repair",
         metavar="RULE",
         help=f"which tokens of its parents a call encodes anew (docs/repair.md), {of}: "
         "first:32, all, as JSON, or the file of a policy",
-        **options,
+        action=action,
+        default=[] if action == "append" else None,
     )
 
 
@@ -170,7 +175,7 @@ def add_together(parser: argparse.ArgumentParser, default: int, what: str) -> No
     )
 
 
-def repair_of(text: str) -> Any:
+def repair_of(text: str) -> RepairGiven:
     """The rule that an argument gives, as `Choreography` takes it.
 
     Raises:
@@ -178,6 +183,7 @@ def repair_of(text: str) -> Any:
     """
     given = text if names_file(text) else rule_given(text)
     session_rule(given, "choreo")
+    assert not isinstance(given, list), "runs are refused"
     return given
 
 

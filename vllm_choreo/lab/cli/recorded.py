@@ -114,7 +114,7 @@ def _task(data: dict[str, Any], transcript: Transcript, path: Path) -> Task:
     return Task(about["id"], about["source"], inputs, problems, transcript)
 
 
-def _argument(name: str, value: Any) -> Any:
+def _argument(name: str, value: object) -> object:
     """An input of the workflow, read from plain data.
 
     Raises:
@@ -128,6 +128,7 @@ def _argument(name: str, value: Any) -> Any:
     if value is None:
         return None
     check_form(value, dict[str, Any], place)
+    assert isinstance(value, dict)
     try:
         return LocalEngine.sampling(**value)
     except Exception as error:  # the checks of vLLM, msgspec and Python have no common base

@@ -25,7 +25,7 @@ from vllm_choreo.lab.cli.options import add_arguments, repair_of
 from vllm_choreo.lab.cli.report import Result, facts_of, save_page, save_transcript, table
 from vllm_choreo.lab.cli.task import Task, program_of
 from vllm_choreo.lab.cli.tasks import tasks_of
-from vllm_choreo.transcript.transcript import Transcript
+from vllm_choreo.transcript.transcript import Step, Transcript
 
 
 def command(parser: argparse.ArgumentParser) -> Main:
@@ -165,7 +165,7 @@ def _run_all(
 
 
 def _run(
-    engine: Engine, task: Task, workflow: str, mode: str, on_step: Callable[[Any], None]
+    engine: Engine, task: Task, workflow: str, mode: str, on_step: Callable[[Step], None]
 ) -> Transcript:
     from vllm_choreo.lab.record.replay import Replay
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.cli.arguments import add_out
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.numbers import natural, positive
 from vllm_choreo.lab.train.settings import LOSSES, SCHEDULES, TrainSettings
-from vllm_choreo.trained_adapter import PLACEMENTS, TrainedAdapter
+from vllm_choreo.trained_adapter import PLACEMENTS, TrainedAdapter, current_placement
+
+if TYPE_CHECKING:
+    from vllm_choreo.lab.train.loop import TrainState
 
 PICTURE = "curves.png"
 
@@ -28,8 +31,9 @@ def command(parser: argparse.ArgumentParser) -> Main:
     add(
         "--placement",
         required=True,
+        type=current_placement,
         choices=PLACEMENTS,
-        help="which calls wear the adapter; writer: those that encode messages; reader: those "
+        help="which calls use the adapter; prefill: those that encode messages; decode: those "
         "that generate; both: all",
     )
     add("--loss", choices=LOSSES, help="kl: match the text's distribution, the default; ce: "
@@ -102,17 +106,17 @@ class _Bar:
         self._bar = tqdm(desc="training", unit="step", dynamic_ncols=True)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def show(self, standing: Any) -> None:
+    def show(self, state: TrainState) -> None:
         """Show the progress that `train` reports."""
-        self._bar.total = standing.num_steps
+        self._bar.total = state.num_steps
         if not self._bar.n:  # what was done before took none of this run's time
-            self._bar.n = self._bar.initial = standing.step
-        losses = {name: f"{curve[-1][1]:.4f}" for name, curve in standing.curves.items() if curve}
+            self._bar.n = self._bar.initial = state.step
+        losses = {name: f"{curve[-1][1]:.4f}" for name, curve in state.curves.items() if curve}
         self._bar.set_postfix(losses, refresh=False)
-        self._bar.update(standing.step - self._bar.n)
+        self._bar.update(state.step - self._bar.n)
 
 
 def _summary(adapter: TrainedAdapter, out: Path) -> str:

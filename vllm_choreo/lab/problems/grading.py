@@ -112,8 +112,10 @@ def _words(text: str) -> list[str]:
     """Lower-case words without punctuation and accents."""
     # NFKD takes "é" apart; case folding then makes "ss" of "ß", and may leave new compounds.
     folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
-    kept = (char if char.isalnum() else " " for char in folded if not unicodedata.combining(char))
-    return "".join(kept).split()
+    letters = (
+        char if char.isalnum() else " " for char in folded if not unicodedata.combining(char)
+    )
+    return "".join(letters).split()
 
 
 def coverage(text: str, concepts: Sequence[str]) -> float:

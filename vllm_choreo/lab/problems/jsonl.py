@@ -158,7 +158,7 @@ def _records(row: Mapping[str, Any]) -> _Parts:
     return "trivia", f"What is the value of {key}?", (value,), (document,)
 
 
-def _is_pair(pair: Any) -> bool:
+def _is_pair(pair: object) -> bool:
     return isinstance(pair, list) and [type(part) for part in pair] == [str, str]
 
 

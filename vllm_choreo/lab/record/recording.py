@@ -209,7 +209,7 @@ class Recorder:
         return PARTS[missing.index(max(missing))]
 
 
-def _run(path: Path, digest: Any) -> RecordedRun:
+def _run(path: Path, digest: blake2b) -> RecordedRun:
     data = _read(path, _Run, digest)
     try:
         transcript = Transcript.from_json(data)
@@ -223,7 +223,7 @@ def _run(path: Path, digest: Any) -> RecordedRun:
     return RecordedRun(name, transcript, tuple(data["problems"]), likeliest)
 
 
-def _read(path: Path, form: Any, digest: Any) -> dict[str, Any]:
+def _read(path: Path, form: type[Struct], digest: blake2b) -> dict[str, Any]:
     try:
         content = path.read_bytes()
         data = json.loads(content)
@@ -258,7 +258,7 @@ def _check_split(parts: Mapping[str, Sequence[RecordedRun]]) -> None:
                     )
 
 
-def _damaged(path: Path, reason: Any) -> ChoreoError:
+def _damaged(path: Path, reason: object) -> ChoreoError:
     return ChoreoError(
         f"{path} is not as a recorder writes it ({reason}): record again",
         parameter="recorded",

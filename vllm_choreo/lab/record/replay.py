@@ -15,13 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.api.facade_wrapper import FacadeWrapper, Item
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.call_options import Content
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.transcript.transcript import Transcript
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 
 class Replay(FacadeWrapper):
@@ -95,14 +99,14 @@ class Replay(FacadeWrapper):
         return recorded
 
 
-def _begins(message: Message, given: Any) -> bool:
+def _begins(message: Message, given: Content) -> bool:
     """Return whether the message is `given`, text or token ids, and its generated part."""
     if isinstance(given, str):
         return message.text == given + message.generated_text
     return message.token_ids == (*given, *message.generated_token_ids)
 
 
-def _forcing(recorded: Message, asked: Any) -> Any:
+def _forcing(recorded: Message, asked: SamplingParams | None) -> SamplingParams:
     """Sampling parameters under which a call generates what was recorded."""
     from vllm import SamplingParams
 
@@ -132,7 +136,7 @@ def _forced(message: Message, recorded: Message) -> Message:
     return replace(message, text=recorded.text, generated_text=recorded.generated_text)
 
 
-def _differs(reason: str, value: Any = None) -> ChoreoError:
+def _differs(reason: str, value: object = None) -> ChoreoError:
     return ChoreoError(
         f"{reason}: replay the same workflow with the same inputs",
         parameter="transcript",

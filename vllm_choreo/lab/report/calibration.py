@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_choreo.lab.report.frontier import Point, frontier
-from vllm_choreo.lab.report.markup import filled, milliseconds, nats, note, percent, section, table
+from vllm_choreo.lab.report.frontier import Frontier, Point, frontier
+from vllm_choreo.lab.report.markup import filled, interval, milliseconds, nats, percent, whole
 
 _HEAD = (
     *("repair", "KL predicted", "KL to text, nats per token", "same likeliest token"),
     *("tokens encoded", "of reused tokens", "TTFT"),
 )
-_NOTE = (
-    "On runs that were kept back, their tokens forced; in brackets the bootstrap's interval of "
-    "95 %. Predicted: from the other runs, on which blocks were repaired at random. Tokens "
-    "encoded: per run, before any are generated; of reused tokens: those encoded for repair."
-)
+
+Candidate = Mapping[str, Any]
 
 
 def calibration_html(calibration: Mapping[str, Any], advice: str) -> str:
@@ -31,54 +28,38 @@ def calibration_html(calibration: Mapping[str, Any], advice: str) -> str:
         The text of an HTML file that loads nothing from elsewhere.
     """
     candidates = calibration["rungs"]
+    kl = "KL to the text, nats per token"
     pictures = [
-        _frontier(candidates, "kl", "KL to the text, nats per token", nats),
+        _frontier(candidates, "kl", kl, nats),
         _frontier(candidates, "agreement", "same likeliest token", percent),
-        _frontier(candidates, "kl", "KL to the text, nats per token", nats, "ttft"),
+        _frontier(candidates, "kl", kl, nats, "ttft"),
     ]
-    error = calibration["prediction_error"]
-    notes = [_NOTE] + (
-        []
-        if error is None
-        else [f"Predictions are off by {percent(error)} of the KL without repair."]
-    )
-    runs = ", ".join(f"{count} {name}" for name, count in calibration["runs"].items())
-    body = section(
-        f"Target {calibration['target']} <small>runs: {runs}</small>",
-        note(advice),
-        f'<div class="charts">{"".join(pictures)}</div>',
-        table(_HEAD, [_cells(candidate) for candidate in candidates]),
-        *map(note, notes),
-    )
-    return filled("Calibration of repair", calibration["facts"], body)
+    drawn = {"pictures": pictures, "head": _HEAD, "rows": calibration_rows(candidates)}
+    return filled("calibration.html", {**calibration, **drawn, "advice": advice})
 
 
 def _frontier(
-    candidates: Any, name: str, of: str, show: Callable[[float], str], by: str = "encoded"
-) -> str:
+    candidates: Sequence[Candidate],
+    name: str,
+    of: str,
+    show: Callable[[float], str],
+    by: str = "encoded",
+) -> Frontier:
     points = [
-        Point(
-            candidate["name"],
-            candidate[by],
-            candidate[name],
-            candidate.get(f"{name}_low"),
-            candidate.get(f"{name}_high"),
-            i,
-        )
-        for i, candidate in enumerate(candidates)
+        Point(one["name"], one[by], one[name], one.get(f"{name}_low"), one.get(f"{name}_high"), i)
+        for i, one in enumerate(candidates)
     ]
     if by == "ttft":
         return frontier(points, of, "time to first token", show, milliseconds)
     return frontier(points, of, "tokens encoded per run", show)
 
 
-def _cells(candidate: Mapping[str, Any]) -> list[str]:
+def calibration_rows(candidates: Sequence[Candidate]) -> list[list[str]]:
+    """Write a line of cells for each candidate, for the page and for a terminal."""
     return [
-        candidate["name"],
-        nats(candidate["predicted"]),
-        f"{nats(candidate['kl'])} ({nats(candidate['kl_low'])} to {nats(candidate['kl_high'])})",
-        percent(candidate["agreement"]),
-        f"{candidate['encoded']:,.0f}",
-        percent(candidate["share"]),
-        milliseconds(candidate["ttft"]),
+        [
+            *(one["name"], nats(one["predicted"]), interval(one, "kl"), percent(one["agreement"])),
+            *(whole(one["encoded"]), percent(one["share"]), milliseconds(one["ttft"])),
+        ]
+        for one in candidates
     ]

@@ -1,54 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of pages that are drawn when they are written, without scripts."""
+"""Pages that are drawn when they are written, without scripts, and how they write numbers."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.resources import files
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from vllm_choreo.transcript.page import fragment
+from vllm_choreo.transcript.templates import template_environment
 
 
-def filled(title: str, facts: Mapping[str, Any], body: str) -> str:
+def filled(template: str, values: Mapping[str, object]) -> str:
     """Fill a page that loads nothing from elsewhere.
 
     Args:
-        title: heading of the page, text.
-        facts: facts that its header shows, by name.
-        body: markup.
+        template: name of a file beside this one, which extends `charts.html`.
+        values: values by the names that the template has for them; `facts` is among them.
     """
-    shown = " · ".join(f"{text(k)} <b>{text(v)}</b>" for k, v in facts.items())
-    frame = (files("vllm_choreo.lab.report") / "charts.html").read_text(encoding="utf-8")
-    page = frame.replace("<!-- include style.html -->", fragment("style.html"))
-    page = page.replace("{{title}}", text(title))
-    for name, content in (("facts", shown), ("body", body)):
-        page = page.replace("{{" + name + "}}", content, 1)
-    return page
+    environment = template_environment(__package__)
+    helpers = (percent, hundredths, signed, milliseconds, nats, whole, interval, colour)
+    environment.globals |= {helper.__name__: helper for helper in helpers}
+    return environment.get_template(template).render(values)
 
 
-def section(title: str, *parts: str) -> str:
-    """Put markup under a title that is markup, too."""
-    return f"<section><h2>{title}</h2>{''.join(parts)}</section>"
+_COLOURS = ("#2f66b3", "#cf7a17", "#1f8a78", "#8a4bb0", "#b3372f", "#788090")
 
 
-def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """Make a table of cells that are texts, not markup."""
-    top = "".join(f"<th>{text(cell)}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    markup = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="scroll">{markup}</div>'
-
-
-def note(content: str) -> str:
-    """Make a paragraph of a remark, which is text."""
-    return f'<p class="note">{text(content)}</p>'
-
-
-def text(value: Any) -> str:
-    """Write anything as text, never as markup."""
-    return html.escape(str(value))
+def colour(number: int) -> str:
+    """Colour of an arm, by its number."""
+    return _COLOURS[number % len(_COLOURS)]
 
 
 def percent(share: float | None, sign: bool = False) -> str:
@@ -61,6 +39,11 @@ def hundredths(share: float | None, sign: bool = False) -> str:
     return "–" if share is None else f"{100 * share:{'+' if sign else ''}.1f}"
 
 
+def signed(share: float | None) -> str:
+    """Write a difference of shares in points; a dash for None."""
+    return hundredths(share, sign=True)
+
+
 def milliseconds(seconds: float | None) -> str:
     """Write seconds in milliseconds; a dash for None."""
     return "–" if seconds is None else f"{1000 * seconds:,.0f} ms"
@@ -69,3 +52,15 @@ def milliseconds(seconds: float | None) -> str:
 def nats(value: float | None) -> str:
     """Write a divergence; a dash for None."""
     return "–" if value is None else f"{value:.4f}"
+
+
+def whole(number: float) -> str:
+    """Write a number without its fraction."""
+    return f"{number:,.0f}"
+
+
+def interval(row: Mapping[str, float | None], name: str, show: Callable[..., str] = nats) -> str:
+    """Write a number of a row, with the ends of its interval if it has one."""
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    shown = show(row[name])
+    return shown if low is None else f"{shown} ({show(low)} to {show(high)})"

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.transcript.transcript import Step, Transcript
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _INK, _PALE, _HIT, _AGAIN, _NEW = "#1f2430", "#8a93a3", "#c3c9d3", "#d64545", "#1f2430"
 _PAGE, _BOX = "#fbfbf9", "#ffffff"
@@ -82,7 +85,7 @@ def _columns(transcript: Transcript) -> list[list[Step]]:
     ]
 
 
-def _draw_panel(axes: Any, choreo: Transcript, base: Transcript) -> None:
+def _draw_panel(axes: Axes, choreo: Transcript, base: Transcript) -> None:
     places = _places(choreo)
     colours = _author_colours(choreo.steps)
     by_id = {step.message.id: step for step in choreo.steps}
@@ -122,7 +125,7 @@ def _author_colours(steps: Sequence[Step]) -> dict[str, str]:
     }
 
 
-def _draw_titles(axes: Any, choreo: Transcript, base: Transcript) -> None:
+def _draw_titles(axes: Axes, choreo: Transcript, base: Transcript) -> None:
     encoded = [sum(s.message.usage.encoded_tokens for s in t.steps) for t in (choreo, base)]
     axes.text(0.3, 0.30, choreo.title, fontsize=15, weight="bold", color=_INK)
     axes.text(
@@ -139,7 +142,7 @@ def _draw_titles(axes: Any, choreo: Transcript, base: Transcript) -> None:
 
 
 def _draw_line(
-    axes: Any,
+    axes: Axes,
     start: tuple[float, float],
     end: tuple[float, float],
     colours: dict[str, str],
@@ -160,7 +163,7 @@ def _draw_line(
     axes.add_patch(PathPatch(curve, fill=False, color=colour, lw=1.1, alpha=0.5, zorder=1))
 
 
-def _draw_box(axes: Any, place: tuple[float, float], step: Step, colours: dict[str, str]) -> None:
+def _draw_box(axes: Axes, place: tuple[float, float], step: Step, colours: dict[str, str]) -> None:
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
     x, y = place
@@ -201,7 +204,7 @@ def _draw_box(axes: Any, place: tuple[float, float], step: Step, colours: dict[s
 
 
 def _draw_strips(
-    axes: Any,
+    axes: Axes,
     place: tuple[float, float],
     step: Step,
     other: Step,
@@ -221,7 +224,7 @@ def _draw_strips(
 
 
 def _draw_strip(
-    axes: Any, x: float, y: float, parts: Sequence[tuple[int, str]], scale: float
+    axes: Axes, x: float, y: float, parts: Sequence[tuple[int, str]], scale: float
 ) -> None:
     from matplotlib.patches import Rectangle
 
@@ -247,7 +250,7 @@ def _num_context(message: Message, by_id: dict[str, Step]) -> int:
     return message.num_tokens + sum(num_read for _, num_read in _reads(message, by_id))
 
 
-def _draw_legend(axes: Any, width: float) -> None:
+def _draw_legend(axes: Axes, width: float) -> None:
     from matplotlib.patches import Rectangle
 
     axes.plot([0.3, width - 0.3], [0.04, 0.04], color=_HIT, lw=0.8)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from vllm_choreo.api.protocol import Facade
 from vllm_choreo.engine import captured_logprobs
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 
 class Measured(FacadeWrapper):
@@ -54,7 +57,7 @@ class Measured(FacadeWrapper):
         return messages
 
 
-def _keeping(params: Any, name: str) -> Any:
+def _keeping(params: SamplingParams, name: str) -> SamplingParams:
     """Sampling parameters under which a call's distributions are kept, by `name`."""
     params = params.clone()
     params.extra_args = {**(params.extra_args or {}), **captured_logprobs.expect(name)}

@@ -66,9 +66,9 @@ def rows_of(arms: Mapping[str, Sequence[Judged]]) -> list[dict[str, Any]]:
     """
     rows = []
     for name, found in arms.items():
-        row = {"arm": name, "problems": len(found), **_accuracy(found, arms[TEXT]), **_kl(found)}
+        row = {"arm": name, "problems": len(found), **_accuracy(found, arms[TEXT]), **kl_row(found)}
         row |= {**_coverage(found, arms[TEXT]), **_same_calls(found)}
-        rows.append({**row, **_cost(found), **_gaps(name, arms)})
+        rows.append({**row, **cost_row(found), **_gaps(name, arms)})
     return rows
 
 
@@ -124,14 +124,16 @@ def _same_calls(found: Sequence[Judged]) -> dict[str, Any]:
     return {"same_calls": dict(same), "compared_calls": dict(compared)}
 
 
-def _kl(found: Sequence[Judged]) -> dict[str, Any]:
+def kl_row(found: Sequence[Judged]) -> dict[str, Any]:
+    """`kl`, nats per token, and its interval, as in `rows_of`."""
     sums = [(one.kl, one.num_tokens) for one in found if one.kl is not None]
     if not sums:
         return _named("kl")
-    return {**_named("kl", _ratio(sums), bootstrap_interval(sums, _ratio))}
+    return _named("kl", _ratio(sums), bootstrap_interval(sums, _ratio))
 
 
-def _cost(found: Sequence[Judged]) -> dict[str, Any]:
+def cost_row(found: Sequence[Judged]) -> dict[str, Any]:
+    """`encoded` and `ttft`, as in `rows_of`."""
     ttfts = [one.ttft for one in found if one.ttft is not None]
     return {
         "encoded": fmean(one.num_encoded for one in found),

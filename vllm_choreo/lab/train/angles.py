@@ -32,15 +32,16 @@ def frequency_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _correct(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> Any:
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+) -> object:
     """Return the module's cosines and sines, `[1, num_tokens, dim]` each, computed precisely.
 
     Output of another form is returned as it is.
     """
     positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-    is_plain = isinstance(output, tuple) and len(output) == 2 and positions.dim() == 2
-    if not is_plain or output[0].is_complex() or len(positions) != 1:
+    if not isinstance(output, tuple) or len(output) != 2 or positions.dim() != 2:
+        return output
+    if output[0].is_complex() or len(positions) != 1:
         return output
     num_bits = max(1, int(positions.max()).bit_length())
     powers = torch.tensor([0, *(1 << bit for bit in range(num_bits))], device=positions.device)

@@ -11,6 +11,7 @@ import torch
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.files import write_whole
+from vllm_choreo.trained_adapter import current_placement
 
 FORMAT = 1
 FILE_NAME = "checkpoint.pt"
@@ -52,6 +53,8 @@ def load_checkpoint(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any]
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}")
         found, state = content["identity"], content["state"]
+        settings = found["settings"]
+        settings["placement"] = current_placement(settings["placement"])
     except Exception as error:  # what torch raises for a damaged file has no common base
         raise ChoreoError(
             f"the checkpoint cannot be read ({error}): remove it to train from the beginning",

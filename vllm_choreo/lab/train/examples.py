@@ -16,7 +16,7 @@ from vllm_choreo.lab.train.forward import PackedModel
 from vllm_choreo.lab.train.loss import Teacher, text_logprobs
 from vllm_choreo.lab.train.packing import PackedCall, Packing, pack
 from vllm_choreo.lab.train.recorded import calls_of, check_recorded_as_text
-from vllm_choreo.trained_adapter import wears_adapter
+from vllm_choreo.trained_adapter import uses_adapter
 
 _NEEDED = ("train", "development")
 _NUM_LIKELIEST = 64  # of a text's tokens, where the recording has none
@@ -81,17 +81,17 @@ def check_examples(model: PackedModel, examples: Iterable[Example]) -> None:
             model.check(pack(example.calls))
 
 
-def check_worn(examples: Iterable[Example], placement: str) -> None:
-    """Check that some call would wear an adapter of this placement.
+def check_placement(examples: Iterable[Example], placement: str) -> None:
+    """Check that some call would use an adapter of this placement.
 
     Raises:
         ChoreoError: no call would, so none can learn.
     """
     calls = (call for example in examples for call in example.calls)
-    if not any(wears_adapter(placement, call.is_decode) for call in calls):
+    if not any(uses_adapter(placement, call.is_decode) for call in calls):
         raise ChoreoError(
-            f"no call of these runs wears a {placement} adapter, for all of them generate: train "
-            "with placement reader or both",
+            f"no call of these runs uses a {placement} adapter, for all of them generate: train "
+            "with placement decode or both",
             parameter="placement",
             value=placement,
         )
@@ -117,7 +117,7 @@ def taught(model: PackedModel, example: Example) -> Example:
     return replace(example, teacher=Teacher(ids.cpu(), values.cpu()))
 
 
-def joined(examples: Sequence[Example]) -> tuple[Packing, Teacher | None]:
+def concat_examples(examples: Sequence[Example]) -> tuple[Packing, Teacher | None]:
     """Several examples in one packing; no call of one reads those of another."""
     calls: list[PackedCall] = []
     for example in examples:
@@ -126,7 +126,7 @@ def joined(examples: Sequence[Example]) -> tuple[Packing, Teacher | None]:
             parents = tuple(replace(span, call=span.call + first) for span in call.parents)
             calls.append(replace(call, parents=parents))
     teachers = [example.teacher for example in examples if example.teacher is not None]
-    return pack(calls), Teacher.joined(teachers) if len(teachers) == len(examples) else None
+    return pack(calls), Teacher.concat(teachers) if len(teachers) == len(examples) else None
 
 
 def packed_together(examples: Sequence[Example], pack_tokens: int) -> Iterator[list[Example]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,9 @@ from vllm_choreo.lab.train.angles import make_precise
 from vllm_choreo.lab.train.gate import gate_adapter
 from vllm_choreo.lab.train.packing import Packing
 from vllm_choreo.lab.train.proof import prove_rotations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class PackedModel:
@@ -33,7 +36,7 @@ class PackedModel:
         UnsupportedModelError: its positions or its attention cannot be choreographed; says why.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         packed_attention.register()
         self.model = model
         has_adapter = hasattr(model, "peft_config")
@@ -128,7 +131,7 @@ class PackedModel:
             )
 
 
-def _switch(model: Any) -> None:
+def _switch(model: PreTrainedModel) -> None:
     """Set our attention; the proof shows later whether every layer calls it."""
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(

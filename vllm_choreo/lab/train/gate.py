@@ -8,15 +8,18 @@ where it is 0, the model is the base model to the last bit.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.lab.train.packed_attention import carried
 
+if TYPE_CHECKING:
+    from peft import PeftModel
 
-def gate_adapter(model: Any) -> None:
+
+def gate_adapter(model: PeftModel) -> None:
     """Let the LoRA layers of a `PeftModel` act where the running forward says.
 
     Raises:
@@ -29,13 +32,13 @@ def gate_adapter(model: Any) -> None:
             module._choreo_gated = True
 
 
-def _gate(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _gate(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
     """Multiply what the adapter adds, `[1, num_tokens, num_out]`, by 1 or 0 for each token."""
     adapted = carried().adapted
     return output if adapted is None else output * adapted[:, None].to(output.dtype)
 
 
-def _gated_modules(model: Any) -> list[torch.nn.Module]:
+def _gated_modules(model: PeftModel) -> list[torch.nn.Module]:
     """The last linear map of every LoRA layer."""
     from peft import PeftType
 
@@ -62,7 +65,7 @@ def _gated_modules(model: Any) -> list[torch.nn.Module]:
     return gated
 
 
-def _unsupported(reason: str, value: Any) -> UnsupportedOptionError:
+def _unsupported(reason: str, value: object) -> UnsupportedOptionError:
     return UnsupportedOptionError(
         f"an adapter of plain LoRA matrices on linear layers is needed: {reason}",
         parameter="model",

@@ -22,12 +22,13 @@ from vllm_choreo.lab.train.checkpoint import (
 from vllm_choreo.lab.train.examples import (
     Example,
     check_examples,
-    check_worn,
+    check_placement,
     counts,
     examples_of,
     order,
     taught,
 )
+from vllm_choreo.lab.train.forward import PackedModel
 from vllm_choreo.lab.train.settings import TrainSettings
 from vllm_choreo.lab.train.training import Training, adapted_model
 from vllm_choreo.trained_adapter import FILE_NAME as ADAPTER_FILE
@@ -94,7 +95,7 @@ def train(
     if (done := _finished(out, identity)) is not None:
         return done
     examples = examples_of(recording)
-    check_worn(examples["train"], settings.placement)
+    check_placement(examples["train"], settings.placement)
     state = load_checkpoint(out, identity)
     packed = adapted_model(model, settings)
     check_examples(packed, [*examples["train"], *examples["development"]])
@@ -110,7 +111,7 @@ def train(
         settings=identity["settings"],
         seeds={"seed": settings.seed},
         versions=identity["versions"],
-        curves=loop.standing.curves,
+        curves=loop.progress.curves,
     )
     packed.model.save_pretrained(str(out))
     adapter.save(out)
@@ -119,11 +120,11 @@ def train(
 
 
 class _Loop:
-    """Steps and evaluations in their order, from any standing on."""
+    """Steps and evaluations in their order, from any progress on."""
 
     def __init__(
         self,
-        model: Any,
+        model: PackedModel,
         settings: TrainSettings,
         examples: Mapping[str, Sequence[Example]],
         out: Path,
@@ -134,62 +135,62 @@ class _Loop:
         self._settings = settings
         self._examples = examples
         self._per_epoch = math.ceil(len(examples["train"]) / settings.batch)
-        self.standing = TrainState(self._per_epoch * settings.epochs)
-        self._training = Training(model, settings, self.standing.num_steps)
+        self.progress = TrainState(self._per_epoch * settings.epochs)
+        self._training = Training(model, settings, self.progress.num_steps)
         self._best = self._training.snapshot()
         self._out, self._identity = out, identity
-        self._on_step = on_step or (lambda standing: None)
+        self._on_step = on_step or (lambda progress: None)
         self._pause, self._saved = checkpoint_seconds, time.monotonic()
 
     def run(self, state: Mapping[str, Any] | None) -> None:
         """Train until the last epoch or until patience ends, then set the best weights."""
-        standing = self.standing
+        progress = self.progress
         if state is None:
             self._evaluate()
         else:
             self._training.set_state(state["training"])
             self._best = state["best"]
-            vars(standing).update(state["standing"])
-            self._on_step(standing)
-        while standing.step < standing.num_steps and standing.worse < self._settings.patience:
+            vars(progress).update(state["standing"])
+            self._on_step(progress)
+        while progress.step < progress.num_steps and progress.worse < self._settings.patience:
             loss = self._training.step(self._next_batch())
-            standing.step += 1
-            standing.curves["train"].append([standing.step, loss])
+            progress.step += 1
+            progress.curves["train"].append([progress.step, loss])
             if self._is_time_to_evaluate():
                 self._evaluate()
             elif time.monotonic() - self._saved >= self._pause:
                 self._save()
-            self._on_step(standing)
+            self._on_step(progress)
         self._training.restore(self._best)
 
     def _next_batch(self) -> list[Example]:
-        epoch, number = divmod(self.standing.step, self._per_epoch)
+        epoch, number = divmod(self.progress.step, self._per_epoch)
         runs = self._examples["train"]
         batches = order(len(runs), self._settings.batch, self._settings.seed, epoch)
         return [runs[i] for i in batches[number]]
 
     def _is_time_to_evaluate(self) -> bool:
         """Return whether this step ends one of the `evaluations` equal parts of an epoch."""
-        number = self.standing.step % self._per_epoch or self._per_epoch
+        number = self.progress.step % self._per_epoch or self._per_epoch
         parts = [i * self._settings.evaluations // self._per_epoch for i in (number - 1, number)]
         return parts[0] != parts[1]
 
     def _evaluate(self) -> None:
-        standing = self.standing
+        progress = self.progress
         loss = self._training.evaluate(self._examples["development"])
-        standing.curves["development"].append([standing.step, loss])
-        if loss < standing.best:
-            standing.best, standing.worse = loss, 0
+        progress.curves["development"].append([progress.step, loss])
+        if loss < progress.best:
+            progress.best, progress.worse = loss, 0
             self._best = self._training.snapshot()
         else:
-            standing.worse += 1
+            progress.worse += 1
         self._save()
 
     def _save(self) -> None:
         state = {
             "training": self._training.state(),
             "best": self._best,
-            "standing": asdict(self.standing),
+            "standing": asdict(self.progress),
         }
         save_checkpoint(self._out, self._identity, state)
         self._saved = time.monotonic()

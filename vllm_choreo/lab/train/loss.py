@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from vllm_choreo.lab.train.forward import PackedModel
 from vllm_choreo.lab.train.packing import Packing, pack_as_text
-from vllm_choreo.trained_adapter import wears_adapter
+from vllm_choreo.trained_adapter import uses_adapter
 
 _LEAST = 1e-7  # of the probability of all other tokens: float32 knows no less beside 1
 
@@ -29,7 +29,7 @@ class Teacher:
     logprobs: torch.Tensor
 
     @classmethod
-    def joined(cls, teachers: Sequence[Teacher]) -> Teacher:
+    def concat(cls, teachers: Sequence[Teacher]) -> Teacher:
         """Concatenate the rows of teachers, cut to the smallest `k`."""
         k = min(teacher.token_ids.shape[1] for teacher in teachers)
         return cls(
@@ -43,12 +43,12 @@ class Teacher:
 
 
 def adapted_calls(packing: Packing, placement: str) -> tuple[bool, ...]:
-    """Return for each call whether an adapter of this placement encodes it; see `wears_adapter`.
+    """Return for each call whether an adapter of this placement encodes it; see `uses_adapter`.
 
     Raises:
         ChoreoError: no such placement.
     """
-    return tuple(wears_adapter(placement, call.is_decode) for call in packing.calls)
+    return tuple(uses_adapter(placement, call.is_decode) for call in packing.calls)
 
 
 def text_logprobs(model: PackedModel, packing: Packing) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +125,7 @@ def packed_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer over a packed sequence, as `transformers` calls it.
 

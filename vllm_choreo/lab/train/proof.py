@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +22,9 @@ from vllm_choreo.lab.train.packed_attention import Scores, carrying
 from vllm_choreo.lab.train.packing import PackedCall, Packing, pack
 from vllm_choreo.ops import Rotation
 from vllm_choreo.ops.reference import rotate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Relative to the largest entry: a few units in the last place, after a rotation computed by the
 # model in its own precision.
@@ -91,7 +94,7 @@ def _rope_types(module: torch.nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def prove_rotations(model: Any) -> dict[torch.nn.Module, Rotation | None]:
+def prove_rotations(model: PreTrainedModel) -> dict[torch.nn.Module, Rotation | None]:
     """The rotation of every attention layer; None where keys do not turn.
 
     Args:
@@ -129,7 +132,7 @@ def prove_rotations(model: Any) -> dict[torch.nn.Module, Rotation | None]:
     }
 
 
-def _check_layer_types(model: Any) -> None:
+def _check_layer_types(model: PreTrainedModel) -> None:
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     others = set(kinds) - {"full_attention"}
     if others:
@@ -144,7 +147,9 @@ def _refused(reason: str, value: str) -> UnsupportedModelError:
     )
 
 
-def _record(model: Any, positions: Sequence[int], first: int) -> tuple[LayerRecord, torch.Tensor]:
+def _record(
+    model: PreTrainedModel, positions: Sequence[int], first: int
+) -> tuple[LayerRecord, torch.Tensor]:
     """Run token 7 at each position, `first` at the first one; return the record and the logits."""
     last = model.config.get_text_config().vocab_size - 1
     tokens = [min(first, last), *[min(7, last)] * (len(positions) - 1)]

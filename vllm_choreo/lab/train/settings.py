@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.trained_adapter import wears_adapter
+from vllm_choreo.trained_adapter import current_placement, uses_adapter
 
 LOSSES = ("kl", "ce")
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
@@ -23,7 +23,7 @@ class TrainSettings:
     """Choices that a training depends on, beside the data and the model.
 
     Attributes:
-        placement: calls that wear the adapter, see `wears_adapter`.
+        placement: calls that use the adapter, see `uses_adapter`.
         loss: "kl": nats from the text's distribution; "ce": surprise at the recorded tokens.
         rank, alpha, dropout: numbers of LoRA; the defaults are those of Bai and Eisner,
             "Accelerating Language Model Workflows with Prompt Choreography".
@@ -67,7 +67,8 @@ class TrainSettings:
     save_memory: bool = False
 
     def __post_init__(self) -> None:
-        wears_adapter(self.placement, generates=True)
+        object.__setattr__(self, "placement", current_placement(self.placement))
+        uses_adapter(self.placement, generates=True)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise self._error(name, f"must be one of {choices}")

@@ -10,7 +10,7 @@ import torch
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.train.checkpoint import random_states, set_random_states
-from vllm_choreo.lab.train.examples import Example, joined, packed_together
+from vllm_choreo.lab.train.examples import Example, concat_examples, packed_together
 from vllm_choreo.lab.train.forward import PackedModel
 from vllm_choreo.lab.train.loss import (
     adapted_calls,
@@ -64,7 +64,7 @@ class Training:
         num_trained = sum(call.num_generated for e in examples for call in e.calls)
         total = 0.0
         for group in packed_together(examples, self.settings.pack_tokens):
-            packing, teacher = joined(group)
+            packing, teacher = concat_examples(group)
             packing = packing.to(self.model.device)
             adapted = adapted_calls(packing, self.settings.placement)
             logprobs = trained_logprobs(self.model, packing, adapted)

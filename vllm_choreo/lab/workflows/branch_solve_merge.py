@@ -10,11 +10,10 @@ the second one after the first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.lab.workflows.chat import assistant, user
-from vllm_choreo.lab.workflows.sampling import seeded
+from vllm_choreo.lab.workflows.sampling import Sampling, seeded
 from vllm_choreo.lab.workflows.variants import check_variant, layout
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.transcript.transcript import Step, Transcript
@@ -28,7 +27,7 @@ def branch_solve_merge(
     concepts: Sequence[str],
     *,
     variant: str = "serial",
-    sampling_params: Any = None,
+    sampling_params: Sampling = None,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
     """Write one story; see `vllm_choreo.lab.workflows`. The answer is the merged story.
@@ -61,7 +60,7 @@ def _branches(concepts: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _solve(
-    c: Facade, log: Transcript, branches: Sequence[Sequence[str]], sampling_params: Any
+    c: Facade, log: Transcript, branches: Sequence[Sequence[str]], sampling_params: Sampling
 ) -> list[Message]:
     calls = [
         {

@@ -11,6 +11,7 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.problems.words import concepts_question
 from vllm_choreo.lab.workflows.chat import assistant, user
 from vllm_choreo.lab.workflows.multi_qa import ASK
+from vllm_choreo.lab.workflows.sampling import Sampling
 from vllm_choreo.transcript.transcript import Step, Transcript
 
 
@@ -19,7 +20,7 @@ def direct(
     question: str,
     *,
     opening: str = "",
-    sampling_params: Any = None,
+    sampling_params: Sampling = None,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
     """Ask `question` once; see `vllm_choreo.lab.workflows`.
@@ -37,7 +38,7 @@ def direct(
 
 
 def question_of(workflow: str, inputs: Mapping[str, Any]) -> str:
-    """All that a workflow is told, as one question.
+    """All that a workflow is given, as one question.
 
     Args:
         workflow: its name.

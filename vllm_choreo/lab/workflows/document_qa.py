@@ -8,11 +8,11 @@ by whoever asks next. As text, each one sees those before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.workflows.chat import assistant, system, user
+from vllm_choreo.lab.workflows.sampling import Sampling
 from vllm_choreo.transcript.transcript import Step, Transcript
 
 INSTRUCTION = "Answer from the given facts."
@@ -24,7 +24,7 @@ def document_qa(
     documents: Sequence[str],
     *,
     opening: str = "",
-    sampling_params: Any = None,
+    sampling_params: Sampling = None,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
     """Ask one question about all documents; see `vllm_choreo.lab.workflows`. One answer.
@@ -39,8 +39,8 @@ def document_qa(
     """
     if not documents:
         raise ChoreoError("must be one or more", parameter="documents", value=list(documents))
-    inputs = {"question": question, "documents": list(documents), "opening": opening}
-    inputs["sampling_params"] = sampling_params
+    inputs: dict[str, object] = {"question": question, "documents": list(documents)}
+    inputs |= {"opening": opening, "sampling_params": sampling_params}
     log = Transcript("document_qa", c.mode, inputs, on_step)
     instruction = log.add(
         "instruction", "instruction", c.prefill(system(INSTRUCTION), role="instruction")

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.lab.workflows.chat import assistant, restated, system, user
-from vllm_choreo.lab.workflows.sampling import seeded
+from vllm_choreo.lab.workflows.sampling import Sampling, seeded
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.transcript.transcript import Step, Transcript
 
@@ -36,8 +36,8 @@ def iterative_debate(
     question: str,
     *,
     rounds: int = 3,
-    sampling_params: Any = None,
-    verdict_params: Any = None,
+    sampling_params: Sampling = None,
+    verdict_params: Sampling = None,
     restate: bool = False,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
@@ -47,7 +47,7 @@ def iterative_debate(
         question: question of the debate.
         rounds: how often each side may speak.
         verdict_params: sampling parameters of the moderator's verdicts; None: `sampling_params`.
-        restate: the moderator is told the question once more, after all that it reads.
+        restate: the moderator is given the question once more, after all that it reads.
     """
     inputs: dict[str, Any] = {"question": question, "rounds": rounds, "restate": restate}
     inputs |= {"sampling_params": sampling_params, "verdict_params": verdict_params}
@@ -66,16 +66,16 @@ def iterative_debate(
     turns: list[Message] = []
     for number in range(1, rounds + 1):
         for side, role in (("affirmative", affirmative), ("negative", negative)):
-            heard = [role, task, *turns]
-            turns.append(_say(c, log, f"round {number}", side, heard, sampling_params))
+            parents = [role, task, *turns]
+            turns.append(_say(c, log, f"round {number}", side, parents, sampling_params))
         if number < rounds:
-            heard = [moderator, task, *turns, judge]
+            parents = [moderator, task, *turns, judge]
             params = verdict_params or sampling_params
-            verdict = _say(c, log, f"verdict {number}", "moderator", heard, params, again)
+            verdict = _say(c, log, f"verdict {number}", "moderator", parents, params, again)
             if is_settled(verdict.generated_text):
                 break
-    heard = [moderator, task, *turns, conclude]
-    answer = _say(c, log, "answer", "moderator", heard, sampling_params, again)
+    parents = [moderator, task, *turns, conclude]
+    answer = _say(c, log, "answer", "moderator", parents, sampling_params, again)
     return log.finish([answer.generated_text])
 
 
@@ -85,7 +85,7 @@ def _say(
     stage: str,
     author: str,
     parents: list[Message],
-    sampling_params: Any,
+    sampling_params: Sampling,
     again: str = "",
 ) -> Message:
     answer = c.decode(

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.workflows.chat import assistant, user
+from vllm_choreo.lab.workflows.sampling import Sampling
 from vllm_choreo.lab.workflows.variants import check_variant, layout
 from vllm_choreo.transcript.transcript import Step, Transcript
 
@@ -23,7 +23,7 @@ def multi_qa(
     questions: Sequence[str],
     *,
     variant: str = "serial",
-    sampling_params: Any = None,
+    sampling_params: Sampling = None,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
     """Ask two questions at once; see `vllm_choreo.lab.workflows`. One answer to both.

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.lab.workflows.chat import assistant, restated, system, user
-from vllm_choreo.lab.workflows.sampling import seeded
+from vllm_choreo.lab.workflows.sampling import Sampling, seeded
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.transcript.transcript import Step, Transcript
 
@@ -27,7 +27,7 @@ def parallel_debate(
     *,
     agents: int | Sequence[str] = 3,
     rounds: int = 3,
-    sampling_params: Any = None,
+    sampling_params: Sampling = None,
     restate: bool = False,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
@@ -37,7 +37,7 @@ def parallel_debate(
         question: question of the debate.
         agents: number of agents, or one system prompt for each.
         rounds: how often each agent speaks.
-        restate: whoever revises is told the question once more, after all that it reads.
+        restate: whoever revises is given the question once more, after all that it reads.
     """
     inputs: dict[str, Any] = {"question": question, "agents": agents, "rounds": rounds}
     inputs |= {"sampling_params": sampling_params, "restate": restate}

@@ -17,12 +17,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.workflows.chat import assistant, system, user
-from vllm_choreo.lab.workflows.sampling import seeded
+from vllm_choreo.lab.workflows.sampling import Sampling, seeded
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.transcript.transcript import Step, Transcript
 
@@ -64,8 +63,8 @@ def prisoners_dilemma(
     strategies: Sequence[str] = ("none", "none"),
     leak: str = "both",
     rounds: int = 2,
-    sampling_params: Any = None,
-    decision_params: Any = None,
+    sampling_params: Sampling = None,
+    decision_params: Sampling = None,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
     """Play one game; see `vllm_choreo.lab.workflows`.
@@ -74,7 +73,7 @@ def prisoners_dilemma(
     "baseline" nothing leaks, for text carries nothing but itself.
 
     Args:
-        strategies: each agent's own, told by its system prompt: "none", "always cooperate" or
+        strategies: each agent's own, given by its system prompt: "none", "always cooperate" or
             "always defect".
         leak: context that an utterance carries: "both", "system", "plan" or "none".
         rounds: how often each agent speaks.
@@ -113,7 +112,7 @@ def _check(strategies: Sequence[str], leak: str) -> None:
 
 
 def _agents(
-    c: Facade, log: Transcript, rules: Message, strategies: Sequence[str], sampling_params: Any
+    c: Facade, log: Transcript, rules: Message, strategies: Sequence[str], sampling_params: Sampling
 ) -> list[_Agent]:
     """Both players with their plans."""
     texts = [
@@ -136,7 +135,7 @@ def _agents(
 
 
 def _speak(
-    c: Facade, log: Transcript, stage: str, agent: _Agent, rules: Message, sampling_params: Any
+    c: Facade, log: Transcript, stage: str, agent: _Agent, rules: Message, sampling_params: Sampling
 ) -> Message:
     said = c.decode(
         assistant(f"{agent.name}:"),
@@ -158,12 +157,12 @@ def _as_heard(
         "plan": [speaker.plan],
         "none": [],
     }
-    heard = c.prefill(said.token_ids, parents=[*carried[leak], *public], role="utterance")
-    return log.add("as heard", speaker.name, heard)
+    utterance = c.prefill(said.token_ids, parents=[*carried[leak], *public], role="utterance")
+    return log.add("as heard", speaker.name, utterance)
 
 
 def _decisions(
-    c: Facade, log: Transcript, rules: Message, agents: Sequence[_Agent], sampling_params: Any
+    c: Facade, log: Transcript, rules: Message, agents: Sequence[_Agent], sampling_params: Sampling
 ) -> list[str]:
     calls = [
         {

@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+# What calls sample with: on a server a dict of fields, and None what the engine is set to.
+Sampling: TypeAlias = "SamplingParams | Mapping[str, Any] | None"
 
 _SEEDS_PER_RUN = 1000  # so that runs with neighbouring seeds share none
 
 
-def seeded(sampling_params: Any, number: int) -> Any:
+def seeded(sampling_params: Sampling, number: int) -> Sampling:
     """The same sampling with a seed of its own, so that equal calls do not all say the same.
 
     Args:

@@ -17,6 +17,7 @@ from vllm_choreo.api.facade_wrapper import FacadeWrapper, Item
 from vllm_choreo.api.parallel import results_of
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.semantics.call_options import Named
 from vllm_choreo.semantics.message import Message
 
 Made = TypeVar("Made")
@@ -46,7 +47,7 @@ class _Seat(FacadeWrapper):
         super().__init__(c)
         self._number, self._inbox = number, inbox
 
-    def free(self, *messages: Any) -> None:
+    def free(self, *messages: Named) -> None:
         """Free messages; see `Choreography.free`."""
         self._ask("free", messages)
 

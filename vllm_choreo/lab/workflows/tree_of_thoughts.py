@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.lab.workflows.chat import assistant, restated, system, user
-from vllm_choreo.lab.workflows.sampling import seeded
+from vllm_choreo.lab.workflows.sampling import Sampling, seeded
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.transcript.transcript import Step, Transcript
 
@@ -30,8 +30,8 @@ def tree_of_thoughts(
     *,
     candidates: int = 8,
     voters: int | Sequence[str] = 4,
-    sampling_params: Any = None,
-    vote_params: Any = None,
+    sampling_params: Sampling = None,
+    vote_params: Sampling = None,
     restate: bool = False,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
@@ -42,7 +42,7 @@ def tree_of_thoughts(
         candidates: how many thoughts are voted on.
         voters: number of voters, all alike; or one system prompt for each.
         vote_params: sampling parameters of the votes; None: `sampling_params`.
-        restate: votes and the answer are told the question once more, after all that they read.
+        restate: votes and the answer are given the question once more, after all that they read.
     """
     inputs: dict[str, Any] = {"question": question, "candidates": candidates, "voters": voters}
     inputs["restate"] = restate
@@ -84,7 +84,7 @@ def _roles(c: Facade, log: Transcript, voters: int | Sequence[str]) -> list[list
 
 
 def _think(
-    c: Facade, log: Transcript, task: Message, count: int, sampling_params: Any
+    c: Facade, log: Transcript, task: Message, count: int, sampling_params: Sampling
 ) -> list[Message]:
     calls = [
         {
@@ -103,7 +103,7 @@ def _vote(
     log: Transcript,
     readings: Sequence[Sequence[Message]],
     again: str,
-    sampling_params: Any,
+    sampling_params: Sampling,
 ) -> list[Message]:
     calls = [
         {

@@ -113,7 +113,7 @@ class AutoClient(CallClient):
         return ""
 
     def _adapter(self, named: LoRARequest | None) -> object:
-        # As text, the whole chat is encoded by the adapter, wherever else it may be worn.
+        # As text, the whole chat is encoded by the adapter, wherever else it may be used.
         return WithAdapter(named) if self._options.mode == "choreo" else named
 
     async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:

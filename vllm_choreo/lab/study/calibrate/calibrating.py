@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.cli.engine import LocalEngine
-from vllm_choreo.files import write_text
 from vllm_choreo.lab.cli.report import aligned
 from vllm_choreo.lab.cli.task import Task
-from vllm_choreo.lab.report.calibration import calibration_html
-from vllm_choreo.lab.report.markup import milliseconds, percent
-from vllm_choreo.lab.study.calibrate.fitting import DRAWS, fit
-from vllm_choreo.lab.study.calibrate.measure import BLOCK, NUM_BLOCKS
-from vllm_choreo.lab.study.calibrate.rungs import (
+from vllm_choreo.lab.report.calibration import calibration_html, calibration_rows
+from vllm_choreo.lab.report.markup import percent
+from vllm_choreo.lab.study.calibrate.candidates import (
     AS_STORED,
     Candidate,
     EvaluatedCandidate,
@@ -25,21 +23,29 @@ from vllm_choreo.lab.study.calibrate.rungs import (
     prediction_error,
     reached,
 )
+from vllm_choreo.lab.study.calibrate.fitting import DRAWS, fit
+from vllm_choreo.lab.study.calibrate.measure import BLOCK, NUM_BLOCKS
+from vllm_choreo.lab.study.results import PAGE, write_results
+from vllm_choreo.lab.study.targets import Target
 from vllm_choreo.repair.policy import Policy
 from vllm_choreo.trained_adapter import ModelIdentity
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
 FORMAT = 1  # of calibration.json
-POLICY, NUMBERS, PAGE = "policy.json", "calibration.json", "index.html"
+POLICY, NUMBERS = "policy.json", "calibration.json"
 
 
 def calibrate(
-    llm: Any,
-    tasks: Sequence[Task],
+    llm: LLM,
+    learnt: Sequence[Task],
+    kept_back: Sequence[Task],
     model: str,
     *,
     rules: Sequence[str],
     budgets: Sequence[float],
-    target: tuple[str, float],
+    target: Target,
     out: Path,
     seed: int,
 ) -> int:
@@ -47,10 +53,10 @@ def calibrate(
 
     Args:
         llm: engine in this process, which forces tokens.
-        tasks: two or more tasks of one workflow, with recorded runs.
+        learnt, kept_back: tasks of one workflow, with recorded runs: to fit, and to evaluate.
         model: folder or name of the engine's model.
         rules, budgets: repair rules, and budgets of policies, one candidate for each.
-        target: see `target_of`.
+        target: quality or time that is to be reached.
         out: an existing folder.
         seed: random seed of the blocks that are drawn.
 
@@ -62,7 +68,6 @@ def calibrate(
     """
     from tqdm import tqdm
 
-    learnt, kept_back = tasks[::2], tasks[1::2]
     num_candidates = len(rules) + len(budgets) + 2
     total = len(learnt) * (2 + DRAWS) + len(kept_back) * (1 + num_candidates)
     with tqdm(total=total, desc="calibrating", unit="replay", leave=False) as bar:
@@ -70,24 +75,25 @@ def calibrate(
         candidates = candidates_of(found, rules, budgets)
         evaluated = evaluate(llm, kept_back, candidates, bar.update)
     chosen = reached(evaluated, target)
-    assert tasks[0].recorded is not None
-    workflow = tasks[0].recorded.workflow
+    assert learnt[0].recorded is not None
+    workflow = learnt[0].recorded.workflow
+    rows = [asdict(candidate) for candidate in evaluated]
     data = {
         "format": FORMAT,
         "facts": {**LocalEngine(llm).facts(()), "workflow": workflow},
         "runs": {"learnt": len(learnt), "kept back": len(kept_back)},
-        "rungs": [candidate.to_json() for candidate in evaluated],
+        "rungs": rows,
         "prediction_error": prediction_error(evaluated),
-        "target": f"{target[0]}={target[1]:g}",
+        "target": str(target),
         "chosen": chosen and chosen.name,
     }
-    advice = _advice(chosen, str(data["target"]), out)
-    write_text(out / NUMBERS, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
-    write_text(out / PAGE, calibration_html(data, advice))
+    advice = _advice(chosen, target, out)
+    write_results(out, NUMBERS, data, calibration_html(data, advice))
     by_name = {candidate.name: candidate for candidate in candidates}
     if chosen is not None and by_name[chosen.name].masks is not None:
         _policy(by_name[chosen.name], chosen, workflow, model).save(out / POLICY)
-    print(_table(evaluated))
+    head = ("repair", "KL predicted", "KL", "same tokens", "encoded", "share", "TTFT")
+    print(aligned([head, *calibration_rows(rows)], num_names=1))
     if data["prediction_error"] is not None:
         error = percent(prediction_error(evaluated))
         print(f"\nPredicted KL is off by {error} of that without repair, on average.")
@@ -106,11 +112,11 @@ def _policy(
         num_blocks=NUM_BLOCKS,
         masks={role: dict(masks) for role, masks in candidate.masks.items()},
         budget=candidate.budget,
-        measured=evaluated.to_json(),
+        measured=asdict(evaluated),
     )
 
 
-def _advice(chosen: EvaluatedCandidate | None, target: str, out: Path) -> str:
+def _advice(chosen: EvaluatedCandidate | None, target: Target, out: Path) -> str:
     """Advice to the user, in a sentence."""
     if chosen is None:
         return (
@@ -122,20 +128,3 @@ def _advice(chosen: EvaluatedCandidate | None, target: str, out: Path) -> str:
     if chosen.name.startswith("policy"):
         return f'{target} is reached by repair="{out / POLICY}" ({chosen.name}).'
     return f"{target} is reached by repair={json.dumps(chosen.name)}."
-
-
-def _table(evaluated: Sequence[EvaluatedCandidate]) -> str:
-    head = ("repair", "KL predicted", "KL", "same tokens", "encoded", "share", "TTFT")
-    rows = [
-        (
-            candidate.name,
-            "-" if candidate.predicted is None else f"{candidate.predicted:.4f}",
-            f"{candidate.kl:.4f} ({candidate.kl_low:.4f} to {candidate.kl_high:.4f})",
-            percent(candidate.agreement),
-            f"{candidate.encoded:,.0f}",
-            percent(candidate.share),
-            milliseconds(candidate.ttft),
-        )
-        for candidate in evaluated
-    ]
-    return aligned([head, *rows], num_names=1)

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.cli.arguments import add_model, add_out
 from vllm_choreo.cli.commands import Main
@@ -19,12 +19,17 @@ from vllm_choreo.cli.engine import (
     warm_up,
 )
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.lab.cli.options import WORKFLOWS, add_sampling, repair_of
+from vllm_choreo.lab.cli.options import add_sampling, repair_of
 from vllm_choreo.lab.cli.recorded import recorded_task
 from vllm_choreo.lab.cli.run import make_folder
 from vllm_choreo.lab.cli.task import Task, program_of
-from vllm_choreo.lab.study.evaluate.sets import sets_of
+from vllm_choreo.lab.study.arguments import add_problems, add_target
+from vllm_choreo.lab.study.sets import halved, sets_of
+from vllm_choreo.lab.study.targets import Target
 from vllm_choreo.repair.policy import check_budget
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 DEFAULT_RULES = (
     '{"reweight": [0.9, 1.0]}',
@@ -34,7 +39,7 @@ DEFAULT_RULES = (
 )
 DEFAULT_BUDGETS = (0.05, 0.1, 0.2, 0.4)
 DEFAULT_TARGET = "agreement=0.95"
-MIN_RUNS = 2  # one half tells what blocks buy, the other one whether that is so
+TARGETS = ("kl=NATS per token", "agreement=SHARE of tokens", "ttft=SECONDS")
 
 
 def command(parser: argparse.ArgumentParser) -> Main:
@@ -47,15 +52,12 @@ def command(parser: argparse.ArgumentParser) -> Main:
         metavar="TRANSCRIPT",
         help="runs of one workflow: files of `vllm-choreo run`, or folders of it or of `record`",
     )
-    add("--workflow", choices=tuple(WORKFLOWS), help="instead: this one, run first, as text")
-    add("--set", metavar="NAME", help="which problems are made, as of `vllm-choreo record`")
-    add("--data", type=Path, metavar="FILE", help="problems as JSON lines")
-    add(
-        "--target",
-        default=DEFAULT_TARGET,
-        metavar="NAME=VALUE",
-        help="what is to be reached: kl=NATS per token to the text at most, agreement=SHARE of "
-        "tokens at least, or ttft=SECONDS at most (default: %(default)s)",
+    add_problems(parser, "run first, as text")
+    add_target(
+        parser,
+        DEFAULT_TARGET,
+        "what is to be reached: kl=NATS per token to the text at most, agreement=SHARE of tokens "
+        "at least, or ttft=SECONDS at most",
     )
     add(
         "--repair",
@@ -87,24 +89,24 @@ def main(args: argparse.Namespace) -> int:
             not start.
     """
     from vllm_choreo.lab.study.calibrate.calibrating import calibrate
-    from vllm_choreo.lab.study.calibrate.rungs import target_of
     from vllm_choreo.testing.models.embedded import embedded_model
 
-    target = target_of(args.target)
+    target = Target.given(args.target, TARGETS)
     rules = DEFAULT_RULES if args.repair is None else args.repair
     budgets = DEFAULT_BUDGETS if args.budget is None else args.budget
     memory = memory_for([repair_of(rule) for rule in rules])
     for budget in budgets:
         check_budget(budget)
-    tasks = _tasks(args)
+    halves = halved(_tasks(args), "runs", "2 runs or more", "transcripts")
     make_folder(args.out)
     model = args.model or str(embedded_model())
     llm = start_engine(model, args.max_model_len or DEFAULT_MAX_MODEL_LEN, True, **memory)
     warm_up(LocalEngine(llm), ("baseline", "choreo"))
-    tasks = _run(llm, tasks, args.workflow)
+    learnt, kept_back = (_run(llm, tasks, args.workflow) for tasks in halves)
     return calibrate(
         llm,
-        tasks,
+        learnt,
+        kept_back,
         model,
         rules=rules,
         budgets=sorted(set(budgets)),
@@ -118,7 +120,7 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
     """Tasks of one workflow; those of files have their recorded runs.
 
     Raises:
-        ChoreoError: none, too few, or of several workflows.
+        ChoreoError: none, or of several workflows.
     """
     if bool(args.transcripts) == (args.workflow is not None):
         raise ChoreoError("what shall be calibrated? Give transcripts, or --workflow (and --data)")
@@ -134,13 +136,6 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
             f"a policy is that of one workflow: these are runs of {', '.join(sorted(workflows))}",
             parameter="transcripts",
         )
-    if len(tasks) < MIN_RUNS:
-        raise ChoreoError(
-            "one half of the runs is kept back to check what the other half tells: give "
-            f"{MIN_RUNS} runs or more",
-            parameter="transcripts",
-            value=len(tasks),
-        )
     return tasks
 
 
@@ -151,7 +146,7 @@ def _files(path: Path) -> Sequence[Path]:
     return sorted([*path.glob("transcript*.json"), *path.glob("*/[0-9]*.json")])
 
 
-def _run(llm: Any, tasks: Sequence[Task], workflow: str | None) -> list[Task]:
+def _run(llm: LLM, tasks: Sequence[Task], workflow: str | None) -> list[Task]:
     """The tasks with recorded runs: those that have none are run as text."""
     if workflow is None:
         return list(tasks)

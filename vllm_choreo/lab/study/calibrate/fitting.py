@@ -7,7 +7,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.lab.cli.task import Task
 from vllm_choreo.lab.study.calibrate.measure import (
@@ -27,6 +27,9 @@ from vllm_choreo.repair.calibration import (
     masks_of,
     select_within_budget,
 )
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 # How often each run is replayed with blocks drawn at random.
 DRAWS = 3
@@ -75,7 +78,7 @@ class Fit:
         return max(0.0, self.kl - regained) / self.num_tokens
 
 
-def fit(llm: Any, tasks: Sequence[Task], seed: int, on_replay: Callable[[], None]) -> Fit:
+def fit(llm: LLM, tasks: Sequence[Task], seed: int, on_replay: Callable[[], None]) -> Fit:
     """Replay runs, and find what each block buys.
 
     Args:

@@ -6,14 +6,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_choreo.lab.cli.task import Task, program_of
-from vllm_choreo.lab.record.replay import Replay
+from vllm_choreo.lab.cli.task import Task
+from vllm_choreo.lab.study.arms import Arm
 from vllm_choreo.lab.study.calibrate.repaired import Choose, Repaired, RepairedCall
-from vllm_choreo.lab.study.divergence import Measured, kl_per_token
+from vllm_choreo.lab.study.divergence import kl_per_token
+from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT, Judged
+from vllm_choreo.semantics.session_options import RepairGiven
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 # Of policies: tokens of a block, and how many blocks a message has; the last one is all the rest.
 BLOCK, NUM_BLOCKS = 16, 16
@@ -46,10 +51,16 @@ class MeasuredReplay:
         """Tokens that were generated."""
         return sum(len(call.message.generated_token_ids) for call in self.calls)
 
+    @property
+    def judged(self) -> Judged:
+        """Judgement of the replay, which has no answers of its own."""
+        num_encoded, kl = self.num_encoded, sum(self.kl)
+        return Judged((), None, kl, self.num_tokens, num_encoded=num_encoded, ttft=self.ttft)
+
 
 def distinct(calls: Sequence[RepairedCall]) -> list[RepairedCall]:
     """First of the calls of each role that read the same: what one repairs, the others share."""
-    first: dict[Any, RepairedCall] = {}
+    first: dict[object, RepairedCall] = {}
     for call in calls:
         first.setdefault((call.role, call.message.parents), call)
     return list(first.values())
@@ -63,15 +74,13 @@ class Replays:
         task: task with its recorded run.
     """
 
-    def __init__(self, llm: Any, task: Task) -> None:
-        assert task.recorded is not None
-        self.task = task
-        self._llm = llm
-        self._text, _ = self._replay("baseline", None, None)
+    def __init__(self, llm: LLM, task: Task) -> None:
+        self._llm, self._task = llm, task
+        self._text, _ = self._replay(Arm(TEXT, "baseline"), None)
 
-    def measure(self, repair: Any = None, choose: Choose | None = None) -> MeasuredReplay:
+    def measure(self, repair: RepairGiven = None, choose: Choose | None = None) -> MeasuredReplay:
         """Replay choreographed, with a session's rule, or with blocks chosen call by call."""
-        said, calls = self._replay("choreo", repair, choose)
+        said, calls = self._replay(Arm(CHOREOGRAPHED, "choreo", repair=repair), choose)
         decodes = tuple(call for call in calls if call.message.generated_token_ids)
         pairs = list(zip(self._text, said, strict=True))
         messages = [call.message for call in calls]
@@ -88,16 +97,11 @@ class Replays:
         )
 
     def _replay(
-        self, mode: str, repair: Any, choose: Choose | None
+        self, arm: Arm, choose: Choose | None
     ) -> tuple[Sequence[np.ndarray], list[RepairedCall]]:
-        from vllm_choreo.api.choreography import Choreography
-
-        assert self.task.recorded is not None
-        # No run has what an earlier one has cached.
-        self._llm.reset_prefix_cache()
-        with Choreography(self._llm, mode, repair=repair) as c:
+        recorded = self._task.recorded
+        assert recorded is not None
+        with arm.open(self._llm) as c:
             chosen = Repaired(c, choose, BLOCK, NUM_BLOCKS)
-            measured = Measured(chosen)
-            with Replay(measured, self.task.recorded) as replay:
-                program_of(self.task.recorded.workflow)(replay, **self.task.inputs)
-        return measured.distributions, chosen.calls
+            _, said = arm.replayed(chosen, recorded.workflow, self._task, recorded)
+        return said, chosen.calls

@@ -70,7 +70,7 @@ class Repaired(FacadeWrapper):
             self.calls.append(RepairedCall(call.get("role") or "", parents, keys, message))
         return messages
 
-    def _rule(self, parents: Sequence[ReadParent], keys: frozenset[Key]) -> Any:
+    def _rule(self, parents: Sequence[ReadParent], keys: frozenset[Key]) -> dict[str, Any]:
         runs = (
             block_runs(
                 [key.block for key in keys if key.parent == parent.role],

@@ -11,10 +11,11 @@ from vllm_choreo.cli.arguments import add_model, add_out
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.engine import DEFAULT_MAX_MODEL_LEN, memory_for, start_engine
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.lab.cli.options import OPTIONS, WORKFLOWS, add_repair, add_sampling, add_together
+from vllm_choreo.lab.cli.options import OPTIONS, add_repair, add_sampling, add_together
 from vllm_choreo.lab.cli.run import make_folder
-from vllm_choreo.lab.study.evaluate.sets import HeldOutSet, sets_of
-from vllm_choreo.trained_adapter import PLACEMENTS
+from vllm_choreo.lab.study.arguments import add_problems
+from vllm_choreo.lab.study.sets import HeldOutSet, sets_of
+from vllm_choreo.trained_adapter import PLACEMENTS, current_placement
 
 
 def command(parser: argparse.ArgumentParser) -> Main:
@@ -28,21 +29,14 @@ def command(parser: argparse.ArgumentParser) -> Main:
         help="folders of `vllm-choreo record`, of which the runs in test/ are taken; several show "
         "how adapters transfer",
     )
-    add("--workflow", choices=tuple(WORKFLOWS), help="instead: this one, on problems of its own")
-    add("--set", metavar="NAME", help="which problems are made, as of `vllm-choreo record`")
-    add(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="problems as JSON lines (default: some made from the seed)",
-    )
+    add_problems(parser, "on problems of its own")
     add(
         "--adapter",
         type=Path,
         action="append",
         default=[],
         metavar="DIR",
-        help="folder of an adapter that the workflow wears; several are compared",
+        help="folder of an adapter that the workflow uses; several are compared",
     )
     add(
         "--direct",
@@ -55,10 +49,11 @@ def command(parser: argparse.ArgumentParser) -> Main:
     )
     add(
         "--placement",
+        type=current_placement,
         choices=PLACEMENTS,
-        help="which calls wear adapters whose folders do not say so",
+        help="which calls use adapters whose folders do not say so",
     )
-    add_repair(parser, "of one more arm; several are compared", action="append", default=[])
+    add_repair(parser, "of one more arm; several are compared", "append")
     add(
         "--restate",
         action="store_true",

@@ -6,15 +6,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.cli.engine import LocalEngine, first_call
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.lab.study.evaluate.arms import DIRECT, Arm
-from vllm_choreo.lab.study.evaluate.bench import judge
+from vllm_choreo.lab.study.arms import Arm
+from vllm_choreo.lab.study.bench import judge
+from vllm_choreo.lab.study.evaluate.arms import DIRECT
 from vllm_choreo.lab.study.evaluate.results import JudgedSet, save, table
-from vllm_choreo.lab.study.evaluate.sets import HeldOutSet
+from vllm_choreo.lab.study.sets import HeldOutSet
 from vllm_choreo.lab.workflows.direct import question_of
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 
 def judged_sets(
@@ -39,7 +43,7 @@ def judged_sets(
 
 
 def judge_all(
-    llm: Any, judged: Sequence[JudgedSet], out: Path, *, measures_kl: bool, num_together: int = 1
+    llm: LLM, judged: Sequence[JudgedSet], out: Path, *, measures_kl: bool, num_together: int = 1
 ) -> int:
     """Judge all sets on an engine, print a table and write what was found.
 
@@ -76,7 +80,7 @@ def judge_all(
 
 
 def _judge_set(
-    llm: Any, one: JudgedSet, measures_kl: bool, num_together: int, errors: list[str]
+    llm: LLM, one: JudgedSet, measures_kl: bool, num_together: int, errors: list[str]
 ) -> None:
     """Fill a set; append to the errors for problems that failed."""
     from tqdm import tqdm

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_choreo.files import write_text
-from vllm_choreo.lab.cli.report import aligned, question_of
+from vllm_choreo.lab.cli.report import question_of
 from vllm_choreo.lab.cli.task import Task
 from vllm_choreo.lab.report.evaluation import evaluation_html
-from vllm_choreo.lab.report.markup import milliseconds, percent
-from vllm_choreo.lab.study.evaluate.arms import Arm
-from vllm_choreo.lab.study.evaluate.sets import HeldOutSet
+from vllm_choreo.lab.study.arms import Arm
+from vllm_choreo.lab.study.results import scores_table, write_results
 from vllm_choreo.lab.study.scores import Judged, rows_of
+from vllm_choreo.lab.study.sets import HeldOutSet
 
 FORMAT = 1  # of evaluation.json
 
@@ -69,31 +69,16 @@ def save(judged: Sequence[JudgedSet], facts: Mapping[str, str], out: Path) -> di
         "adapters": _adapters_json(judged),
         "sets": [one.to_json() for one in judged],
     }
-    text = json.dumps(evaluation, ensure_ascii=False, indent=1)
-    write_text(out / "evaluation.json", text + "\n")
     write_text(out / "evaluation.csv", _csv(evaluation))
-    write_text(out / "index.html", evaluation_html(evaluation))
+    write_results(out, "evaluation.json", evaluation, evaluation_html(evaluation))
     return evaluation
 
 
 def table(evaluation: Mapping[str, Any]) -> str:
     """One line per set and arm."""
-    head = ("problems", "arm", "worn by", "right", "difference", "p", "same", "KL", "gap", "KL gap")
-    lines: list[tuple[str, ...]] = [(*head, "encoded", "TTFT")]
-    for one in evaluation["sets"]:
-        for row in one["rows"]:
-            right = f"{row['right']} of {row['judged']}" if row["judged"] else "-"
-            kl = "-" if row["kl"] is None else f"{row['kl']:.4f}"
-            p_value = "-" if row["p_value"] is None else f"{row['p_value']:.3f}"
-            shares = [percent(row[key]) for key in ("same", "gap_closed", "kl_gap_closed")]
-            lines.append(
-                (
-                    *(one["name"], row["arm"], row["placement"] or "-", right),
-                    *(percent(row["difference"], sign=True), p_value, shares[0], kl, *shares[1:]),
-                    *(f"{row['encoded']:,.0f}", milliseconds(row["ttft"])),
-                )
-            )
-    return aligned(lines, num_names=3)
+    names = {"arm": "arm", "used by": "placement"}
+    columns = "right,difference,p,same,KL,gap,KL gap,encoded,TTFT".split(",")
+    return scores_table(evaluation["sets"], names, columns)
 
 
 def _problem_json(task: Task, judged: Mapping[str, Judged]) -> dict[str, Any]:

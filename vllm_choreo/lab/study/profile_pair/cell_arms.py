@@ -6,19 +6,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm_choreo.api.facade_wrapper import Item, PassingSession
+from vllm_choreo.api.facade_wrapper import Item, SessionWrapper
 from vllm_choreo.api.protocol import SessionFacade
 from vllm_choreo.lab.cli.task import Task
-from vllm_choreo.lab.study.evaluate.arms import Arm
+from vllm_choreo.lab.study.arms import Arm
 from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT
 from vllm_choreo.repair.pair import Ranges, layers_text
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.trained_adapter import ModelIdentity, adapter_weights
 
+if TYPE_CHECKING:
+    from vllm import LLM
 
-class Divided(PassingSession):
+
+class Divided(SessionWrapper):
     """A session where prefills without parents are the writer's, and all else the reader's.
 
     Args:
@@ -26,7 +29,7 @@ class Divided(PassingSession):
         writer, reader: adapters, as a call takes them.
     """
 
-    def __init__(self, c: SessionFacade, writer: Any, reader: Any) -> None:
+    def __init__(self, c: SessionFacade, writer: str, reader: str) -> None:
         super().__init__(c)
         self._writer, self._reader = writer, reader
 
@@ -48,20 +51,14 @@ class CellArm(Arm):
 
     Attributes:
         writer, reader: folders of adapters; None: the model itself.
-        layers: layers that the reader encodes anew.
     """
 
     writer: Path | None = None
     reader: Path | None = None
-    layers: Ranges = ()
 
-    def open(self, llm: Any, task: Task | None = None) -> Any:
-        from vllm_choreo.api.choreography import Choreography
-
-        llm.reset_prefix_cache()
-        rule = {"layers": [list(one) for one in self.layers]}
-        c = Choreography(llm, self.mode, repair=rule)
+    def open(self, llm: LLM, task: Task | None = None) -> Divided:
         model = llm.model_config.model  # the name of no adapter at all
+        c = self._session(llm)
         return Divided(c, str(self.writer or model), str(self.reader or model))
 
 
@@ -86,9 +83,8 @@ class AdapterPair:
 
     def arm(self, layers: Ranges) -> CellArm:
         """The arm of a cell."""
-        return CellArm(
-            cell_name(layers), "choreo", writer=self.writer, reader=self.reader, layers=layers
-        )
+        name, rule = cell_name(layers), cell_rule(layers)
+        return CellArm(name, "choreo", repair=rule, writer=self.writer, reader=self.reader)
 
     @property
     def names(self) -> dict[str, str]:
@@ -122,3 +118,8 @@ class Pair(Protocol):
 def cell_name(layers: Ranges) -> str:
     """Name of a cell as an arm: without layers it is what all others are to improve on."""
     return layers_text(layers) if layers else CHOREOGRAPHED
+
+
+def cell_rule(layers: Ranges) -> dict[str, list[list[int]]]:
+    """Rule by which the calls of a cell repair."""
+    return {"layers": [list(one) for one in layers]}

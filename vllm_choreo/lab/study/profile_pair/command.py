@@ -19,16 +19,18 @@ from vllm_choreo.cli.engine import (
     warm_up,
 )
 from vllm_choreo.errors import AdapterError, ChoreoError
-from vllm_choreo.lab.cli.options import WORKFLOWS, add_sampling, add_together
+from vllm_choreo.lab.cli.options import add_sampling, add_together
 from vllm_choreo.lab.cli.run import make_folder
-from vllm_choreo.lab.study.evaluate.sets import HeldOutSet, sets_of
+from vllm_choreo.lab.study.arguments import add_problems, add_target
+from vllm_choreo.lab.study.sets import HeldOutSet, halved, sets_of
+from vllm_choreo.lab.study.targets import Target
 from vllm_choreo.repair.pair import Ranges
 from vllm_choreo.repair.rules import ByLayers, rule_given, rule_of
 from vllm_choreo.trained_adapter import FILE_NAME, PEFT_FILES, TrainedAdapter
 
 DEFAULT_TARGET = "loss=0.1"
 THE_MODEL = "none"  # in place of an adapter
-MIN_PROBLEMS = 2  # one half tells which layers matter, the other one whether that is so
+TARGETS = ("loss=SHARE", "kl=NATS per token", "ttft=SECONDS")
 
 
 def command(parser: argparse.ArgumentParser) -> Main:
@@ -49,16 +51,12 @@ def command(parser: argparse.ArgumentParser) -> Main:
         help="folders of `vllm-choreo record`, of which the runs in test/ are taken: the first is "
         "profiled with, the others tell whether its profile is good for them",
     )
-    add("--workflow", choices=tuple(WORKFLOWS), help="instead: this one, on problems of its own")
-    add("--set", metavar="NAME", help="which problems are made, as of `vllm-choreo record`")
-    add("--data", type=Path, metavar="FILE", help="problems as JSON lines")
-    add(
-        "--target",
-        default=DEFAULT_TARGET,
-        metavar="NAME=VALUE",
-        help="what the chosen layers are to reach: loss=SHARE of the distance between plain "
-        "reading and the reader's own encoding at most, kl=NATS per token at most, or "
-        "ttft=SECONDS at most (default: %(default)s)",
+    add_problems(parser, "on problems of its own")
+    add_target(
+        parser,
+        DEFAULT_TARGET,
+        "what the chosen layers are to reach: loss=SHARE of the distance between plain reading and "
+        "the reader's own encoding at most, kl=NATS per token at most, or ttft=SECONDS at most",
     )
     add(
         "--layers",
@@ -87,10 +85,10 @@ def main(args: argparse.Namespace) -> int:
     """
     from vllm_choreo.lab.study.profile_pair.cell_arms import AdapterPair, Pair
     from vllm_choreo.lab.study.profile_pair.models import ModelPair
-    from vllm_choreo.lab.study.profile_pair.results import measure, target_of, write_results
+    from vllm_choreo.lab.study.profile_pair.results import measure, write_profile
     from vllm_choreo.testing.models.embedded import embedded_model
 
-    target, tried = target_of(args.target), _tried(args)
+    target, tried = Target.given(args.target, TARGETS), _tried(args)
     if args.writer == args.reader:
         raise ChoreoError("writer and reader are the same", parameter="reader", value=args.reader)
     is_models = all(map(_is_model, (args.writer, args.reader)))
@@ -109,10 +107,10 @@ def main(args: argparse.Namespace) -> int:
     learnt, others = _halves(sets_of(args))
     make_folder(args.out)
     max_model_len = args.max_model_len or DEFAULT_MAX_MODEL_LEN
-    with TemporaryDirectory(dir=args.out, prefix="writer-") as kept:
+    with TemporaryDirectory(dir=args.out, prefix="writer-") as folder:
         pair: Pair
         if is_models:
-            written = _written(args.writer, max_model_len, [learnt, *others], Path(kept))
+            written = _written(args.writer, max_model_len, [learnt, *others], Path(folder))
             pair, model = ModelPair(args.writer, args.reader, written), args.reader
         else:
             model = args.model or str(embedded_model())
@@ -123,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
         options = {"tried": tried, "maps_layers": args.layer_map, "num_together": args.together}
         found = measure(llm, pair, learnt, others, **options)
         is_timed = args.together == 1
-        return write_results(llm, pair, found, target, args.out, is_timed)
+        return write_profile(llm, pair, found, target, args.out, is_timed)
 
 
 def _tried(args: argparse.Namespace) -> tuple[Ranges, ...]:
@@ -176,7 +174,7 @@ def _adapter(given: str) -> Path | None:
     """Folder of an adapter; None for the model itself.
 
     Raises:
-        AdapterError: it is no folder, or that of an adapter which some calls alone wear.
+        AdapterError: it is no folder, or that of an adapter which some calls alone use.
     """
     if given == THE_MODEL:
         return None
@@ -204,12 +202,6 @@ def _halves(sets: list[HeldOutSet]) -> tuple[HeldOutSet, list[HeldOutSet]]:
         ChoreoError: the first set has one problem alone.
     """
     first, *others = sets
-    if len(first.tasks) < MIN_PROBLEMS:
-        raise ChoreoError(
-            "one half of the problems is kept back to check what the other half tells: give "
-            f"{MIN_PROBLEMS} or more",
-            parameter="limit",
-            value=len(first.tasks),
-        )
-    kept_back = replace(first, name=f"{first.name}, kept back", tasks=first.tasks[1::2])
-    return replace(first, tasks=first.tasks[::2]), [kept_back, *others]
+    learnt, kept_back = halved(first.tasks, "problems", "2 or more", "limit")
+    checked = replace(first, name=f"{first.name}, kept back", tasks=kept_back)
+    return replace(first, tasks=learnt), [checked, *others]

@@ -11,20 +11,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_choreo.api.facade_wrapper import Item, PassingSession
+from vllm_choreo.api.facade_wrapper import Item, SessionWrapper
+from vllm_choreo.api.protocol import SessionFacade
 from vllm_choreo.lab.cli.task import Task, program_of
-from vllm_choreo.lab.study.evaluate.arms import Arm
-from vllm_choreo.lab.study.evaluate.sets import HeldOutSet
-from vllm_choreo.lab.study.profile_pair.cell_arms import cell_name
+from vllm_choreo.lab.study.arms import Arm
+from vllm_choreo.lab.study.profile_pair.cell_arms import cell_name, cell_rule
 from vllm_choreo.lab.study.scores import TEXT
+from vllm_choreo.lab.study.sets import HeldOutSet
 from vllm_choreo.repair.pair import Ranges
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.trained_adapter import ModelIdentity
 
+if TYPE_CHECKING:
+    from vllm import LLM
 
-class _Given(PassingSession):
+
+class _Given(SessionWrapper):
     """A session whose prefills without parents are made by `_given`."""
 
     def _prefill(self, calls: list[Item]) -> list[Message]:
@@ -44,13 +48,13 @@ class Writing(_Given):
         given: messages without parents, in order.
     """
 
-    def __init__(self, c: Any, layers: Iterable[int]) -> None:
+    def __init__(self, c: SessionFacade, layers: Iterable[int]) -> None:
         super().__init__(c)
         self.given: list[Message] = []
         self._layers = list(layers)
 
     def _given(self, call: Item) -> Message:
-        message: Message = self._c.prefill([{**call, "keep_hidden": self._layers}])[0]
+        message = self._c.prefill([{**call, "keep_hidden": self._layers}])[0]
         self.given.append(message)
         return message
 
@@ -58,9 +62,9 @@ class Writing(_Given):
 class Fetching(_Given):
     """A session that takes prefills without parents from a writer's folder, in order, in cycles."""
 
-    def __init__(self, c: Any, folder: Path) -> None:
+    def __init__(self, c: SessionFacade, folder: Path) -> None:
         super().__init__(c)
-        self._loaded = cycle(c.load(folder, on_mismatch="variant", progress=False))
+        self._loaded = cycle(c.load(str(folder), on_mismatch="variant", progress=False))
 
     def _given(self, call: Item) -> Message:
         message = next(self._loaded)
@@ -70,7 +74,7 @@ class Fetching(_Given):
 
 
 def write_all(
-    llm: Any, sets: Iterable[HeldOutSet], num_layers: int, folder: Path, on_run: Callable[[], None]
+    llm: LLM, sets: Iterable[HeldOutSet], num_layers: int, folder: Path, on_run: Callable[[], None]
 ) -> dict[int, Path]:
     """Have the writer encode what each problem gives, and save it with all hidden states.
 
@@ -94,7 +98,7 @@ def write_all(
                 writing = Writing(c, range(1, num_layers))
                 program_of(one.workflow)(writing, **task.inputs)
                 folders[id(task)] = folder / str(len(folders))
-                c.save(writing.given, folders[id(task)], encodings=True, progress=False)
+                c.save(writing.given, str(folders[id(task)]), encodings=True, progress=False)
             on_run()
     return folders
 
@@ -105,18 +109,12 @@ class ModelCellArm(Arm):
 
     Attributes:
         folders: folders of `write_all`, with what the writer has encoded.
-        layers: layers that the reader encodes anew.
     """
 
     folders: Mapping[int, Path] = field(default_factory=dict)
-    layers: Ranges = ()
 
-    def open(self, llm: Any, task: Task | None = None) -> Any:
-        from vllm_choreo.api.choreography import Choreography
-
-        llm.reset_prefix_cache()
-        rule = {"layers": [list(one) for one in self.layers]}
-        return Fetching(Choreography(llm, self.mode, repair=rule), self.folders[id(task)])
+    def open(self, llm: LLM, task: Task | None = None) -> Fetching:
+        return Fetching(self._session(llm), self.folders[id(task)])
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,8 @@ class ModelPair:
 
     def arm(self, layers: Ranges) -> ModelCellArm:
         """The arm of a cell."""
-        return ModelCellArm(cell_name(layers), "choreo", folders=self.folders, layers=layers)
+        name, rule = cell_name(layers), cell_rule(layers)
+        return ModelCellArm(name, "choreo", repair=rule, folders=self.folders)
 
     @property
     def names(self) -> dict[str, str]:
@@ -151,6 +150,6 @@ class ModelPair:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Model and writer's weights, as fields of a profile; the reader wears no adapter."""
+        """Model and writer's weights, as fields of a profile; the reader uses no adapter."""
         weights = ModelIdentity.of(self.writer).weights
         return {"model": ModelIdentity.of(self.reader), "writer": weights, "reader": None}

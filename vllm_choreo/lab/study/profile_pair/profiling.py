@@ -7,19 +7,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.lab.cli.task import Task
-from vllm_choreo.lab.study.evaluate.arms import Arm
-from vllm_choreo.lab.study.evaluate.bench import Bench
-from vllm_choreo.lab.study.evaluate.sets import HeldOutSet
+from vllm_choreo.lab.study.arms import Arm
+from vllm_choreo.lab.study.bench import Bench
 from vllm_choreo.lab.study.profile_pair.cell_arms import Pair, cell_name
 from vllm_choreo.lab.study.profile_pair.grid import coarse, finer, scattered, singles, steps
 from vllm_choreo.lab.study.scores import CHOREOGRAPHED, TEXT, Judged, rows_of
+from vllm_choreo.lab.study.sets import HeldOutSet
 from vllm_choreo.lab.workflows.together import all_made, run_together
 from vllm_choreo.repair.pair import Cell, Ranges, num_run, pareto
 from vllm_choreo.transcript.transcript import Transcript
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 Made = TypeVar("Made")
 
@@ -46,7 +49,7 @@ class Profiling:
         num_read: tokens that a call reads, the mean of those that generate.
     """
 
-    llm: Any
+    llm: LLM
     pair: Pair
     problems: HeldOutSet
     on_run: Callable[[int], object]

@@ -4,20 +4,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
 from vllm_choreo.cli.engine import LocalEngine
-from vllm_choreo.files import write_text
-from vllm_choreo.lab.cli.report import aligned
-from vllm_choreo.lab.report.markup import milliseconds, percent
 from vllm_choreo.lab.report.pair import pair_html
-from vllm_choreo.lab.study.evaluate.sets import HeldOutSet
 from vllm_choreo.lab.study.profile_pair.cell_arms import Pair
 from vllm_choreo.lab.study.profile_pair.grid import coarse
 from vllm_choreo.lab.study.profile_pair.profiling import (
@@ -27,12 +23,17 @@ from vllm_choreo.lab.study.profile_pair.profiling import (
     map_layers,
     search,
 )
+from vllm_choreo.lab.study.results import PAGE, scores_table, write_results
 from vllm_choreo.lab.study.scores import Judged
-from vllm_choreo.lab.study.targets import target_given
+from vllm_choreo.lab.study.sets import HeldOutSet
+from vllm_choreo.lab.study.targets import Target
 from vllm_choreo.repair.pair import Cell, PairProfile, Ranges, num_run, pareto
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
 FORMAT = 1  # of profile.json
-PROFILE, NUMBERS, PAGE = "pair.json", "profile.json", "index.html"
+PROFILE, NUMBERS = "pair.json", "profile.json"
 # Of the frontier, so many cells are asked for answers and tried on other problems.
 MAX_ANSWERED = 6
 
@@ -41,30 +42,14 @@ _UNTIMED = (
     "without --together."
 )
 
-_TARGETS: dict[str, Callable[[Cell, float], bool]] = {
-    "loss": lambda cell, most: cell.quality_loss <= most,
-    "kl": lambda cell, most: cell.kl <= most,
-    "ttft": lambda cell, most: cell.ttft <= most,
-}
 
-
-def target_of(text: str) -> tuple[str, float]:
-    """A target as an argument gives it.
-
-    Raises:
-        RepairError: no such target, or no number behind it.
-    """
-    return target_given(text, _TARGETS, "loss=SHARE, kl=NATS per token, or ttft=SECONDS")
-
-
-def reached(cells: Sequence[Cell], target: tuple[str, float], num_layers: int) -> Cell | None:
-    """The cell to take: the cheapest that is near enough, or the nearest that is fast enough.
+def reached(cells: Sequence[Cell], target: Target, num_layers: int) -> Cell | None:
+    """Cell to take, of those that no other beats: see `Target.choose`.
 
     None: no cell reaches the target, or only encoding everything anew does.
     """
-    name, value = target
-    fit = [c for c in pareto(cells) if c.num_layers < num_layers and _TARGETS[name](c, value)]
-    return (fit[-1] if name == "ttft" else fit[0]) if fit else None
+    less = [cell for cell in pareto(cells) if cell.num_layers < num_layers]
+    return target.choose(less, cost="num_layers", distance="quality_loss")
 
 
 @dataclass(frozen=True)
@@ -85,7 +70,7 @@ class Tried:
 
 
 def measure(
-    llm: Any,
+    llm: LLM,
     pair: Pair,
     learnt: HeldOutSet,
     others: Sequence[HeldOutSet],
@@ -128,8 +113,8 @@ def measure(
     return Tried(found, checked, layer_map, num_layers)
 
 
-def write_results(
-    llm: Any, pair: Pair, tried: Tried, target: tuple[str, float], out: Path, is_timed: bool
+def write_profile(
+    llm: LLM, pair: Pair, tried: Tried, target: Target, out: Path, is_timed: bool
 ) -> int:
     """Print a table, write the numbers and a page, and the profile, which a session reads by.
 
@@ -137,7 +122,7 @@ def write_results(
         llm: engine of the reader.
         pair: writer and reader.
         tried: see `measure`.
-        target: see `target_of`.
+        target: loss or time that is to be reached.
         out: an existing folder.
         is_timed: times are those of requests by themselves; otherwise there is no profile.
 
@@ -152,7 +137,7 @@ def write_results(
         num_layers=tried.num_layers,
         num_read=found.num_read,
         cells=tuple(cells),
-        target=f"{target[0]}={target[1]:g}",
+        target=str(target),
         chosen=None if chosen is None else chosen.layers,
         measured={"workflow": learnt.workflow, "set": learnt.name, "problems": len(learnt.tasks)},
     )
@@ -167,9 +152,9 @@ def write_results(
         "sets": sets,
     }
     advice = _advice(chosen, result.target, out, found.text) if is_timed else _UNTIMED
-    write_text(out / NUMBERS, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
-    write_text(out / PAGE, pair_html(data, advice))
-    print(_table(sets))
+    write_results(out, NUMBERS, data, pair_html(data, advice))
+    columns = ("right", "difference", "KL", "KL gap", "encoded", "TTFT")
+    print(scores_table(sets, {"layers anew": "arm"}, columns))
     print(f"{advice}\n\nOpen {out / PAGE}")
     return 0 if chosen is not None else 1
 
@@ -206,19 +191,3 @@ def _advice(chosen: Cell | None, target: str, out: Path, text: Sequence[Judged])
         f'{target} is reached by repair="{out / PROFILE}", which is '
         f'{{"layers": {json.dumps(ranges)}}}{times}.'
     )
-
-
-def _table(sets: Sequence[Mapping[str, Any]]) -> str:
-    head = ("problems", "layers anew", "right", "difference", "KL", "KL gap", "encoded", "TTFT")
-    rows: list[tuple[str, ...]] = [head]
-    for one in sets:
-        for row in one["rows"]:
-            right = f"{row['right']} of {row['judged']}" if row["judged"] else "-"
-            rows.append(
-                (
-                    *(one["name"], row["arm"], right, percent(row["difference"], sign=True)),
-                    *(f"{row['kl']:.4f}", percent(row["kl_gap_closed"])),
-                    *(f"{row['encoded']:,.0f}", milliseconds(row["ttft"])),
-                )
-            )
-    return aligned(rows, num_names=2)

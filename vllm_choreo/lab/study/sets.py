@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The problems of an evaluation: those that recordings have kept back, or those of a file."""
+"""Problems of a study: those that recordings have kept back, or those of a file."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,28 @@ def sets_of(args: argparse.Namespace) -> list[HeldOutSet]:
     own = dict.fromkeys(OPTIONS.get(args.workflow, {}))  # `--restate` is an arm's, not the text's
     tasks = tasks_of(argparse.Namespace(**{**asked, **vars(args), **own}))
     return [HeldOutSet(tasks[0].source, args.workflow, tuple(tasks))]
+
+
+def halved(
+    tasks: Sequence[Task], things: str, needed: str, parameter: str
+) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+    """Cut tasks in two halves: one to learn from, and one to check what it tells.
+
+    Args:
+        things, needed: words for the tasks, and how many are needed, for the error.
+        parameter: the argument that gives too few.
+
+    Raises:
+        ChoreoError: there are not two of them.
+    """
+    if len(tasks) < 2:
+        raise ChoreoError(
+            f"one half of the {things} is kept back to check what the other half tells: give "
+            f"{needed}",
+            parameter=parameter,
+            value=len(tasks),
+        )
+    return tuple(tasks[::2]), tuple(tasks[1::2])
 
 
 def _recorded(folder: Path, limit: int | None, temperature: float | None) -> HeldOutSet:

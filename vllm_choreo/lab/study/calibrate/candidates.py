@@ -4,18 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
+from vllm_choreo.lab.cli.options import repair_of
 from vllm_choreo.lab.cli.task import Task
 from vllm_choreo.lab.study.calibrate.fitting import Fit
 from vllm_choreo.lab.study.calibrate.measure import BLOCK, MeasuredReplay, Replays
 from vllm_choreo.lab.study.calibrate.repaired import policy_choice
-from vllm_choreo.lab.study.stats import bootstrap_interval
-from vllm_choreo.lab.study.targets import target_given
+from vllm_choreo.lab.study.scores import cost_row, kl_row
+from vllm_choreo.lab.study.targets import Target
 from vllm_choreo.repair.calibration import Key
-from vllm_choreo.repair.rules import FirstTokens, RandomBlocks, rule_given, rule_of
+from vllm_choreo.repair.rules import FirstTokens, RandomBlocks, rule_of
+from vllm_choreo.semantics.session_options import RepairGiven
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 AS_STORED, ALL = "none", "all"
 
@@ -34,7 +39,7 @@ class Candidate:
     """
 
     name: str
-    rule: Any = None
+    rule: RepairGiven = None
     masks: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None
     budget: float = 0.0
     predicted: float | None = None
@@ -63,16 +68,12 @@ class EvaluatedCandidate:
     share: float
     ttft: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
 
 def candidates_of(found: Fit, rules: Sequence[str], budgets: Sequence[float]) -> list[Candidate]:
     """Candidates in order: nothing, the rules, a policy for each budget, everything."""
     candidates = [Candidate(AS_STORED, AS_STORED, predicted=found.kl / found.num_tokens)]
     for text in rules:
-        given = rule_given(text)
+        given = repair_of(text)
         candidates.append(Candidate(text, given, predicted=_predicted(found, given)))
     for budget in budgets:
         masks = found.masks(budget)
@@ -81,7 +82,7 @@ def candidates_of(found: Fit, rules: Sequence[str], budgets: Sequence[float]) ->
     return [*candidates, Candidate(ALL, ALL, predicted=0.0)]
 
 
-def _predicted(found: Fit, given: Any) -> float | None:
+def _predicted(found: Fit, given: RepairGiven) -> float | None:
     """Predicted KL of a rule whose blocks are known beforehand, or drawn; else None."""
     rule = rule_of(given)
     if isinstance(rule, RandomBlocks):
@@ -98,7 +99,7 @@ def _share_of_masks(
 
 
 def evaluate(
-    llm: Any, tasks: Sequence[Task], candidates: Sequence[Candidate], on_replay: Callable[[], None]
+    llm: LLM, tasks: Sequence[Task], candidates: Sequence[Candidate], on_replay: Callable[[], None]
 ) -> list[EvaluatedCandidate]:
     """Replay runs on every candidate.
 
@@ -125,25 +126,16 @@ def evaluate(
 def _evaluated(
     candidate: Candidate, runs: Sequence[MeasuredReplay], plain: Sequence[MeasuredReplay]
 ) -> EvaluatedCandidate:
-    pairs = [(sum(run.kl), run.num_tokens) for run in runs]
-    low, high = bootstrap_interval(pairs, _ratio)
+    judged = [run.judged for run in runs]
     more = sum(a.num_encoded - b.num_encoded for a, b in zip(runs, plain, strict=True))
     return EvaluatedCandidate(
         name=candidate.name,
         predicted=candidate.predicted,
-        kl=_ratio(pairs),
-        kl_low=low,
-        kl_high=high,
         agreement=sum(sum(run.same) for run in runs) / sum(run.num_tokens for run in runs),
-        encoded=fmean(run.num_encoded for run in runs),
         share=more / max(1, sum(run.num_reused for run in plain)),
-        ttft=fmean(run.ttft for run in runs),
+        **kl_row(judged),
+        **cost_row(judged),
     )
-
-
-def _ratio(pairs: Sequence[Any]) -> float:
-    above, below = map(sum, zip(*pairs, strict=True))
-    return float(above / below)
 
 
 def prediction_error(evaluated: Sequence[EvaluatedCandidate]) -> float | None:
@@ -160,38 +152,10 @@ def prediction_error(evaluated: Sequence[EvaluatedCandidate]) -> float | None:
     return fmean(errors) / gap if gap > 0 else None
 
 
-# -- targets -------------------------------------------------------------------------------------
-
-_TARGETS: dict[str, Callable[[EvaluatedCandidate, float], bool]] = {
-    "kl": lambda candidate, most: candidate.kl <= most,
-    "agreement": lambda candidate, least: candidate.agreement >= least,
-    "ttft": lambda candidate, most: candidate.ttft <= most,
-}
-
-
-def target_of(text: str) -> tuple[str, float]:
-    """A target as an argument gives it.
-
-    Raises:
-        RepairError: no such target, or no number behind it.
-    """
-    says = "kl=NATS per token, agreement=SHARE of tokens, or ttft=SECONDS"
-    return target_given(text, _TARGETS, says)
-
-
-def reached(
-    evaluated: Sequence[EvaluatedCandidate], target: tuple[str, float]
-) -> EvaluatedCandidate | None:
-    """Candidate to take: the cheapest that is near enough, or the nearest that is fast enough.
+def reached(evaluated: Sequence[EvaluatedCandidate], target: Target) -> EvaluatedCandidate | None:
+    """Candidate to take: see `Target.choose`.
 
     None: no candidate reaches the target, or only encoding everything again does.
     """
-    name, value = target
-    fit = [
-        candidate
-        for candidate in evaluated
-        if candidate.name != ALL and _TARGETS[name](candidate, value)
-    ]
-    if not fit:
-        return None
-    return min(fit, key=lambda candidate: candidate.kl if name == "ttft" else candidate.encoded)
+    less = [candidate for candidate in evaluated if candidate.name != ALL]
+    return target.choose(less, cost="encoded", distance="kl")

@@ -7,21 +7,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.task import Task
+from vllm_choreo.lab.study.arms import Arm
 from vllm_choreo.lab.study.divergence import divergence, same_calls
-from vllm_choreo.lab.study.evaluate.arms import Arm
 from vllm_choreo.lab.study.scores import TEXT, Judged
 from vllm_choreo.lab.workflows.together import run_together
 from vllm_choreo.transcript.transcript import Transcript
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
 
 def judge(
-    llm: Any,
+    llm: LLM,
     workflow: str,
     tasks: Sequence[Task],
     arms: Sequence[Arm],
@@ -87,7 +91,7 @@ class Bench:
 
     def __init__(
         self,
-        c: Any,
+        c: Facade,
         workflow: str,
         task: Task,
         text: Arm,
@@ -104,7 +108,7 @@ class Bench:
             _, self._base = text.replayed(c, workflow, task, self.said)
             self.text = self._compared(self.text, self._base)
 
-    def judged(self, c: Any, arm: Arm) -> Judged:
+    def judged(self, c: Facade, arm: Arm) -> Judged:
         """Judge an arm's answers to the problem, and its distance to the text.
 
         The distance is measured in the same session: equal messages are encoded once.
@@ -121,7 +125,7 @@ class Bench:
         _, said = arm.replayed(c, self._workflow, self.task, self.said)
         return self._compared(found, said)
 
-    def replayed(self, c: Any, arm: Arm) -> Judged:
+    def replayed(self, c: Facade, arm: Arm) -> Judged:
         """Judge an arm's distance to the text alone, with the tokens of `said` forced.
 
         Raises:
