@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from vllm.config.lora import MaxLoRARanks
+from vllm.config.lora import LoRAConfig, MaxLoRARanks
 from vllm.lora.peft_helper import PEFTHelper
 
 from vllm_choreo.errors import AdapterError
 
 
-def check_loadable(folder: Path, lora_config: Any) -> None:
+def check_loadable(folder: Path, lora_config: LoRAConfig) -> None:
     """Check that an engine can load an adapter.
 
     Args:
         folder: the adapter's folder, as PEFT writes it.
-        lora_config: the engine's `LoRAConfig` of vLLM.
+        lora_config: the engine's options of adapters.
 
     Raises:
         AdapterError: its rank is larger than the engine was started for, or it is of a kind that

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
+from vllm_choreo.semantics.other_model import AdapterRequest
 from vllm_choreo.semantics.positions import CallPlan, num_span_blocks
+
+_Output = TypeVar("_Output")
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class StageRun:
     token_ids: tuple[int, ...]
     key: int | None
     start: int
-    lora: Any = None
+    lora: AdapterRequest | None = None
     watch: Watch | None = None
 
 
@@ -134,14 +137,14 @@ class ChoreoStep:
     stages: tuple[StageRun, ...] = ()
     kept: Mapping[str, KeptHidden] = field(default_factory=dict)
     forgotten: tuple[int, ...] = ()
-    reloads: tuple[Any, ...] = ()
+    reloads: tuple[AdapterRequest, ...] = ()
 
 
 # What a worker tells the scheduler with the output of a step, by its name there.
 _ATTENTION = "choreo_attention"
 
 
-def tell_attention(output: Any, attention: Mapping[str, Sequence[Sequence[float]]]) -> Any:
+def tell_attention(output: _Output, attention: Mapping[str, Sequence[Sequence[float]]]) -> _Output:
     """Copy the output of a step of vLLM's, with the attention that parents' tokens got added.
 
     Args:
@@ -152,7 +155,7 @@ def tell_attention(output: Any, attention: Mapping[str, Sequence[Sequence[float]
     return told
 
 
-def attention_of(output: Any) -> Mapping[str, Sequence[Sequence[float]]]:
+def attention_of(output: object) -> Mapping[str, Sequence[Sequence[float]]]:
     """Attention that `tell_attention` added to an output; empty if there is none."""
     return getattr(output, _ATTENTION, {})
 

@@ -155,7 +155,7 @@ class _Choreographed(Scheduler):
 
     def _enqueue_before(self, request: Request, other: Request) -> None:
         super().add_request(request)
-        queue: Any = self.waiting
+        queue = self.waiting
         if isinstance(queue, deque):  # first come, first served; else sorted by arrival
             queue.remove(request)
             queue.insert(queue.index(other), request)
@@ -166,7 +166,7 @@ class _Choreographed(Scheduler):
 
     def _enqueue_by_arrival(self, request: Request) -> None:
         super()._enqueue_waiting_request(request)
-        queue: Any = self.waiting
+        queue = self.waiting
         if isinstance(queue, deque):
             queue.pop()  # vLLM has put it last
             index = len(queue)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
@@ -28,13 +28,16 @@ from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.store import MessageStore
 
+if TYPE_CHECKING:
+    from vllm.config.lora import LoRAConfig
+
 
 class SnapshotServer:
     """Blocks and recipes of messages that are being saved or loaded, by ticket.
 
     Args:
         max_model_len: tokens of the longest message that could be encoded again.
-        lora_config: the engine's `LoRAConfig` of vLLM; None: the engine takes no adapters.
+        lora_config: the engine's options of adapters; None: it takes none.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class SnapshotServer:
         pool: BlockPool,
         adapters: Adapters,
         max_model_len: int,
-        lora_config: Any,
+        lora_config: LoRAConfig | None,
     ) -> None:
         self._store = store
         self._pool = pool

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from vllm_choreo.ops import AdapterFactors, add_adapter, factors_of
+
+if TYPE_CHECKING:
+    from vllm.lora.worker_manager import WorkerLoRAManager
 
 
 @dataclass
@@ -55,7 +58,7 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
         lora_b_stacked: tuple[torch.Tensor, ...],
         scale: float,
         output_slices: tuple[int, ...],
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Add to `y`, side by side, the products with each pair of matrices.
 
@@ -121,7 +124,7 @@ def _blanked(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).masked_fill((indices < 0)[:, None], 0)
 
 
-def correct_adapters(lora_manager: Any) -> None:
+def correct_adapters(lora_manager: WorkerLoRAManager) -> None:
     """Have the layers of a model use `ChoreoPunicaWrapperCPU`.
 
     Args:

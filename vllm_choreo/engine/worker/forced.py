@@ -11,7 +11,7 @@ distributions that the model gave in their place can be kept, see `engine.captur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from vllm.exceptions import VLLMValidationError
@@ -19,6 +19,10 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
 from vllm_choreo.engine import captured_logprobs
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
 
 KEY = "forced_tokens"
 
@@ -44,11 +48,11 @@ class ForcedTokens(LogitsProcessor):
     (the size of which the front end, where requests are refused, does not know).
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._requests: dict[int, _Forced] = {}  # by row of the batch
 
     @classmethod
-    def validate_params(cls, sampling_params: Any) -> None:
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Refuse a request before it reaches the engine core.
 
         Raises:
@@ -88,11 +92,13 @@ class ForcedTokens(LogitsProcessor):
         return logits
 
 
-def _state(params: Any, prompt: Sequence[int] | None, sampled: Sequence[int]) -> _Forced | None:
+def _state(
+    params: SamplingParams, prompt: Sequence[int] | None, sampled: Sequence[int]
+) -> _Forced | None:
     extra = params.extra_args or {}
     tokens = extra.get(KEY)
     return None if tokens is None else _Forced(tokens, sampled, extra.get(captured_logprobs.KEY))
 
 
-def _refuse(reason: str, value: Any) -> NoReturn:
+def _refuse(reason: str, value: object) -> NoReturn:
     raise VLLMValidationError(f"{KEY} {reason}", parameter=KEY, value=value)

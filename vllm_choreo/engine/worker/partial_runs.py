@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -16,6 +16,11 @@ from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.stage_proof import prove_stages
 from vllm_choreo.engine.worker.stage_writer import StageWriter
 from vllm_choreo.engine.worker.stages import LayerStages
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.model_executor.layers.attention import Attention
 
 
 class PartialRuns:
@@ -33,10 +38,10 @@ class PartialRuns:
     def __init__(
         self,
         model: torch.nn.Module,
-        vllm_config: Any,
+        vllm_config: VllmConfig,
         batcher: SpanBatcher,
-        layers: Mapping[str, Any],
-        before_run: Callable[[int, Any], None],
+        layers: Mapping[str, Attention],
+        before_run: Callable[[int, LoRARequest | None], None],
     ) -> None:
         self.memory = HiddenMemory(batcher.block_size)
         self.batch: StepBatch | None = None

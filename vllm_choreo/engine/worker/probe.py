@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.forward_context import set_forward_context
@@ -22,6 +22,10 @@ from vllm_choreo.engine.query_scaling import scales_queries
 from vllm_choreo.errors import UnsupportedModelError
 from vllm_choreo.ops import Rotation
 from vllm_choreo.ops.reference import rotate
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention import Attention
 
 # Relative error of a rotated query, by dtype: a few units in the last place of its largest
 # entries, after a rotation computed by the model in its own precision. Angles in float32 carry
@@ -48,7 +52,7 @@ class QueryRecorder:
 
     def record(
         self,
-        layer: Any,
+        layer: Attention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -100,7 +104,7 @@ def declared_rotations(model: torch.nn.Module, max_position: int) -> list[Rotati
     Raises:
         UnsupportedModelError: a module that does not turn by a fixed angle per position.
     """
-    rotations: dict[tuple[Any, ...], Rotation] = {}
+    rotations: dict[tuple[float, ...], Rotation] = {}
     for name, module in model.named_modules():
         if hasattr(module, "_compute_cos_sin_cache"):
             if not hasattr(module, "cos_sin_cache"):  # several tables, chosen by length
@@ -162,7 +166,7 @@ def _frequencies(table: torch.Tensor, num_positions: int, name: str) -> torch.Te
 @torch.inference_mode()
 def probe_positions(
     model: torch.nn.Module,
-    vllm_config: Any,
+    vllm_config: VllmConfig,
     layers: Sequence[str],
     device: torch.device,
     before_run: Callable[[int], None] = lambda num_tokens: None,
@@ -209,7 +213,7 @@ def probed_positions(max_model_len: int) -> list[int]:
 
 def _record(
     model: torch.nn.Module,
-    vllm_config: Any,
+    vllm_config: VllmConfig,
     positions: Sequence[int],
     layers: Sequence[str],
     device: torch.device,

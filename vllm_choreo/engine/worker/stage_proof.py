@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.forward_context import set_forward_context
@@ -12,6 +12,10 @@ from vllm.transformers_utils.config import mrope_num_dims
 
 from vllm_choreo.engine.worker.probe import QueryRecorder
 from vllm_choreo.engine.worker.stages import LayerStages, no_stages
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
 
 # Relative to the largest entry: of a sum that one way rounds and the other does not, by dtype.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
@@ -21,10 +25,10 @@ _NUM_TOKENS = 4
 @torch.inference_mode()
 def prove_stages(
     stages: LayerStages,
-    vllm_config: Any,
+    vllm_config: VllmConfig,
     layer_names: Sequence[str],
     device: torch.device,
-    before_run: Callable[[int, Any], None],
+    before_run: Callable[[int, LoRARequest | None], None],
 ) -> None:
     """Run tokens through all layers, through one after the other, and from some layers on.
 
@@ -42,7 +46,7 @@ def prove_stages(
         positions = positions.expand(rows, -1)
     tolerance = _TOLERANCE[vllm_config.model_config.dtype]
 
-    def recorded(run: Callable[[], Any], eager: bool = True) -> QueryRecorder:
+    def recorded(run: Callable[[], None], eager: bool = True) -> QueryRecorder:
         recorder = QueryRecorder()
         before_run(_NUM_TOKENS, None)
         metadata = dict.fromkeys(layer_names, recorder)

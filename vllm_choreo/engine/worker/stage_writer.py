@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
@@ -18,6 +18,12 @@ from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.stages import LayerStages
 from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.engine.worker.watching import AttentionWatch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention import Attention
+
+    from vllm_choreo.semantics.other_model import AdapterRequest
 
 
 class _Piece(NamedTuple):
@@ -49,9 +55,9 @@ class StageWriter:
         stages: LayerStages,
         memory: HiddenMemory,
         batcher: SpanBatcher,
-        layers: Mapping[str, Any],
-        vllm_config: Any,
-        before_run: Callable[[int, Any], None],
+        layers: Mapping[str, Attention],
+        vllm_config: VllmConfig,
+        before_run: Callable[[int, AdapterRequest | None], None],
     ) -> None:
         self._stages = stages
         self._memory = memory

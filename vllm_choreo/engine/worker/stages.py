@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed import parallel_state
@@ -23,6 +23,9 @@ from vllm.forward_context import get_forward_context
 from vllm.sequence import IntermediateTensors
 
 from vllm_choreo.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
 
 _PASSED_ON = ({"hidden_states"}, {"hidden_states", "residual"})
 # What is done with the hidden states of a layer: layer, tensor, positions of its rows.
@@ -52,7 +55,7 @@ class LayerStages:
         self.model = model
         self.num_layers = num_layers
         # A model of pictures and text may hold what holds the layers.
-        self._inner: Any = found[-1]
+        self._inner: torch.nn.Module = found[-1]
 
     def run(
         self,
@@ -87,18 +90,22 @@ class LayerStages:
         run_all, run_model = inner.forward, model.forward
 
         def in_stages(
-            input_ids: Any, positions: Any, intermediate_tensors: Any = None, *args: Any, **kw: Any
-        ) -> Any:
-            states = intermediate_tensors
+            input_ids: torch.Tensor | None,
+            positions: torch.Tensor,
+            intermediate_tensors: IntermediateTensors | None = None,
+            *args: object,
+            **kwargs: object,
+        ) -> object:
+            states: object = intermediate_tensors
             for first, stop in pairwise((0, *layers, self.num_layers)):
                 is_last = stop == self.num_layers
                 with self._playing(first, stop, is_last):
-                    states = run_all(input_ids, positions, states, *args, **kw)
+                    states = run_all(input_ids, positions, states, *args, **kwargs)
                 if not is_last:
                     keep(stop, _sum(states), positions)
             return states
 
-        def without_compiled(*args: Any, **kwargs: Any) -> Any:
+        def without_compiled(*args: object, **kwargs: object) -> object:
             # Compiled code runs all layers at once.
             get_forward_context().skip_compiled = True
             return run_model(*args, **kwargs)
@@ -139,12 +146,12 @@ class LayerStages:
 class _Stage:
     """Group of pipeline ranks, as one stage sees it."""
 
-    def __init__(self, group: Any, is_first: bool, is_last: bool) -> None:
+    def __init__(self, group: GroupCoordinator, is_first: bool, is_last: bool) -> None:
         self._group = group
         self.is_first_rank = is_first
         self.is_last_rank = is_last
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._group, name)
 
 
@@ -158,7 +165,7 @@ def no_stages(reason: str) -> UnsupportedModelError:
     )
 
 
-def _sum(states: Any) -> torch.Tensor:
+def _sum(states: object) -> torch.Tensor:
     if not isinstance(states, IntermediateTensors) or set(states.tensors) not in _PASSED_ON:
         raise no_stages("a stage returned something else than hidden states")
     first, *others = states.tensors.values()

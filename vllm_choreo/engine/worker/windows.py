@@ -9,7 +9,7 @@ all layers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import (
@@ -19,10 +19,15 @@ from vllm.v1.kv_cache_interface import (
     replace_as,
 )
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 logger = init_logger("vllm.choreo.windows")  # vLLM prints the lines of loggers named after it
 
 
-def keep_all_tokens(specs: Mapping[str, KVCacheSpec], vllm_config: Any) -> dict[str, KVCacheSpec]:
+def keep_all_tokens(
+    specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig
+) -> dict[str, KVCacheSpec]:
     """Replace the KV cache specs of layers with windows, so that vLLM makes one group of all.
 
     vLLM itself does so where its hybrid KV cache manager is disabled. The layers compute as before.

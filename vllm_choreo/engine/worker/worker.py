@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -12,6 +12,10 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_choreo.engine.worker.hidden_memory import HiddenMemory
 from vllm_choreo.engine.worker.kept_blocks import KeptBlocks, bytes_of, tensor_of
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
 
 class ChoreoWorker:
@@ -25,7 +29,7 @@ class ChoreoWorker:
     """
 
     backends: ClassVar[Mapping[AttentionBackendEnum, str]]
-    model_runner: Any
+    model_runner: RunnerV1 | RunnerV2
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Here and not when the plugin is loaded: what else runs with it is as without it.
@@ -76,7 +80,7 @@ class ChoreoWorker:
 
     def choreo_write_kv(
         self,
-        data: Any,
+        data: bytes | memoryview,
         heads: Sequence[int],
         place: tuple[Sequence[int], bool],
         parts: Sequence[int],
@@ -101,7 +105,7 @@ class ChoreoWorker:
         return b"".join(bytes_of(memory.rows(key, layer, start, stop)) for layer in layers)
 
     def choreo_write_hidden(
-        self, data: Any, key: int, layers: Sequence[int], start: int, stop: int
+        self, data: bytes | memoryview, key: int, layers: Sequence[int], start: int, stop: int
     ) -> None:
         """Write the bytes of `choreo_read_hidden` where it finds them."""
         model = self.runner.vllm_config.model_config
