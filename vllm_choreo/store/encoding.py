@@ -120,7 +120,7 @@ class Encoding:
         plan: how it is encoded; None until all its parents' lengths are known. That of a patch
             places token 0, seen or not, so that `base` may be negative.
         patch: None: all tokens are encoded in its context.
-        keeps: layers whose hidden states the workers keep, see `HiddenStateIndex`.
+        hidden_layers: layers whose hidden states the workers hold, see `HiddenStateIndex`.
         is_entered: whether a patch was made of it that begins with its hidden states.
         nonce: random bytes if its keys and values were loaded and nobody trusted has saved them;
             empty if this engine has made them, or somebody trusted.
@@ -146,7 +146,7 @@ class Encoding:
     parents: tuple[Encoding, ...] = field(default=(), repr=False)
     plan: CallPlan | None = None
     patch: Patch | None = None
-    keeps: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
     is_entered: bool = False
     nonce: bytes = b""
     digest: bytes | None = None

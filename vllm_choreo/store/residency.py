@@ -141,13 +141,13 @@ class Residency:
                 encoding.num_readers -= reading
                 encoding.num_waiting -= not reading
 
-    def encode(self, encoding: Encoding, request_id: str) -> None:
+    def add_encoder(self, encoding: Encoding, request_id: str) -> None:
         """Note that a request makes or encodes an encoding."""
         assert encoding.patch or not encoding.encoders, "one request encodes at a time"
         with self._changing(encoding):
             encoding.encoders.add(request_id)
 
-    def encoded(self, encoding: Encoding, request_id: str) -> None:
+    def remove_encoder(self, encoding: Encoding, request_id: str) -> None:
         """Note that the request makes or encodes it no more."""
         with self._changing(encoding):
             encoding.encoders.discard(request_id)

@@ -173,8 +173,8 @@ class MessageStore:
         self.duplicates.add(encoding)
         self.on_final(encoding)
 
-    def kept_copy(self, copy: Encoding, source: Encoding, num_new: int) -> Encoding:
-        """Keep a new copy, or find the one of the same digest that its message has.
+    def find_or_add_copy(self, copy: Encoding, source: Encoding, num_new: int) -> Encoding:
+        """Add a new copy, or find the one of the same digest that its message has.
 
         A new one is known and not resident, as if it had been evicted.
 
@@ -195,7 +195,7 @@ class MessageStore:
         copy.num_unreported = num_new
         copy.is_orphan = any(encoding.is_given_up for encoding in (source, *copy.parents))
         if not copy.is_orphan:
-            while self.session_copies.lacks_room(copy):
+            while self.session_copies.is_full_for(copy):
                 self._forget_copies(self.session_copies.victim(copy, {source, *copy.parents}))
             self.enter_copy(copy)
         return copy
@@ -270,7 +270,7 @@ class MessageStore:
     def take_block_copies(self) -> PlannedCopies:
         """End the planning; return the copies of blocks with which the step begins."""
         if self.tier:
-            self.tier.planned()
+            self.tier.on_planned()
         return self.residency.block_copies.take()
 
     def hold(self, encoding: Encoding, blocks: Sequence[Any], num_encoded: int) -> None:
@@ -313,7 +313,7 @@ class MessageStore:
         self.evict(victim, into_host=into_host)
         return True
 
-    def keep_to_share(self, max_blocks: int) -> None:
+    def enforce_share(self, max_blocks: int) -> None:
         """Evict idle encodings of tenants that hold more than `max_blocks` blocks."""
         for encoding in self.residency.over_share(max_blocks, self.clock()):
             self.evict(encoding)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's part in saving and loading messages, between steps.
 
-Files are the facade's (`snapshot/`), bytes the workers' (`engine/worker/kept_blocks.py`). Here
+Files are the facade's (`snapshot/`), bytes the workers' (`engine/worker/block_bytes.py`). Here
 blocks are held while they are read, and found for what is loaded; a loaded message has its name
 when all is there.
 
@@ -54,7 +54,7 @@ class SnapshotServer:
         self._max_model_len = max_model_len
         self._lora_config = lora_config
         self._tickets = itertools.count()
-        # Each with the layers that it kept then: who saves it counts on their hidden states.
+        # Each with the layers of which it had hidden states: who saves it counts on them.
         self._described: dict[int, list[tuple[Encoding, tuple[int, ...]]]] = {}
         self._held: dict[int, Encoding] = {}
         self._loads: dict[int, Rebuilt] = {}
@@ -83,7 +83,7 @@ class SnapshotServer:
         messages = [self._store.get(session, m, "messages") for m in message_ids]
         encodings, recipes = recipes_of(messages)
         ticket = next(self._tickets)
-        self._described[ticket] = [(encoding, encoding.keeps) for encoding in encodings]
+        self._described[ticket] = [(encoding, encoding.hidden_layers) for encoding in encodings]
         return {
             "ticket": ticket,
             "recipes": recipes,
@@ -218,7 +218,7 @@ class SnapshotServer:
             if encoding.num_readers:
                 self._store.residency.leave([encoding], reading=True)
             elif tier is not None:
-                tier.filled(encoding)
+                tier.on_filled(encoding)
         numbers = {"messages": len(placed), "tokens": sum(e.num_tokens for e in placed)}
         for name, count in numbers.items():
             self._store.totals[f"loaded_{name}"] += count
@@ -243,7 +243,7 @@ class SnapshotServer:
             if hidden is None or not layers:
                 continue
             if encoding.is_given_up:
-                encoding.keeps = layers if encoding.is_entered else ()
+                encoding.hidden_layers = layers if encoding.is_entered else ()
                 continue
             try:
                 hidden.check(layers, encoding.num_tokens)
@@ -251,7 +251,7 @@ class SnapshotServer:
                 for reserved in rebuilt.encodings:
                     hidden.give_up(reserved)
                 raise
-            hidden.keep(encoding, layers, encoding.num_tokens)
+            hidden.add(encoding, layers, encoding.num_tokens)
 
     def _hidden_key(self, encoding: Encoding) -> int | None:
         """Key under which workers keep the encoding's hidden states; None: none are kept."""
@@ -293,7 +293,7 @@ class SnapshotServer:
         if self._lora_config is not None and entry["is_trusted"]:
             try:
                 check_loadable(Path(entry["path"]).expanduser(), self._lora_config)
-                self._adapters.look(request)
+                self._adapters.add_from_folder(request)
             except ChoreoError:
                 pass  # it is not there: its messages can be read, and not be encoded again
         weights = bytes.fromhex(entry["weights"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on CPU: two products per adapter of a step, on the tokens that wear it.
+"""LoRA on CPU: two products per adapter of a step, on the tokens that use it.
 
 vLLM's torch operators for CPUs copy the weights of its adapter for every token, which took as long
 as the model's own layers; and tokens without one, marked with the index -1, get the last adapter's
@@ -34,7 +34,7 @@ class LayerFactors:
 class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
     """Products with adapters in place of vLLM's, for rows that may have none."""
 
-    _worn: dict[int, torch.Tensor]  # of the step: see `rows_by_adapter`
+    _rows_of: dict[int, torch.Tensor]  # of the step: see `rows_by_adapter`
     _layers: dict[int, LayerFactors]  # of each layer, by the id of its first `lora_b_stacked`
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
@@ -47,8 +47,8 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
         self._group_rows()
 
     def _group_rows(self) -> None:
-        is_told = self.indices_len[0] is not None  # of a step; none was, before the first
-        self._worn = rows_by_adapter(self.token_lora_indices) if is_told else {}
+        has_step = self.indices_len[0] is not None  # of a step; none was, before the first
+        self._rows_of = rows_by_adapter(self.token_lora_indices) if has_step else {}
 
     def add_lora_linear(
         self,
@@ -71,7 +71,7 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
             output_slices: number of columns of `y` of each pair.
         """
         y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
-        for adapter, rows in self._worn.items():
+        for adapter, rows in self._rows_of.items():
             factors = self._factors(adapter, lora_a_stacked, lora_b_stacked, y.dtype)
             if factors is not None:
                 add_adapter(y, x, rows, factors, scale)
@@ -103,13 +103,13 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
 
 
 def rows_by_adapter(indices: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Rows that wear an adapter, int64 [n], by its place; rows without one are left out.
+    """Rows that use an adapter, int64 [n], by its place; rows without one are left out.
 
     Args:
         indices: int64 [num_rows], the place of each row's adapter, or -1.
     """
-    worn = [adapter for adapter in indices.unique().tolist() if adapter >= 0]
-    return {adapter: (indices == adapter).nonzero().flatten() for adapter in worn}
+    adapters = [adapter for adapter in indices.unique().tolist() if adapter >= 0]
+    return {adapter: (indices == adapter).nonzero().flatten() for adapter in adapters}
 
 
 def _versions(weights: Sequence[torch.Tensor]) -> list[int] | None:

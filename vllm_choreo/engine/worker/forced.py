@@ -5,7 +5,7 @@
     SamplingParams(extra_args={"forced_tokens": [17, 4, 2]}, max_tokens=3)
 
 They serve to replay a recorded workflow, and to compare two ways of computing the same tokens. The
-distributions that the model gave in their place can be kept, see `engine.captured_logprobs`.
+distributions that the model gave in their place can be captured, see `engine.captured_logprobs`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class _Forced(NamedTuple):
     Attributes:
         tokens: ids to sample, in order.
         sampled: the live list of those sampled so far.
-        kept_as: name under which its distributions are kept, or None.
+        capture_as: name under which its distributions are captured, or None.
     """
 
     tokens: Sequence[int]
     sampled: Sequence[int]
-    kept_as: str | None
+    capture_as: str | None
 
 
 class ForcedTokens(LogitsProcessor):
@@ -81,9 +81,9 @@ class ForcedTokens(LogitsProcessor):
             if position < len(request.tokens) and request.tokens[position] < logits.shape[1]:
                 rows.append(row)
                 tokens.append(request.tokens[position])
-                if request.kept_as is not None:
+                if request.capture_as is not None:
                     said = logits[row].log_softmax(-1, dtype=torch.float32)
-                    captured_logprobs.keep(request.kept_as, position, said.cpu().numpy())
+                    captured_logprobs.capture(request.capture_as, position, said.cpu().numpy())
         if rows:
             where = torch.tensor(rows, device=logits.device)
             logits.index_fill_(0, where, float("-inf"))

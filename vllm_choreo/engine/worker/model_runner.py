@@ -14,17 +14,17 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine.step import BlockMove, ChoreoStep, tell_attention
+from vllm_choreo.engine.step import BlockMove, ChoreoStep, with_attention
 from vllm_choreo.engine.worker.attention import ChoreoImpl
+from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.partial_runs import PartialRuns
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
 from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
-from vllm_choreo.engine.worker.telling import AsyncTold
 from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.engine.worker.warmup import warm_up
-from vllm_choreo.engine.worker.windows import keep_all_tokens
+from vllm_choreo.engine.worker.windows import widen_windows
 from vllm_choreo.errors import UnsupportedModelError
 from vllm_choreo.ops import Rotation, detect_layout, reposition_keys
 from vllm_choreo.ops.sharing import PARTIAL_BYTES
@@ -71,7 +71,7 @@ class ChoreoModelRunner:
     host_blocks: HostBlocks | None
     partial_runs: PartialRuns | None = None
     _in_step = False
-    _attention: Mapping[str, Sequence[Sequence[float]]] = {}  # that the scheduler is told next
+    _attention: Mapping[str, Sequence[Sequence[float]]] = {}  # for the next output
     _workspace: torch.Tensor | None = None
 
     @property
@@ -81,7 +81,7 @@ class ChoreoModelRunner:
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Extend vLLM's method: layers with sliding windows have room for all tokens, too."""
-        return keep_all_tokens(super().get_kv_cache_spec(), self.vllm_config)  # type: ignore[misc]
+        return widen_windows(super().get_kv_cache_spec(), self.vllm_config)  # type: ignore[misc]
 
     def prepare_choreography(self) -> None:
         """Probe the loaded model, and check what the KV cache looks like.
@@ -192,33 +192,34 @@ class ChoreoModelRunner:
         scheduled, partial_runs = scheduler_output.num_scheduled_tokens, self.partial_runs
         if partial_runs is not None:
             self._attention = partial_runs.begin(scheduler_output, step)
-        keeping: AbstractContextManager[None] | None = None
-        if partial_runs is not None and partial_runs.keeps(scheduled):
-            keeping = partial_runs.keeping(scheduled)
+        capturing: AbstractContextManager[None] | None = None
+        if partial_runs is not None and partial_runs.has_captures(scheduled):
+            capturing = partial_runs.capturing(scheduled)
         # A full graph replays vLLM's own attention; piecewise ones leave attention out.
-        self.graphs.allow_full = not (keeping or self.batcher.reads_spans(scheduled))
+        self.graphs.allow_full = not (capturing or self.batcher.reads_spans(scheduled))
         self._in_step = True
         try:
-            with keeping or nullcontext():
-                return self._tell(super().execute_model(scheduler_output, *args, **kwargs))  # type: ignore[misc]
+            with capturing or nullcontext():
+                output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+                return self._with_attention(output)
         finally:
             self._in_step = False
             self.graphs.allow_full = True
             self.batcher.running = None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> object:
-        """Extend vLLM's method: the output also tells the scheduler what calls attended to."""
-        return self._tell(super().sample_tokens(grammar_output))  # type: ignore[misc]
+        """Extend vLLM's method: the output has what calls attended to, for the scheduler."""
+        return self._with_attention(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
-    def _tell(self, output: object) -> object:
+    def _with_attention(self, output: object) -> object:
         """Add the attention that parents' tokens got, of calls that looked, to a step's output."""
         attention = self._attention
         if not attention or not isinstance(output, (ModelRunnerOutput, AsyncModelRunnerOutput)):
             return output
         self._attention = {}
         if isinstance(output, ModelRunnerOutput):
-            return tell_attention(output, attention)
-        return AsyncTold(output, attention)
+            return with_attention(output, attention)
+        return AsyncAttentionOutput(output, attention)
 
     def _lay_out(self, step: StepBatch, positions: torch.Tensor) -> None:
         """Hand the spans of a step to the layers, and the positions of own tokens to the model."""

@@ -108,14 +108,14 @@ def declared_rotations(model: torch.nn.Module, max_position: int) -> list[Rotati
     for name, module in model.named_modules():
         if hasattr(module, "_compute_cos_sin_cache"):
             if not hasattr(module, "cos_sin_cache"):  # several tables, chosen by length
-                raise _length_dependent(name)
+                raise _length_dependent_error(name)
             # Not the buffer `cos_sin_cache`: that one is rounded to the model's dtype.
             table = module._compute_cos_sin_cache()
             inv_freq = _frequencies(table, min(max_position, table.shape[0]), name)
             pairings = [module.is_neox_style]
         elif isinstance(getattr(module, "inv_freq", None), torch.Tensor):
             if getattr(module, "rope_type", "default") in ("dynamic", "longrope"):
-                raise _length_dependent(name)
+                raise _length_dependent_error(name)
             inv_freq, pairings = module.inv_freq.double().cpu(), [True, False]
         else:
             continue
@@ -125,7 +125,7 @@ def declared_rotations(model: torch.nn.Module, max_position: int) -> list[Rotati
     return list(rotations.values())
 
 
-def _length_dependent(name: str) -> UnsupportedModelError:
+def _length_dependent_error(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"the rotary embedding {name!r} does not turn by a fixed angle per position (its "
         "frequencies depend on the sequence length); such a model cannot be choreographed: run "
@@ -159,7 +159,7 @@ def _frequencies(table: torch.Tensor, num_positions: int, name: str) -> torch.Te
     # The table's own arithmetic: a product rounded to float32, and its cosine.
     allowed = 2e-6 + positions * inv_freq.abs() * 2.4e-7
     if bool((error > allowed).any()):
-        raise _length_dependent(name)
+        raise _length_dependent_error(name)
     return inv_freq
 
 
@@ -182,11 +182,12 @@ def probe_positions(
         UnsupportedModelError: a layer in which positions act in any other way.
     """
     config = vllm_config.model_config
-    room = vllm_config.scheduler_config.max_num_batched_tokens
+    max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
     def run(positions: Sequence[int]) -> list[QueryRecorder]:
         records = []
-        for part in (positions[i : i + room] for i in range(0, len(positions), room)):
+        for i in range(0, len(positions), max_tokens):
+            part = positions[i : i + max_tokens]
             before_run(len(part))
             records.append(_record(model, vllm_config, part, layers, device))
         return records

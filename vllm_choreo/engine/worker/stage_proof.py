@@ -11,7 +11,7 @@ from vllm.forward_context import set_forward_context
 from vllm.transformers_utils.config import mrope_num_dims
 
 from vllm_choreo.engine.worker.probe import QueryRecorder
-from vllm_choreo.engine.worker.stages import LayerStages, no_stages
+from vllm_choreo.engine.worker.stages import LayerStages, no_stages_error
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,16 +60,21 @@ def prove_stages(
         stages.model(input_ids=token_ids, positions=positions)
 
     whole = recorded(run_model)
-    borders, kept = range(1, stages.num_layers), {}
-    with stages.keeping(borders, lambda layer, hidden, _: kept.update({layer: hidden.clone()})):
+    borders = range(1, stages.num_layers)
+    captured: dict[int, torch.Tensor] = {}
+
+    def capture(layer: int, hidden: torch.Tensor, _: torch.Tensor) -> None:
+        captured[layer] = hidden.clone()
+
+    with stages.capturing(borders, capture):
         _compare(whole, recorded(run_model, eager=False), len(layer_names), tolerance)
-    if [*kept] != [*borders]:
-        raise no_stages("a stage of it did not run")
+    if [*captured] != [*borders]:
+        raise no_stages_error("a stage of it did not run")
     for first in {*borders[:1], *borders[-1:]}:
         layers = first, stages.num_layers
 
         def run_stage(layers: tuple[int, int] = layers) -> None:
-            stages.run(layers, token_ids, positions, kept[layers[0]])
+            stages.run(layers, token_ids, positions, captured[layers[0]])
 
         _compare(whole, recorded(run_stage), stages.num_layers - first, tolerance)
 
@@ -81,9 +86,9 @@ def _compare(whole: QueryRecorder, part: QueryRecorder, num_layers: int, toleran
         UnsupportedModelError: `part` has not the queries of `num_layers` layers of `whole`.
     """
     if len(part.queries) != num_layers:
-        raise no_stages(f"{len(part.queries)} layers ran where {num_layers} should have")
+        raise no_stages_error(f"{len(part.queries)} layers ran where {num_layers} should have")
     for name, queries in part.queries.items():
         expected = whole.queries[name]
         error = float((queries - expected).abs().max() / expected.abs().max())
         if not error <= tolerance:
-            raise no_stages(f"layer {name} asks something else (relative error {error:.2g})")
+            raise no_stages_error(f"layer {name} asks something else (relative error {error:.2g})")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PASSED_ON = ({"hidden_states"}, {"hidden_states", "residual"})
 # What is done with the hidden states of a layer: layer, tensor, positions of its rows.
-Keep = Callable[[int, torch.Tensor, torch.Tensor], None]
+Capture = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class LayerStages:
@@ -51,7 +51,9 @@ class LayerStages:
             == (0, num_layers)
         ]
         if not found:
-            raise no_stages(f"no module of {type(model).__name__} has a first and a last layer")
+            raise no_stages_error(
+                f"no module of {type(model).__name__} has a first and a last layer"
+            )
         self.model = model
         self.num_layers = num_layers
         # A model of pictures and text may hold what holds the layers.
@@ -81,10 +83,10 @@ class LayerStages:
             self.model(input_ids=token_ids, positions=positions, intermediate_tensors=states)
 
     @contextmanager
-    def keeping(self, layers: Sequence[int], keep: Keep) -> Iterator[None]:
+    def capturing(self, layers: Sequence[int], capture: Capture) -> Iterator[None]:
         """Run the model, within the context, in stages whose borders are `layers`.
 
-        `keep` gets the hidden states of these. The results are the same, bit for bit.
+        `capture` gets the hidden states of these. The results are the same, bit for bit.
         """
         inner, model = self._inner, self.model
         run_all, run_model = inner.forward, model.forward
@@ -102,7 +104,7 @@ class LayerStages:
                 with self._playing(first, stop, is_last):
                     states = run_all(input_ids, positions, states, *args, **kwargs)
                 if not is_last:
-                    keep(stop, _sum(states), positions)
+                    capture(stop, _sum(states), positions)
             return states
 
         def without_compiled(*args: object, **kwargs: object) -> object:
@@ -138,7 +140,7 @@ class LayerStages:
             len(hidden), hidden.dtype, hidden.device
         )
         if set(empty.tensors) not in _PASSED_ON:
-            raise no_stages(f"its stages hand on {sorted(empty.tensors)}")
+            raise no_stages_error(f"its stages hand on {sorted(empty.tensors)}")
         others = {name: torch.zeros_like(tensor) for name, tensor in empty.tensors.items()}
         return IntermediateTensors({**others, "hidden_states": hidden})
 
@@ -155,7 +157,7 @@ class _Stage:
         return getattr(self._group, name)
 
 
-def no_stages(reason: str) -> UnsupportedModelError:
+def no_stages_error(reason: str) -> UnsupportedModelError:
     """Error of an engine that is to keep hidden states of a model without stages."""
     return UnsupportedModelError(
         f"this model cannot be run by layers: {reason}; start the engine without "
@@ -167,6 +169,6 @@ def no_stages(reason: str) -> UnsupportedModelError:
 
 def _sum(states: object) -> torch.Tensor:
     if not isinstance(states, IntermediateTensors) or set(states.tensors) not in _PASSED_ON:
-        raise no_stages("a stage returned something else than hidden states")
+        raise no_stages_error("a stage returned something else than hidden states")
     first, *others = states.tensors.values()
     return first + others[0] if others else first

@@ -75,8 +75,8 @@ class ChoreoCPUModelRunner(ChoreoGPUModelRunner, CPUModelRunner):
         """
         generators = self.input_batch.generators
         dropped = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
-        kept = {row: generators.pop(row) for row in dropped if row in generators}
+        unused = {row: generators.pop(row) for row in dropped if row in generators}
         try:
             return super().sample_tokens(grammar_output)
         finally:
-            generators.update(kept)
+            generators.update(unused)

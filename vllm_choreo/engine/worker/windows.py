@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.choreo.windows")  # vLLM prints the lines of loggers named after it
 
 
-def keep_all_tokens(
+def widen_windows(
     specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig
 ) -> dict[str, KVCacheSpec]:
     """Replace the KV cache specs of layers with windows, so that vLLM makes one group of all.
@@ -35,7 +35,7 @@ def keep_all_tokens(
     Args:
         specs: vLLM's KV cache specs, by layer.
     """
-    kept = {
+    widened = {
         name: _full(spec, vllm_config.cache_config.block_size)
         if type(spec) is SlidingWindowSpec
         else spec
@@ -45,7 +45,7 @@ def keep_all_tokens(
     if num_windows:
         before, after = (
             sum(spec.max_memory_usage_bytes(vllm_config) for spec in of.values())
-            for of in (specs, kept)
+            for of in (specs, widened)
         )
         logger.info_once(
             "%d of %d layers have sliding windows. Messages keep their keys and values there, too: "
@@ -56,7 +56,7 @@ def keep_all_tokens(
             after / 2**20,
             before / 2**20,
         )
-    return kept
+    return widened
 
 
 def _full(spec: SlidingWindowSpec, block_size: int) -> FullAttentionSpec:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_choreo.engine.worker.block_bytes import BlockBytes, bytes_of, tensor_of
 from vllm_choreo.engine.worker.hidden_memory import HiddenMemory
-from vllm_choreo.engine.worker.kept_blocks import KeptBlocks, bytes_of, tensor_of
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class ChoreoWorker:
     """Worker of choreographed engines, mixed in before one of vLLM's workers.
 
-    It names our attention backends before the model is loaded, exchanges the class of the runner,
+    It names our attention backends before the model is loaded, changes the class of the runner,
     and has it prepared once model and cache are there.
 
     Attributes:
@@ -66,17 +66,17 @@ class ChoreoWorker:
     # -- keys and values that are saved and loaded -------------------------------------------
 
     def choreo_kv_shape(self) -> dict[str, Any]:
-        """`KeptBlocks.shape`, and `hidden`: dtype and size of hidden states."""
+        """`BlockBytes.shape`, and `hidden`: dtype and size of hidden states."""
         model = self.runner.vllm_config.model_config
         hidden = str(model.dtype).removeprefix("torch."), model.get_hidden_size()
-        return {**self._kept_blocks(in_host=False).shape(), "hidden": hidden}
+        return {**self._block_bytes(in_host=False).shape(), "hidden": hidden}
 
     def choreo_read_kv(
         self, blocks: Sequence[int], parts: Sequence[int], start: int, stop: int
     ) -> bytes:
-        """Read keys and values of the KV cache, as `KeptBlocks.read` does."""
+        """Read keys and values of the KV cache, as `BlockBytes.read` does."""
         first, last = parts
-        return self._kept_blocks(in_host=False).read(blocks, (first, last), start, stop)
+        return self._block_bytes(in_host=False).read(blocks, (first, last), start, stop)
 
     def choreo_write_kv(
         self,
@@ -87,14 +87,14 @@ class ChoreoWorker:
         start: int,
         stop: int,
     ) -> None:
-        """Write keys and values, as `KeptBlocks.write` does.
+        """Write keys and values, as `BlockBytes.write` does.
 
         Args:
             place: the blocks, and whether they are of host memory.
         """
         blocks, in_host = place
         first, last = parts
-        self._kept_blocks(in_host).write(data, heads, blocks, (first, last), start, stop)
+        self._block_bytes(in_host).write(data, heads, blocks, (first, last), start, stop)
 
     def choreo_read_hidden(self, key: int, layers: Sequence[int], start: int, stop: int) -> bytes:
         """Read the hidden states of `layers`, of tokens `start … stop-1`.
@@ -118,7 +118,7 @@ class ChoreoWorker:
         assert self.runner.partial_runs is not None, "the scheduler keeps hidden states"
         return self.runner.partial_runs.memory
 
-    def _kept_blocks(self, in_host: bool) -> KeptBlocks:
+    def _block_bytes(self, in_host: bool) -> BlockBytes:
         runner, parallel = self.runner, self.runner.vllm_config.parallel_config
         layers = list(runner.layers.values())
         caches = [layer.kv_cache for layer in layers]
@@ -126,4 +126,4 @@ class ChoreoWorker:
             assert runner.host_blocks is not None, "the scheduler has a host tier"
             caches = runner.host_blocks.copies
         size = parallel.tensor_parallel_size
-        return KeptBlocks(caches, layers[0].impl.layout, parallel.rank % size, size)
+        return BlockBytes(caches, layers[0].impl.layout, parallel.rank % size, size)

@@ -25,7 +25,7 @@ Parts = tuple[int, int]
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16
 
 
-class KeptBlocks:
+class BlockBytes:
     """Reader and writer of the bytes of KV cache blocks.
 
     Args:
@@ -54,7 +54,7 @@ class KeptBlocks:
             parts: `(first, last)`; part `2 * i` is the keys of layer `i`, `2 * i + 1` its values.
         """
         where = self._where(blocks, start, stop)
-        return b"".join(bytes_of(_placed(self._part(part))[where]) for part in range(*parts))
+        return b"".join(bytes_of(_indexable(self._part(part))[where]) for part in range(*parts))
 
     def write(
         self,
@@ -77,7 +77,7 @@ class KeptBlocks:
             shape = (stop - start, heads[part // 2], target.shape[3])
             size = prod(shape) * target.element_size()
             rows = self._own(rest[:size].view(target.dtype).view(shape), target)
-            _placed(target)[where] = _placed(rows.to(target.device))
+            _indexable(target)[where] = _indexable(rows.to(target.device))
             rest = rest[size:]
 
     def _part(self, part: int) -> torch.Tensor:
@@ -95,10 +95,10 @@ class KeptBlocks:
         cache = self._caches[0]
         tokens, size = torch.arange(start, stop), cache.shape[2]
         ids, offsets = torch.tensor(blocks)[tokens // size], tokens % size
-        return _placed(ids.to(cache.device)), slice(None), _placed(offsets.to(cache.device))
+        return _indexable(ids.to(cache.device)), slice(None), _indexable(offsets.to(cache.device))
 
 
-def _placed(tensor: torch.Tensor) -> _Bits:
+def _indexable(tensor: torch.Tensor) -> _Bits:
     """Tensor as it is indexed and copied fastest: on the host as numpy's array of its bits.
 
     numpy copies with one thread, which is faster than the digest (`snapshot/streams.py`). More
