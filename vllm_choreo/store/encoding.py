@@ -27,6 +27,7 @@ from vllm_choreo.repair.runs import TokenRange, TokenRanges, num_tokens
 from vllm_choreo.semantics.other_model import AdapterRequest
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
+from vllm_choreo.store.block_copies import Block
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Encoding:
     is_orphan: bool = False
     num_unreported: int = 0
     readers: set[Encoding] = field(default_factory=set, repr=False)
-    blocks: list[Any] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     num_encoded: int = 0
     stored_position: int = 0
     unwritten: list[TokenRange] = field(default_factory=list)

@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from vllm_choreo.store.block_copies import BlockCopies
+from vllm_choreo.store.block_copies import Block, BlockCopies
 from vllm_choreo.store.encoding import Encoding
 
 
@@ -106,7 +105,7 @@ class HostTier:
         saved = self._saved[encoding]
         return saved.stored_position, saved.num_encoded
 
-    def load(self, encoding: Encoding, blocks: Sequence[Any]) -> None:
+    def load(self, encoding: Encoding, blocks: Sequence[Block]) -> None:
         """Copy a saved encoding into `blocks`, which it holds already."""
         self.protect(encoding)
         self._copies.load(self._saved[encoding].host_blocks, blocks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from secrets import token_bytes
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_choreo.repair.layers import LayerRanges, Range
 from vllm_choreo.repair.weights import Weights
@@ -20,6 +20,7 @@ from vllm_choreo.store.encoding import Adapter, Encoding, Patch, StoredMessage
 from vllm_choreo.store.hidden import needed
 from vllm_choreo.store.store import MessageStore
 
+_Item = TypeVar("_Item")
 _NONCE_BYTES = 16
 
 
@@ -53,9 +54,9 @@ def recipes_of(messages: Sequence[StoredMessage]) -> tuple[list[Encoding], dict[
     }
 
 
-def _in_order(wanted: Sequence[Any], needs: Callable[[Any], Sequence[Any]]) -> list[Any]:
+def _in_order(wanted: Sequence[_Item], needs: Callable[[_Item], Sequence[_Item]]) -> list[_Item]:
     """All items wanted and needed, each after those it needs. No recursion: chains are long."""
-    done: dict[Any, None] = {}
+    done: dict[_Item, None] = {}
     stack = list(reversed(wanted))
     while stack:
         item = stack[-1]

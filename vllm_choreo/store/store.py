@@ -16,7 +16,7 @@ from vllm_choreo.errors import LimitError, NameTakenError, UnknownMessageError
 from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.history import IdSet
 from vllm_choreo.semantics.provenance import Trace
-from vllm_choreo.store.block_copies import BlockPool, PlannedCopies
+from vllm_choreo.store.block_copies import Block, BlockPool, PlannedCopies
 from vllm_choreo.store.digest import encoding_digest
 from vllm_choreo.store.duplicates import Duplicates
 from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage, copies_of
@@ -273,7 +273,7 @@ class MessageStore:
             self.tier.on_planned()
         return self.residency.block_copies.take()
 
-    def hold(self, encoding: Encoding, blocks: Sequence[Any], num_encoded: int) -> None:
+    def hold(self, encoding: Encoding, blocks: Sequence[Block], num_encoded: int) -> None:
         """Make `blocks` an encoding's place in the step being planned, see `Residency.hold`."""
         self.residency.hold(encoding, blocks, num_encoded, self.step)
 
@@ -318,7 +318,7 @@ class MessageStore:
         for encoding in self.residency.over_share(max_blocks, self.clock()):
             self.evict(encoding)
 
-    def restore(self, encoding: Encoding, blocks: Sequence[Any]) -> None:
+    def restore(self, encoding: Encoding, blocks: Sequence[Block]) -> None:
         """Bring an encoding back from host memory into `blocks`, before the step being planned."""
         assert self.tier is not None and encoding.plan is not None
         position, num_encoded = self.tier.place_of(encoding)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from vllm.v1.request import Request
 
@@ -26,6 +25,7 @@ from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.positions import ParentPlan
 from vllm_choreo.semantics.provenance import trace_of
+from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.hidden import check_memory
 from vllm_choreo.store.store import MessageStore
@@ -278,11 +278,11 @@ class CallTable:
 
     # -- blocks ----------------------------------------------------------------------------
 
-    def span_blocks(self, encoding: Encoding, span: ParentPlan) -> list[Any]:
+    def span_blocks(self, encoding: Encoding, span: ParentPlan) -> list[Block]:
         """Blocks in which a span of a resident encoding lies."""
         return encoding.blocks[span.start // self.block_size : -(-span.stop // self.block_size)]
 
-    def parent_blocks(self, call: ScheduledCall) -> list[Any]:
+    def parent_blocks(self, call: ScheduledCall) -> list[Block]:
         """Blocks with which the call's block table starts: those of its parents' spans."""
         assert call.plan is not None
         return [
@@ -304,19 +304,19 @@ class CallTable:
             if encoding.is_copy:
                 encoding.num_unreported = encoding.num_tokens - encoding.num_encoded
 
-    def own_blocks(self, call: ScheduledCall) -> list[Any]:
+    def own_blocks(self, call: ScheduledCall) -> list[Block]:
         """Full blocks of the call's own encoding that exist already."""
         # At least one token is left to run: a request without any cannot be scheduled.
         num_reused = max(0, min(call.encoding.num_encoded, call.encoding.num_tokens - 1))
         return call.encoding.blocks[: num_reused // self.block_size]
 
-    def run_blocks(self, call: ScheduledCall) -> tuple[list[Any], int]:
+    def run_blocks(self, call: ScheduledCall) -> tuple[list[Block], int]:
         """Block table of a run, its own slots included, and the number of tokens before it."""
         assert call.plan is not None and call.run is not None and call.encoding.patch
         start, stop = call.run
         return self.patch_blocks(call.encoding, stop), call.plan.base + start
 
-    def patch_blocks(self, encoding: Encoding, stop: int) -> list[Any]:
+    def patch_blocks(self, encoding: Encoding, stop: int) -> list[Block]:
         """Block table for writing into a patch up to its token `stop`, which is left out."""
         assert encoding.plan is not None and encoding.patch is not None
         own = ParentPlan(encoding.message.id, encoding.patch.start, stop, 0)
@@ -337,7 +337,7 @@ class CallTable:
         """Let `call` go on in the blocks of `finished`: it reads its parents where they lie."""
         self._mark_scheduled(call, finished.stored_positions)
 
-    def on_scheduled(self, call: ScheduledCall, blocks: Sequence[Any], up_to: int) -> None:
+    def on_scheduled(self, call: ScheduledCall, blocks: Sequence[Block], up_to: int) -> None:
         """Note that a call got slots: its block table, and the end of the step's tokens.
 
         Args:
@@ -453,7 +453,7 @@ class CallTable:
                     frontier += [call.encoding] if call.is_internal else []
         return list(found)
 
-    def finish_decode(self, call: ScheduledCall, blocks: Sequence[Any]) -> None:
+    def finish_decode(self, call: ScheduledCall, blocks: Sequence[Block]) -> None:
         """Make a message of the header and all sampled tokens of a call that has generated.
 
         The last token has been sampled but not run, and with asynchronous scheduling no more

@@ -24,6 +24,7 @@ from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.errors import AdapterError, ChoreoError
 from vllm_choreo.semantics.other_model import OTHER_MODEL, OtherModel
 from vllm_choreo.semantics.positions import check_length
+from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.store import MessageStore
@@ -267,7 +268,7 @@ class SnapshotServer:
         self._hold(encoding, duplicate.blocks, duplicate.stored_position)
         return True
 
-    def _hold(self, encoding: Encoding, blocks: Sequence[Any], stored_position: int) -> None:
+    def _hold(self, encoding: Encoding, blocks: Sequence[Block], stored_position: int) -> None:
         residency = self._store.residency
         self._store.hold(encoding, blocks, encoding.num_tokens)
         residency.move(encoding, stored_position)
