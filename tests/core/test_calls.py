@@ -23,12 +23,12 @@ SIZE = 4
 
 
 @pytest.fixture
-def book() -> CallTable:
+def table() -> CallTable:
     pool = BlockPool(num_gpu_blocks=17, enable_caching=True, hash_block_size=SIZE)
     return CallTable(MessageStore(pool, SIZE), max_model_len=48)
 
 
-def _open(book: CallTable, name: str, num_tokens: int, **params: Any) -> ScheduledCall:
+def _open(table: CallTable, name: str, num_tokens: int, **params: Any) -> ScheduledCall:
     tokens = list(range(100, 100 + num_tokens))
     request = Request(
         request_id=f"r-{name}",
@@ -37,29 +37,29 @@ def _open(book: CallTable, name: str, num_tokens: int, **params: Any) -> Schedul
         pooling_params=None,
     )
     params = {"kind": "prefill", **params}
-    return book.open(request, ChoreoParams(save_as=name, session="s", **params))
+    return table.open(request, ChoreoParams(save_as=name, session="s", **params))
 
 
-def _run(book: CallTable, call: ScheduledCall) -> list[int]:
+def _run(table: CallTable, call: ScheduledCall) -> list[int]:
     """Resolve, schedule and end a prefill as the scheduler does; returns its block table."""
-    assert book.resolve(call) and book.is_ready(call)
-    pool = book.store.residency.pool
-    adopted = book.parent_blocks(call)
+    assert table.resolve(call) and table.is_ready(call)
+    pool = table.store.residency.pool
+    adopted = table.parent_blocks(call)
     pool.touch(adopted)
     own = pool.get_new_blocks(-(-call.encoding.num_tokens // SIZE))  # type: ignore[attr-defined]
     blocks = [*adopted, *own]
-    book.scheduled(call, blocks, call.plan.base + call.encoding.num_tokens)  # type: ignore[union-attr]
+    table.on_scheduled(call, blocks, call.plan.base + call.encoding.num_tokens)  # type: ignore[union-attr]
     pool.free_blocks(reversed(blocks))
-    book.close(call, None)
+    table.close(call, None)
     return [block.block_id for block in blocks]
 
 
-def test_block_tables_begin_with_the_parents_own_blocks(book: CallTable) -> None:
-    free = book.store.residency.pool.get_num_free_blocks()  # type: ignore[attr-defined]
-    assert _run(book, _open(book, "a", 6)) == [1, 2]
-    assert _run(book, _open(book, "b", 4)) == [3]
-    call = _open(book, "c", 5, parents=["b", "a", ("a", 5, 6)])
-    assert _run(book, call) == [3, 1, 2, 2, 4, 5]
+def test_block_tables_begin_with_the_parents_own_blocks(table: CallTable) -> None:
+    free = table.store.residency.pool.get_num_free_blocks()  # type: ignore[attr-defined]
+    assert _run(table, _open(table, "a", 6)) == [1, 2]
+    assert _run(table, _open(table, "b", 4)) == [3]
+    call = _open(table, "c", 5, parents=["b", "a", ("a", 5, 6)])
+    assert _run(table, call) == [3, 1, 2, 2, 4, 5]
     assert call.plan is not None and (call.plan.base, call.plan.new_offset) == (16, 11)
     assert call.request.prompt_token_ids == [
         *(100, 101, 102, 103),
@@ -67,80 +67,80 @@ def test_block_tables_begin_with_the_parents_own_blocks(book: CallTable) -> None
         *(105, 105, 105, 105),
         *(100, 101, 102, 103, 104),
     ]
-    references = {b.block_id: b.ref_cnt for m in book.store.residency.holding() for b in m.blocks}
+    references = {b.block_id: b.ref_cnt for m in table.store.residency.holding() for b in m.blocks}
     assert references == dict.fromkeys(range(1, 6), 1)
-    for message in book.store.messages("s"):
-        book.store.free(message)
-    assert book.store.residency.pool.get_num_free_blocks() == free  # type: ignore[attr-defined]
+    for message in table.store.messages("s"):
+        table.store.free(message)
+    assert table.store.residency.pool.get_num_free_blocks() == free  # type: ignore[attr-defined]
 
 
-def test_a_call_waits_until_its_parent_is_known_and_resident(book: CallTable) -> None:
-    parent = _open(book, "p", 4, kind="decode")
-    child = _open(book, "c", 2, parents=["p"])
-    assert not book.resolve(child) and child.plan is None
+def test_a_call_waits_until_its_parent_is_known_and_resident(table: CallTable) -> None:
+    parent = _open(table, "p", 4, kind="decode")
+    child = _open(table, "c", 2, parents=["p"])
+    assert not table.resolve(child) and child.plan is None
     assert parent.encoding.num_waiting == 1
-    assert book.resolve(parent)
+    assert table.resolve(parent)
     parent.encoding.token_ids = [1, 2, 3, 4, 5]
-    book.store.mark_final(parent.encoding)
-    assert book.resolve(child) and not book.is_ready(child)
+    table.store.mark_final(parent.encoding)
+    assert table.resolve(child) and not table.is_ready(child)
 
 
 def test_a_prefill_that_waits_for_its_own_parent_keeps_its_children_waiting(
-    book: CallTable,
+    table: CallTable,
 ) -> None:
     """Its tokens are known at once, but not where they stand."""
-    _open(book, "p", 4, kind="decode")
-    middle = _open(book, "m", 2, parents=["p"])
-    child = _open(book, "c", 2, parents=["m"])
-    assert not book.resolve(middle)
-    assert not book.resolve(child)
+    _open(table, "p", 4, kind="decode")
+    middle = _open(table, "m", 2, parents=["p"])
+    child = _open(table, "c", 2, parents=["m"])
+    assert not table.resolve(middle)
+    assert not table.resolve(child)
 
 
-def test_a_failed_parent_ends_its_children(book: CallTable) -> None:
-    parent = _open(book, "p", 4, kind="decode")
-    child = _open(book, "c", 2, parents=["p"])
-    book.close(parent, "it was aborted")
+def test_a_failed_parent_ends_its_children(table: CallTable) -> None:
+    parent = _open(table, "p", 4, kind="decode")
+    child = _open(table, "c", 2, parents=["p"])
+    table.close(parent, "it was aborted")
     with pytest.raises(ParentFailedError, match="aborted"):
-        book.resolve(child)
-    book.close(child, "its parent failed")
+        table.resolve(child)
+    table.close(child, "its parent failed")
     assert parent.encoding.num_waiting == 0
 
 
-def test_what_can_never_run_is_refused(book: CallTable) -> None:
+def test_what_can_never_run_is_refused(table: CallTable) -> None:
     with pytest.raises(CyclicParentsError):
-        _open(book, "x", 1, parents=["x"])
-    _run(book, _open(book, "a", 1))
+        _open(table, "x", 1, parents=["x"])
+    _run(table, _open(table, "a", 1))
     with pytest.raises(TooLongError):
-        book.resolve(_open(book, "y", 1, parents=["a"] * 12))
+        table.resolve(_open(table, "y", 1, parents=["a"] * 12))
 
 
-def test_an_evicted_parent_is_missing_until_somebody_encodes_it(book: CallTable) -> None:
-    first = _open(book, "a", 6)
-    _run(book, first)
-    book.store.evict(first.encoding)
-    child = _open(book, "c", 2, parents=["a"])
-    assert book.resolve(child) and not book.is_ready(child)
-    assert book.missing(child) == [first.encoding]
-    book.store.residency.encode(first.encoding, "somebody")
-    assert book.missing(child) == []
+def test_an_evicted_parent_is_missing_until_somebody_encodes_it(table: CallTable) -> None:
+    first = _open(table, "a", 6)
+    _run(table, first)
+    table.store.evict(first.encoding)
+    child = _open(table, "c", 2, parents=["a"])
+    assert table.resolve(child) and not table.is_ready(child)
+    assert table.missing(child) == [first.encoding]
+    table.store.residency.encode(first.encoding, "somebody")
+    assert table.missing(child) == []
 
 
-def test_a_decode_that_ends_while_preempted_still_makes_its_message(book: CallTable) -> None:
+def test_a_decode_that_ends_while_preempted_still_makes_its_message(table: CallTable) -> None:
     """Its blocks are gone, so a reader must have it encoded again, and must not wait for ever."""
-    free = book.store.residency.pool.get_num_free_blocks()  # type: ignore[attr-defined]
-    call = _open(book, "a", 3, kind="decode")
-    assert book.resolve(call)
-    blocks = book.store.residency.pool.get_new_blocks(1)  # type: ignore[attr-defined]
-    book.scheduled(call, blocks, 3)
-    child = _open(book, "b", 2, parents=["a"])
-    assert not book.resolve(child)
-    book.preempted(call)
-    book.store.residency.pool.free_blocks(blocks)
+    free = table.store.residency.pool.get_num_free_blocks()  # type: ignore[attr-defined]
+    call = _open(table, "a", 3, kind="decode")
+    assert table.resolve(call)
+    blocks = table.store.residency.pool.get_new_blocks(1)  # type: ignore[attr-defined]
+    table.on_scheduled(call, blocks, 3)
+    child = _open(table, "b", 2, parents=["a"])
+    assert not table.resolve(child)
+    table.on_preempted(call)
+    table.store.residency.pool.free_blocks(blocks)
     call.request.num_computed_tokens = 0
     call.request.append_output_token_ids([7, 8])  # sampled by the step that was under way
-    book.finish_decode(call, [])
-    book.close(call, None)
+    table.finish_decode(call, [])
+    table.close(call, None)
     assert call.encoding.token_ids == [100, 101, 102, 7, 8]
-    assert book.resolve(child) and not book.is_ready(child)
-    assert book.missing(child) == [call.encoding]
-    assert book.store.residency.pool.get_num_free_blocks() == free  # type: ignore[attr-defined]
+    assert table.resolve(child) and not table.is_ready(child)
+    assert table.missing(child) == [call.encoding]
+    assert table.store.residency.pool.get_num_free_blocks() == free  # type: ignore[attr-defined]

@@ -107,7 +107,7 @@ def _tier(num_blocks: int) -> tuple[HostTier, BlockCopies]:
 
 def _planned(tier: HostTier, copies: BlockCopies) -> PlannedCopies:
     """What the step does that was planned; the next one is planned from now on."""
-    tier.planned()
+    tier.on_planned()
     planned = copies.take()
     copies.begin()
     return planned
@@ -143,7 +143,7 @@ def test_what_is_loaded_in_a_step_is_not_overwritten_by_its_saves() -> None:
     tier.save(a)
     tier.save(b)
     _planned(tier, copies)
-    tier.keep(a)  # before room is made for it
+    tier.protect(a)  # before room is made for it
     tier.save(_message("c", num_blocks=2))
     tier.save(_message("d", num_blocks=2))
     tier.save(_message("too large", num_blocks=3))

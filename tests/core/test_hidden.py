@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of hidden states: the scheduler's book, and the rows in a worker's memory."""
+"""What is kept of hidden states: the scheduler's index, and the rows in a worker's memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from vllm_choreo.engine.step import KeptHidden
+from vllm_choreo.engine.step import HiddenCapture
 from vllm_choreo.engine.worker.hidden_memory import HiddenMemory
 from vllm_choreo.engine.worker.span_batcher import StepBatch
 from vllm_choreo.errors import ChoreoError, LimitError, RepairError, UnsupportedOptionError
@@ -16,7 +16,7 @@ from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.rules import ByLayers
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.encoding import Encoding, Patch, StoredMessage
-from vllm_choreo.store.hidden import HiddenStateIndex, asked_layers, check_kept, check_room
+from vllm_choreo.store.hidden import HiddenStateIndex, asked_layers, check_entries, check_memory
 
 SIZE = 16
 
@@ -28,88 +28,88 @@ def _encoding(num_tokens: int | None) -> Encoding:
     return message.own
 
 
-def test_the_book_counts_whole_blocks_up_to_its_limit() -> None:
-    book = HiddenStateIndex(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=6 * SIZE * 10)
+def test_the_index_counts_whole_blocks_up_to_its_limit() -> None:
+    index = HiddenStateIndex(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=6 * SIZE * 10)
     known, generating = _encoding(17), _encoding(None)
-    book.check((2, 5), 17)
-    book.keep(known, (2, 5), 17)
-    assert book.num_bytes == 4 * SIZE * 10 and known.keeps == (2, 5)
-    book.keep(generating, (7,), 30)
-    assert book.num_bytes == 6 * SIZE * 10
+    index.check((2, 5), 17)
+    index.add(known, (2, 5), 17)
+    assert index.num_bytes == 4 * SIZE * 10 and known.hidden_layers == (2, 5)
+    index.add(generating, (7,), 30)
+    assert index.num_bytes == 6 * SIZE * 10
     with pytest.raises(LimitError, match="hidden_memory_gib"):
-        book.check((1,), 1)
+        index.check((1,), 1)
     generating.token_ids = [5] * 4  # it stopped early
-    book.check((1,), 1)
-    key = book.key(known)
-    book.give_up(known)
-    book.give_up(known)
-    assert book.take_forgotten() == (key,) and book.take_forgotten() == ()
-    assert not known.keeps, "no recipe begins with them"
-    assert book.keep_again(known) is None
-    assert book.num_bytes == SIZE * 10, "only what is generated"
+    index.check((1,), 1)
+    key = index.key(known)
+    index.give_up(known)
+    index.give_up(known)
+    assert index.take_forgotten() == (key,) and index.take_forgotten() == ()
+    assert not known.hidden_layers, "no recipe begins with them"
+    assert index.add_again(known) is None
+    assert index.num_bytes == SIZE * 10, "only what is generated"
     with pytest.raises(ChoreoError, match="the last one is 7"):
-        book.check((8,), 1)
+        index.check((8,), 1)
     with pytest.raises(UnsupportedOptionError, match="hidden_memory_gib"):
-        check_room(None, (1,), 1)
+        check_memory(None, (1,), 1)
 
 
 def test_what_is_encoded_again_keeps_again_what_a_patch_begins_with() -> None:
-    book = HiddenStateIndex(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=6 * SIZE * 10)
+    index = HiddenStateIndex(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=6 * SIZE * 10)
     source, other = _encoding(17), _encoding(20)
     patch = Patch(source, 0, ((0, 16),), LayerRanges(((2, 8),), 8))
     Encoding(source.message, Trace("m"), token_ids=source.token_ids, patch=patch)
     for encoding in (source, other):
-        book.keep(encoding, (2, 5), encoding.num_tokens)
-        book.give_up(encoding)
-    assert source.keeps and not other.keeps and not book.num_bytes
-    book.keep(_encoding(30), (2,), 30)
-    assert book.keep_again(source) is None
-    assert book.keep_again(source) is None, "they are kept already"
-    assert book.num_bytes == 6 * SIZE * 10
-    first = book.key(source)
+        index.add(encoding, (2, 5), encoding.num_tokens)
+        index.give_up(encoding)
+    assert source.hidden_layers and not other.hidden_layers and not index.num_bytes
+    index.add(_encoding(30), (2,), 30)
+    assert index.add_again(source) is None
+    assert index.add_again(source) is None, "they are kept already"
+    assert index.num_bytes == 6 * SIZE * 10
+    first = index.key(source)
     source.num_readers = 1
-    book.clear()
-    assert book.key(source) == first
-    book.give_up(source)
-    book.keep(_encoding(60), (2,), 60)
-    error = book.keep_again(source)
+    index.clear()
+    assert index.key(source) == first
+    index.give_up(source)
+    index.add(_encoding(60), (2,), 60)
+    error = index.add_again(source)
     assert error is not None and error.parameter == "keep_hidden"
-    assert book.num_bytes == 6 * SIZE * 10, "what has no room is not counted"
+    assert index.num_bytes == 6 * SIZE * 10, "what has no room is not counted"
 
 
 def test_what_is_cleared_has_room_until_it_is_given_up() -> None:
     """It will be encoded again, and what is new must not make that impossible."""
-    book = HiddenStateIndex(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=3 * SIZE * 10)
+    index = HiddenStateIndex(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=3 * SIZE * 10)
     idle, generating = _encoding(17), _encoding(None)
-    book.keep(idle, (2,), 17)
-    book.keep(generating, (2,), 16)
+    index.add(idle, (2,), 17)
+    index.add(generating, (2,), 16)
     generating.encoders.add("request")
-    keys = book.key(idle), book.key(generating)
-    book.clear()
-    assert book.take_forgotten() == (keys[0],), "workers hold nothing of it"
-    assert book.find(generating) == keys[1] and book.find(idle) not in (None, *keys)
-    assert book.num_bytes == 3 * SIZE * 10
+    keys = index.key(idle), index.key(generating)
+    index.clear()
+    assert index.take_forgotten() == (keys[0],), "workers hold nothing of it"
+    assert index.find(generating) == keys[1] and index.find(idle) not in (None, *keys)
+    assert index.num_bytes == 3 * SIZE * 10
     with pytest.raises(LimitError, match="0 of 480 are free"):
-        book.check((2,), 1)
-    assert book.keep_again(idle) is None
-    book.give_up(idle)
-    book.check((2,), 17)
+        index.check((2,), 1)
+    assert index.add_again(idle) is None
+    index.give_up(idle)
+    index.check((2,), 17)
 
 
 def test_layers_are_those_of_the_model() -> None:
-    book = HiddenStateIndex(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=1000)
-    assert asked_layers(ByLayers(((0, 8),)), book) is None
-    assert asked_layers(ByLayers(((2, 8),)), book) == LayerRanges(((2, 8),), 8)
+    index = HiddenStateIndex(num_layers=8, row_bytes=10, block_size=SIZE, max_bytes=1000)
+    assert asked_layers(ByLayers(((0, 8),)), index) is None
+    assert asked_layers(ByLayers(((2, 8),)), index) == LayerRanges(((2, 8),), 8)
     assert [LayerRanges(((2, 4),), 8).charged(count) for count in (0, 1, 4, 9)] == [0, 1, 1, 3]
     with pytest.raises(RepairError, match="8 layers"):
-        asked_layers(ByLayers(((2, 9),)), book)
+        asked_layers(ByLayers(((2, 9),)), index)
     with pytest.raises(UnsupportedOptionError, match="hidden_memory_gib"):
         asked_layers(ByLayers(((2, 8),)), None)
     several = LayerRanges(((0, 2), (3, 5), (6, 8)), 8)
     assert several.entries == (3, 6) and several.charged(8) == 6 and not several.is_all
-    check_kept(_encoding(3), LayerRanges(((0, 4),), 8))
+    check_entries(_encoding(3), LayerRanges(((0, 4),), 8))
     with pytest.raises(RepairError, match=r"keep_hidden=\[2\]"):
-        check_kept(_encoding(3), LayerRanges(((2, 4),), 8))
+        check_entries(_encoding(3), LayerRanges(((2, 4),), 8))
 
 
 def test_a_worker_keeps_the_rows_of_every_request() -> None:
@@ -117,8 +117,8 @@ def test_a_worker_keeps_the_rows_of_every_request() -> None:
     rng, memory = random.Random(0), HiddenMemory(SIZE)
     dense = {name: torch.randn(50, 4) for name in "ab"}
     origins = {"a": 32, "b": 0}
-    kept = {name: KeptHidden(i, (3, 5), origins[name]) for i, name in enumerate("ab")}
-    memory.update(kept, ())
+    captures = {name: HiddenCapture(i, (3, 5), origins[name]) for i, name in enumerate("ab")}
+    memory.update(captures, ())
     assert memory.layers_of(["other", "a"]) == [3, 5] and memory.layers_of(["other"]) == []
     done = {"a": 0, "b": 0}
     while min(done.values()) < 50:
@@ -133,7 +133,7 @@ def test_a_worker_keeps_the_rows_of_every_request() -> None:
         loc = torch.tensor(lengths).cumsum(0)
         step = StepBatch(["other", "a", "b"], loc, torch.empty(0), torch.empty(0))
         for layer in (3, 5):
-            memory.keep(layer, hidden + layer, positions.expand(3, -1), step)
+            memory.capture(layer, hidden + layer, positions.expand(3, -1), step)
         done = {name: parts[name].stop for name in "ab"}
     for i, name in enumerate("ab"):
         for start, stop in ((0, 50), (7, 20), (16, 32), (49, 50)):

@@ -28,7 +28,7 @@ from tests.core.test_exact import _encoded as encoded
 from tests.core.test_exact import _whole as whole
 from tests.core.test_store import SIZE, Pool
 from vllm_choreo.config import ServerConfig
-from vllm_choreo.engine.worker.kept_blocks import KeptBlocks
+from vllm_choreo.engine.worker.block_bytes import BlockBytes
 from vllm_choreo.errors import (
     ChoreoError,
     KeptError,
@@ -101,7 +101,7 @@ def test_files_are_safetensors_and_come_back_as_they_were(
         for layer, cache in enumerate(own):
             parts = wanted[2 * layer : 2 * layer + 2, :, rank : rank + 1]
             write_kv(cache, slots, parts[0], parts[1], layout)
-    writers = [KeptBlocks(own, layout, rank, 2) for rank, own in enumerate(halves)]
+    writers = [BlockBytes(own, layout, rank, 2) for rank, own in enumerate(halves)]
     origin = Origin("s", "t", {}, num_ranks=2, num_heads=2)
     assert all_heads([writer.shape() for writer in writers], origin) == [[2, 8], [2, 8]]
     path = tmp_path / "one.safetensors"
@@ -119,7 +119,7 @@ def test_files_are_safetensors_and_come_back_as_they_were(
 
     for ranks in (1, 4):
         heads = max(1, 2 // ranks)
-        readers = [KeptBlocks(caches(heads), layout, rank, ranks) for rank in range(ranks)]
+        readers = [BlockBytes(caches(heads), layout, rank, ranks) for rank in range(ranks)]
         _write(readers, path, shape, tokens, blocks)
         for rank, reader in enumerate(readers):
             first = rank * 2 // ranks
@@ -130,7 +130,7 @@ def test_files_are_safetensors_and_come_back_as_they_were(
 
 
 def _write(
-    readers: list[KeptBlocks], path: Path, shape: KVShape, tokens: int, blocks: list[int]
+    readers: list[BlockBytes], path: Path, shape: KVShape, tokens: int, blocks: list[int]
 ) -> None:
     with ReadAhead(path.open("rb")) as ahead:
         header = ahead.read(header_size(ahead.read(8), path.stat().st_size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces and denials, from the client's calls down to the engine's book, without an engine."""
+"""Traces and denials, from the client's calls down to the engine's table, without an engine."""
 
 from __future__ import annotations
 
@@ -199,25 +199,25 @@ def test_in_exact_mode_positions_are_those_of_text(llm: Any) -> None:
         c.prefill("a", parents=parents, offsets=[4, 7], mode="choreo")
 
 
-# -- the engine's book ---------------------------------------------------------------------------
+# -- the engine's table --------------------------------------------------------------------------
 
 
 @pytest.fixture
-def book() -> CallTable:
+def table() -> CallTable:
     pool = BlockPool(num_gpu_blocks=17, enable_caching=True, hash_block_size=4)
     return CallTable(MessageStore(pool, 4), max_model_len=48)
 
 
-def test_the_engine_refuses_whatever_name_a_trace_goes_by(book: CallTable) -> None:
-    _run(book, _open(book, "secret", 6))
-    _open(book, "plan", 2, parents=["secret"], kind="decode")  # still being generated
-    _open(book, "utterance", 3, parents=["plan"])
-    _run(book, _open(book, "copy", 6, copy_of="secret"))
-    _run(book, _open(book, "copy2", 6, copy_of="copy"))
+def test_the_engine_refuses_whatever_name_a_trace_goes_by(table: CallTable) -> None:
+    _run(table, _open(table, "secret", 6))
+    _open(table, "plan", 2, parents=["secret"], kind="decode")  # still being generated
+    _open(table, "utterance", 3, parents=["plan"])
+    _run(table, _open(table, "copy", 6, copy_of="secret"))
+    _run(table, _open(table, "copy2", 6, copy_of="copy"))
     for name in ("secret", "copy"):
-        book.store.free(book.store.get("s", name))
+        table.store.free(table.store.get("s", name))
     # The same recipe as the utterance, and parts of it.
-    _open(book, "same", 3, parents=["plan"])
+    _open(table, "same", 3, parents=["plan"])
     refused: list[dict[str, Any]] = [
         {"parents": ["utterance"]},
         {"parents": [("utterance", 2, 3)]},
@@ -229,27 +229,27 @@ def test_the_engine_refuses_whatever_name_a_trace_goes_by(book: CallTable) -> No
     ]
     for number, params in enumerate(refused):
         with pytest.raises(DeniedMessageError, match="secret ← "):
-            _open(book, f"bob{number}", 2, deny=["secret"], **params)
-    _open(book, "bob", 2, deny=["secret"], parents=["utterance"], exact=True)
-    _open(book, "clean", 3, deny=["secret"], copy_of="utterance")
-    _open(book, "reader", 2, deny=["secret"], parents=["clean", "bob"])
+            _open(table, f"bob{number}", 2, deny=["secret"], **params)
+    _open(table, "bob", 2, deny=["secret"], parents=["utterance"], exact=True)
+    _open(table, "clean", 3, deny=["secret"], copy_of="utterance")
+    _open(table, "reader", 2, deny=["secret"], parents=["clean", "bob"])
 
 
-def _num_shared(book: CallTable, name: str, **params: Any) -> int:
+def _num_shared(table: CallTable, name: str, **params: Any) -> int:
     """Run a prefill of always the same recipe as the scheduler does."""
-    call = _open(book, name, 9, **params)
-    assert book.resolve(call)
-    book.share_duplicate(call)
-    _run(book, call)
+    call = _open(table, name, 9, **params)
+    assert table.resolve(call)
+    table.share_duplicate(call)
+    _run(table, call)
     return call.num_shared
 
 
-def test_a_call_shares_no_blocks_of_what_is_denied_to_it(book: CallTable) -> None:
+def test_a_call_shares_no_blocks_of_what_is_denied_to_it(table: CallTable) -> None:
     """What a guess reuses would tell whether it is right."""
-    assert _num_shared(book, "secret") == 0
-    assert _num_shared(book, "guess", deny=["secret"]) == 0
-    assert _num_shared(book, "again", deny=["secret"]) == 8, "with the guess"
-    assert _num_shared(book, "free") == 8
+    assert _num_shared(table, "secret") == 0
+    assert _num_shared(table, "guess", deny=["secret"]) == 0
+    assert _num_shared(table, "again", deny=["secret"]) == 8, "with the guess"
+    assert _num_shared(table, "free") == 8
 
 
 def test_the_wire_form_carries_what_is_denied() -> None:

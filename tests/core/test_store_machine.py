@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long random life of a store: after every step, counts and blocks are those of a second book.
+"""A long random life of a store: after every step, counts and blocks are those of a recount.
 
 The machine plays the scheduler: steps are planned and run; calls are opened, wait, are scheduled,
 preempted, end; messages are forked, copied into other contexts or patched there (as exact mode and
@@ -54,7 +54,7 @@ def tag(encoding: Encoding, number: int) -> Any:
 
 @dataclass(eq=False)
 class Call:
-    """A call as the second book has it.
+    """A call as the recount has it.
 
     Attributes:
         reads: what it waits for, or reads.
@@ -143,7 +143,7 @@ class StoreMachine(RuleBasedStateMachine):
         call = Call(list(encoding.parents), encoding, f"r{self.num_requests}", run)
         if run is not None:
             call.reads.append(encoding)
-        self.store.residency.encode(encoding, call.id)
+        self.store.residency.add_encoder(encoding, call.id)
         self.store.residency.wait_for(call.reads)
         self.calls.append(call)
         self.seen += [e for e in (encoding, *encoding.parents) if e not in self.seen]
@@ -245,7 +245,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.residency.leave(call.reads, reading=call.blocks is not None)
         for parent in call.reads:
             self.store.settle(parent)
-        self.store.residency.encoded(call.encoding, call.id)
+        self.store.residency.remove_encoder(call.encoding, call.id)
         self.store.settle(call.encoding)
 
     # -- memory ----------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class StoreMachine(RuleBasedStateMachine):
         if into_host and self.store.tier is not None:
             if host_blocks := self.store.tier.reserve(encoding, need, num_tokens, 0):
                 self.host.update(zip(host_blocks, tags, strict=True))
-                self.store.tier.filled(encoding)
+                self.store.tier.on_filled(encoding)
             return
         blocks = self.pool.new(need)
         self.store.hold(encoding, blocks, num_tokens)
@@ -313,8 +313,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.evict_one(needed, waiting_too, into_host=into_host)
 
     @rule(num_blocks=st.integers(1, 9))
-    def keep_to_share(self, num_blocks: int) -> None:
-        self.store.keep_to_share(num_blocks)
+    def enforce_share(self, num_blocks: int) -> None:
+        self.store.enforce_share(num_blocks)
 
     @rule(index=INDEX)
     def restore(self, index: int) -> None:
@@ -325,7 +325,7 @@ class StoreMachine(RuleBasedStateMachine):
         saved = [e for e in self.seen if e in tier and not e.num_encoded and not e.encoders]
         if saved:
             encoding = saved[index % len(saved)]
-            tier.keep(encoding)
+            tier.protect(encoding)
             blocks = self.pool.new(tier.num_blocks_of(encoding))
             self.store.restore(encoding, blocks)
             self.pool.free_blocks(blocks)

@@ -87,12 +87,12 @@ def test_the_log_says_what_windows_cost(
     }
     window = SlidingWindowSpec(**shape, sliding_window=24)
     full = FullAttentionSpec(**shape)
-    kept = windows.keep_all_tokens({"a": window, "b": full}, config)
-    assert kept["b"] is full and kept["a"] == FullAttentionSpec(**shape, sliding_window=24)
+    widened = windows.widen_windows({"a": window, "b": full}, config)
+    assert widened["b"] is full and widened["a"] == FullAttentionSpec(**shape, sliding_window=24)
     # 2,048 tokens of 2 heads of 32 keys and 32 values in float32, per layer; where vLLM lets go,
     # a window, the 256 tokens of a step and what rounding to blocks adds.
     (line,) = lines
     assert line.startswith("1 of 2 layers have sliding windows.")
     assert "a text of 2048 tokens takes 2.0 MiB" in line
-    windows.keep_all_tokens({"b": full}, config)
+    windows.widen_windows({"b": full}, config)
     assert len(lines) == 1

@@ -16,7 +16,7 @@ def command(parser: argparse.ArgumentParser) -> Main:
         "path", nargs="?", type=Path, metavar="PATH", help="folder to make (default: in the cache)"
     )
     sizes = ", ".join(
-        f"{source.name} ({source.license}, {source.kept_bytes // 10**6} MB)"
+        f"{source.name} ({source.license}, {source.folder_bytes // 10**6} MB)"
         for source in SOURCES.values()
     )
     parser.add_argument(

@@ -4,7 +4,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
+
+    from starlette.datastructures import State
+    from vllm.engine.protocol import EngineClient
+    from vllm.tasks import SupportedTask
 
 _RUNNER = "vllm.entrypoints.launchers.run_batch"
 
@@ -25,7 +32,10 @@ def hook(plugin: str) -> None:
     init_app_state = runner.init_app_state
 
     async def with_plugin(
-        engine_client: Any, state: Any, args: Any, supported_tasks: Any = None
+        engine_client: EngineClient,
+        state: State,
+        args: argparse.Namespace,
+        supported_tasks: tuple[SupportedTask, ...] | None = None,
     ) -> None:
         from vllm.plugins import load_endpoint_plugins
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from vllm.platforms import Platform
 
-def hook(platform: Any) -> None:
+
+def hook(platform: type[Platform]) -> None:
     """Let vLLM replace its Triton kernels once in a process, not with every engine.
 
     To do it again changes nothing, but looks through all modules, and stumbles over numba's: after
@@ -42,11 +45,19 @@ def writing_all_types(expand: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(expand)
-    def expand_any(output: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def expand_any(
+        output: torch.Tensor,
+        values: torch.Tensor,
+        ends: torch.Tensor,
+        replace_from: float,
+        replace_to: float,
+        *args: object,
+        **kwargs: object,
+    ) -> None:
         if output.dtype == torch.int64:
-            expand(output, values, *args, **kwargs)
+            expand(output, values, ends, replace_from, replace_to, *args, **kwargs)
         else:
-            _expand(output, values, *args, **kwargs)
+            _expand(output, values, ends, replace_from, replace_to)
 
     return expand_any
 
@@ -57,8 +68,6 @@ def _expand(
     ends: torch.Tensor,
     replace_from: float,
     replace_to: float,
-    *_: Any,
-    **__: Any,
 ) -> None:
     """Write `values`, but `replace_to` for `replace_from`, to the tokens before each of `ends`."""
     counts = torch.diff(ends, prepend=ends.new_zeros(1))

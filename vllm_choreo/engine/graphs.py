@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = init_logger("vllm.choreo.graphs")  # vLLM prints the lines of loggers named after it
 
 
-def warn_of_eager_steps(vllm_config: Any) -> None:
+def warn_of_eager_steps(vllm_config: VllmConfig) -> None:
     """Log a warning if choreographed steps will run without any CUDA graph.
 
     A full graph replays vLLM's own attention, so such a step takes piecewise ones, which leave

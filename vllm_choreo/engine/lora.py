@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from vllm.config.lora import MaxLoRARanks
+from vllm.config.lora import LoRAConfig, MaxLoRARanks
 from vllm.lora.peft_helper import PEFTHelper
 
 from vllm_choreo.errors import AdapterError
 
 
-def check_loadable(folder: Path, lora_config: Any) -> None:
+def check_loadable(folder: Path, lora_config: LoRAConfig) -> None:
     """Check that an engine can load an adapter.
 
     Args:
         folder: the adapter's folder, as PEFT writes it.
-        lora_config: the engine's `LoRAConfig` of vLLM.
+        lora_config: the engine's options of adapters.
 
     Raises:
         AdapterError: its rank is larger than the engine was started for, or it is of a kind that
@@ -35,7 +35,7 @@ def check_loadable(folder: Path, lora_config: Any) -> None:
         advice = (
             "Start the engine with max_lora_rank as large as the adapter's rank, or train another"
         )
-        raise _unloadable(f"{error} {advice}", folder) from None
+        raise _unloadable_error(f"{error} {advice}", folder) from None
 
 
 def engine_options(folders: Sequence[Path]) -> dict[str, Any]:
@@ -62,10 +62,10 @@ def _read(folder: Path) -> PEFTHelper:
         reason = f"{error.strerror}: {Path(error.filename).name}. Give a folder as PEFT writes it"
     except (ValueError, TypeError) as error:
         reason = str(error)
-    raise _unloadable(reason, folder)
+    raise _unloadable_error(reason, folder)
 
 
-def _unloadable(reason: str, folder: Path) -> AdapterError:
+def _unloadable_error(reason: str, folder: Path) -> AdapterError:
     return AdapterError(
         f"vLLM does not load this adapter: {reason}", parameter="adapter", value=str(folder)
     )

@@ -8,13 +8,19 @@ installed vLLM is a version for which they were read.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine import batch_runner, command_line, cpu_kernels
 from vllm_choreo.engine.compat import check_version
 from vllm_choreo.engine.orphan import end_with_parent
 from vllm_choreo.errors import UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.platforms import Platform
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +68,11 @@ def install() -> None:
     _installed = True
 
 
-def _hook_command_line(platform: Any) -> None:
+def _hook_command_line(platform: type[Platform]) -> None:
     """Give every parser of vLLM's command line the option `--plugin`."""
     pre_register_and_update = platform.pre_register_and_update
 
-    def with_option(cls: Any, parser: Any = None) -> None:
+    def with_option(cls: type[Platform], parser: FlexibleArgumentParser | None = None) -> None:
         pre_register_and_update(parser)
         if parser is not None:
             command_line.add_option(parser)
@@ -74,14 +80,14 @@ def _hook_command_line(platform: Any) -> None:
     platform.pre_register_and_update = classmethod(with_option)
 
 
-def _hook_configuration(platform: Any) -> None:
+def _hook_configuration(platform: type[Platform]) -> None:
     """Let every engine configuration pass through ours, around that of vLLM's own platform."""
     from vllm.logger import init_logger
 
     check_and_update = platform.check_and_update_config
     log = init_logger(_LOGGER)
 
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+    def check_and_update_config(cls: type[Platform], vllm_config: VllmConfig) -> None:
         if not command_line.is_active():
             log.info_once("vllm-choreo is installed and not active: --plugin choreo turns it on.")
             return check_and_update(vllm_config)
@@ -93,13 +99,13 @@ def _hook_configuration(platform: Any) -> None:
     platform.check_and_update_config = classmethod(check_and_update_config)
 
 
-def _applies(vllm_config: Any) -> bool:
+def _applies(vllm_config: VllmConfig) -> bool:
     """Return whether the engine generates text, the one thing that can be choreographed."""
     model = vllm_config.model_config
     return model is not None and model.runner_type == "generate" and not model.is_encoder_decoder
 
 
-def configure_before(vllm_config: Any) -> None:
+def configure_before(vllm_config: VllmConfig) -> None:
     """Choose block size or attention backend where the user chose none."""
     from vllm.platforms import current_platform
 
@@ -112,7 +118,7 @@ def configure_before(vllm_config: Any) -> None:
         vllm_config.cache_config.user_specified_block_size = True
 
 
-def _choose_backend(vllm_config: Any, capability: Any) -> None:
+def _choose_backend(vllm_config: VllmConfig, capability: DeviceCapability | None) -> None:
     """Choose the first of vLLM's backends for which there is ours, and that runs the model.
 
     Raises:
@@ -141,7 +147,7 @@ def _choose_backend(vllm_config: Any, capability: Any) -> None:
             return
 
 
-def configure_after(vllm_config: Any) -> None:
+def configure_after(vllm_config: VllmConfig) -> None:
     """Name our scheduler and worker; refuse what they cannot serve."""
     if not _applies(vllm_config):
         return
@@ -156,7 +162,7 @@ def configure_after(vllm_config: Any) -> None:
     graphs.warn_of_eager_steps(vllm_config)
 
 
-def _refuse_unsupported(vllm_config: Any) -> None:
+def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Refuse engine options that choreography does not work with.
 
     Raises:

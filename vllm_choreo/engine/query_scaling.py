@@ -7,16 +7,19 @@ indices would scale it wrongly, so all calls are *placed*: see `semantics.positi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _DECLARED = ("llama_4_scaling", "attn_temperature_tuning")
 
 
-def scales_queries(text_config: Any) -> bool:
+def scales_queries(text_config: PretrainedConfig) -> bool:
     """Return whether a model scales its queries by their position, as its configuration has it.
 
     Args:
-        text_config: the model's text configuration of `transformers`, as vLLM completes it.
+        text_config: the model's text configuration, as vLLM completes it.
 
     Source: `llama_4_scaling` of vLLM's Mistral models; Llama 4's `attn_temperature_tuning`, of the
     layers without rotation.

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
+from vllm_choreo.semantics.other_model import AdapterRequest
 from vllm_choreo.semantics.positions import CallPlan, num_span_blocks
+
+_Output = TypeVar("_Output")
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,11 @@ class BlockMove:
 
 
 @dataclass(frozen=True)
-class KeptHidden:
-    """Hidden states of a request's tokens that the workers keep, as some layers are given them.
+class HiddenCapture:
+    """Capture of hidden states: workers store what some layers are given for a request's tokens.
 
     Attributes:
-        key: name under which they are kept.
+        key: name under which they are stored.
         layers: numbers of these layers, ascending.
         origin: the position at which the model sees the first own token.
     """
@@ -109,7 +112,7 @@ class StageRun:
     token_ids: tuple[int, ...]
     key: int | None
     start: int
-    lora: Any = None
+    lora: AdapterRequest | None = None
     watch: Watch | None = None
 
 
@@ -122,7 +125,7 @@ class ChoreoStep:
         moves: keys to rotate before it; those in place come first.
         saves, loads: blocks to copy before that to and from host memory, as `(source, target)`.
         stages: runs of layers after all of that, before the step, in this order.
-        kept: hidden states to keep of the requests that start, or start again.
+        captures: hidden states to store of the requests that start, or start again.
         forgotten: keys of hidden states that are needed no longer when the stages have run.
         reloads: vLLM's requests of adapters whose weights have been replaced, to load before all.
     """
@@ -132,28 +135,28 @@ class ChoreoStep:
     saves: tuple[tuple[int, int], ...] = ()
     loads: tuple[tuple[int, int], ...] = ()
     stages: tuple[StageRun, ...] = ()
-    kept: Mapping[str, KeptHidden] = field(default_factory=dict)
+    captures: Mapping[str, HiddenCapture] = field(default_factory=dict)
     forgotten: tuple[int, ...] = ()
-    reloads: tuple[Any, ...] = ()
+    reloads: tuple[AdapterRequest, ...] = ()
 
 
-# What a worker tells the scheduler with the output of a step, by its name there.
+# Attribute of the output of a step, by which a worker sends it to the scheduler.
 _ATTENTION = "choreo_attention"
 
 
-def tell_attention(output: Any, attention: Mapping[str, Sequence[Sequence[float]]]) -> Any:
+def with_attention(output: _Output, attention: Mapping[str, Sequence[Sequence[float]]]) -> _Output:
     """Copy the output of a step of vLLM's, with the attention that parents' tokens got added.
 
     Args:
         attention: lists of the attention that each token of a parent got, by call id.
     """
-    told = copy(output)
-    setattr(told, _ATTENTION, attention)
-    return told
+    copied = copy(output)
+    setattr(copied, _ATTENTION, attention)
+    return copied
 
 
-def attention_of(output: Any) -> Mapping[str, Sequence[Sequence[float]]]:
-    """Attention that `tell_attention` added to an output; empty if there is none."""
+def attention_of(output: object) -> Mapping[str, Sequence[Sequence[float]]]:
+    """Attention that `with_attention` added to an output; empty if there is none."""
     return getattr(output, _ATTENTION, {})
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_Answer = TypeVar("_Answer")
 _METHOD = "choreo"
 # How often it is looked whether the engine is there, where nothing tells.
 _LOOK_SECONDS = 1.0
@@ -20,15 +25,15 @@ def install() -> None:
     EngineCore.choreo = _run
 
 
-def _run(core: EngineCore, operation: str, args: list[Any]) -> Any:
+def _run(core: EngineCore, operation: str, args: list[object]) -> Any:
     return core.scheduler.operations.run(operation, args)
 
 
-def call(llm: Any, operation: str, *args: Any) -> Any:
+def call(llm: LLM, operation: str, *args: object) -> Any:
     """Run an operation of the scheduler in the engine of an `LLM`.
 
     Args:
-        llm: `vllm.LLM`, in process or with an engine-core process.
+        llm: the engine, in process or with an engine-core process.
         operation: one of `operations.OPERATIONS`.
         args: arguments of the method of `Operations`; plain data.
     """
@@ -39,13 +44,13 @@ def call(llm: Any, operation: str, *args: Any) -> Any:
     return client.call_utility(_METHOD, operation, list(args))
 
 
-def of_workers(llm: Any, method: str, *args: Any) -> list[Any]:
+def of_workers(llm: LLM, method: str, *args: object) -> list[Any]:
     """Run a method of the workers of an `LLM` after all planned steps; one answer per worker."""
     answers: list[Any] = llm.collective_rpc(method, args=args)
     return answers
 
 
-async def of_workers_async(async_llm: Any, method: str, *args: Any) -> list[Any]:
+async def of_workers_async(async_llm: AsyncLLM, method: str, *args: object) -> list[Any]:
     """Run a method of the workers of an `AsyncLLM`, as `of_workers` does.
 
     Raises:
@@ -55,7 +60,7 @@ async def of_workers_async(async_llm: Any, method: str, *args: Any) -> list[Any]
     return answers
 
 
-async def call_async(async_llm: Any, operation: str, *args: Any) -> Any:
+async def call_async(async_llm: AsyncLLM, operation: str, *args: object) -> Any:
     """Run an operation of the scheduler in the engine of an `AsyncLLM`, as `call` does.
 
     Raises:
@@ -65,7 +70,7 @@ async def call_async(async_llm: Any, operation: str, *args: Any) -> Any:
     return await _answer(async_llm, asked)
 
 
-async def _answer(async_llm: Any, asked: Coroutine[Any, Any, Any]) -> Any:
+async def _answer(async_llm: AsyncLLM, asked: Coroutine[object, None, _Answer]) -> _Answer:
     """Await an engine-core utility, or raise an EngineDeadError: vLLM would wait for ever.
 
     A server whose request waits so never ends, and no supervisor starts it again.

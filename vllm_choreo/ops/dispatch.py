@@ -140,7 +140,7 @@ def add_adapter(
     Args:
         y: ``[num_rows, num_columns]``, float32 or bfloat16 on the CPU; changed in place.
         x: ``[num_rows, in_features]``, same dtype.
-        rows: int64 ``[n]``, rows that wear the adapter, none of them twice.
+        rows: int64 ``[n]``, rows that use the adapter, none of them twice.
         factors: matrices of the adapter in this layer.
         scale: factor of the products.
         impl: None takes ``default_impl()``.

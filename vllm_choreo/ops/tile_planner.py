@@ -294,17 +294,17 @@ def _power_of_two(n: int) -> int:
 def _cut(segments: Sequence[tuple[int, ...]], share: int) -> Iterator[list[tuple[int, ...]]]:
     """Runs of segments with `share` tokens each, the last one with what is left."""
     part: list[tuple[int, ...]] = []
-    room = share
+    num_left = share
     for read, request, slot, num_tokens, before in segments:
         done = 0
         while done < num_tokens:
-            taken = min(room, num_tokens - done)
+            taken = min(num_left, num_tokens - done)
             part.append((read, request, slot + done, taken, before + done))
             done += taken
-            room -= taken
-            if room == 0:
+            num_left -= taken
+            if num_left == 0:
                 yield part
-                part, room = [], share
+                part, num_left = [], share
     if part:
         yield part
 

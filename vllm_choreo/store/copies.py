@@ -95,7 +95,7 @@ class Context:
         trace = Trace(source.message.id, traces, source.trace.origin)
         tokens = source.token_ids[link.start : link.stop]
         copy = Encoding(source.message, trace, self.adapter, tokens, self.encodings, plan)
-        copy = store.kept_copy(copy, source, copy.num_tokens)
+        copy = store.find_or_add_copy(copy, source, copy.num_tokens)
         return Link(copy, 0, copy.num_tokens)
 
     def patch(
@@ -120,4 +120,4 @@ class Context:
         trace = Trace(source.message.id, traces, source.trace.origin)
         tokens = source.token_ids
         copy = Encoding(source.message, trace, self.adapter, tokens, self.encodings, plan, patch)
-        return Link(store.kept_copy(copy, source, patch.num_charged), link.start, link.stop)
+        return Link(store.find_or_add_copy(copy, source, patch.num_charged), link.start, link.stop)

@@ -27,6 +27,7 @@ from vllm_choreo.repair.runs import TokenRange, TokenRanges, num_tokens
 from vllm_choreo.semantics.other_model import AdapterRequest
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
+from vllm_choreo.store.block_copies import Block
 
 CopyKey = tuple[bytes, tuple["Encoding", ...]]
 
@@ -122,7 +123,7 @@ class Encoding:
         plan: how it is encoded; None until all its parents' lengths are known. That of a patch
             places token 0, seen or not, so that `base` may be negative.
         patch: None: all tokens are encoded in its context.
-        keeps: layers whose hidden states the workers keep, see `HiddenStateIndex`.
+        hidden_layers: layers whose hidden states the workers hold, see `HiddenStateIndex`.
         is_entered: whether a patch was made of it that begins with its hidden states.
         nonce: random bytes if its keys and values were loaded and nobody trusted has saved them;
             empty if this engine has made them, or somebody trusted.
@@ -148,7 +149,7 @@ class Encoding:
     parents: tuple[Encoding, ...] = field(default=(), repr=False)
     plan: CallPlan | None = None
     patch: Patch | None = None
-    keeps: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
     is_entered: bool = False
     nonce: bytes = b""
     digest: bytes | None = None
@@ -156,7 +157,7 @@ class Encoding:
     is_orphan: bool = False
     num_unreported: int = 0
     readers: set[Encoding] = field(default_factory=set, repr=False)
-    blocks: list[Any] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     num_encoded: int = 0
     stored_position: int = 0
     unwritten: list[TokenRange] = field(default_factory=list)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states that workers keep of encodings: which, and how much. Neither torch nor vllm.
+"""Hidden states that workers hold of encodings: which, and how much. Neither torch nor vllm.
 
-The input of a layer is kept on request when a message is encoded, in memory of the workers, and
+The input of a layer is captured on request when a message is encoded, in memory of the workers, and
 lets later calls repair the message from that layer on. It stays when keys and values are evicted,
 and goes when its encoding is given up; whoever needs it then, because a patch that was made of it
-is encoded again, has it kept again for that long. What has room keeps it until it is given up: or
-what others had kept meanwhile would leave it none, and it could not be encoded again.
+is encoded again, has it captured again for that long. What has room has it until it is given up: or
+what others had captured meanwhile would leave it none, and it could not be encoded again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SETTING = "additional_config.choreo.hidden_memory_gib"
 
 
 class HiddenStateIndex:
-    """Encodings whose hidden states are kept, and the bytes that these take.
+    """Encodings whose hidden states workers hold, and the bytes that these take.
 
     Args:
         num_layers: layers of the model.
@@ -46,9 +46,9 @@ class HiddenStateIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are kept, or will be; for what is still generated, the most that may be."""
+        """Bytes that are held, or will be; for what is still generated, the most that may be."""
         return sum(
-            self._size(len(e.keeps), e.num_tokens or self._most_tokens.get(e, 0))
+            self._size(len(e.hidden_layers), e.num_tokens or self._most_tokens.get(e, 0))
             for e in self._keys
         )
 
@@ -69,7 +69,7 @@ class HiddenStateIndex:
                 parameter="keep_hidden",
                 value=list(layers),
             )
-        if error := self._room_error(layers, num_tokens):
+        if error := self._limit_error(layers, num_tokens):
             raise error
 
     def check_ranges(self, ranges: Sequence[Range], parameter: str) -> None:
@@ -79,9 +79,9 @@ class HiddenStateIndex:
                 f"the model has {self.num_layers} layers", parameter=parameter, value=list(ranges)
             )
 
-    def keep(self, encoding: Encoding, layers: tuple[int, ...], num_tokens: int) -> None:
-        """Keep the hidden states of a new message, as `check` allowed."""
-        encoding.keeps = layers
+    def add(self, encoding: Encoding, layers: tuple[int, ...], num_tokens: int) -> None:
+        """Add the hidden states of a new message, as `check` allowed."""
+        encoding.hidden_layers = layers
         self._most_tokens[encoding] = num_tokens
         self.key(encoding)
 
@@ -95,10 +95,10 @@ class HiddenStateIndex:
         """Key under which workers keep hidden states of an encoding; None: they keep none."""
         return self._keys.get(encoding)
 
-    def keep_again(self, encoding: Encoding) -> LimitError | None:
-        """Let an encoding that is encoded again keep what it kept; return an error if it cannot."""
-        if encoding.keeps and encoding not in self._keys:
-            if error := self._room_error(encoding.keeps, encoding.num_tokens):
+    def add_again(self, encoding: Encoding) -> LimitError | None:
+        """Add what an encoding that is encoded again had; return an error if that does not fit."""
+        if encoding.hidden_layers and encoding not in self._keys:
+            if error := self._limit_error(encoding.hidden_layers, encoding.num_tokens):
                 return error
             self.key(encoding)
         return None
@@ -106,14 +106,14 @@ class HiddenStateIndex:
     def give_up(self, encoding: Encoding) -> None:
         """Forget the hidden states of an encoding that no new call reads.
 
-        If it is encoded once more, they are kept once more where a patch begins with them.
+        If it is encoded once more, they are captured once more where a patch begins with them.
         """
         self._most_tokens.pop(encoding, None)
         key = self._keys.pop(encoding, None)
         if key is not None:
             self._forgotten.append(key)
         if not encoding.is_entered:
-            encoding.keeps = ()
+            encoding.hidden_layers = ()
 
     def clear(self) -> None:
         """Forget all hidden states but those of encodings that are made, or read, now.
@@ -129,7 +129,7 @@ class HiddenStateIndex:
         forgotten, self._forgotten = tuple(self._forgotten), []
         return forgotten
 
-    def _room_error(self, layers: tuple[int, ...], num_tokens: int) -> LimitError | None:
+    def _limit_error(self, layers: tuple[int, ...], num_tokens: int) -> LimitError | None:
         need = self._size(len(layers), num_tokens)
         if self.num_bytes + need <= self.max_bytes:
             return None
@@ -145,7 +145,7 @@ class HiddenStateIndex:
         return -(-num_tokens // self._block_size) * self._block_bytes * num_layers
 
 
-def check_room(index: HiddenStateIndex | None, layers: tuple[int, ...], num_tokens: int) -> None:
+def check_memory(index: HiddenStateIndex | None, layers: tuple[int, ...], num_tokens: int) -> None:
     """Check that the hidden states of a new message can be kept, if any are asked for.
 
     Raises:
@@ -184,18 +184,18 @@ def asked_layers(rule: ByLayers, index: HiddenStateIndex | None) -> LayerRanges 
     return None if found.is_all else found
 
 
-def check_kept(encoding: Encoding, layers: LayerRanges) -> None:
-    """Check that an encoding keeps the hidden states with which ranges of layers begin.
+def check_entries(encoding: Encoding, layers: LayerRanges) -> None:
+    """Check that an encoding has the hidden states with which ranges of layers begin.
 
     Raises:
-        RepairError: nobody kept the hidden states with which a range begins.
+        RepairError: the hidden states with which a range begins were not captured.
     """
-    missing = [layer for layer in layers.entries if layer not in encoding.keeps]
+    missing = [layer for layer in layers.entries if layer not in encoding.hidden_layers]
     if missing:
         raise RepairError(
             f"nobody kept what layer {missing[0]} was given when this parent was encoded: "
             f"make it with keep_hidden={missing}, or repair from another layer on "
-            f"(kept: {list(encoding.keeps)}, and 0 is always possible)",
+            f"(kept: {list(encoding.hidden_layers)}, and 0 is always possible)",
             parameter="repair.layers",
             value=encoding.message.id,
         )

@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from vllm_choreo.store.block_copies import BlockCopies
+from vllm_choreo.store.block_copies import Block, BlockCopies
 from vllm_choreo.store.encoding import Encoding
 
 
@@ -43,7 +42,7 @@ class HostTier:
         self._copies = copies
         self._free = list(range(num_blocks))
         self._saved: OrderedDict[Encoding, _Saved] = OrderedDict()
-        self._kept: set[Encoding] = set()
+        self._protected: set[Encoding] = set()
         self._filling: set[Encoding] = set()  # from elsewhere, over several steps
 
     def __contains__(self, encoding: Encoding) -> bool:
@@ -65,7 +64,7 @@ class HostTier:
             return
         self.discard(encoding)
         need = len(encoding.blocks)
-        staying = self._kept | self._filling
+        staying = self._protected | self._filling
         if need > self.num_blocks - sum(map(self.num_blocks_of, staying)):
             return
         while len(self._free) < need:
@@ -79,7 +78,7 @@ class HostTier:
     ) -> list[int] | None:
         """Reserve free blocks, which somebody else fills with an encoding; None: there are too few.
 
-        It stays there, whatever makes room, until `filled` is called, or `discard`.
+        It stays there, whatever makes room, until `on_filled` is called, or `discard`.
         """
         if num_blocks > len(self._free):
             return None
@@ -88,7 +87,7 @@ class HostTier:
         self._filling.add(encoding)
         return host_blocks
 
-    def filled(self, encoding: Encoding) -> None:
+    def on_filled(self, encoding: Encoding) -> None:
         """Note that reserved blocks hold their encoding; from now on it makes room like others."""
         self._filling.discard(encoding)
 
@@ -96,24 +95,24 @@ class HostTier:
         """KV cache blocks that it takes to load an encoding."""
         return len(self._saved[encoding].host_blocks)
 
-    def keep(self, encoding: Encoding) -> None:
-        """Keep a saved encoding that the step being planned loads: no save displaces it."""
+    def protect(self, encoding: Encoding) -> None:
+        """Protect a saved encoding that the step being planned loads: no save displaces it."""
         self._saved.move_to_end(encoding)
-        self._kept.add(encoding)
+        self._protected.add(encoding)
 
     def place_of(self, encoding: Encoding) -> tuple[int, int]:
         """Stored position of a saved encoding, and the number of its tokens."""
         saved = self._saved[encoding]
         return saved.stored_position, saved.num_encoded
 
-    def load(self, encoding: Encoding, blocks: Sequence[Any]) -> None:
+    def load(self, encoding: Encoding, blocks: Sequence[Block]) -> None:
         """Copy a saved encoding into `blocks`, which it holds already."""
-        self.keep(encoding)
+        self.protect(encoding)
         self._copies.load(self._saved[encoding].host_blocks, blocks)
 
     def discard(self, encoding: Encoding) -> None:
         """Forget an encoding, if it lies there."""
-        self._kept.discard(encoding)
+        self._protected.discard(encoding)
         self._filling.discard(encoding)
         saved = self._saved.pop(encoding, None)
         if saved is not None:
@@ -125,6 +124,6 @@ class HostTier:
         for encoding in self._saved.keys() - self._filling:
             self.discard(encoding)
 
-    def planned(self) -> None:
-        """Let encodings make room again that were kept for the step that is planned now."""
-        self._kept.clear()
+    def on_planned(self) -> None:
+        """Let encodings make room again that were protected for the step that is planned now."""
+        self._protected.clear()

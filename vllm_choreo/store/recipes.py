@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodings as plain data, and back: how a process tells another one of its messages.
+"""Encodings as plain data, and back: how messages pass from one process to another.
 
 The form is that of `encodings`, `traces` and `adapters` in `snapshot/manifest.py`. It holds
 the own encodings of some messages, their copies that new calls can read, and all that these would
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from secrets import token_bytes
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_choreo.repair.layers import LayerRanges, Range
 from vllm_choreo.repair.weights import Weights
@@ -20,6 +20,7 @@ from vllm_choreo.store.encoding import Adapter, Encoding, Patch, StoredMessage
 from vllm_choreo.store.hidden import needed
 from vllm_choreo.store.store import MessageStore
 
+_Item = TypeVar("_Item")
 _NONCE_BYTES = 16
 
 
@@ -53,9 +54,9 @@ def recipes_of(messages: Sequence[StoredMessage]) -> tuple[list[Encoding], dict[
     }
 
 
-def _in_order(wanted: Sequence[Any], needs: Callable[[Any], Sequence[Any]]) -> list[Any]:
+def _in_order(wanted: Sequence[_Item], needs: Callable[[_Item], Sequence[_Item]]) -> list[_Item]:
     """All items wanted and needed, each after those it needs. No recursion: chains are long."""
-    done: dict[Any, None] = {}
+    done: dict[_Item, None] = {}
     stack = list(reversed(wanted))
     while stack:
         item = stack[-1]
@@ -102,7 +103,7 @@ def _encoding_json(encoding: Encoding, index: Mapping[Encoding, int]) -> dict[st
             "runs": [list(run) for run in patch.runs],
             "layers": patch.layers and [list(r) for r in patch.layers.ranges],
         },
-        "keeps": list(encoding.keeps),
+        "keeps": list(encoding.hidden_layers),
         "is_untrusted": encoding.is_untrusted,
     }
 
@@ -114,20 +115,20 @@ class Rebuilt:
     """Messages and encodings made of plain data, which no call can name yet.
 
     Args:
-        told: plain data of `recipes_of`; checked, see `snapshot/manifest.py`.
+        recipes: plain data of `recipes_of`; checked, see `snapshot/manifest.py`.
         named: the encoding that is a message's own, by the id that calls will name it by. The
             others are there as if their messages had been freed.
         session, tenant: the session and tenant of the messages.
         adapter_of: makes the adapter of an entry of `adapters`.
 
     Attributes:
-        encodings: encodings in the order of `told`.
+        encodings: encodings in the order of `recipes`.
         messages: messages that calls will name.
     """
 
     def __init__(
         self,
-        told: Mapping[str, Any],
+        recipes: Mapping[str, Any],
         named: Mapping[str, int],
         store: MessageStore,
         session: str,
@@ -135,32 +136,32 @@ class Rebuilt:
         adapter_of: Callable[[Mapping[str, Any]], Adapter],
     ) -> None:
         self._store = store
-        self._adapters = [adapter_of(entry) for entry in told["adapters"]]
+        self._adapters = [adapter_of(entry) for entry in recipes["adapters"]]
         self._traces: list[Trace] = []
-        for entry in told["traces"]:
+        for entry in recipes["traces"]:
             origin = entry["origin"]
             parents = tuple(self._traces[parent] for parent in entry["parents"])
             self._traces.append(
                 Trace(entry["id"], parents, None if origin is None else self._traces[origin])
             )
-        self._known = {
+        self._named = {
             message_id: StoredMessage(message_id, session, tenant) for message_id in named
         }
-        for message in self._known.values():
+        for message in self._named.values():
             message.own = Encoding(message, Trace(message.id))  # copies may come before theirs
         self._session, self._tenant = session, tenant
         own = set(named.values())
         self.encodings: list[Encoding] = []
-        for number, entry in enumerate(told["encodings"]):
+        for number, entry in enumerate(recipes["encodings"]):
             self.encodings.append(self._encoding(entry, is_own=number in own))
         for encoding in self.encodings:  # that a copy is one is known when its message has its own
             # An untrusted copy is none that a call could find: those have no nonce.
             is_lost = bool(encoding.nonce) or any(e.is_given_up for e in encoding.recipe)
             encoding.is_orphan = encoding.is_copy and is_lost
-        self.messages = list(self._known.values())
+        self.messages = list(self._named.values())
 
     def _encoding(self, entry: Mapping[str, Any], *, is_own: bool) -> Encoding:
-        message = self._known.get(entry["message"]) if is_own or entry["is_copy"] else None
+        message = self._named.get(entry["message"]) if is_own or entry["is_copy"] else None
         if message is None:  # of a message that nobody names any more
             message = StoredMessage(entry["message"], self._session, self._tenant, freed=True)
         parents = tuple(self.encodings[parent] for parent in entry["parents"])
@@ -179,11 +180,11 @@ class Rebuilt:
         self._store.identify(encoding)
         return encoding
 
-    def _layers(self, told: Sequence[Range] | None) -> LayerRanges | None:
+    def _layers(self, ranges: Sequence[Range] | None) -> LayerRanges | None:
         """Layers of a patch; raises ChoreoError if this engine does not run them."""
-        if told is None:
+        if ranges is None:
             return None
-        ranges = tuple((first, stop) for first, stop in told)
+        ranges = tuple((first, stop) for first, stop in ranges)
         index = needed(self._store.hidden, "uri", ranges)
         index.check_ranges(ranges, "uri")
         return LayerRanges(ranges, index.num_layers)

@@ -20,7 +20,7 @@ from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.runs import TokenRanges, num_tokens
 from vllm_choreo.store.copies import Context, Link
 from vllm_choreo.store.encoding import Adapter
-from vllm_choreo.store.hidden import check_kept
+from vllm_choreo.store.hidden import check_entries
 from vllm_choreo.store.store import MessageStore
 
 
@@ -58,7 +58,7 @@ def repaired_chain(
         One link per parent, of the same tokens; and how many of these are encoded anew.
 
     Raises:
-        RepairError: nobody kept the hidden states at the first layer of a range.
+        RepairError: the hidden states at the first layer of a range were not captured.
     """
     chain: list[Link] = []
     num_repaired = 0
@@ -67,7 +67,7 @@ def repaired_chain(
         if of_link and not context.has(link, offset):
             num_repaired += num_tokens(of_link)
             if layers is not None:
-                check_kept(link.encoding, layers)
+                check_entries(link.encoding, layers)
             elif of_link == ((0, link.num_tokens),):
                 chain = [*chain, context.copy(link, offset, store)]
                 continue

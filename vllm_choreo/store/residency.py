@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from vllm_choreo.repair.runs import TokenRange
-from vllm_choreo.store.block_copies import BlockCopies, BlockPool
+from vllm_choreo.store.block_copies import Block, BlockCopies, BlockPool
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.eviction import choose_victim, over_share
 
@@ -45,7 +44,9 @@ class Residency:
 
     # -- blocks ----------------------------------------------------------------------------
 
-    def hold(self, encoding: Encoding, blocks: Sequence[Any], num_encoded: int, step: int) -> None:
+    def hold(
+        self, encoding: Encoding, blocks: Sequence[Block], num_encoded: int, step: int
+    ) -> None:
         """Make `blocks` the place of tokens `0 … num_encoded-1`, and let go of the old ones."""
         assert encoding.plan is not None, "a message is encoded according to its plan"
         assert not encoding.num_readers, "what is read stays where it is"
@@ -78,7 +79,7 @@ class Residency:
             encoding.num_encoded = num_tokens
             del encoding.blocks[num_blocks:]
 
-    def patch(self, encoding: Encoding, blocks: Sequence[Any], position: int, step: int) -> None:
+    def patch(self, encoding: Encoding, blocks: Sequence[Block], position: int, step: int) -> None:
         """Make `blocks` the place of a patch whose runs are still to be written over its source.
 
         Args:
@@ -141,13 +142,13 @@ class Residency:
                 encoding.num_readers -= reading
                 encoding.num_waiting -= not reading
 
-    def encode(self, encoding: Encoding, request_id: str) -> None:
+    def add_encoder(self, encoding: Encoding, request_id: str) -> None:
         """Note that a request makes or encodes an encoding."""
         assert encoding.patch or not encoding.encoders, "one request encodes at a time"
         with self._changing(encoding):
             encoding.encoders.add(request_id)
 
-    def encoded(self, encoding: Encoding, request_id: str) -> None:
+    def remove_encoder(self, encoding: Encoding, request_id: str) -> None:
         """Note that the request makes or encodes it no more."""
         with self._changing(encoding):
             encoding.encoders.discard(request_id)
@@ -181,7 +182,7 @@ class Residency:
             assert len(encoding.blocks) == -(-encoding.num_encoded // self.block_size)
         assert counted == +self.num_blocks_of
 
-    def _free(self, blocks: Sequence[Any]) -> None:
+    def _free(self, blocks: Sequence[Block]) -> None:
         # Reversed, as vLLM frees: the tail of a message is reused first.
         self.pool.free_blocks(reversed(blocks))
         self.block_copies.on_freed(blocks)

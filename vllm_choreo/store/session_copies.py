@@ -59,7 +59,7 @@ class SessionCopies:
         if copies is not None and copy in copies.encodings:
             copies.encodings.move_to_end(copy)
 
-    def lacks_room(self, copy: Encoding) -> bool:
+    def is_full_for(self, copy: Encoding) -> bool:
         """Return whether a new copy exceeds a limit."""
         copies = self._of_session.get(copy.message.session, _Copies())
         return (

@@ -16,7 +16,7 @@ from vllm_choreo.errors import LimitError, NameTakenError, UnknownMessageError
 from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.history import IdSet
 from vllm_choreo.semantics.provenance import Trace
-from vllm_choreo.store.block_copies import BlockPool, PlannedCopies
+from vllm_choreo.store.block_copies import Block, BlockPool, PlannedCopies
 from vllm_choreo.store.digest import encoding_digest
 from vllm_choreo.store.duplicates import Duplicates
 from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage, copies_of
@@ -173,8 +173,8 @@ class MessageStore:
         self.duplicates.add(encoding)
         self.on_final(encoding)
 
-    def kept_copy(self, copy: Encoding, source: Encoding, num_new: int) -> Encoding:
-        """Keep a new copy, or find the same one that its message has, see `Encoding.copy_key`.
+    def find_or_add_copy(self, copy: Encoding, source: Encoding, num_new: int) -> Encoding:
+        """Add a new copy, or find the same one that its message has, see `Encoding.copy_key`.
 
         A new one is known and not resident, as if it had been evicted.
 
@@ -194,7 +194,7 @@ class MessageStore:
         copy.num_unreported = num_new
         copy.is_orphan = any(encoding.is_given_up for encoding in (source, *copy.parents))
         if not copy.is_orphan:
-            while self.session_copies.lacks_room(copy):
+            while self.session_copies.is_full_for(copy):
                 self._forget_copies(self.session_copies.victim(copy, {source, *copy.parents}))
             self.enter_copy(copy)
         return copy
@@ -268,10 +268,10 @@ class MessageStore:
     def take_block_copies(self) -> PlannedCopies:
         """End the planning; return the copies of blocks with which the step begins."""
         if self.tier:
-            self.tier.planned()
+            self.tier.on_planned()
         return self.residency.block_copies.take()
 
-    def hold(self, encoding: Encoding, blocks: Sequence[Any], num_encoded: int) -> None:
+    def hold(self, encoding: Encoding, blocks: Sequence[Block], num_encoded: int) -> None:
         """Make `blocks` an encoding's place in the step being planned, see `Residency.hold`."""
         self.residency.hold(encoding, blocks, num_encoded, self.step)
 
@@ -311,12 +311,12 @@ class MessageStore:
         self.evict(victim, into_host=into_host)
         return True
 
-    def keep_to_share(self, max_blocks: int) -> None:
+    def enforce_share(self, max_blocks: int) -> None:
         """Evict idle encodings of tenants that hold more than `max_blocks` blocks."""
         for encoding in self.residency.over_share(max_blocks, self.clock()):
             self.evict(encoding)
 
-    def restore(self, encoding: Encoding, blocks: Sequence[Any]) -> None:
+    def restore(self, encoding: Encoding, blocks: Sequence[Block]) -> None:
         """Bring an encoding back from host memory into `blocks`, before the step being planned."""
         assert self.tier is not None and encoding.plan is not None
         position, num_encoded = self.tier.place_of(encoding)

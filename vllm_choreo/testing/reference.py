@@ -12,9 +12,16 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_choreo.errors import ChoreoError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    # `(key, value)` per layer, float32 `[1, num_kv_heads, n, head_size]`.
+    _KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 
 # Where HuggingFace's two best tokens are closer than this, either is right.
 TIE = 1e-3
@@ -57,9 +64,9 @@ class Reference:
                 parameter="model",
                 value=Path(model).name,
             )
-        self._memo: dict[tuple[Made, int], tuple[Any, Any]] = {}
+        self._memo: dict[tuple[Made, int], tuple[_KeysAndValues, torch.Tensor]] = {}
 
-    def logits(self, made: Made) -> Any:
+    def logits(self, made: Made) -> torch.Tensor:
         """A message's logits, float32 `[n, vocab_size]`; row i predicts the token after token i."""
         return self._encode(made, made.new_offset)[1]
 
@@ -67,12 +74,11 @@ class Reference:
         """Let go of what was encoded so far."""
         self._memo.clear()
 
-    def _encode(self, made: Made, at: int) -> tuple[Any, Any]:
+    def _encode(self, made: Made, at: int) -> tuple[_KeysAndValues, torch.Tensor]:
         """Encode a message and all that it attends to, shifted so that it begins at position `at`.
 
         Returns:
-            Its keys and values, `(key, value)` per layer, float32 `[1, num_kv_heads, n,
-            head_size]`; and its logits.
+            Its keys and values, and its logits.
         """
         import torch
         from transformers import DynamicCache
@@ -102,7 +108,9 @@ class Reference:
         self._memo[made, at] = own, logits
         return own, logits
 
-    def _masks(self, positions: Any, key_positions: Any) -> Any:
+    def _masks(
+        self, positions: torch.Tensor, key_positions: torch.Tensor
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
         """Masks to add to the scores, `[1, 1, n, num_keys]`; by kind of layer if there are kinds.
 
         Args:
@@ -130,7 +138,7 @@ class Reference:
         return added["full_attention"] if kinds else list(added.values())[-1]
 
 
-def num_unlike_greedy(logits: Any, num_given: int, generated: Sequence[int]) -> int:
+def num_unlike_greedy(logits: torch.Tensor, num_given: int, generated: Sequence[int]) -> int:
     """Number of generated tokens that are neither the reference's best, nor tie with it.
 
     Args:
@@ -143,7 +151,7 @@ def num_unlike_greedy(logits: Any, num_given: int, generated: Sequence[int]) -> 
     )
 
 
-def _untouched_class(model: str) -> Any:
+def _untouched_class(model: str) -> type[PreTrainedModel]:
     """HuggingFace's class of the model, from a fresh copy of its module.
 
     Where vLLM runs a model on HuggingFace's own classes, it decorates them for its compilation,
@@ -156,4 +164,5 @@ def _untouched_class(model: str) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, public.__name__)
+    found: type[PreTrainedModel] = getattr(module, public.__name__)
+    return found

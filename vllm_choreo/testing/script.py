@@ -7,11 +7,15 @@ compared, answers of a given length will do, cut from a text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
+from vllm_choreo.semantics.call_options import HasId, Named
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.naming import ParentSpan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _NOTHING = Usage(exact=True, reused_tokens=0, repositioned_tokens=0, encoded_tokens=0)
 _AT_ONCE = Metrics(submitted=0.0, waiting=None, ttft=0.0, latency=0.0)
@@ -21,7 +25,7 @@ class Script:
     """A `Facade` (vllm_choreo.api.protocol); every answer is a piece of a text.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: tokenizer of the model.
         text: token ids, cut from another place for each answer; without digits, for a digit could
             be a vote.
         lengths: numbers of tokens of answers, by a word in the header.
@@ -29,7 +33,9 @@ class Script:
 
     mode = "script"
 
-    def __init__(self, tokenizer: Any, text: list[int], lengths: Mapping[str, int]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, text: list[int], lengths: Mapping[str, int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._text = text
         self._lengths = lengths
@@ -50,7 +56,7 @@ class Script:
             for item in header
         ]
 
-    def free(self, *messages: Any) -> None:
+    def free(self, *messages: Named) -> None:
         """Do nothing: no message is kept."""
 
     def _answer(self, header: str) -> list[int]:
@@ -59,7 +65,7 @@ class Script:
         text = self._text[start:] + self._text[:start]
         return (text * (1 + length // len(text)))[:length]
 
-    def _message(self, given: str, parents: Any, generated: list[int]) -> Message:
+    def _message(self, given: str, parents: Iterable[HasId], generated: list[int]) -> Message:
         self._count += 1
         said = self._tokenizer.decode(generated) if generated else ""
         token_ids = (*self._tokenizer.encode(given, add_special_tokens=False), *generated)

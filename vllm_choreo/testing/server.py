@@ -66,7 +66,7 @@ def start_server(
     settings: Mapping[str, Any] | None = None,
     keys: Sequence[str] = KEYS,
     env: Mapping[str, str] | None = None,
-    **options: Any,
+    **options: object,
 ) -> Iterator[Server]:
     """Run `vllm serve` with the plugin, and end it with everything that it started.
 

@@ -7,7 +7,7 @@ configurations.py  the engines that programs run on
 machine.py         runs a program, one step of the engine at a time
 ledger.py          what was made, and which refusals the definition allows
 truth.py           what each answer should be: the dense oracle, cached by recipe
-invariants.py      the second book, compared after every step; what is left at the end
+invariants.py      the recount, compared after every step; what is left at the end
 shrink.py          from a failing program to a short one, printed as a test
 
 python -m tests.engine.feature_machine --help

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second book: what must hold of a scheduler after every step, and what may be left at the end.
+"""The recount: what must hold of a scheduler after every step, and what may be left at the end.
 
 Counted anew from who holds what, not from the counts that the store keeps.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Broken(AssertionError):
-    """A law of the second book does not hold; `law` names it."""
+    """A law of the recount does not hold; `law` names it."""
 
     def __init__(self, law: str, detail: Any = "") -> None:
         super().__init__(f"{law}: {detail}" if detail else law)

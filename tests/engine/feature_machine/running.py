@@ -225,7 +225,7 @@ class Run:
         self.check()
 
     def check(self) -> None:
-        """The second book. Raises Broken."""
+        """Recount. Raises Broken."""
         invariants.check(self._core.scheduler)
 
     def _answer(self, output: Any) -> None:

@@ -67,8 +67,8 @@ class Adapters:
         reloads, self._reloads = tuple(self._reloads), []
         return reloads
 
-    def look(self, lora: LoRARequest) -> None:
-        """Enter an adapter by its folder, before any request brings it, if its number is new."""
+    def add_from_folder(self, lora: LoRARequest) -> None:
+        """Add an adapter by its folder, before any request brings it, if its number is new."""
         if lora.lora_int_id in self._latest:
             return
         try:
@@ -97,7 +97,7 @@ class Adapters:
             return False
 
 
-def replaced(adapter: Adapter, message_id: str) -> ChoreoError:
+def adapter_replaced_error(adapter: Adapter, message_id: str) -> ChoreoError:
     """Error of a call that reads an evicted message whose adapter's weights are there no more."""
     name = adapter.request.lora_name
     if isinstance(adapter.request, OtherModel):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request
 
@@ -12,6 +12,9 @@ from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.errors import EmptyTokensError, UnsupportedOptionError
 from vllm_choreo.semantics.params import EXTRA_ARGS_KEY, FLAT_PREFIX, ChoreoParams
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class Admission:
@@ -23,7 +26,11 @@ class Admission:
     """
 
     def __init__(
-        self, call_table: CallTable, adapters: Adapters, vllm_config: Any, num_cache_groups: int
+        self,
+        call_table: CallTable,
+        adapters: Adapters,
+        vllm_config: VllmConfig,
+        num_cache_groups: int,
     ) -> None:
         self._call_table = call_table
         self._adapters = adapters

@@ -67,7 +67,7 @@ class ChoreoKVCacheManager(KVCacheManager):
             if self.mover and starting and starting.run is None:
                 self.mover.commit(call)
             up_to = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
-            self.call_table.scheduled(call, self.get_blocks(request.request_id).blocks[0], up_to)
+            self.call_table.on_scheduled(call, self.get_blocks(request.request_id).blocks[0], up_to)
         return blocks
 
     def inherit(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:

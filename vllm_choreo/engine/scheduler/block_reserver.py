@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_choreo.engine.scheduler.adapters import Adapters, replaced
+from vllm_choreo.engine.scheduler.adapters import Adapters, adapter_replaced_error
 from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.patcher import Patcher
@@ -152,7 +152,7 @@ class BlockReserver:
     def _refuse_readers(self, encoding: Encoding) -> None:
         """Refuse the calls that wait for an encoding whose adapter is gone, even indirectly."""
         assert encoding.adapter is not None
-        error = replaced(encoding.adapter, encoding.message.id)
+        error = adapter_replaced_error(encoding.adapter, encoding.message.id)
         for call in self._call_table.readers_of(encoding):
             if not call.is_internal:
                 self._refusals.refuse(call.id, error)
@@ -183,7 +183,7 @@ class BlockReserver:
         tier = self._store.tier
         if tier is None or encoding not in tier:
             return False
-        tier.keep(encoding)  # what makes room for it is saved there
+        tier.protect(encoding)  # what makes room for it is saved there
         need = tier.num_blocks_of(encoding)
         while self._pool.get_num_free_blocks() < need:
             if not self._store.evict_one(reader.needed(), waiting_too=False):
@@ -229,7 +229,7 @@ class BlockReserver:
         if encoding.patch and not self._place(encoding, serves):
             return []
         hidden = self._store.hidden
-        if hidden and (error := hidden.keep_again(encoding)):
+        if hidden and (error := hidden.add_again(encoding)):
             self.short[serves] = error
             return []
         self.has_begun = True
@@ -249,7 +249,7 @@ class BlockReserver:
     def _place(self, encoding: Encoding, serves: ScheduledCall) -> bool:
         """Give a patch its blocks; a patch by layers is then written before the step."""
         assert encoding.patch is not None
-        if not self._make_room(lambda: self._patcher.num_blocks(encoding), serves):
+        if not self._evict_until_free(lambda: self._patcher.num_blocks(encoding), serves):
             return False
         self._patcher.place(encoding)
         self._store.totals["repaired_tokens"] += encoding.patch.num_tokens
@@ -270,12 +270,12 @@ class BlockReserver:
     def _watch(self, call: ScheduledCall) -> None:
         """Have a call look at its parents before the step being planned."""
         stager = self._patcher.stager
-        if self._make_room(lambda: stager.num_scratch_blocks(call), call):
+        if self._evict_until_free(lambda: stager.num_scratch_blocks(call), call):
             self._store.totals["scored_tokens"] += call.request.num_prompt_tokens
             stager.watch(call)
             self.has_begun = True
 
-    def _make_room(self, need: Callable[[], int], call: ScheduledCall) -> bool:
+    def _evict_until_free(self, need: Callable[[], int], call: ScheduledCall) -> bool:
         """Evict messages that a call can do without until `need()` blocks are free."""
         while self._pool.get_num_free_blocks() < need():
             if not self._store.evict_one(call.needed(), waiting_too=self._is_idle()):

@@ -3,7 +3,7 @@
 
 The way of a call: `open` (parents named) -> `resolve` (their lengths known: positions decided,
 virtual sequence written into vLLM's request) -> `is_ready` (their keys and values exist, at the
-latest in the step being planned) -> `scheduled` (blocks adopted) -> `close`.
+latest in the step being planned) -> `on_scheduled` (blocks adopted) -> `close`.
 
 A call is also how something is *encoded again*: after eviction, or to give the last sampled token
 its key and value, for which vLLM has no need when a request ends.
@@ -13,21 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from vllm.v1.request import Request
 
 from vllm_choreo.engine.scheduler.planning import plan_call, watching_of, write_virtual_sequence
 from vllm_choreo.engine.scheduler.report import report_of
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
-from vllm_choreo.engine.step import KeptHidden, RequestSpans, request_spans
+from vllm_choreo.engine.step import HiddenCapture, RequestSpans, request_spans
 from vllm_choreo.errors import CyclicParentsError, ParentFailedError, RepairError
 from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.positions import ParentPlan
 from vllm_choreo.semantics.provenance import trace_of
+from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Adapter, Encoding
-from vllm_choreo.store.hidden import check_room
+from vllm_choreo.store.hidden import check_memory
 from vllm_choreo.store.store import MessageStore
 
 # Contention may make a call lose what was encoded again for it, but not this often.
@@ -88,13 +88,13 @@ class CallTable:
         trace.check(params.deny)
         most_tokens = request.num_prompt_tokens + (request.max_tokens * (params.kind == "decode"))
         most_tokens = min(most_tokens, self.max_model_len)
-        check_room(self.store.hidden, params.keep_hidden, most_tokens)
+        check_memory(self.store.hidden, params.keep_hidden, most_tokens)
         message = self.store.create(params.session, name, adapter, params.tenant, params.reader)
         message.request = request.request_id
         encoding = message.own
         encoding.parents, encoding.trace = parents, trace
         if self.store.hidden and params.keep_hidden:
-            self.store.hidden.keep(encoding, params.keep_hidden, most_tokens)
+            self.store.hidden.add(encoding, params.keep_hidden, most_tokens)
         if params.kind == "prefill":
             encoding.token_ids = list(request.prompt_token_ids or ())
             request.max_tokens = 1  # vLLM samples one; it is no part of the message
@@ -117,7 +117,7 @@ class CallTable:
         call.request.block_hashes.clear()
         call.request._block_hasher = None
         call.request.skip_reading_prefix_cache = True
-        self.store.residency.encode(call.encoding, call.id)
+        self.store.residency.add_encoder(call.encoding, call.id)
         self.store.residency.wait_for(call.reads)
         # An encoding again takes its turn with the call that it serves.
         self._num_opened += 1
@@ -144,7 +144,7 @@ class CallTable:
         call.parked_on = None
         parents = call.parents if call.encoding.plan is None else ()
         if any(parent.message.failure for parent in parents):
-            return False  # to be told
+            return False  # `resolve` raises it
         call.parked_on = next((p for p in parents if not (p.is_known and p.plan)), None)
         if call.parked_on is not None:
             self._parked.setdefault(call.parked_on, {})[call.id] = call
@@ -208,7 +208,7 @@ class CallTable:
         write_virtual_sequence(call, self.block_size, self.max_model_len)
         return True
 
-    def told(self, attention: Mapping[str, Sequence[Sequence[float]]]) -> None:
+    def on_attention(self, attention: Mapping[str, Sequence[Sequence[float]]]) -> None:
         """Take in the attention of calls that looked at their parents; some may have ended."""
         for call_id, by_parent in attention.items():
             call = self.calls.get(call_id)
@@ -278,11 +278,11 @@ class CallTable:
 
     # -- blocks ----------------------------------------------------------------------------
 
-    def span_blocks(self, encoding: Encoding, span: ParentPlan) -> list[Any]:
+    def span_blocks(self, encoding: Encoding, span: ParentPlan) -> list[Block]:
         """Blocks in which a span of a resident encoding lies."""
         return encoding.blocks[span.start // self.block_size : -(-span.stop // self.block_size)]
 
-    def parent_blocks(self, call: ScheduledCall) -> list[Any]:
+    def parent_blocks(self, call: ScheduledCall) -> list[Block]:
         """Blocks with which the call's block table starts: those of its parents' spans."""
         assert call.plan is not None
         return [
@@ -296,27 +296,27 @@ class CallTable:
         encoding, params = call.encoding, call.beneficiary.params
         # A copy that is encoded for the first time is new, too.
         is_new = not call.is_internal or encoding.num_unreported > 0
-        # What somebody else encoded ran without its hidden states being kept.
-        is_new = is_new and not encoding.keeps
+        # What somebody else encoded ran without its hidden states being captured.
+        is_new = is_new and not encoding.hidden_layers
         if encoding.is_known and not encoding.num_encoded and is_new:
             self.store.share(encoding, params.deny if params else ())
             call.num_shared = encoding.num_encoded
             if encoding.is_copy:
                 encoding.num_unreported = encoding.num_tokens - encoding.num_encoded
 
-    def own_blocks(self, call: ScheduledCall) -> list[Any]:
+    def own_blocks(self, call: ScheduledCall) -> list[Block]:
         """Full blocks of the call's own encoding that exist already."""
         # At least one token is left to run: a request without any cannot be scheduled.
         num_reused = max(0, min(call.encoding.num_encoded, call.encoding.num_tokens - 1))
         return call.encoding.blocks[: num_reused // self.block_size]
 
-    def run_blocks(self, call: ScheduledCall) -> tuple[list[Any], int]:
+    def run_blocks(self, call: ScheduledCall) -> tuple[list[Block], int]:
         """Block table of a run, its own slots included, and the number of tokens before it."""
         assert call.plan is not None and call.run is not None and call.encoding.patch
         start, stop = call.run
         return self.patch_blocks(call.encoding, stop), call.plan.base + start
 
-    def patch_blocks(self, encoding: Encoding, stop: int) -> list[Any]:
+    def patch_blocks(self, encoding: Encoding, stop: int) -> list[Block]:
         """Block table for writing into a patch up to its token `stop`, which is left out."""
         assert encoding.plan is not None and encoding.patch is not None
         own = ParentPlan(encoding.message.id, encoding.patch.start, stop, 0)
@@ -337,7 +337,7 @@ class CallTable:
         """Let `call` go on in the blocks of `finished`: it reads its parents where they lie."""
         self._mark_scheduled(call, finished.stored_positions)
 
-    def scheduled(self, call: ScheduledCall, blocks: Sequence[Any], up_to: int) -> None:
+    def on_scheduled(self, call: ScheduledCall, blocks: Sequence[Block], up_to: int) -> None:
         """Note that a call got slots: its block table, and the end of the step's tokens.
 
         Args:
@@ -363,15 +363,15 @@ class CallTable:
         del self.waiting[call.id]
         self.store.residency.read(call.reads)
 
-    def preempted(self, call: ScheduledCall) -> None:
+    def on_preempted(self, call: ScheduledCall) -> None:
         """Have a call that lost its blocks wait again; its parents may be evicted meanwhile."""
         if call.is_scheduled:
-            self._taken_back(call)
+            self._take_back(call)
             call.is_scheduled, call.stored_positions = False, None
             self.waiting[call.id] = call
             self.store.residency.wait_again(call.reads)
 
-    def _taken_back(self, call: ScheduledCall) -> None:
+    def _take_back(self, call: ScheduledCall) -> None:
         """Undo that a call's encoding is resident, if it was preempted in its very last step.
 
         With priorities, a call may lose its place in the step that encodes its last tokens.
@@ -392,11 +392,13 @@ class CallTable:
             call.plan, call.stored_positions, self.block_size, start, call.own_position
         )
 
-    def kept_hidden(self, call: ScheduledCall) -> KeptHidden:
-        """Hidden states that workers keep of a call that keeps some."""
+    def hidden_capture(self, call: ScheduledCall) -> HiddenCapture:
+        """Hidden states that workers capture of a call that asks for some."""
         assert self.store.hidden is not None
         encoding = call.encoding
-        return KeptHidden(self.store.hidden.key(encoding), encoding.keeps, call.own_position)
+        return HiddenCapture(
+            self.store.hidden.key(encoding), encoding.hidden_layers, call.own_position
+        )
 
     # -- the end ---------------------------------------------------------------------------
 
@@ -412,7 +414,7 @@ class CallTable:
         for parent in call.parents:
             self.store.settle(parent)
         encoding = call.encoding
-        self.store.residency.encoded(encoding, call.id)
+        self.store.residency.remove_encoder(encoding, call.id)
         if failure and not call.is_internal and not encoding.is_resident:
             self.store.fail(call.message, failure)
         self.store.settle(encoding)
@@ -451,7 +453,7 @@ class CallTable:
                     frontier += [call.encoding] if call.is_internal else []
         return list(found)
 
-    def finish_decode(self, call: ScheduledCall, blocks: Sequence[Any]) -> None:
+    def finish_decode(self, call: ScheduledCall, blocks: Sequence[Block]) -> None:
         """Make a message of the header and all sampled tokens of a call that has generated.
 
         The last token has been sampled but not run, and with asynchronous scheduling no more

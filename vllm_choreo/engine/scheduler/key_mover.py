@@ -8,7 +8,6 @@ The other policy needs no code here: spans carry the rotation of the query.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 
@@ -16,6 +15,7 @@ from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.step import BlockMove
 from vllm_choreo.semantics.positions import ParentPlan
+from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Encoding
 
 
@@ -24,7 +24,7 @@ class _Placement:
     """One parent as a call reads it: its blocks, and where their first key will be stored."""
 
     encoding: Encoding
-    blocks: list[Any]
+    blocks: list[Block]
     stored_position: int
     delta: int = 0
     is_copy: bool = False
@@ -48,7 +48,7 @@ class KeyMover:
         moves, self._moves = self._moves, []
         return sorted(moves, key=lambda move: move.src != move.dst)
 
-    def place(self, call: ScheduledCall) -> list[Any]:
+    def place(self, call: ScheduledCall) -> list[Block]:
         """Return the parents' blocks: copies where keys must move and others read them."""
         self.withdraw(call)
         assert call.plan is not None
@@ -96,7 +96,7 @@ class KeyMover:
         call.stored_positions = [placement.stored_position for placement in placements]
         self._release_copies(placements)
 
-    def withdraw_copies(self, call: ScheduledCall) -> list[Any]:
+    def withdraw_copies(self, call: ScheduledCall) -> list[Block]:
         """Let a call that lacks room read the parents that were to be copied where they lie.
 
         Returns:

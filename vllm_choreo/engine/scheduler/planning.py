@@ -160,5 +160,5 @@ def write_virtual_sequence(call: ScheduledCall, block_size: int, max_model_len: 
     request._all_token_ids[:0] = padded
     request.num_prompt_tokens = len(request.prompt_token_ids)
     # One slot stays free: vLLM samples a token when the last one is encoded.
-    room = max_model_len - max(plan.base, plan.new_offset) - num_new_tokens - 1
-    request.max_tokens = max(1, min(request.max_tokens, room))
+    most_tokens = max_model_len - max(plan.base, plan.new_offset) - num_new_tokens - 1
+    request.max_tokens = max(1, min(request.max_tokens, most_tokens))

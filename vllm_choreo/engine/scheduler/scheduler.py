@@ -8,6 +8,7 @@ and `operations` say what, and `call_table` has the calls.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -34,7 +35,7 @@ from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
-from vllm_choreo.engine.step import BlockMove, ChoreoStep, attention_of
+from vllm_choreo.engine.step import BlockMove, ChoreoStep, HiddenCapture, attention_of
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
@@ -155,7 +156,7 @@ class _Choreographed(Scheduler):
 
     def _enqueue_before(self, request: Request, other: Request) -> None:
         super().add_request(request)
-        queue: Any = self.waiting
+        queue = self.waiting
         if isinstance(queue, deque):  # first come, first served; else sorted by arrival
             queue.remove(request)
             queue.insert(queue.index(other), request)
@@ -166,7 +167,7 @@ class _Choreographed(Scheduler):
 
     def _enqueue_by_arrival(self, request: Request) -> None:
         super()._enqueue_waiting_request(request)
-        queue: Any = self.waiting
+        queue = self.waiting
         if isinstance(queue, deque):
             queue.pop()  # vLLM has put it last
             index = len(queue)
@@ -187,7 +188,7 @@ class _Choreographed(Scheduler):
         self.store.begin_step()
         self.has_preempted = False
         if self.choreo_config.tenant_share < 1:
-            self.store.keep_to_share(self._num_blocks(self.choreo_config.tenant_share))
+            self.store.enforce_share(self._num_blocks(self.choreo_config.tenant_share))
         self.reserver.prepare_waiting()
         output = super().schedule(*args, **kwargs)
         # Travels to the workers with the rest of the step.
@@ -215,10 +216,14 @@ class _Choreographed(Scheduler):
             copies.saves,
             copies.loads,
             stages,
-            {r: self.call_table.kept_hidden(calls[r]) for r in spans if calls[r].encoding.keeps},
+            self._captures(calls[r] for r in spans),
             hidden.take_forgotten() if hidden else (),
             self.adapters.take_reloads(),
         )
+
+    def _captures(self, started: Iterable[ScheduledCall]) -> dict[str, HiddenCapture]:
+        chosen = (call for call in started if call.encoding.hidden_layers)
+        return {call.id: self.call_table.hidden_capture(call) for call in chosen}
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if request.request_id in self.refusals:
@@ -233,7 +238,7 @@ class _Choreographed(Scheduler):
         self.has_preempted = True
         call = self.call_table.calls.get(request.request_id)
         if call is not None:
-            self.call_table.preempted(call)
+            self.call_table.on_preempted(call)
 
     def _can_progress(self) -> bool:
         """Return whether a later step may find more room than the one just planned, which is empty.
@@ -287,8 +292,8 @@ class _Choreographed(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        if told := attention_of(model_runner_output):
-            self.call_table.told(told)
+        if attention := attention_of(model_runner_output):
+            self.call_table.on_attention(attention)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for per_client in outputs.values():
             per_client.outputs = [

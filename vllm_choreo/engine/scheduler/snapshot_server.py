@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's part in saving and loading messages, between steps.
 
-Files are the facade's (`snapshot/`), bytes the workers' (`engine/worker/kept_blocks.py`). Here
+Files are the facade's (`snapshot/`), bytes the workers' (`engine/worker/block_bytes.py`). Here
 blocks are held while they are read, and found for what is loaded; a loaded message has its name
 when all is there.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
@@ -24,9 +24,13 @@ from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.errors import AdapterError, ChoreoError
 from vllm_choreo.semantics.other_model import OTHER_MODEL, OtherModel
 from vllm_choreo.semantics.positions import check_length
+from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.store import MessageStore
+
+if TYPE_CHECKING:
+    from vllm.config.lora import LoRAConfig
 
 
 class SnapshotServer:
@@ -34,7 +38,7 @@ class SnapshotServer:
 
     Args:
         max_model_len: tokens of the longest message that could be encoded again.
-        lora_config: the engine's `LoRAConfig` of vLLM; None: the engine takes no adapters.
+        lora_config: the engine's options of adapters; None: it takes none.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class SnapshotServer:
         pool: BlockPool,
         adapters: Adapters,
         max_model_len: int,
-        lora_config: Any,
+        lora_config: LoRAConfig | None,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -51,7 +55,7 @@ class SnapshotServer:
         self._max_model_len = max_model_len
         self._lora_config = lora_config
         self._tickets = itertools.count()
-        # Each with the layers that it kept then: who saves it counts on their hidden states.
+        # Each with the layers of which it had hidden states: who saves it counts on them.
         self._described: dict[int, list[tuple[Encoding, tuple[int, ...]]]] = {}
         self._held: dict[int, Encoding] = {}
         self._loads: dict[int, Rebuilt] = {}
@@ -80,7 +84,7 @@ class SnapshotServer:
         messages = [self._store.get(session, m, "messages") for m in message_ids]
         encodings, recipes = recipes_of(messages)
         ticket = next(self._tickets)
-        self._described[ticket] = [(encoding, encoding.keeps) for encoding in encodings]
+        self._described[ticket] = [(encoding, encoding.hidden_layers) for encoding in encodings]
         return {
             "ticket": ticket,
             "recipes": recipes,
@@ -215,7 +219,7 @@ class SnapshotServer:
             if encoding.num_readers:
                 self._store.residency.leave([encoding], reading=True)
             elif tier is not None:
-                tier.filled(encoding)
+                tier.on_filled(encoding)
         numbers = {"messages": len(placed), "tokens": sum(e.num_tokens for e in placed)}
         for name, count in numbers.items():
             self._store.totals[f"loaded_{name}"] += count
@@ -240,7 +244,7 @@ class SnapshotServer:
             if hidden is None or not layers:
                 continue
             if encoding.is_given_up:
-                encoding.keeps = layers if encoding.is_entered else ()
+                encoding.hidden_layers = layers if encoding.is_entered else ()
                 continue
             try:
                 hidden.check(layers, encoding.num_tokens)
@@ -248,7 +252,7 @@ class SnapshotServer:
                 for reserved in rebuilt.encodings:
                     hidden.give_up(reserved)
                 raise
-            hidden.keep(encoding, layers, encoding.num_tokens)
+            hidden.add(encoding, layers, encoding.num_tokens)
 
     def _hidden_key(self, encoding: Encoding) -> int | None:
         """Key under which workers keep the encoding's hidden states; None: none are kept."""
@@ -264,7 +268,7 @@ class SnapshotServer:
         self._hold(encoding, duplicate.blocks, duplicate.stored_position)
         return True
 
-    def _hold(self, encoding: Encoding, blocks: Sequence[Any], stored_position: int) -> None:
+    def _hold(self, encoding: Encoding, blocks: Sequence[Block], stored_position: int) -> None:
         residency = self._store.residency
         self._store.hold(encoding, blocks, encoding.num_tokens)
         residency.move(encoding, stored_position)
@@ -290,7 +294,7 @@ class SnapshotServer:
         if self._lora_config is not None and entry["is_trusted"]:
             try:
                 check_loadable(Path(entry["path"]).expanduser(), self._lora_config)
-                self._adapters.look(request)
+                self._adapters.add_from_folder(request)
             except ChoreoError:
                 pass  # it is not there: its messages can be read, and not be encoded again
         weights = bytes.fromhex(entry["weights"])

@@ -7,7 +7,6 @@ They write patches by layers, and let calls look at their parents.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 
@@ -15,6 +14,7 @@ from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.step import StageRun, Watch, request_spans
 from vllm_choreo.repair.layers import middle_layers
+from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Encoding
 
 
@@ -31,7 +31,7 @@ class Stager:
         self._pool = pool
         self._runs: list[StageRun] = []
         self._written: set[Encoding] = set()
-        self._held: list[Any] = []
+        self._held: list[Block] = []
 
     def is_ready(self, encoding: Encoding) -> bool:
         """Return whether a patch could be written before this step."""
@@ -114,7 +114,7 @@ class Stager:
             for e in encodings
         )
 
-    def _hold(self, blocks: Sequence[Any]) -> None:
+    def _hold(self, blocks: Sequence[Block]) -> None:
         """Hold blocks until `take`: nobody else gets them, and no keys move there."""
         self._pool.touch(blocks)
         self._held += blocks

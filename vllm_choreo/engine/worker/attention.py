@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -11,6 +11,10 @@ from vllm_choreo.engine.worker.probe import QueryRecorder
 from vllm_choreo.engine.worker.span_batcher import LayerKind, SpanBatcher
 from vllm_choreo.ops import LayerAttention, Layout, Rotation, default_impl, span_attention
 from vllm_choreo.ops.dispatch import Impl
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
 
 
 class ChoreoImpl:
@@ -28,6 +32,11 @@ class ChoreoImpl:
         attention: the layer as `ops.span_attention` takes it, set together with the batcher.
     """
 
+    # Of vLLM's implementations.
+    scale: float
+    logits_soft_cap: float
+    alibi_slopes: torch.Tensor | None
+
     layout: ClassVar[Layout]
     kernels: ClassVar[Impl | None] = None
     rotation: Rotation | None = None
@@ -40,7 +49,7 @@ class ChoreoImpl:
         """Name of the module of `vllm_choreo.ops` that runs choreographed batches."""
         return cls.kernels or default_impl()
 
-    def prepare(self: Any, batcher: SpanBatcher, kind: LayerKind) -> None:
+    def prepare(self, batcher: SpanBatcher, kind: LayerKind) -> None:
         """Have the layer read, from now on, what the batcher plans for its kind."""
         rotation, sinks = kind.rotation, getattr(self, "sinks", None)
         self.rotation, self.plan_index = rotation, batcher.kinds.index(kind)
@@ -63,13 +72,13 @@ class ChoreoImpl:
         }
 
     def forward(
-        self: Any,
-        layer: Any,
+        self,
+        layer: Attention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: Any,
+        attn_metadata: object,
         output: torch.Tensor,
         *args: Any,
         **kwargs: Any,
@@ -80,17 +89,17 @@ class ChoreoImpl:
         """
         if isinstance(attn_metadata, QueryRecorder):
             return attn_metadata.record(layer, query, key, value, output)
-        plans = self.batcher and self.batcher.running
-        if plans is None:
+        batcher = self.batcher
+        if batcher is None or batcher.running is None:
             return super().forward(  # type: ignore[misc]
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
-        plan = plans[self.plan_index]
-        if self.batcher.watch is not None:
-            self.batcher.watch.see(query, kv_cache, plan, self.attention)
+        plan = batcher.running[self.plan_index]
+        if batcher.watch is not None:
+            batcher.watch.see(query, kv_cache, plan, self.attention)
         span_attention(query, kv_cache, output, plan, self.attention, self.kernels)
         return output
 
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         """Return False: the output of `ops.span_attention` is not quantized."""
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on CPU: two products per adapter of a step, on the tokens that wear it.
+"""LoRA on CPU: two products per adapter of a step, on the tokens that use it.
 
 vLLM's torch operators for CPUs copy the weights of its adapter for every token, which took as long
 as the model's own layers; and tokens without one, marked with the index -1, get the last adapter's
@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from vllm_choreo.ops import AdapterFactors, add_adapter, factors_of
+
+if TYPE_CHECKING:
+    from vllm.lora.worker_manager import WorkerLoRAManager
 
 
 @dataclass
@@ -31,7 +34,7 @@ class LayerFactors:
 class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
     """Products with adapters in place of vLLM's, for rows that may have none."""
 
-    _worn: dict[int, torch.Tensor]  # of the step: see `rows_by_adapter`
+    _rows_of: dict[int, torch.Tensor]  # of the step: see `rows_by_adapter`
     _layers: dict[int, LayerFactors]  # of each layer, by the id of its first `lora_b_stacked`
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
@@ -44,8 +47,8 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
         self._group_rows()
 
     def _group_rows(self) -> None:
-        is_told = self.indices_len[0] is not None  # of a step; none was, before the first
-        self._worn = rows_by_adapter(self.token_lora_indices) if is_told else {}
+        has_step = self.indices_len[0] is not None  # of a step; none was, before the first
+        self._rows_of = rows_by_adapter(self.token_lora_indices) if has_step else {}
 
     def add_lora_linear(
         self,
@@ -55,7 +58,7 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
         lora_b_stacked: tuple[torch.Tensor, ...],
         scale: float,
         output_slices: tuple[int, ...],
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Add to `y`, side by side, the products with each pair of matrices.
 
@@ -68,7 +71,7 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
             output_slices: number of columns of `y` of each pair.
         """
         y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
-        for adapter, rows in self._worn.items():
+        for adapter, rows in self._rows_of.items():
             factors = self._factors(adapter, lora_a_stacked, lora_b_stacked, y.dtype)
             if factors is not None:
                 add_adapter(y, x, rows, factors, scale)
@@ -100,13 +103,13 @@ class ChoreoPunicaWrapperCPU(PunicaWrapperCPU):
 
 
 def rows_by_adapter(indices: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Rows that wear an adapter, int64 [n], by its place; rows without one are left out.
+    """Rows that use an adapter, int64 [n], by its place; rows without one are left out.
 
     Args:
         indices: int64 [num_rows], the place of each row's adapter, or -1.
     """
-    worn = [adapter for adapter in indices.unique().tolist() if adapter >= 0]
-    return {adapter: (indices == adapter).nonzero().flatten() for adapter in worn}
+    adapters = [adapter for adapter in indices.unique().tolist() if adapter >= 0]
+    return {adapter: (indices == adapter).nonzero().flatten() for adapter in adapters}
 
 
 def _versions(weights: Sequence[torch.Tensor]) -> list[int] | None:
@@ -121,7 +124,7 @@ def _blanked(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).masked_fill((indices < 0)[:, None], 0)
 
 
-def correct_adapters(lora_manager: Any) -> None:
+def correct_adapters(lora_manager: WorkerLoRAManager) -> None:
     """Have the layers of a model use `ChoreoPunicaWrapperCPU`.
 
     Args:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -13,6 +13,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_choreo.engine.worker.attention import ChoreoImpl
 from vllm_choreo.ops import Layout
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
 
 class ChoreoCPUMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -24,8 +29,14 @@ class ChoreoCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
     isa: str
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], *args: Any, **kw: Any) -> None:
-        super().__init__(kv_cache_spec, layer_names, *args, **kw)
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if self.isa == "amx":
             self.isa = "vec"
             self._set_isa_to_layers(layer_names)

@@ -5,13 +5,13 @@
     SamplingParams(extra_args={"forced_tokens": [17, 4, 2]}, max_tokens=3)
 
 They serve to replay a recorded workflow, and to compare two ways of computing the same tokens. The
-distributions that the model gave in their place can be kept, see `engine.captured_logprobs`.
+distributions that the model gave in their place can be captured, see `engine.captured_logprobs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from vllm.exceptions import VLLMValidationError
@@ -19,6 +19,10 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
 from vllm_choreo.engine import captured_logprobs
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
 
 KEY = "forced_tokens"
 
@@ -29,12 +33,12 @@ class _Forced(NamedTuple):
     Attributes:
         tokens: ids to sample, in order.
         sampled: the live list of those sampled so far.
-        kept_as: name under which its distributions are kept, or None.
+        capture_as: name under which its distributions are captured, or None.
     """
 
     tokens: Sequence[int]
     sampled: Sequence[int]
-    kept_as: str | None
+    capture_as: str | None
 
 
 class ForcedTokens(LogitsProcessor):
@@ -44,11 +48,11 @@ class ForcedTokens(LogitsProcessor):
     (the size of which the front end, where requests are refused, does not know).
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._requests: dict[int, _Forced] = {}  # by row of the batch
 
     @classmethod
-    def validate_params(cls, sampling_params: Any) -> None:
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Refuse a request before it reaches the engine core.
 
         Raises:
@@ -77,9 +81,9 @@ class ForcedTokens(LogitsProcessor):
             if position < len(request.tokens) and request.tokens[position] < logits.shape[1]:
                 rows.append(row)
                 tokens.append(request.tokens[position])
-                if request.kept_as is not None:
+                if request.capture_as is not None:
                     said = logits[row].log_softmax(-1, dtype=torch.float32)
-                    captured_logprobs.keep(request.kept_as, position, said.cpu().numpy())
+                    captured_logprobs.capture(request.capture_as, position, said.cpu().numpy())
         if rows:
             where = torch.tensor(rows, device=logits.device)
             logits.index_fill_(0, where, float("-inf"))
@@ -88,11 +92,13 @@ class ForcedTokens(LogitsProcessor):
         return logits
 
 
-def _state(params: Any, prompt: Sequence[int] | None, sampled: Sequence[int]) -> _Forced | None:
+def _state(
+    params: SamplingParams, prompt: Sequence[int] | None, sampled: Sequence[int]
+) -> _Forced | None:
     extra = params.extra_args or {}
     tokens = extra.get(KEY)
     return None if tokens is None else _Forced(tokens, sampled, extra.get(captured_logprobs.KEY))
 
 
-def _refuse(reason: str, value: Any) -> NoReturn:
+def _refuse(reason: str, value: object) -> NoReturn:
     raise VLLMValidationError(f"{KEY} {reason}", parameter=KEY, value=value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states that a worker keeps in host memory, as the scheduler says."""
+"""Hidden states that a worker has in host memory, as the scheduler says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from vllm_choreo.engine.step import KeptHidden
+from vllm_choreo.engine.step import HiddenCapture
 from vllm_choreo.engine.worker.span_batcher import StepBatch
 
 
@@ -20,7 +20,7 @@ class HiddenMemory:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._requests: dict[str, KeptHidden] = {}
+        self._requests: dict[str, HiddenCapture] = {}
         # Each block is `[block_size, hidden_size]`, of the model's dtype.
         self._blocks: dict[tuple[int, int], list[torch.Tensor]] = {}
 
@@ -29,11 +29,11 @@ class HiddenMemory:
         """Bytes of all blocks."""
         return sum(b.numel() * b.element_size() for of_key in self._blocks.values() for b in of_key)
 
-    def update(self, kept: Mapping[str, KeptHidden], finished: Iterable[str]) -> None:
-        """Take in a step: hidden states that its requests keep, and ids of those that ended."""
+    def update(self, captures: Mapping[str, HiddenCapture], finished: Iterable[str]) -> None:
+        """Take in a step: captures of its requests, and ids of those that ended."""
         for request_id in finished:
             self._requests.pop(request_id, None)
-        self._requests.update(kept)
+        self._requests.update(captures)
 
     def forget(self, forgotten: Iterable[int]) -> None:
         """Drop the hidden states of these keys."""
@@ -42,14 +42,14 @@ class HiddenMemory:
             del self._blocks[name]
 
     def layers_of(self, request_ids: Iterable[str]) -> list[int]:
-        """Layers, ascending, whose hidden states any of the requests keeps."""
+        """Layers, ascending, of which hidden states of any of the requests are captured."""
         found = (self._requests.get(request_id) for request_id in request_ids)
-        return sorted({layer for kept in found if kept for layer in kept.layers})
+        return sorted({layer for capture in found if capture for layer in capture.layers})
 
-    def keep(
+    def capture(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, step: StepBatch
     ) -> None:
-        """Keep the hidden states that a layer was given in a step.
+        """Capture the hidden states that a layer was given in a step.
 
         Args:
             hidden: `[num_rows, hidden_size]`; rows behind the last request's are padding.
@@ -57,11 +57,11 @@ class HiddenMemory:
         """
         ends = step.query_start_loc.tolist()
         for i, request_id in enumerate(step.request_ids):
-            kept = self._requests.get(request_id)
-            if kept is None or layer not in kept.layers or ends[i] == ends[i + 1]:
+            capture = self._requests.get(request_id)
+            if capture is None or layer not in capture.layers or ends[i] == ends[i + 1]:
                 continue
-            first = int(positions.reshape(-1, positions.shape[-1])[0, ends[i]]) - kept.origin
-            self.put(kept.key, layer, first, hidden[ends[i] : ends[i + 1]].cpu())
+            first = int(positions.reshape(-1, positions.shape[-1])[0, ends[i]]) - capture.origin
+            self.put(capture.key, layer, first, hidden[ends[i] : ends[i + 1]].cpu())
 
     def rows(self, key: int, layer: int, start: int, stop: int) -> torch.Tensor:
         """Hidden states of tokens `start … stop-1`, `[stop - start, hidden_size]`."""
@@ -71,7 +71,7 @@ class HiddenMemory:
         return part[first : first + stop - start]
 
     def put(self, key: int, layer: int, start: int, rows: torch.Tensor) -> None:
-        """Keep the hidden states of tokens from `start` on, `[num_tokens, hidden_size]`."""
+        """Store the hidden states of tokens from `start` on, `[num_tokens, hidden_size]`."""
         blocks, size = self._blocks.setdefault((key, layer), []), self._block_size
         while len(blocks) * size < start + len(rows):
             blocks.append(rows.new_empty(size, rows.shape[1]))

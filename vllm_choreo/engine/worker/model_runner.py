@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from vllm.config import get_layers_from_vllm_config
@@ -14,22 +14,37 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine.step import BlockMove, ChoreoStep, tell_attention
+from vllm_choreo.engine.step import BlockMove, ChoreoStep, with_attention
 from vllm_choreo.engine.worker.attention import ChoreoImpl
+from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.partial_runs import PartialRuns
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
 from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
-from vllm_choreo.engine.worker.telling import AsyncTold
 from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.engine.worker.warmup import warm_up
-from vllm_choreo.engine.worker.windows import keep_all_tokens
+from vllm_choreo.engine.worker.windows import widen_windows
 from vllm_choreo.errors import UnsupportedModelError
 from vllm_choreo.ops import Rotation, detect_layout, reposition_keys
 from vllm_choreo.ops.sharing import PARTIAL_BYTES
 
+if TYPE_CHECKING:
+    from vllm.config import CacheConfig, VllmConfig
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.v1.core.sched.output import GrammarOutput
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from vllm_choreo.semantics.other_model import AdapterRequest
+
 _NO_ROTATION = Rotation(inv_freq=torch.empty(0, dtype=torch.float64), is_neox=True)
+
+
+class GraphChooser(Protocol):
+    """Chooser of CUDA graphs for a step."""
+
+    allow_full: bool
 
 
 class ChoreoModelRunner:
@@ -40,30 +55,35 @@ class ChoreoModelRunner:
     """
 
     # Of vLLM's runners.
-    vllm_config: Any
-    cache_config: Any
+    vllm_config: VllmConfig
+    cache_config: CacheConfig
+    lora_config: LoRAConfig | None
+    lora_manager: WorkerLoRAManager
     device: torch.device
     kv_cache_dtype: torch.dtype
+    get_model: Callable[[], torch.nn.Module]
+    add_lora: Callable[[AdapterRequest], bool]
+    _set_active_loras: Callable[[tuple[int, ...], tuple[int, ...], set[AdapterRequest]], None]
 
     batcher: SpanBatcher
-    layers: dict[str, Any]
+    layers: dict[str, Attention]
     layer_positions: Sequence[LayerPositions]
     host_blocks: HostBlocks | None
     partial_runs: PartialRuns | None = None
     _in_step = False
-    _attention: Mapping[str, Sequence[Sequence[float]]] = {}  # that the scheduler is told next
+    _attention: Mapping[str, Sequence[Sequence[float]]] = {}  # for the next output
     _workspace: torch.Tensor | None = None
 
     @property
-    def graphs(self) -> Any:
-        """Chooser of CUDA graphs for a step; has `allow_full`."""
+    def graphs(self) -> GraphChooser:
+        """Chooser of CUDA graphs for a step."""
         raise NotImplementedError
 
-    def get_kv_cache_spec(self: Any) -> dict[str, Any]:
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Extend vLLM's method: layers with sliding windows have room for all tokens, too."""
-        return keep_all_tokens(super().get_kv_cache_spec(), self.vllm_config)  # type: ignore[misc]
+        return widen_windows(super().get_kv_cache_spec(), self.vllm_config)  # type: ignore[misc]
 
-    def prepare_choreography(self: Any) -> None:
+    def prepare_choreography(self) -> None:
         """Probe the loaded model, and check what the KV cache looks like.
 
         Raises:
@@ -105,7 +125,7 @@ class ChoreoModelRunner:
             if config.reposition == "in_place":
                 self._move_keys([BlockMove(src=0, dst=0, delta=0)])  # block 0 is nobody's
 
-    def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
         """Extend vLLM's method, which measures the memory that is left for the KV cache.
 
         On a GPU that would leave out the partial results of attention: allocated here, once.
@@ -116,13 +136,13 @@ class ChoreoModelRunner:
             )
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
-    def _use_adapter(self: Any, num_tokens: int, lora: Any = None) -> None:
+    def _use_adapter(self, num_tokens: int, lora: AdapterRequest | None = None) -> None:
         """Have the next run of the model use one adapter, or none, for all `num_tokens` tokens."""
         if self.lora_config:
             by_token = (lora.lora_int_id if lora else 0,) * num_tokens
             self._set_active_loras(by_token, by_token, {lora} if lora else set())
 
-    def _kind(self, layer: Any, rotation: Rotation | None) -> LayerKind:
+    def _kind(self, layer: Attention, rotation: Rotation | None) -> LayerKind:
         """Kind of the layer: rotation and shape, which layers of one plan share."""
         heads = layer.num_heads, layer.num_kv_heads, layer.head_size
         return LayerKind(rotation, LayerShape(*heads, self.kv_cache_dtype, layer.sliding_window))
@@ -133,7 +153,7 @@ class ChoreoModelRunner:
         num_blocks = config.num_host_blocks(block_bytes)
         return HostBlocks(caches, num_blocks) if num_blocks else None
 
-    def _check_layout(self, layer: Any) -> None:
+    def _check_layout(self, layer: Attention) -> None:
         def write(
             keys: torch.Tensor, values: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
         ) -> None:
@@ -158,9 +178,7 @@ class ChoreoModelRunner:
         """Make `graphs` obey `allow_full`."""
         raise NotImplementedError
 
-    def execute_model(
-        self: Any, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
-    ) -> Any:
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object:
         step: ChoreoStep | None = getattr(scheduler_output, "choreo", None)
         if step is None:  # a dummy run or a warm-up: it comes from no scheduler
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
@@ -174,33 +192,34 @@ class ChoreoModelRunner:
         scheduled, partial_runs = scheduler_output.num_scheduled_tokens, self.partial_runs
         if partial_runs is not None:
             self._attention = partial_runs.begin(scheduler_output, step)
-        keeping: AbstractContextManager[None] | None = None
-        if partial_runs is not None and partial_runs.keeps(scheduled):
-            keeping = partial_runs.keeping(scheduled)
+        capturing: AbstractContextManager[None] | None = None
+        if partial_runs is not None and partial_runs.has_captures(scheduled):
+            capturing = partial_runs.capturing(scheduled)
         # A full graph replays vLLM's own attention; piecewise ones leave attention out.
-        self.graphs.allow_full = not (keeping or self.batcher.reads_spans(scheduled))
+        self.graphs.allow_full = not (capturing or self.batcher.reads_spans(scheduled))
         self._in_step = True
         try:
-            with keeping or nullcontext():
-                return self._tell(super().execute_model(scheduler_output, *args, **kwargs))  # type: ignore[misc]
+            with capturing or nullcontext():
+                output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+                return self._with_attention(output)
         finally:
             self._in_step = False
             self.graphs.allow_full = True
             self.batcher.running = None
 
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Extend vLLM's method: the output also tells the scheduler what calls attended to."""
-        return self._tell(super().sample_tokens(*args, **kwargs))  # type: ignore[misc]
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> object:
+        """Extend vLLM's method: the output has what calls attended to, for the scheduler."""
+        return self._with_attention(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
-    def _tell(self, output: Any) -> Any:
+    def _with_attention(self, output: object) -> object:
         """Add the attention that parents' tokens got, of calls that looked, to a step's output."""
         attention = self._attention
         if not attention or not isinstance(output, (ModelRunnerOutput, AsyncModelRunnerOutput)):
             return output
         self._attention = {}
         if isinstance(output, ModelRunnerOutput):
-            return tell_attention(output, attention)
-        return AsyncTold(output, attention)
+            return with_attention(output, attention)
+        return AsyncAttentionOutput(output, attention)
 
     def _lay_out(self, step: StepBatch, positions: torch.Tensor) -> None:
         """Hand the spans of a step to the layers, and the positions of own tokens to the model."""
@@ -247,7 +266,7 @@ def _started_blocks(output: SchedulerOutput) -> dict[str, Sequence[int]]:
     }
 
 
-def _check_layer(name: str, layer: Any, block_size: int) -> None:
+def _check_layer(name: str, layer: Attention, block_size: int) -> None:
     """Check that the layer's attention can read spans.
 
     Raises:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repair by layers in a worker: hidden states are kept, and layers run before a step."""
+"""Repair by layers in a worker: hidden states are captured, and layers run before a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -16,6 +16,11 @@ from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.stage_proof import prove_stages
 from vllm_choreo.engine.worker.stage_writer import StageWriter
 from vllm_choreo.engine.worker.stages import LayerStages
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.model_executor.layers.attention import Attention
 
 
 class PartialRuns:
@@ -33,10 +38,10 @@ class PartialRuns:
     def __init__(
         self,
         model: torch.nn.Module,
-        vllm_config: Any,
+        vllm_config: VllmConfig,
         batcher: SpanBatcher,
-        layers: Mapping[str, Any],
-        before_run: Callable[[int, Any], None],
+        layers: Mapping[str, Attention],
+        before_run: Callable[[int, LoRARequest | None], None],
     ) -> None:
         self.memory = HiddenMemory(batcher.block_size)
         self.batch: StepBatch | None = None
@@ -49,19 +54,19 @@ class PartialRuns:
 
     def begin(self, output: SchedulerOutput, step: ChoreoStep) -> dict[str, list[list[float]]]:
         """Run what comes before a step; returns the attention as `StageWriter.write` does."""
-        self.memory.update(step.kept, output.finished_req_ids)
+        self.memory.update(step.captures, output.finished_req_ids)
         attention = self._writer.write(step.stages)
         # Runs may begin with what is given up in the same planning.
         self.memory.forget(step.forgotten)
         return attention
 
-    def keeps(self, request_ids: Iterable[str]) -> bool:
-        """Return whether a request keeps hidden states, for which no full graph will do."""
+    def has_captures(self, request_ids: Iterable[str]) -> bool:
+        """Return whether a request has hidden states captured, which no full graph does."""
         return bool(self.memory.layers_of(request_ids))
 
     @contextmanager
-    def keeping(self, request_ids: Iterable[str]) -> Iterator[None]:
-        """Keep, within the context, hidden states of the requests that want it.
+    def capturing(self, request_ids: Iterable[str]) -> Iterator[None]:
+        """Capture, within the context, hidden states of the requests that want it.
 
         `batch` is set by whoever lays out the batch.
         """
@@ -70,11 +75,11 @@ class PartialRuns:
             yield
             return
         try:
-            with self._stages.keeping(layers, self._keep):
+            with self._stages.capturing(layers, self._capture):
                 yield
         finally:
             self.batch = None
 
-    def _keep(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+    def _capture(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> None:
         assert self.batch is not None, "a batch is laid out before it runs"
-        self.memory.keep(layer, hidden, positions, self.batch)
+        self.memory.capture(layer, hidden, positions, self.batch)

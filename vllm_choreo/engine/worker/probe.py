@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.forward_context import set_forward_context
@@ -22,6 +22,10 @@ from vllm_choreo.engine.query_scaling import scales_queries
 from vllm_choreo.errors import UnsupportedModelError
 from vllm_choreo.ops import Rotation
 from vllm_choreo.ops.reference import rotate
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention import Attention
 
 # Relative error of a rotated query, by dtype: a few units in the last place of its largest
 # entries, after a rotation computed by the model in its own precision. Angles in float32 carry
@@ -48,7 +52,7 @@ class QueryRecorder:
 
     def record(
         self,
-        layer: Any,
+        layer: Attention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -100,18 +104,18 @@ def declared_rotations(model: torch.nn.Module, max_position: int) -> list[Rotati
     Raises:
         UnsupportedModelError: a module that does not turn by a fixed angle per position.
     """
-    rotations: dict[tuple[Any, ...], Rotation] = {}
+    rotations: dict[tuple[float, ...], Rotation] = {}
     for name, module in model.named_modules():
         if hasattr(module, "_compute_cos_sin_cache"):
             if not hasattr(module, "cos_sin_cache"):  # several tables, chosen by length
-                raise _length_dependent(name)
+                raise _length_dependent_error(name)
             # Not the buffer `cos_sin_cache`: that one is rounded to the model's dtype.
             table = module._compute_cos_sin_cache()
             inv_freq = _frequencies(table, min(max_position, table.shape[0]), name)
             pairings = [module.is_neox_style]
         elif isinstance(getattr(module, "inv_freq", None), torch.Tensor):
             if getattr(module, "rope_type", "default") in ("dynamic", "longrope"):
-                raise _length_dependent(name)
+                raise _length_dependent_error(name)
             inv_freq, pairings = module.inv_freq.double().cpu(), [True, False]
         else:
             continue
@@ -121,7 +125,7 @@ def declared_rotations(model: torch.nn.Module, max_position: int) -> list[Rotati
     return list(rotations.values())
 
 
-def _length_dependent(name: str) -> UnsupportedModelError:
+def _length_dependent_error(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"the rotary embedding {name!r} does not turn by a fixed angle per position (its "
         "frequencies depend on the sequence length); such a model cannot be choreographed: run "
@@ -155,14 +159,14 @@ def _frequencies(table: torch.Tensor, num_positions: int, name: str) -> torch.Te
     # The table's own arithmetic: a product rounded to float32, and its cosine.
     allowed = 2e-6 + positions * inv_freq.abs() * 2.4e-7
     if bool((error > allowed).any()):
-        raise _length_dependent(name)
+        raise _length_dependent_error(name)
     return inv_freq
 
 
 @torch.inference_mode()
 def probe_positions(
     model: torch.nn.Module,
-    vllm_config: Any,
+    vllm_config: VllmConfig,
     layers: Sequence[str],
     device: torch.device,
     before_run: Callable[[int], None] = lambda num_tokens: None,
@@ -178,11 +182,12 @@ def probe_positions(
         UnsupportedModelError: a layer in which positions act in any other way.
     """
     config = vllm_config.model_config
-    room = vllm_config.scheduler_config.max_num_batched_tokens
+    max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
 
     def run(positions: Sequence[int]) -> list[QueryRecorder]:
         records = []
-        for part in (positions[i : i + room] for i in range(0, len(positions), room)):
+        for i in range(0, len(positions), max_tokens):
+            part = positions[i : i + max_tokens]
             before_run(len(part))
             records.append(_record(model, vllm_config, part, layers, device))
         return records
@@ -209,7 +214,7 @@ def probed_positions(max_model_len: int) -> list[int]:
 
 def _record(
     model: torch.nn.Module,
-    vllm_config: Any,
+    vllm_config: VllmConfig,
     positions: Sequence[int],
     layers: Sequence[str],
     device: torch.device,

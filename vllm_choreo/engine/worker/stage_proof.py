@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.forward_context import set_forward_context
 from vllm.transformers_utils.config import mrope_num_dims
 
 from vllm_choreo.engine.worker.probe import QueryRecorder
-from vllm_choreo.engine.worker.stages import LayerStages, no_stages
+from vllm_choreo.engine.worker.stages import LayerStages, no_stages_error
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
 
 # Relative to the largest entry: of a sum that one way rounds and the other does not, by dtype.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
@@ -21,10 +25,10 @@ _NUM_TOKENS = 4
 @torch.inference_mode()
 def prove_stages(
     stages: LayerStages,
-    vllm_config: Any,
+    vllm_config: VllmConfig,
     layer_names: Sequence[str],
     device: torch.device,
-    before_run: Callable[[int, Any], None],
+    before_run: Callable[[int, LoRARequest | None], None],
 ) -> None:
     """Run tokens through all layers, through one after the other, and from some layers on.
 
@@ -42,7 +46,7 @@ def prove_stages(
         positions = positions.expand(rows, -1)
     tolerance = _TOLERANCE[vllm_config.model_config.dtype]
 
-    def recorded(run: Callable[[], Any], eager: bool = True) -> QueryRecorder:
+    def recorded(run: Callable[[], None], eager: bool = True) -> QueryRecorder:
         recorder = QueryRecorder()
         before_run(_NUM_TOKENS, None)
         metadata = dict.fromkeys(layer_names, recorder)
@@ -56,16 +60,21 @@ def prove_stages(
         stages.model(input_ids=token_ids, positions=positions)
 
     whole = recorded(run_model)
-    borders, kept = range(1, stages.num_layers), {}
-    with stages.keeping(borders, lambda layer, hidden, _: kept.update({layer: hidden.clone()})):
+    borders = range(1, stages.num_layers)
+    captured: dict[int, torch.Tensor] = {}
+
+    def capture(layer: int, hidden: torch.Tensor, _: torch.Tensor) -> None:
+        captured[layer] = hidden.clone()
+
+    with stages.capturing(borders, capture):
         _compare(whole, recorded(run_model, eager=False), len(layer_names), tolerance)
-    if [*kept] != [*borders]:
-        raise no_stages("a stage of it did not run")
+    if [*captured] != [*borders]:
+        raise no_stages_error("a stage of it did not run")
     for first in {*borders[:1], *borders[-1:]}:
         layers = first, stages.num_layers
 
         def run_stage(layers: tuple[int, int] = layers) -> None:
-            stages.run(layers, token_ids, positions, kept[layers[0]])
+            stages.run(layers, token_ids, positions, captured[layers[0]])
 
         _compare(whole, recorded(run_stage), stages.num_layers - first, tolerance)
 
@@ -77,9 +86,9 @@ def _compare(whole: QueryRecorder, part: QueryRecorder, num_layers: int, toleran
         UnsupportedModelError: `part` has not the queries of `num_layers` layers of `whole`.
     """
     if len(part.queries) != num_layers:
-        raise no_stages(f"{len(part.queries)} layers ran where {num_layers} should have")
+        raise no_stages_error(f"{len(part.queries)} layers ran where {num_layers} should have")
     for name, queries in part.queries.items():
         expected = whole.queries[name]
         error = float((queries - expected).abs().max() / expected.abs().max())
         if not error <= tolerance:
-            raise no_stages(f"layer {name} asks something else (relative error {error:.2g})")
+            raise no_stages_error(f"layer {name} asks something else (relative error {error:.2g})")

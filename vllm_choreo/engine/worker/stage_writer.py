@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
@@ -18,6 +18,12 @@ from vllm_choreo.engine.worker.span_batcher import SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.stages import LayerStages
 from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.engine.worker.watching import AttentionWatch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention import Attention
+
+    from vllm_choreo.semantics.other_model import AdapterRequest
 
 
 class _Piece(NamedTuple):
@@ -49,9 +55,9 @@ class StageWriter:
         stages: LayerStages,
         memory: HiddenMemory,
         batcher: SpanBatcher,
-        layers: Mapping[str, Any],
-        vllm_config: Any,
-        before_run: Callable[[int, Any], None],
+        layers: Mapping[str, Attention],
+        vllm_config: VllmConfig,
+        before_run: Callable[[int, AdapterRequest | None], None],
     ) -> None:
         self._stages = stages
         self._memory = memory
@@ -84,7 +90,7 @@ class StageWriter:
             self._write_all(runs)
         finally:
             self._batcher.watch = None
-        # Every worker has its heads, and the scheduler hears of one worker.
+        # Every worker has its heads, and the scheduler gets the output of one.
         return [tensor_model_parallel_all_reduce(span).tolist() for span in found.received]
 
     def _write_all(self, runs: Sequence[StageRun]) -> None:
@@ -124,7 +130,7 @@ class StageWriter:
             batcher.update({}, names)
 
     def _hidden(self, batch: Sequence[_Piece], layer: int) -> torch.Tensor | None:
-        """Kept hidden states with which a layer begins; None: layer 0 begins with the tokens."""
+        """Hidden states with which a layer begins; None: layer 0 begins with the tokens."""
         if not layer:
             return None
         found = []
@@ -137,20 +143,20 @@ class StageWriter:
 def batches(runs: Sequence[StageRun], max_tokens: int) -> Iterator[list[_Piece]]:
     """Cut runs into batches, in order, of the same layers and adapter and `max_tokens` at most.
 
-    Ranges of layers do not overlap, and each begins with what was kept: so all pieces of a batch go
-    through the first range before any goes through the next.
+    Ranges of layers do not overlap, and each begins with what was captured: so all pieces of a
+    batch go through the first range before any goes through the next.
     """
     batch: list[_Piece] = []
-    room = max_tokens
+    num_left = max_tokens
     for run in runs:
         done = 0
         while done < len(run.token_ids):
-            if batch and (not room or not _go_together(batch[0].run, run)):
+            if batch and (not num_left or not _go_together(batch[0].run, run)):
                 yield batch
-                batch, room = [], max_tokens
-            end = min(len(run.token_ids), done + room)
+                batch, num_left = [], max_tokens
+            end = min(len(run.token_ids), done + num_left)
             batch.append(_Piece(run, done, end))
-            room -= end - done
+            num_left -= end - done
             done = end
     if batch:
         yield batch

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed import parallel_state
@@ -24,9 +24,12 @@ from vllm.sequence import IntermediateTensors
 
 from vllm_choreo.errors import UnsupportedModelError
 
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
 _PASSED_ON = ({"hidden_states"}, {"hidden_states", "residual"})
 # What is done with the hidden states of a layer: layer, tensor, positions of its rows.
-Keep = Callable[[int, torch.Tensor, torch.Tensor], None]
+Capture = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class LayerStages:
@@ -48,11 +51,13 @@ class LayerStages:
             == (0, num_layers)
         ]
         if not found:
-            raise no_stages(f"no module of {type(model).__name__} has a first and a last layer")
+            raise no_stages_error(
+                f"no module of {type(model).__name__} has a first and a last layer"
+            )
         self.model = model
         self.num_layers = num_layers
         # A model of pictures and text may hold what holds the layers.
-        self._inner: Any = found[-1]
+        self._inner: torch.nn.Module = found[-1]
 
     def run(
         self,
@@ -78,27 +83,31 @@ class LayerStages:
             self.model(input_ids=token_ids, positions=positions, intermediate_tensors=states)
 
     @contextmanager
-    def keeping(self, layers: Sequence[int], keep: Keep) -> Iterator[None]:
+    def capturing(self, layers: Sequence[int], capture: Capture) -> Iterator[None]:
         """Run the model, within the context, in stages whose borders are `layers`.
 
-        `keep` gets the hidden states of these. The results are the same, bit for bit.
+        `capture` gets the hidden states of these. The results are the same, bit for bit.
         """
         inner, model = self._inner, self.model
         run_all, run_model = inner.forward, model.forward
 
         def in_stages(
-            input_ids: Any, positions: Any, intermediate_tensors: Any = None, *args: Any, **kw: Any
-        ) -> Any:
-            states = intermediate_tensors
+            input_ids: torch.Tensor | None,
+            positions: torch.Tensor,
+            intermediate_tensors: IntermediateTensors | None = None,
+            *args: object,
+            **kwargs: object,
+        ) -> object:
+            states: object = intermediate_tensors
             for first, stop in pairwise((0, *layers, self.num_layers)):
                 is_last = stop == self.num_layers
                 with self._playing(first, stop, is_last):
-                    states = run_all(input_ids, positions, states, *args, **kw)
+                    states = run_all(input_ids, positions, states, *args, **kwargs)
                 if not is_last:
-                    keep(stop, _sum(states), positions)
+                    capture(stop, _sum(states), positions)
             return states
 
-        def without_compiled(*args: Any, **kwargs: Any) -> Any:
+        def without_compiled(*args: object, **kwargs: object) -> object:
             # Compiled code runs all layers at once.
             get_forward_context().skip_compiled = True
             return run_model(*args, **kwargs)
@@ -131,7 +140,7 @@ class LayerStages:
             len(hidden), hidden.dtype, hidden.device
         )
         if set(empty.tensors) not in _PASSED_ON:
-            raise no_stages(f"its stages hand on {sorted(empty.tensors)}")
+            raise no_stages_error(f"its stages hand on {sorted(empty.tensors)}")
         others = {name: torch.zeros_like(tensor) for name, tensor in empty.tensors.items()}
         return IntermediateTensors({**others, "hidden_states": hidden})
 
@@ -139,16 +148,16 @@ class LayerStages:
 class _Stage:
     """Group of pipeline ranks, as one stage sees it."""
 
-    def __init__(self, group: Any, is_first: bool, is_last: bool) -> None:
+    def __init__(self, group: GroupCoordinator, is_first: bool, is_last: bool) -> None:
         self._group = group
         self.is_first_rank = is_first
         self.is_last_rank = is_last
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._group, name)
 
 
-def no_stages(reason: str) -> UnsupportedModelError:
+def no_stages_error(reason: str) -> UnsupportedModelError:
     """Error of an engine that is to keep hidden states of a model without stages."""
     return UnsupportedModelError(
         f"this model cannot be run by layers: {reason}; start the engine without "
@@ -158,8 +167,8 @@ def no_stages(reason: str) -> UnsupportedModelError:
     )
 
 
-def _sum(states: Any) -> torch.Tensor:
+def _sum(states: object) -> torch.Tensor:
     if not isinstance(states, IntermediateTensors) or set(states.tensors) not in _PASSED_ON:
-        raise no_stages("a stage returned something else than hidden states")
+        raise no_stages_error("a stage returned something else than hidden states")
     first, *others = states.tensors.values()
     return first + others[0] if others else first

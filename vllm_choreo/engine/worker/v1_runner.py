@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
@@ -14,6 +14,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import StepBatch
 
+if TYPE_CHECKING:
+    from vllm.forward_context import BatchDescriptor
+    from vllm.v1.core.sched.output import GrammarOutput
+
 
 class ChoreoDispatcher(CudagraphDispatcher):
     """Dispatcher that chooses no full CUDA graph while those are not allowed."""
@@ -22,30 +26,30 @@ class ChoreoDispatcher(CudagraphDispatcher):
 
     def dispatch(
         self, *args: Any, invalid_modes: Set[CUDAGraphMode] | None = None, **kwargs: Any
-    ) -> Any:
+    ) -> tuple[CUDAGraphMode, BatchDescriptor]:
         if not self.allow_full:
             invalid_modes = {CUDAGraphMode.FULL} | (invalid_modes or set())
         return super().dispatch(*args, invalid_modes=invalid_modes, **kwargs)
 
 
-class ChoreoModelRunnerV1(ChoreoModelRunner):
-    """Mixin that takes part where vLLM builds the metadata of a batch."""
+class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
+    """The runner V1 on GPU, which takes part where vLLM builds the metadata of a batch."""
 
     @property
-    def graphs(self: Any) -> ChoreoDispatcher:
+    def graphs(self) -> ChoreoDispatcher:
         return self.cudagraph_dispatcher
 
     @property
-    def _table_width(self: Any) -> int:
+    def _table_width(self) -> int:
         width: int = self.input_batch.block_table[0].max_num_blocks_per_req
         return width
 
-    def _guard_graphs(self: Any) -> None:
+    def _guard_graphs(self) -> None:
         self.cudagraph_dispatcher.__class__ = ChoreoDispatcher
 
     def _build_attention_metadata(
-        self: Any, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any
+    ) -> object:
         if self._in_step:
             step = StepBatch(
                 self.input_batch.req_ids[:num_reqs],
@@ -56,15 +60,13 @@ class ChoreoModelRunnerV1(ChoreoModelRunner):
             )
             rows = self.mrope_positions.gpu if self.uses_mrope else self.positions
             self._lay_out(step, rows)
-        return super()._build_attention_metadata(  # type: ignore[misc]
-            num_tokens, num_reqs, *args, **kwargs
-        )
+        return super()._build_attention_metadata(num_tokens, num_reqs, *args, **kwargs)
 
 
-class ChoreoCPUModelRunner(ChoreoModelRunnerV1, CPUModelRunner):
+class ChoreoCPUModelRunner(ChoreoGPUModelRunner, CPUModelRunner):
     """The runner V1 on CPU."""
 
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> object:
         """Extend vLLM's method: hide generators of requests whose prompt goes on in the next step.
 
         Tokens sampled for those are dropped. vLLM then turns their generators back, by an offset
@@ -73,12 +75,8 @@ class ChoreoCPUModelRunner(ChoreoModelRunnerV1, CPUModelRunner):
         """
         generators = self.input_batch.generators
         dropped = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
-        kept = {row: generators.pop(row) for row in dropped if row in generators}
+        unused = {row: generators.pop(row) for row in dropped if row in generators}
         try:
-            return super().sample_tokens(*args, **kwargs)
+            return super().sample_tokens(grammar_output)
         finally:
-            generators.update(kept)
-
-
-class ChoreoGPUModelRunner(ChoreoModelRunnerV1, GPUModelRunner):
-    """The runner V1 on GPU."""
+            generators.update(unused)

@@ -7,7 +7,7 @@ They run vLLM's own Triton kernels: on CPU this needs vLLM with Triton for CPUs.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -19,13 +19,17 @@ from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import StepBatch
 from vllm_choreo.errors import UnsupportedModelError
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
 
 class ChoreoCudaGraphManager(ModelCudaGraphManager):
     """Graph manager that chooses no full CUDA graph while those are not allowed."""
 
     allow_full = True
+    _candidates: dict[tuple[int, int], list[BatchExecutionDescriptor]]
 
-    def dispatch(self: Any, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
+    def dispatch(self, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
         if self.allow_full:
             return super().dispatch(*args, **kwargs)
         candidates, self._candidates = self._candidates, self._without_full
@@ -35,17 +39,20 @@ class ChoreoCudaGraphManager(ModelCudaGraphManager):
             self._candidates = candidates
 
     @cached_property
-    def _without_full(self: Any) -> dict[Any, list[BatchExecutionDescriptor]]:
+    def _without_full(self) -> dict[tuple[int, int], list[BatchExecutionDescriptor]]:
         return {
             key: [desc for desc in descs if desc.cg_mode != CUDAGraphMode.FULL]
             for key, descs in self._candidates.items()
         }
 
 
-class ChoreoModelRunnerV2(ChoreoModelRunner):
-    """Mixin that takes part where vLLM looks up the blocks of a batch; dummy runs look none up."""
+class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
+    """The runner V2 on GPU, which takes part where vLLM looks up the blocks of a batch.
 
-    def prepare_choreography(self: Any) -> None:
+    Dummy runs look none up.
+    """
+
+    def prepare_choreography(self) -> None:
         """Refuse models with M-RoPE, whose positions are built elsewhere; prepare others.
 
         Raises:
@@ -63,19 +70,21 @@ class ChoreoModelRunnerV2(ChoreoModelRunner):
         super().prepare_choreography()
 
     @property
-    def graphs(self: Any) -> ChoreoCudaGraphManager:
+    def graphs(self) -> ChoreoCudaGraphManager:
         return self.cudagraph_manager
 
     @property
-    def _table_width(self: Any) -> int:
+    def _table_width(self) -> int:
         width: int = self.block_tables.input_block_tables[0].shape[1]
         return width
 
-    def _guard_graphs(self: Any) -> None:
+    def _guard_graphs(self) -> None:
         self.cudagraph_manager.__class__ = ChoreoCudaGraphManager
 
-    def prepare_attn(self: Any, input_batch: Any) -> Any:
-        block_tables, slot_mappings = super().prepare_attn(input_batch)  # type: ignore[misc]
+    def prepare_attn(
+        self, input_batch: InputBatch
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
         if self._in_step:
             num_reqs = input_batch.num_reqs
             step = StepBatch(
@@ -89,9 +98,5 @@ class ChoreoModelRunnerV2(ChoreoModelRunner):
         return block_tables, slot_mappings
 
 
-class ChoreoGPUModelRunnerV2(ChoreoModelRunnerV2, GPUModelRunner):
-    """The runner V2 on GPU."""
-
-
-class ChoreoCPUModelRunnerV2(ChoreoModelRunnerV2, CPUModelRunner):
+class ChoreoCPUModelRunnerV2(ChoreoGPUModelRunnerV2, CPUModelRunner):
     """The runner V2 on CPU."""

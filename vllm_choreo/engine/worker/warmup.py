@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,11 +15,14 @@ from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.ops.sharing import MIN_SHARED_TOKENS
 from vllm_choreo.ops.tiles import MIN_ROWS
 
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
 _NUM_REQUESTS = 4
 
 
 @torch.inference_mode()
-def warm_up(layers: Iterable[Any], batcher: SpanBatcher, table_width: int) -> None:
+def warm_up(layers: Iterable[Attention], batcher: SpanBatcher, table_width: int) -> None:
     """Run every kind of layer once on made-up calls, whose results nobody sees.
 
     They read the same tokens, two with one query each, and with some and many queries: that takes
@@ -42,11 +45,11 @@ def warm_up(layers: Iterable[Any], batcher: SpanBatcher, table_width: int) -> No
     batcher.update({}, map(str, range(_NUM_REQUESTS)))
 
 
-def _kind(batcher: SpanBatcher, layer: Any) -> LayerKind:
+def _kind(batcher: SpanBatcher, layer: Attention) -> LayerKind:
     return batcher.kinds[layer.impl.plan_index]
 
 
-def _compiled_for(batcher: SpanBatcher, layer: Any) -> tuple[Any, ...]:
+def _compiled_for(batcher: SpanBatcher, layer: Attention) -> tuple[object, ...]:
     """Properties of a layer for which kernels are compiled."""
     rotation, shape, _ = _kind(batcher, layer)
     turns = rotation and (rotation.rotary_dim, rotation.is_neox)
@@ -60,8 +63,8 @@ def _start_batch(batcher: SpanBatcher, group_heads: int, block_table: torch.Tens
     size = batcher.block_size
     num_blocks = -(-MIN_SHARED_TOKENS // size)
     base = num_blocks * size
-    room = (block_table.shape[1] - num_blocks) * size
-    lens = [min(n // group_heads + 1, room) for n in (0, 0, MIN_ROWS, 4 * MIN_ROWS)]
+    max_queries = (block_table.shape[1] - num_blocks) * size
+    lens = [min(n // group_heads + 1, max_queries) for n in (0, 0, MIN_ROWS, 4 * MIN_ROWS)]
     spans = {str(r): RequestSpans((0,), (base,), (0,), (r,), base) for r in range(_NUM_REQUESTS)}
     batcher.update(spans, [], dict.fromkeys(spans, (0,) * num_blocks))
     query_start_loc = torch.tensor([0, *accumulate(lens)], dtype=torch.int32)

@@ -9,7 +9,7 @@ all layers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import (
@@ -19,10 +19,15 @@ from vllm.v1.kv_cache_interface import (
     replace_as,
 )
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 logger = init_logger("vllm.choreo.windows")  # vLLM prints the lines of loggers named after it
 
 
-def keep_all_tokens(specs: Mapping[str, KVCacheSpec], vllm_config: Any) -> dict[str, KVCacheSpec]:
+def widen_windows(
+    specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig
+) -> dict[str, KVCacheSpec]:
     """Replace the KV cache specs of layers with windows, so that vLLM makes one group of all.
 
     vLLM itself does so where its hybrid KV cache manager is disabled. The layers compute as before.
@@ -30,7 +35,7 @@ def keep_all_tokens(specs: Mapping[str, KVCacheSpec], vllm_config: Any) -> dict[
     Args:
         specs: vLLM's KV cache specs, by layer.
     """
-    kept = {
+    widened = {
         name: _full(spec, vllm_config.cache_config.block_size)
         if type(spec) is SlidingWindowSpec
         else spec
@@ -40,7 +45,7 @@ def keep_all_tokens(specs: Mapping[str, KVCacheSpec], vllm_config: Any) -> dict[
     if num_windows:
         before, after = (
             sum(spec.max_memory_usage_bytes(vllm_config) for spec in of.values())
-            for of in (specs, kept)
+            for of in (specs, widened)
         )
         logger.info_once(
             "%d of %d layers have sliding windows. Messages keep their keys and values there, too: "
@@ -51,7 +56,7 @@ def keep_all_tokens(specs: Mapping[str, KVCacheSpec], vllm_config: Any) -> dict[
             after / 2**20,
             before / 2**20,
         )
-    return kept
+    return widened
 
 
 def _full(spec: SlidingWindowSpec, block_size: int) -> FullAttentionSpec:

@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_choreo.engine.worker.block_bytes import BlockBytes, bytes_of, tensor_of
 from vllm_choreo.engine.worker.hidden_memory import HiddenMemory
-from vllm_choreo.engine.worker.kept_blocks import KeptBlocks, bytes_of, tensor_of
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
 
 class ChoreoWorker:
     """Worker of choreographed engines, mixed in before one of vLLM's workers.
 
-    It names our attention backends before the model is loaded, exchanges the class of the runner,
+    It names our attention backends before the model is loaded, changes the class of the runner,
     and has it prepared once model and cache are there.
 
     Attributes:
@@ -25,7 +29,7 @@ class ChoreoWorker:
     """
 
     backends: ClassVar[Mapping[AttentionBackendEnum, str]]
-    model_runner: Any
+    model_runner: RunnerV1 | RunnerV2
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Here and not when the plugin is loaded: what else runs with it is as without it.
@@ -62,35 +66,35 @@ class ChoreoWorker:
     # -- keys and values that are saved and loaded -------------------------------------------
 
     def choreo_kv_shape(self) -> dict[str, Any]:
-        """`KeptBlocks.shape`, and `hidden`: dtype and size of hidden states."""
+        """`BlockBytes.shape`, and `hidden`: dtype and size of hidden states."""
         model = self.runner.vllm_config.model_config
         hidden = str(model.dtype).removeprefix("torch."), model.get_hidden_size()
-        return {**self._kept_blocks(in_host=False).shape(), "hidden": hidden}
+        return {**self._block_bytes(in_host=False).shape(), "hidden": hidden}
 
     def choreo_read_kv(
         self, blocks: Sequence[int], parts: Sequence[int], start: int, stop: int
     ) -> bytes:
-        """Read keys and values of the KV cache, as `KeptBlocks.read` does."""
+        """Read keys and values of the KV cache, as `BlockBytes.read` does."""
         first, last = parts
-        return self._kept_blocks(in_host=False).read(blocks, (first, last), start, stop)
+        return self._block_bytes(in_host=False).read(blocks, (first, last), start, stop)
 
     def choreo_write_kv(
         self,
-        data: Any,
+        data: bytes | memoryview,
         heads: Sequence[int],
         place: tuple[Sequence[int], bool],
         parts: Sequence[int],
         start: int,
         stop: int,
     ) -> None:
-        """Write keys and values, as `KeptBlocks.write` does.
+        """Write keys and values, as `BlockBytes.write` does.
 
         Args:
             place: the blocks, and whether they are of host memory.
         """
         blocks, in_host = place
         first, last = parts
-        self._kept_blocks(in_host).write(data, heads, blocks, (first, last), start, stop)
+        self._block_bytes(in_host).write(data, heads, blocks, (first, last), start, stop)
 
     def choreo_read_hidden(self, key: int, layers: Sequence[int], start: int, stop: int) -> bytes:
         """Read the hidden states of `layers`, of tokens `start … stop-1`.
@@ -101,7 +105,7 @@ class ChoreoWorker:
         return b"".join(bytes_of(memory.rows(key, layer, start, stop)) for layer in layers)
 
     def choreo_write_hidden(
-        self, data: Any, key: int, layers: Sequence[int], start: int, stop: int
+        self, data: bytes | memoryview, key: int, layers: Sequence[int], start: int, stop: int
     ) -> None:
         """Write the bytes of `choreo_read_hidden` where it finds them."""
         model = self.runner.vllm_config.model_config
@@ -114,7 +118,7 @@ class ChoreoWorker:
         assert self.runner.partial_runs is not None, "the scheduler keeps hidden states"
         return self.runner.partial_runs.memory
 
-    def _kept_blocks(self, in_host: bool) -> KeptBlocks:
+    def _block_bytes(self, in_host: bool) -> BlockBytes:
         runner, parallel = self.runner, self.runner.vllm_config.parallel_config
         layers = list(runner.layers.values())
         caches = [layer.kv_cache for layer in layers]
@@ -122,4 +126,4 @@ class ChoreoWorker:
             assert runner.host_blocks is not None, "the scheduler has a host tier"
             caches = runner.host_blocks.copies
         size = parallel.tensor_parallel_size
-        return KeptBlocks(caches, layers[0].impl.layout, parallel.rank % size, size)
+        return BlockBytes(caches, layers[0].impl.layout, parallel.rank % size, size)

@@ -44,7 +44,7 @@ class Measured(FacadeWrapper):
                 ]
             )
         finally:
-            found = [captured_logprobs.taken(name) for name in names]
+            found = [captured_logprobs.take(name) for name in names]
         for message, said in zip(messages, found, strict=True):
             if len(said) != len(message.generated_token_ids):
                 raise ChoreoError(

@@ -84,16 +84,16 @@ def _partials(
     """
     num_rows = num_partials * query.shape[1]
     sizes = (num_rows * query.shape[2], num_rows)
-    room = plan.workspace
+    workspace = plan.workspace
     # Spans that count by other weights leave partial results, however many they are.
-    if room is None or (plan.spans.reweighting and room.numel() < sum(sizes)):
-        room = query.new_empty(sum(sizes), dtype=torch.float32)
-    elif room.numel() < sum(sizes):
+    if workspace is None or (plan.spans.reweighting and workspace.numel() < sum(sizes)):
+        workspace = query.new_empty(sum(sizes), dtype=torch.float32)
+    elif workspace.numel() < sum(sizes):
         raise ValueError(
-            f"workspace has {room.numel()} numbers, but partial results take {sum(sizes)}: make it "
-            f"{PARTIAL_BYTES} bytes, or leave it out"
+            f"workspace has {workspace.numel()} numbers, but partial results take {sum(sizes)}: "
+            f"make it {PARTIAL_BYTES} bytes, or leave it out"
         )
-    output, lse = room[: sum(sizes)].split(sizes)
+    output, lse = workspace[: sum(sizes)].split(sizes)
     return output, lse
 
 

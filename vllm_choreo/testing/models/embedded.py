@@ -156,10 +156,10 @@ def _refuse_to_replace(source: ModelSource, target: Path) -> None:
 
 def _explain_os_error(error: OSError, source: ModelSource, target: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        needed, kept = source.needed_bytes // 10**6, source.kept_bytes // 10**6
+        needed, size = source.needed_bytes // 10**6, source.folder_bytes // 10**6
         return (
             f"Not enough room at {target.parent}: {needed} MB are needed while the model is made, "
-            f"{kept} MB stay. Free some, or name a folder elsewhere "
+            f"{size} MB stay. Free some, or name a folder elsewhere "
             "(`vllm-choreo model PATH`, or set XDG_CACHE_HOME)."
         )
     return (

