@@ -121,7 +121,7 @@ def test_an_evicted_parent_is_missing_until_somebody_encodes_it(table: CallTable
     child = _open(table, "c", 2, parents=["a"])
     assert table.resolve(child) and not table.is_ready(child)
     assert table.missing(child) == [first.encoding]
-    table.store.residency.encode(first.encoding, "somebody")
+    table.store.residency.add_encoder(first.encoding, "somebody")
     assert table.missing(child) == []
 
 

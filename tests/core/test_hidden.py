@@ -41,8 +41,8 @@ def test_the_index_counts_whole_blocks_up_to_its_limit() -> None:
     generating.token_ids = [5] * 4  # it stopped early
     index.check((1,), 1)
     key = index.key(known)
-    index.give_up(known)
-    index.give_up(known)
+    index.release(known)
+    index.release(known)
     assert index.take_forgotten() == (key,) and index.take_forgotten() == ()
     assert not known.hidden_layers, "no recipe begins with them"
     assert index.add_again(known) is None
@@ -60,7 +60,7 @@ def test_what_is_encoded_again_keeps_again_what_a_patch_begins_with() -> None:
     Encoding(source.message, Trace("m"), token_ids=source.token_ids, patch=patch)
     for encoding in (source, other):
         index.add(encoding, (2, 5), encoding.num_tokens)
-        index.give_up(encoding)
+        index.release(encoding)
     assert source.hidden_layers and not other.hidden_layers and not index.num_bytes
     index.add(_encoding(30), (2,), 30)
     assert index.add_again(source) is None
@@ -70,7 +70,7 @@ def test_what_is_encoded_again_keeps_again_what_a_patch_begins_with() -> None:
     source.num_readers = 1
     index.clear()
     assert index.key(source) == first
-    index.give_up(source)
+    index.release(source)
     index.add(_encoding(60), (2,), 60)
     error = index.add_again(source)
     assert error is not None and error.parameter == "keep_hidden"
@@ -92,7 +92,7 @@ def test_what_is_cleared_has_room_until_it_is_given_up() -> None:
     with pytest.raises(LimitError, match="0 of 480 are free"):
         index.check((2,), 1)
     assert index.add_again(idle) is None
-    index.give_up(idle)
+    index.release(idle)
     index.check((2,), 17)
 
 

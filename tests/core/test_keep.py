@@ -273,7 +273,7 @@ class _Engine:
                 {"dtype": "float32", "layers": [[1, 4]], "hidden": ["float32", 0]},
             ],
             "snapshot_begin": 0,
-            "snapshot_place": {"blocks": [0], "in_host": False, "hidden": None},
+            "snapshot_allocate": {"blocks": [0], "in_host": False, "hidden": None},
         }.get(name)
 
 
@@ -538,7 +538,7 @@ def test_recipes_come_back_with_their_digests() -> None:
     assert [e.plan for e in rebuilt.encodings] == [e.plan for e in encodings]
     for mine, theirs in zip(rebuilt.encodings, encodings, strict=True):
         assert mine.trace.closure() == theirs.trace.closure()
-    rebuilt.enter()
+    rebuilt.register()
     assert {m.id for m in other.messages("new")} == {"alone", "reader", "repaired"}
     new = {m.id: m.own for m in other.messages()}
     assert new["reader"].parents[0].is_given_up, "nobody names what was freed"
@@ -547,7 +547,7 @@ def test_recipes_come_back_with_their_digests() -> None:
         "encodings": [{k: v for k, v in e.items() if k != "data"} for e in told["encodings"]],
     }
     with pytest.raises(NameTakenError):
-        rebuilt.enter()
+        rebuilt.register()
     # In blocks of another size the same things lie elsewhere, and are the same.
     larger = Rebuilt(told, named, MessageStore(Pool(), 2 * SIZE), "new", "", pytest.fail)
     assert [e.digest for e in larger.encodings] == [e.digest for e in encodings]
@@ -566,7 +566,7 @@ def test_untrusted_encodings_are_nobody_elses() -> None:
     loads = []
     for session in ("x", "y"):
         loaded = Rebuilt(told, named, store, session, "", pytest.fail)
-        loaded.enter()
+        loaded.register()
         loads.append(loaded)
     encodings = [a, b, copy, *loads[0].encodings, *loads[1].encodings]
     assert len({e.digest for e in encodings}) == len(encodings) == 9, "no two are the same"

@@ -16,21 +16,25 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
     from starlette.datastructures import State
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.lora.request import LoRARequest
 
     from vllm_choreo.api.adapters import WithAdapter
-    from vllm_choreo.server.openai.reading import Body
     from vllm_choreo.server.running import Run
     from vllm_choreo.server.sessions import OpenSession
 
 GROUP = "vllm_choreo.routes"
+
+# Body of a request to a route of OpenAI's.
+Body: TypeAlias = "ChatCompletionRequest | CompletionRequest"
 
 
 @dataclass(frozen=True)

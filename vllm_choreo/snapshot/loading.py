@@ -130,9 +130,9 @@ def _load(
     try:
         yield from _Reader(folder, target, ticket, on_mismatch).read(entries, progress)
         yield session(into.admit, messages)
-        yield operation("enter", ticket)
+        yield operation("commit", ticket)
     except BaseException:
-        yield operation("give_up", ticket)
+        yield operation("abort", ticket)
         raise
     try:
         yield session(into.check_open)
@@ -287,7 +287,7 @@ class _Reader:
         with ByteBar("loading", total, progress) as bar:
             for number, entry in wanted:
                 data = entry["data"]
-                place = yield operation("place", self._ticket, number, data["stored_position"])
+                place = yield operation("allocate", self._ticket, number, data["stored_position"])
                 if place is None or not (place["blocks"] or place["hidden"]):
                     bar.advance(data["bytes"])
                     continue
@@ -297,7 +297,7 @@ class _Reader:
                 except Unfit as unfit:
                     if self._on_mismatch != "encode":
                         raise unfit.refusal() from None
-                    yield operation("unplace", self._ticket, number)
+                    yield operation("deallocate", self._ticket, number)
 
     def _read_one(
         self, entry: Mapping[str, Any], place: Mapping[str, Any], shape: KVShape, bar: ByteBar

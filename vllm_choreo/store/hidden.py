@@ -103,7 +103,7 @@ class HiddenStateIndex:
             self.key(encoding)
         return None
 
-    def give_up(self, encoding: Encoding) -> None:
+    def release(self, encoding: Encoding) -> None:
         """Forget the hidden states of an encoding that no new call reads.
 
         If it is encoded once more, they are captured once more where a patch begins with them.

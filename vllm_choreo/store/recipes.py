@@ -209,7 +209,7 @@ class Rebuilt:
             weights=entry["weights"] and Weights(*entry["weights"]),
         )
 
-    def enter(self) -> None:
+    def register(self) -> None:
         """Let calls name the messages, and other encodings start from theirs.
 
         Raises:
@@ -221,6 +221,6 @@ class Rebuilt:
             if message.freed:
                 continue
             if encoding.is_copy and not encoding.is_orphan:
-                self._store.enter_copy(encoding)
+                self._store.register_copy(encoding)
             if not encoding.is_orphan and not encoding.nonce:
                 self._store.duplicates.add(encoding)

@@ -196,10 +196,10 @@ class MessageStore:
         if not copy.is_orphan:
             while self.session_copies.is_full_for(copy):
                 self._forget_copies(self.session_copies.victim(copy, {source, *copy.parents}))
-            self.enter_copy(copy)
+            self.register_copy(copy)
         return copy
 
-    def enter_copy(self, copy: Encoding) -> None:
+    def register_copy(self, copy: Encoding) -> None:
         """Let calls read a copy, which has its digest."""
         copy.message.copies[copy.copy_key] = copy
         for parent in copy.parents:
@@ -423,6 +423,6 @@ class MessageStore:
                 if self.tier:
                     self.tier.discard(encoding)
                 if self.hidden:
-                    self.hidden.give_up(encoding)
+                    self.hidden.release(encoding)
         if encoding.patch is not None:
             self.settle(encoding.patch.source)

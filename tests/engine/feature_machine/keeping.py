@@ -234,7 +234,7 @@ class Keepings:
         try:
             if ask.what == "operation":
                 answer = checked_answer(self._host.operation(*ask.args))
-                if keeping.entered and ask.args[0] == "snapshot_enter":
+                if keeping.entered and ask.args[0] == "snapshot_commit":
                     keeping.entered()
                 return answer
             if ask.what == "workers":

@@ -359,7 +359,7 @@ class Run:
         scheduler = self._core.scheduler
         snapshots = scheduler.snapshots
         for ticket in [*snapshots._loads]:
-            snapshots.give_up(ticket)
+            snapshots.abort(ticket)
         for ticket in [*snapshots._held]:
             snapshots.release(ticket)
         snapshots._described.clear()

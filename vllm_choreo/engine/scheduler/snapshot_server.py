@@ -6,7 +6,7 @@ blocks are held while they are read, and found for what is loaded; a loaded mess
 when all is there.
 
     save    describe -> hold -> (workers read) -> release
-    load    begin -> place -> (workers write) -> ... -> enter, or give_up
+    load    begin -> allocate -> (workers write) -> ... -> commit, or abort
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class SnapshotServer:
         self._loads[ticket] = rebuilt
         return ticket
 
-    def place(self, ticket: int, number: int, stored_position: int) -> dict[str, Any] | None:
+    def allocate(self, ticket: int, number: int, stored_position: int) -> dict[str, Any] | None:
         """Find blocks for an encoding: free ones, then host memory, then those of idle messages.
 
         Returns:
@@ -173,11 +173,11 @@ class SnapshotServer:
             the hidden states, or None. None: there is no room, and the message will be encoded
             when it is read.
         """
-        place = self._place(ticket, number, stored_position)
+        place = self._allocate(ticket, number, stored_position)
         hidden = self._hidden_key(self._loads[ticket].encodings[number])
         return place and {**place, "hidden": hidden}
 
-    def _place(self, ticket: int, number: int, stored_position: int) -> dict[str, Any] | None:
+    def _allocate(self, ticket: int, number: int, stored_position: int) -> dict[str, Any] | None:
         encoding = self._loads[ticket].encodings[number]
         if encoding.is_given_up:
             return None  # no call will read it
@@ -198,11 +198,11 @@ class SnapshotServer:
         self._pool.free_blocks(blocks)  # the store holds its own references
         return {"blocks": [block.block_id for block in blocks], "in_host": False}
 
-    def unplace(self, ticket: int, number: int) -> None:
+    def deallocate(self, ticket: int, number: int) -> None:
         """Drop an encoding whose bytes were wrong: it will be encoded when it is read."""
         self._drop(self._loads[ticket].encodings[number])
 
-    def enter(self, ticket: int) -> dict[str, int]:
+    def commit(self, ticket: int) -> dict[str, int]:
         """Let calls name the messages from now on.
 
         Returns:
@@ -212,7 +212,7 @@ class SnapshotServer:
             NameTakenError: one of the names is taken; then none is entered.
         """
         rebuilt, tier = self._loads[ticket], self._store.tier
-        rebuilt.enter()
+        rebuilt.register()
         del self._loads[ticket]
         placed = [e for e in rebuilt.encodings if e.num_readers or (tier and e in tier)]
         for encoding in placed:
@@ -225,13 +225,13 @@ class SnapshotServer:
             self._store.totals[f"loaded_{name}"] += count
         return numbers
 
-    def give_up(self, ticket: int) -> None:
-        """Forget a load, if it has not been entered."""
+    def abort(self, ticket: int) -> None:
+        """Forget a load, if it has not been committed."""
         rebuilt = self._loads.pop(ticket, None)
         for encoding in rebuilt.encodings if rebuilt else ():
             self._drop(encoding)
             if self._store.hidden:
-                self._store.hidden.give_up(encoding)
+                self._store.hidden.release(encoding)
 
     def _reserve(self, rebuilt: Rebuilt, entries: Sequence[Mapping[str, Any]]) -> None:
         """Reserve memory for the messages' hidden states, if this engine keeps any.
@@ -250,7 +250,7 @@ class SnapshotServer:
                 hidden.check(layers, encoding.num_tokens)
             except ChoreoError:
                 for reserved in rebuilt.encodings:
-                    hidden.give_up(reserved)
+                    hidden.release(reserved)
                 raise
             hidden.add(encoding, layers, encoding.num_tokens)
 
@@ -309,9 +309,9 @@ def operations(server: SnapshotServer) -> dict[str, Callable[..., Any]]:
         "hold",
         "release",
         "begin",
-        "place",
-        "unplace",
-        "enter",
-        "give_up",
+        "allocate",
+        "deallocate",
+        "commit",
+        "abort",
     )
     return {f"snapshot_{name}": getattr(server, name) for name in names}

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-    from vllm_choreo.semantics.other_model import AdapterRequest
+    from vllm_choreo.engine.step import AdapterRequest
 
 _NO_ROTATION = Rotation(inv_freq=torch.empty(0, dtype=torch.float64), is_neox=True)
 

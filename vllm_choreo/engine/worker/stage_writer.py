@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.attention import Attention
 
-    from vllm_choreo.semantics.other_model import AdapterRequest
+    from vllm_choreo.engine.step import AdapterRequest
 
 
 class _Piece(NamedTuple):

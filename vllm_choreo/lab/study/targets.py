@@ -14,7 +14,7 @@ Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True)
-class Target:
+class MeasureTarget:
     """A bound of a measure: at least `value` of an agreement, at most of all else.
 
     Attributes:
@@ -26,7 +26,7 @@ class Target:
     value: float
 
     @classmethod
-    def given(cls, text: str, forms: Sequence[str]) -> Target:
+    def given(cls, text: str, forms: Sequence[str]) -> MeasureTarget:
         """Read an argument.
 
         Args:

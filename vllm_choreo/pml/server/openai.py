@@ -10,8 +10,7 @@ from xml.sax.saxutils import quoteattr
 from vllm_choreo.errors import ChoreoError, PmlError, UnsupportedOptionError
 from vllm_choreo.pml.language.markup import parse_prompt
 from vllm_choreo.pml.language.tree import Prompt
-from vllm_choreo.server.openai.reading import Body
-from vllm_choreo.server.wings import BegunPrompt, PromptRequest
+from vllm_choreo.server.wings import BegunPrompt, Body, PromptRequest
 
 # Names of the arguments that a prompt has beside those of a decode.
 ARGUMENTS = ("schema", "layout")

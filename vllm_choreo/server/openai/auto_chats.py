@@ -31,9 +31,10 @@ from vllm_choreo.server.openai.auto_options import (
     read_options,
 )
 from vllm_choreo.server.openai.engine_client import CallClient
-from vllm_choreo.server.openai.reading import Body, check_form, read_sent
+from vllm_choreo.server.openai.reading import check_form, read_sent
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.tenants import tenant_of
+from vllm_choreo.server.wings import Body
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -24,11 +24,11 @@ from vllm_choreo.server.openai.answering import (
 )
 from vllm_choreo.server.openai.auto_chats import AutoChats
 from vllm_choreo.server.openai.engine_client import CallClient
-from vllm_choreo.server.openai.reading import Body, check_form, read_arguments, read_sent
+from vllm_choreo.server.openai.reading import check_form, read_arguments, read_sent
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.sessions import OpenSession, Sessions
 from vllm_choreo.server.tenants import tenant_of
-from vllm_choreo.server.wings import PromptRequest, begin_prompt
+from vllm_choreo.server.wings import Body, PromptRequest, begin_prompt
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
@@ -22,12 +22,11 @@ from vllm_choreo.server.body import check_num_bytes, parse_body
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.schemas import MAX_PARENTS
 from vllm_choreo.server.tenants import tenant_of
-from vllm_choreo.server.wings import prompt_arguments
+from vllm_choreo.server.wings import Body, prompt_arguments
 from vllm_choreo.server.work_pool import WorkPool
 
 if TYPE_CHECKING:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    pass
 
 SESSION_KEY = "choreo_session"
 # The arguments of a decode, by key.
@@ -41,9 +40,6 @@ ARGUMENTS = {
 # Token ids with which the rendered prompt begins, and which the parents stand for.
 PREFIX_KEY = "choreo_prefix"
 _PARENT = re.compile(r"(?P<id>[^\[\]]+)(\[(?P<start>\d{0,9}):(?P<stop>\d{0,9})\])?")
-
-# Of vLLM's routes.
-Body: TypeAlias = "ChatCompletionRequest | CompletionRequest"
 
 
 def check_form(body: Body) -> None:

@@ -26,7 +26,7 @@ from vllm_choreo.lab.study.calibrate.candidates import (
 from vllm_choreo.lab.study.calibrate.fitting import DRAWS, fit
 from vllm_choreo.lab.study.calibrate.measure import BLOCK, NUM_BLOCKS
 from vllm_choreo.lab.study.results import PAGE, write_results
-from vllm_choreo.lab.study.targets import Target
+from vllm_choreo.lab.study.targets import MeasureTarget
 from vllm_choreo.repair.policy import Policy
 from vllm_choreo.trained_adapter import ModelIdentity
 
@@ -45,7 +45,7 @@ def calibrate(
     *,
     rules: Sequence[str],
     budgets: Sequence[float],
-    target: Target,
+    target: MeasureTarget,
     out: Path,
     seed: int,
 ) -> int:
@@ -116,7 +116,7 @@ def _policy(
     )
 
 
-def _advice(chosen: EvaluatedCandidate | None, target: Target, out: Path) -> str:
+def _advice(chosen: EvaluatedCandidate | None, target: MeasureTarget, out: Path) -> str:
     """Advice to the user, in a sentence."""
     if chosen is None:
         return (

@@ -14,7 +14,7 @@ from vllm_choreo.lab.study.calibrate.fitting import Fit
 from vllm_choreo.lab.study.calibrate.measure import BLOCK, MeasuredReplay, Replays
 from vllm_choreo.lab.study.calibrate.repaired import policy_choice
 from vllm_choreo.lab.study.scores import cost_row, kl_row
-from vllm_choreo.lab.study.targets import Target
+from vllm_choreo.lab.study.targets import MeasureTarget
 from vllm_choreo.repair.calibration import Key
 from vllm_choreo.repair.rules import FirstTokens, RandomBlocks, rule_of
 from vllm_choreo.semantics.session_options import RepairGiven
@@ -152,8 +152,10 @@ def prediction_error(evaluated: Sequence[EvaluatedCandidate]) -> float | None:
     return fmean(errors) / gap if gap > 0 else None
 
 
-def reached(evaluated: Sequence[EvaluatedCandidate], target: Target) -> EvaluatedCandidate | None:
-    """Candidate to take: see `Target.choose`.
+def reached(
+    evaluated: Sequence[EvaluatedCandidate], target: MeasureTarget
+) -> EvaluatedCandidate | None:
+    """Candidate to take: see `MeasureTarget.choose`.
 
     None: no candidate reaches the target, or only encoding everything again does.
     """

@@ -25,7 +25,7 @@ from vllm_choreo.lab.cli.run import make_folder
 from vllm_choreo.lab.cli.task import Task, program_of
 from vllm_choreo.lab.study.arguments import add_problems, add_target
 from vllm_choreo.lab.study.sets import halved, sets_of
-from vllm_choreo.lab.study.targets import Target
+from vllm_choreo.lab.study.targets import MeasureTarget
 from vllm_choreo.repair.policy import check_budget
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
     from vllm_choreo.lab.study.calibrate.calibrating import calibrate
     from vllm_choreo.testing.models.embedded import embedded_model
 
-    target = Target.given(args.target, TARGETS)
+    target = MeasureTarget.given(args.target, TARGETS)
     rules = DEFAULT_RULES if args.repair is None else args.repair
     budgets = DEFAULT_BUDGETS if args.budget is None else args.budget
     memory = memory_for([repair_of(rule) for rule in rules])

@@ -23,7 +23,7 @@ from vllm_choreo.lab.cli.options import add_sampling, add_together
 from vllm_choreo.lab.cli.run import make_folder
 from vllm_choreo.lab.study.arguments import add_problems, add_target
 from vllm_choreo.lab.study.sets import HeldOutSet, halved, sets_of
-from vllm_choreo.lab.study.targets import Target
+from vllm_choreo.lab.study.targets import MeasureTarget
 from vllm_choreo.repair.pair import Ranges
 from vllm_choreo.repair.rules import ByLayers, rule_given, rule_of
 from vllm_choreo.trained_adapter import FILE_NAME, PEFT_FILES, TrainedAdapter
@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
     from vllm_choreo.lab.study.profile_pair.results import measure, write_profile
     from vllm_choreo.testing.models.embedded import embedded_model
 
-    target, tried = Target.given(args.target, TARGETS), _tried(args)
+    target, tried = MeasureTarget.given(args.target, TARGETS), _tried(args)
     if args.writer == args.reader:
         raise ChoreoError("writer and reader are the same", parameter="reader", value=args.reader)
     is_models = all(map(_is_model, (args.writer, args.reader)))

@@ -26,7 +26,7 @@ from vllm_choreo.lab.study.profile_pair.profiling import (
 from vllm_choreo.lab.study.results import PAGE, scores_table, write_results
 from vllm_choreo.lab.study.scores import Judged
 from vllm_choreo.lab.study.sets import HeldOutSet
-from vllm_choreo.lab.study.targets import Target
+from vllm_choreo.lab.study.targets import MeasureTarget
 from vllm_choreo.repair.pair import Cell, PairProfile, Ranges, num_run, pareto
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ _UNTIMED = (
 )
 
 
-def reached(cells: Sequence[Cell], target: Target, num_layers: int) -> Cell | None:
-    """Cell to take, of those that no other beats: see `Target.choose`.
+def reached(cells: Sequence[Cell], target: MeasureTarget, num_layers: int) -> Cell | None:
+    """Cell to take, of those that no other beats: see `MeasureTarget.choose`.
 
     None: no cell reaches the target, or only encoding everything anew does.
     """
@@ -114,7 +114,7 @@ def measure(
 
 
 def write_profile(
-    llm: LLM, pair: Pair, tried: Tried, target: Target, out: Path, is_timed: bool
+    llm: LLM, pair: Pair, tried: Tried, target: MeasureTarget, out: Path, is_timed: bool
 ) -> int:
     """Print a table, write the numbers and a page, and the profile, which a session reads by.
 
