@@ -147,6 +147,51 @@ def test_what_was_reset_has_room_for_its_hidden_states_still(machine_of: Machine
     )
 
 
+def test_what_is_ready_is_not_undone_by_what_comes_after_it(machine_of: MachineOf) -> None:
+    """Else two calls evict in turn what each needs, until one is refused that fits by itself."""
+    part, parts = Read("m4", start=59, stop=86), {"share": 0.6, "by": "attention"}
+    run(
+        machine_of("chunks"),
+        Call("a", "m3", (8, 90), priority=2),
+        Call("a", "m4", (4, 90), new_offset=64, keep=(1,)),
+        Call("a", "m5", (8, 64), priority=2),
+        Call("a", "m6", (3, 33), (Read("m5"), part, Read("m3")), generate=33, priority=1),
+        Call(
+            "a",
+            "m9",
+            (7, 91),
+            (Read("m3"), Read("m5"), Read("m3"), Read("m4")),
+            repair={"share": 1.0, "by": "attention"},
+        ),
+        Call("a", "m10", (2, 38), (Read("m4"), *[Read("m5")] * 3), generate=2, repair=parts),
+    )
+
+
+def test_what_runs_is_not_undone_by_what_fits_only_for_now(machine_of: MachineOf) -> None:
+    """A long message is encoded in parts, and what comes after it leaves the rest its room."""
+    run(
+        machine_of("tight"),
+        Call("a", "m0", (2, 38), keep=(2,), adapter=1),
+        Settle(),
+        Call("a", "m1", (1, 90), adapter=2),
+        Settle(),
+        Evict("a", ("m0", "m1")),
+        Call("a", "m2", (0, 38), (Read("m1"), Read("m1"), Read("m0")), generate=3, repair="all"),
+        Call("a", "m3", (0, 40), (Read("m0"), Read("m1"), Read("m1")), generate=3, repair="all"),
+        Steps(count=3),
+        Call(
+            "a",
+            "m5",
+            (2, 19),
+            (Read("m3"), Read("m0")),
+            repair={"reweight": [0.7, 0.9]},
+            keep=(1, 2),
+            adapter=1,
+        ),
+        Call("a", "m6", (1, 65), (Read("m2"), Read("m0")), repair={"layers": [0, 1]}, keep=(2,)),
+    )
+
+
 @pytest.mark.parametrize("how", [{"repair": "all"}, {"exact": True}], ids=["repair", "exact"])
 def test_what_is_exact_does_not_depend_on_what_others_had_copied(
     machine_of: MachineOf, how: dict[str, Any]

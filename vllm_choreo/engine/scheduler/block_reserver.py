@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -28,7 +29,7 @@ class BlockReserver:
         enqueue: puts a request of ours into vLLM's queue, right before another one.
         enqueue_woken: puts a request there whose parents are known now, by its arrival.
         finish: vLLM's `finish_requests`.
-        is_idle: returns True while no request runs.
+        running: returns the requests that run.
 
     Attributes:
         short: calls of the step being planned for which there was too little room, each with the
@@ -48,7 +49,7 @@ class BlockReserver:
         enqueue: Callable[[Request, Request], None],
         enqueue_woken: Callable[[Request], None],
         finish: Callable[..., Any],
-        is_idle: Callable[[], bool],
+        running: Callable[[], Collection[Request]],
     ) -> None:
         self._call_table = call_table
         self._store = call_table.store
@@ -60,20 +61,20 @@ class BlockReserver:
         self._enqueue = enqueue
         self._enqueue_woken = enqueue_woken
         self._finish = finish
-        self._is_idle = is_idle
+        self._running = running
         self.short: dict[ScheduledCall, LimitError | None] = {}
         self.has_begun = False
 
     def prepare_waiting(self) -> None:
         """Resolve calls whose parents are known now; have evicted parents encoded again.
 
-        The oldest call that is not ready always gets what it needs; younger ones only what fits
-        beside, or calls would evict one another's parents in turn.
+        The oldest call always gets what it needs, or has what it takes to start if it is ready;
+        younger ones get only what fits beside, or calls would evict one another's parents in turn.
         """
         self.short, self.has_begun = {}, False
         self.end_unneeded()
         self._end_lost_runs()
-        oldest, free = None, None
+        oldest, free = None, 0
         self._enter_woken()
         waiting = self._call_table.in_turn()
         for index, call in enumerate(waiting):  # grows: by what encodes again, and who is woken
@@ -83,12 +84,14 @@ class BlockReserver:
                 is_resolved = self._call_table.resolve(call)
                 for woken in self._enter_woken():
                     insort(waiting, woken, index + 1, key=attrgetter("number"))
-                if not is_resolved or self._call_table.is_ready(call):
+                if not is_resolved:
                     continue
-                if free is None:
-                    oldest, free = call, self._free_blocks()
-                is_first = call is oldest or call.serves is not None
-                free -= self._prepare(call, waiting, free, is_first)
+                if oldest is None:
+                    oldest, free = call.beneficiary, self._free_blocks()
+                if not self._call_table.is_ready(call):
+                    free -= self._prepare(call, waiting, free, call.beneficiary is oldest)
+                elif call is oldest and not call.is_internal:  # ours are promised
+                    free -= self._num_blocks_ahead(call.request)
             except ChoreoError as error:
                 self._refusals.refuse(call.beneficiary.id, error)
             except Exception as error:
@@ -108,17 +111,22 @@ class BlockReserver:
 
         Args:
             waiting: calls that wait; those that encode for this one are appended.
-            is_first: True if it need not fit beside blocks promised to others.
+            is_first: True if it need not fit beside blocks promised to others, and may take those
+                of encodings that others wait for.
 
         Returns:
             Number of the free blocks that will be taken.
         """
-        taken = 0
+        taken, most = 0, sys.maxsize if is_first else free
+        if is_first:
+            self._call_table.adopt_encoders(call)
         for wanted in self._lacks(call):
-            if self._restore(wanted, call):
-                continue
             encoding = self._lacking(wanted)
-            if encoding is not wanted and self._restore(encoding, call):
+            restored = self._restore(wanted, call, most - taken)
+            if not restored and encoding is not wanted:
+                restored = self._restore(encoding, call, most - taken)
+            if restored:
+                taken += restored
                 continue
             if encoding.adapter and not self._adapters.is_current(encoding.adapter):
                 self._refuse_readers(encoding)
@@ -126,14 +134,14 @@ class BlockReserver:
             if self._is_blocked(encoding):
                 continue
             need = self._num_blocks(encoding)
-            if is_first or taken + need <= free:
+            if taken + need <= most:
                 taken += need
                 waiting += self._encode_again(encoding, call, is_first)
         if self._patcher.stager.can_watch(call):
             need = self._patcher.stager.num_scratch_blocks(call)
-            if is_first or taken + need <= free:
+            if taken + need <= most:
                 taken += need
-                self._watch(call)
+                self._watch(call, is_first)
         return taken
 
     def refuse_too_large(self, waiting: Iterable[Request], is_tried: Callable[..., bool]) -> None:
@@ -178,21 +186,27 @@ class BlockReserver:
             if not (wanted.is_resident or wanted.encoders):
                 late.add(wanted)
 
-    def _restore(self, encoding: Encoding, reader: ScheduledCall) -> bool:
-        """Bring an encoding back from host memory, if it lies there and there is room for it."""
+    def _restore(self, encoding: Encoding, reader: ScheduledCall, most: int) -> int:
+        """Bring an encoding back from host memory, if it lies there and there is room for it.
+
+        Returns:
+            Number of blocks that it takes, `most` or fewer; 0: it is not brought back.
+        """
         tier = self._store.tier
         if tier is None or encoding not in tier:
-            return False
-        tier.protect(encoding)  # what makes room for it is saved there
+            return 0
         need = tier.num_blocks_of(encoding)
+        if need > most:
+            return 0
+        tier.protect(encoding)  # what makes room for it is saved there
         while self._pool.get_num_free_blocks() < need:
             if not self._store.evict_one(reader.needed(), waiting_too=False):
-                return False
+                return 0
         blocks = self._pool.get_new_blocks(need)
         self._store.restore(encoding, blocks)
         self.has_begun = True
         self._pool.free_blocks(blocks)  # the store holds its own references
-        return True
+        return need
 
     def _lacking(self, encoding: Encoding) -> Encoding:
         """Encoding that has to be there first: a patch's source, if it is not, or itself."""
@@ -210,13 +224,23 @@ class BlockReserver:
             return self._patcher.num_blocks(encoding)
         return -(-encoding.num_tokens // self._store.block_size)
 
+    def _num_blocks_ahead(self, request: Request) -> int:
+        """Number of blocks that a request takes for tokens that it has not computed yet."""
+        call, num_there = self._call_table.calls.get(request.request_id), 0
+        if call is not None and call.run is not None:
+            return 0  # its slots exist
+        if call is not None and call.plan is not None:
+            num_there = call.plan.base
+        size, num_there = self._store.block_size, max(num_there, request.num_computed_tokens)
+        return -(-request.num_tokens // size) - -(-num_there // size)
+
     def _free_blocks(self) -> int:
-        """Number of blocks that are free, or idle and so evictable, less those promised."""
-        promised = sum(
-            -(-call.encoding.num_tokens // self._store.block_size)
-            for call in self._call_table.waiting.values()
-            if call.is_internal and call.run is None
-        )
+        """Number of blocks that are free, or idle and so evictable, less those promised.
+
+        They are promised to what runs, and to what encodes again.
+        """
+        waiting = [c.request for c in self._call_table.waiting.values() if c.is_internal]
+        promised = sum(map(self._num_blocks_ahead, (*self._running(), *waiting)))
         idle = self._store.residency.num_idle_blocks
         return self._pool.get_num_free_blocks() + idle - promised
 
@@ -226,7 +250,7 @@ class BlockReserver:
         """Queue requests that encode a missing encoding, right before the call they serve."""
         if encoding.encoders:
             return []
-        if encoding.patch and not self._place(encoding, serves):
+        if encoding.patch and not self._place(encoding, serves, is_first):
             return []
         hidden = self._store.hidden
         if hidden and (error := hidden.add_again(encoding)):
@@ -246,10 +270,10 @@ class BlockReserver:
         self._enqueue(request, serves.request)
         return [call]
 
-    def _place(self, encoding: Encoding, serves: ScheduledCall) -> bool:
+    def _place(self, encoding: Encoding, serves: ScheduledCall, is_first: bool) -> bool:
         """Give a patch its blocks; a patch by layers is then written before the step."""
         assert encoding.patch is not None
-        if not self._evict_until_free(lambda: self._patcher.num_blocks(encoding), serves):
+        if not self._evict_until_free(lambda: self._patcher.num_blocks(encoding), serves, is_first):
             return False
         self._patcher.place(encoding)
         self._store.totals["repaired_tokens"] += encoding.patch.num_tokens
@@ -267,19 +291,25 @@ class BlockReserver:
             self._enqueue(request, serves.request)
         return calls
 
-    def _watch(self, call: ScheduledCall) -> None:
+    def _watch(self, call: ScheduledCall, is_first: bool) -> None:
         """Have a call look at its parents before the step being planned."""
         stager = self._patcher.stager
-        if self._evict_until_free(lambda: stager.num_scratch_blocks(call), call):
+        if self._evict_until_free(lambda: stager.num_scratch_blocks(call), call, is_first):
             self._store.totals["scored_tokens"] += call.request.num_prompt_tokens
             stager.watch(call)
             self.has_begun = True
 
-    def _evict_until_free(self, need: Callable[[], int], call: ScheduledCall) -> bool:
-        """Evict messages that a call can do without until `need()` blocks are free."""
+    def _evict_until_free(
+        self, need: Callable[[], int], call: ScheduledCall, is_first: bool
+    ) -> bool:
+        """Evict messages that a call can do without until `need()` blocks are free.
+
+        Only of the first call it can be said that it is short, for it may take from all others.
+        """
         while self._pool.get_num_free_blocks() < need():
-            if not self._store.evict_one(call.needed(), waiting_too=self._is_idle()):
-                self.short[call] = None
+            if not self._store.evict_one(call.needed(), is_first and not self._running()):
+                if is_first:
+                    self.short[call] = None
                 return False
         return True
 

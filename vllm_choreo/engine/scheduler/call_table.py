@@ -119,9 +119,9 @@ class CallTable:
         call.request.skip_reading_prefix_cache = True
         self.store.residency.add_encoder(call.encoding, call.id)
         self.store.residency.wait_for(call.reads)
-        # An encoding again takes its turn with the call that it serves.
         self._num_opened += 1
-        call.number = call.serves.number if call.serves else self._num_opened
+        if call.serves is None:
+            call.number = self._num_opened
         self.calls[call.id] = call
         if not self._park(call):
             self.waiting[call.id] = call
@@ -251,6 +251,18 @@ class CallTable:
     def missing(self, call: ScheduledCall) -> list[Encoding]:
         """Parents that must be encoded again, and that no call encodes yet."""
         return [p for p in call.parents if p.is_known and not p.is_resident and not p.encoders]
+
+    def adopt_encoders(self, call: ScheduledCall) -> None:
+        """Have what others' calls encode for themselves, and `call` waits for, serve it first.
+
+        It is the oldest. Else it would wait for what waits for room beside it.
+        """
+        sources = (parent.patch.source for parent in call.parents if parent.patch)
+        for encoding in (*call.parents, *sources):
+            for encoder in filter(None, map(self.calls.get, encoding.encoders)):
+                is_others = encoder.beneficiary is not call.beneficiary
+                if is_others and encoder.is_internal and not encoder.admitted:
+                    encoder.serve(call)
 
     def count_served(self, call: ScheduledCall) -> None:
         """Count an encoding again on behalf of a caller's call."""

@@ -81,7 +81,7 @@ class ScheduledCall:
             self.serve(self.serves)
 
     def serve(self, other: ScheduledCall) -> None:
-        """Encode for another call from now on, with all calls that encode for this one."""
+        """Encode for another call, in its turn, with all calls that encode for this one."""
         if self.serves is not None:
             self.serves.helpers.discard(self)
         self.serves = other
@@ -89,7 +89,7 @@ class ScheduledCall:
         served = [self]
         while served:
             call = served.pop()
-            call.beneficiary = other.beneficiary
+            call.beneficiary, call.number = other.beneficiary, other.number
             served += call.helpers
 
     @property

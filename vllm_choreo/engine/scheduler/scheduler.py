@@ -102,7 +102,7 @@ class _Choreographed(Scheduler):
             enqueue=self._enqueue_before,
             enqueue_woken=self._enqueue_by_arrival,
             finish=self.finish_requests,
-            is_idle=lambda: not self.running,
+            running=lambda: self.running,
         )
         self.finalizer = Finalizer(self.call_table, manager, *shared, enqueue=super().add_request)
         self.snapshots = SnapshotServer(
