@@ -261,7 +261,7 @@ class CallTable:
         for encoding in (*call.parents, *sources):
             for encoder in filter(None, map(self.calls.get, encoding.encoders)):
                 is_others = encoder.beneficiary is not call.beneficiary
-                if is_others and encoder.is_internal and not encoder.admitted:
+                if is_others and encoder.is_internal and not encoder.is_scheduled:
                     encoder.serve(call)
 
     def count_served(self, call: ScheduledCall) -> None:

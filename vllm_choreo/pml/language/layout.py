@@ -22,12 +22,12 @@ from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.language.chat_template import ChatTemplate
 from vllm_choreo.pml.language.tree import (
     Container,
+    MarkupNode,
     Module,
     Param,
     Scaffold,
     Schema,
     Text,
-    TreeNode,
     Turn,
     Union,
     wrong,
@@ -251,7 +251,7 @@ def lay_out(schema: Schema, tokens: Tokens, chat: ChatTemplate) -> SchemaLayout:
     return SchemaLayout(schema, _Layer(tokens, turns).module(schema, (), 0))
 
 
-def _roles(node: TreeNode) -> Iterator[str]:
+def _roles(node: MarkupNode) -> Iterator[str]:
     """Roles of all turns, in the order in which they are written."""
     for child in getattr(node, "children", ()):
         if isinstance(child, Turn):

@@ -28,6 +28,7 @@ from typing import TypeAlias, overload
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.language.checks import check_prompt, check_schema
 from vllm_choreo.pml.language.tree import (
+    MarkupNode,
     Module,
     Param,
     Passed,
@@ -35,13 +36,12 @@ from vllm_choreo.pml.language.tree import (
     Scaffold,
     Schema,
     Text,
-    TreeNode,
     Turn,
     Union,
     Use,
 )
 
-Item: TypeAlias = str | TreeNode | None
+Item: TypeAlias = str | MarkupNode | None
 Content = Callable[..., Item | Iterable[Item]]
 
 
@@ -139,10 +139,10 @@ def prompt(schema: Schema | str, /, *content: Item) -> Prompt:
     return check_prompt(Prompt(_items(content, in_prompt=True), schema=name))
 
 
-def _items(content: Item | Iterable[Item], in_prompt: bool = False) -> tuple[TreeNode, ...]:
+def _items(content: Item | Iterable[Item], in_prompt: bool = False) -> tuple[MarkupNode, ...]:
     if isinstance(content, str) or not isinstance(content, Iterable):
         content = (content,)
-    made: list[TreeNode] = []
+    made: list[MarkupNode] = []
     for item in content:
         if isinstance(item, str):
             made.append(Text(item))

@@ -9,7 +9,7 @@ from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.language.chat_template import ChatTemplate
 from vllm_choreo.pml.language.layout import PromptTokenizer, Tokens
 from vllm_choreo.pml.language.schema_book import SchemaBook
-from vllm_choreo.pml.language.tree import Document, Passed, Prompt, Schema, Text, TreeNode
+from vllm_choreo.pml.language.tree import Document, MarkupNode, Passed, Prompt, Schema, Text
 
 
 class TextAsToken:
@@ -66,7 +66,7 @@ def check_documents(
     return book
 
 
-def passed_names(prompt: TreeNode) -> Iterator[str]:
+def passed_names(prompt: MarkupNode) -> Iterator[str]:
     """Names of the messages that a prompt expects to be passed."""
     for child in getattr(prompt, "children", ()):
         if isinstance(child, Passed):
@@ -74,7 +74,7 @@ def passed_names(prompt: TreeNode) -> Iterator[str]:
         yield from passed_names(child)
 
 
-def num_new_chars(prompt: TreeNode) -> int:
+def num_new_chars(prompt: MarkupNode) -> int:
     """Number of characters of text that a prompt brings, those of arguments included."""
     own = sum(len(value) for _, value in getattr(prompt, "arguments", ()))
     own += len(prompt.text) if isinstance(prompt, Text) else 0

@@ -30,21 +30,21 @@ class Place:
 
 
 @dataclass(frozen=True)
-class TreeNode:
+class MarkupNode:
     """A part of a tree, and where it was written; None: in a program."""
 
     place: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True)
-class Text(TreeNode):
+class Text(MarkupNode):
     """Text as the model gets it, white space included."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Param(TreeNode):
+class Param(MarkupNode):
     """A place for an argument.
 
     Attributes:
@@ -59,7 +59,7 @@ class Param(TreeNode):
 
 
 @dataclass(frozen=True)
-class Scaffold(TreeNode):
+class Scaffold(MarkupNode):
     """Modules that are also encoded together, and read so when all of them are chosen.
 
     Attributes:
@@ -70,7 +70,7 @@ class Scaffold(TreeNode):
 
 
 @dataclass(frozen=True)
-class Container(TreeNode):
+class Container(MarkupNode):
     """A node with others in it."""
 
     children: tuple[Any, ...] = ()
@@ -124,7 +124,7 @@ class Use(Container):
 
 
 @dataclass(frozen=True)
-class Passed(TreeNode):
+class Passed(MarkupNode):
     """A message made at run time: whoever runs the prompt passes it under this name."""
 
     name: str
@@ -155,7 +155,7 @@ def joined(children: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def wrong(
-    message: str, node: TreeNode | Place | None, parameter: str, value: object = None
+    message: str, node: MarkupNode | Place | None, parameter: str, value: object = None
 ) -> PmlError:
     """Make an error that says where `node` was written, if it was."""
     place = node if isinstance(node, Place) else getattr(node, "place", None)
