@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `PromptCache` and `AsyncPromptCache` have in common: all that asks nothing of the engine."""
+"""Base of `PromptCache` and `AsyncPromptCache`: all that asks nothing of the engine."""
 
 from __future__ import annotations
 
 from typing import Unpack
 
 from vllm_choreo.pml.language.chat_template import ChatTemplate
-from vllm_choreo.pml.language.layout import SchemaLayout, Tokenizer, Tokens
+from vllm_choreo.pml.language.layout import ChatTokenizer, SchemaLayout, Tokens
 from vllm_choreo.pml.language.outline import outline
 from vllm_choreo.pml.language.placing import PromptPlan
 from vllm_choreo.pml.language.schema_book import PromptGiven, SchemaBook
@@ -15,7 +15,7 @@ from vllm_choreo.semantics.message import Message
 
 
 def new_book(
-    tokenizer: Tokenizer, chat_template: str | None, placeholder: int | None, mode: str
+    tokenizer: ChatTokenizer, chat_template: str | None, placeholder: int | None, mode: str
 ) -> SchemaBook:
     """Make an empty book; arguments as of `PromptCache`, and the mode of its facade."""
     chat = ChatTemplate(tokenizer, chat_template)

@@ -23,10 +23,11 @@ from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 if TYPE_CHECKING:
     from fastapi import APIRouter
     from starlette.datastructures import State
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.lora.request import LoRARequest
 
     from vllm_choreo.api.adapters import WithAdapter
-    from vllm_choreo.server.openai.reading import Body
     from vllm_choreo.server.running import Run
     from vllm_choreo.server.sessions import OpenSession
 
@@ -50,7 +51,7 @@ class PromptRequest:
     state: State
     session: OpenSession
     run: Run
-    body: Body
+    body: ChatCompletionRequest | CompletionRequest
     arguments: dict[str, Any]
     adapter: LoRARequest | WithAdapter | str | None
 

@@ -15,13 +15,13 @@ from vllm_choreo.pml.language.tree import (
     ROLES,
     Container,
     Module,
-    Node,
     Param,
     Passed,
     Prompt,
     Scaffold,
     Schema,
     Text,
+    TreeNode,
     Turn,
     Union,
     Use,
@@ -43,12 +43,12 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 _RESERVED = frozenset((*ROLES, "prompt", "message"))
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
-_IN_SCHEMA: dict[type, tuple[type[Node], ...]] = {
+_IN_SCHEMA: dict[type, tuple[type[TreeNode], ...]] = {
     Schema: (Text, Module, Union, Turn, Scaffold),
     Module: (Text, Module, Union, Turn, Param),
     Union: (Module,),
 }
-_IN_PROMPT: dict[type, tuple[type[Node], ...]] = {
+_IN_PROMPT: dict[type, tuple[type[TreeNode], ...]] = {
     Prompt: (Text, Use, Turn, Passed, Prompt),
     Use: (Text, Use, Passed),
     Turn: (Text, Passed),
@@ -311,7 +311,7 @@ def _check_size(root: Container, parameter: str) -> None:
         raise wrong(f"there are {MAX_CHARS} characters at most", root, parameter)
 
 
-def _check_name(name: object, node: Node, parameter: str) -> None:
+def _check_name(name: object, node: TreeNode, parameter: str) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise wrong(
             "a name is a letter or _, then up to 127 letters, digits and _ . -",
@@ -326,7 +326,7 @@ def _check_role(turn: Turn) -> None:
         raise wrong(f"the role of a turn is one of {ROLES}", turn, "role", turn.role)
 
 
-def _check_text(text: object, node: Node, parameter: str) -> None:
+def _check_text(text: object, node: TreeNode, parameter: str) -> None:
     if not isinstance(text, str):
         raise wrong("text is needed", node, parameter, text)
     if found := _NO_XML.search(text):
@@ -337,7 +337,7 @@ def _check_text(text: object, node: Node, parameter: str) -> None:
         )
 
 
-def _misplaced(child: Node, owner: Container) -> str:
+def _misplaced(child: TreeNode, owner: Container) -> str:
     if isinstance(child, Param) and isinstance(owner, Schema):
         return "a parameter belongs into a module: text that all prompts have takes no arguments"
     if isinstance(child, Scaffold):
@@ -347,5 +347,5 @@ def _misplaced(child: Node, owner: Container) -> str:
     return f"a {inside} cannot stand inside a {outer}"
 
 
-def _title(node: Node) -> str:
+def _title(node: TreeNode) -> str:
     return getattr(node, "name", None) or getattr(node, "role", None) or type(node).__name__

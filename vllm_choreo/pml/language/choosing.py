@@ -22,7 +22,7 @@ from vllm_choreo.errors import UnknownSchemaError
 from vllm_choreo.pml.language.chat_template import ChatTemplate
 from vllm_choreo.pml.language.layout import LaidModule, LaidUnion, Segment, Tokens
 from vllm_choreo.pml.language.registered import RegisteredSchema
-from vllm_choreo.pml.language.tree import Node, Passed, Prompt, Text, Turn, Use, wrong
+from vllm_choreo.pml.language.tree import Passed, Prompt, Text, TreeNode, Turn, Use, wrong
 
 # Of all schemas that a prompt and those inside it name, each time that they do.
 MAX_PIECES = 20_000
@@ -75,7 +75,7 @@ class Item:
     content: Stored | Fresh | PassedMessage
     number: int
     position: int | None
-    node: Node | None
+    node: TreeNode | None
 
 
 @dataclass
@@ -129,7 +129,7 @@ class _Chooser:
         self._row = ChosenRow([], [], [])
         self._num_steps = 0
         self._texts: list[str] = []  # new text that is not in an item yet
-        self._node: Node | None = None
+        self._node: TreeNode | None = None
 
     def row(self, prompt: Prompt) -> ChosenRow:
         self._schema(prompt)
@@ -264,7 +264,7 @@ class _Chooser:
                     )
                 self._add(PassedMessage(content.name, self._lengths[content.name]), None, content)
 
-    def _write(self, text: str, node: Node) -> None:
+    def _write(self, text: str, node: TreeNode) -> None:
         self._texts.append(text)
         self._node = node
 
@@ -274,7 +274,7 @@ class _Chooser:
             self._add(Fresh(ids), None, self._node)
 
     def _add(
-        self, content: Stored | Fresh | PassedMessage, position: int | None, node: Node | None
+        self, content: Stored | Fresh | PassedMessage, position: int | None, node: TreeNode | None
     ) -> None:
         if self._texts:
             self._flush()

@@ -23,11 +23,11 @@ from vllm_choreo.pml.language.chat_template import ChatTemplate
 from vllm_choreo.pml.language.tree import (
     Container,
     Module,
-    Node,
     Param,
     Scaffold,
     Schema,
     Text,
+    TreeNode,
     Turn,
     Union,
     wrong,
@@ -185,7 +185,7 @@ class SchemaLayout:
         return [child for child in self.schema.children if isinstance(child, Scaffold)]
 
 
-class Tokenizer(TemplatedTokenizer, Protocol):
+class ChatTokenizer(TemplatedTokenizer, Protocol):
     """Tokenizer of transformers, or another object with these of its methods."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
@@ -201,7 +201,7 @@ class Tokens:
             or, where it has none, a space or its padding token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, placeholder: int | None = None) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, placeholder: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._given = placeholder
 
@@ -251,7 +251,7 @@ def lay_out(schema: Schema, tokens: Tokens, chat: ChatTemplate) -> SchemaLayout:
     return SchemaLayout(schema, _Layer(tokens, turns).module(schema, (), 0))
 
 
-def _roles(node: Node) -> Iterator[str]:
+def _roles(node: TreeNode) -> Iterator[str]:
     """Roles of all turns, in the order in which they are written."""
     for child in getattr(node, "children", ()):
         if isinstance(child, Turn):

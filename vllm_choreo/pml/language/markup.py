@@ -29,7 +29,6 @@ from vllm_choreo.pml.language.tree import (
     ROLES,
     Document,
     Module,
-    Node,
     Param,
     Passed,
     Place,
@@ -37,6 +36,7 @@ from vllm_choreo.pml.language.tree import (
     Scaffold,
     Schema,
     Text,
+    TreeNode,
     Turn,
     Union,
     Use,
@@ -105,12 +105,12 @@ def _schema(element: Element) -> Schema:
     return check_schema(Schema(children, name=name, place=element.place))
 
 
-def _schema_items(element: Element, has_edges: bool = False) -> Iterator[Node]:
+def _schema_items(element: Element, has_edges: bool = False) -> Iterator[TreeNode]:
     for child in element.content(has_edges):
         yield _text(child) if isinstance(child, tuple) else _schema_item(child)
 
 
-def _schema_item(element: Element) -> Node:
+def _schema_item(element: Element) -> TreeNode:
     place = element.place
     if element.tag in ROLES:
         _attributes(element, ())
@@ -139,7 +139,7 @@ def _module(element: Element) -> Module:
     return Module(children, name=name, cache=cache == "true", place=element.place)
 
 
-def _members(element: Element) -> Iterator[Node]:
+def _members(element: Element) -> Iterator[TreeNode]:
     for item in _schema_items(element, has_edges=True):
         # Spaces between members are nobody's text.
         if not isinstance(item, Text) or item.text.strip():
@@ -168,7 +168,7 @@ def _prompt(element: Element) -> Prompt:
     return Prompt(tuple(_prompt_items(element, True)), schema=schema, place=element.place)
 
 
-def _prompt_items(element: Element, has_edges: bool = False) -> Iterator[Node]:
+def _prompt_items(element: Element, has_edges: bool = False) -> Iterator[TreeNode]:
     for child in element.content(has_edges):
         if not isinstance(child, tuple):
             yield _prompt_item(child)
@@ -176,7 +176,7 @@ def _prompt_items(element: Element, has_edges: bool = False) -> Iterator[Node]:
             yield _text(child)
 
 
-def _prompt_item(element: Element) -> Node:
+def _prompt_item(element: Element) -> TreeNode:
     place = element.place
     if element.tag in ROLES:
         _attributes(element, ())

@@ -10,13 +10,13 @@ from vllm_choreo.pml.language.elements import SPACE_ATTRIBUTE
 from vllm_choreo.pml.language.tree import (
     Document,
     Module,
-    Node,
     Param,
     Passed,
     Prompt,
     Scaffold,
     Schema,
     Text,
+    TreeNode,
     Turn,
     Union,
     Use,
@@ -37,7 +37,7 @@ def to_markup(tree: Document) -> str:
     return "".join(_written(tree, {SPACE_ATTRIBUTE: "preserve"})) + "\n"
 
 
-def _written(node: Node, more: dict[str, str] | None = None) -> Iterator[str]:
+def _written(node: TreeNode, more: dict[str, str] | None = None) -> Iterator[str]:
     if isinstance(node, Text):
         yield node.text.translate(_IN_TEXT)
         return
@@ -56,7 +56,7 @@ def _written(node: Node, more: dict[str, str] | None = None) -> Iterator[str]:
     yield f"</{tag}>"
 
 
-def _head(node: Node) -> tuple[str, dict[str, str]]:
+def _head(node: TreeNode) -> tuple[str, dict[str, str]]:
     """Name and attributes of an element."""
     if isinstance(node, Schema):
         return "schema", {"name": node.name}

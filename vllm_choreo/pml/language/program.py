@@ -29,19 +29,19 @@ from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.language.checks import check_prompt, check_schema
 from vllm_choreo.pml.language.tree import (
     Module,
-    Node,
     Param,
     Passed,
     Prompt,
     Scaffold,
     Schema,
     Text,
+    TreeNode,
     Turn,
     Union,
     Use,
 )
 
-Item: TypeAlias = str | Node | None
+Item: TypeAlias = str | TreeNode | None
 Content = Callable[..., Item | Iterable[Item]]
 
 
@@ -139,10 +139,10 @@ def prompt(schema: Schema | str, /, *content: Item) -> Prompt:
     return check_prompt(Prompt(_items(content, in_prompt=True), schema=name))
 
 
-def _items(content: Item | Iterable[Item], in_prompt: bool = False) -> tuple[Node, ...]:
+def _items(content: Item | Iterable[Item], in_prompt: bool = False) -> tuple[TreeNode, ...]:
     if isinstance(content, str) or not isinstance(content, Iterable):
         content = (content,)
-    made: list[Node] = []
+    made: list[TreeNode] = []
     for item in content:
         if isinstance(item, str):
             made.append(Text(item))

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.language.chat_template import ChatTemplate
-from vllm_choreo.pml.language.layout import Tokenizer, Tokens
+from vllm_choreo.pml.language.layout import ChatTokenizer, Tokens
 from vllm_choreo.pml.language.schema_book import SchemaBook
-from vllm_choreo.pml.language.tree import Document, Node, Passed, Prompt, Schema, Text
+from vllm_choreo.pml.language.tree import Document, Passed, Prompt, Schema, Text, TreeNode
 
 
 class TextAsToken:
@@ -35,7 +35,7 @@ class TextAsToken:
 
 
 def check_documents(
-    documents: Sequence[Document], tokenizer: Tokenizer | None = None
+    documents: Sequence[Document], tokenizer: ChatTokenizer | None = None
 ) -> SchemaBook:
     """Register the schemas and plan the prompts.
 
@@ -66,7 +66,7 @@ def check_documents(
     return book
 
 
-def passed_names(prompt: Node) -> Iterator[str]:
+def passed_names(prompt: TreeNode) -> Iterator[str]:
     """Names of the messages that a prompt expects to be passed."""
     for child in getattr(prompt, "children", ()):
         if isinstance(child, Passed):
@@ -74,7 +74,7 @@ def passed_names(prompt: Node) -> Iterator[str]:
         yield from passed_names(child)
 
 
-def num_new_chars(prompt: Node) -> int:
+def num_new_chars(prompt: TreeNode) -> int:
     """Number of characters of text that a prompt brings, those of arguments included."""
     own = sum(len(value) for _, value in getattr(prompt, "arguments", ()))
     own += len(prompt.text) if isinstance(prompt, Text) else 0

@@ -30,21 +30,21 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Node:
+class TreeNode:
     """A part of a tree, and where it was written; None: in a program."""
 
     place: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True)
-class Text(Node):
+class Text(TreeNode):
     """Text as the model gets it, white space included."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Param(Node):
+class Param(TreeNode):
     """A place for an argument.
 
     Attributes:
@@ -59,7 +59,7 @@ class Param(Node):
 
 
 @dataclass(frozen=True)
-class Scaffold(Node):
+class Scaffold(TreeNode):
     """Modules that are also encoded together, and read so when all of them are chosen.
 
     Attributes:
@@ -70,7 +70,7 @@ class Scaffold(Node):
 
 
 @dataclass(frozen=True)
-class Container(Node):
+class Container(TreeNode):
     """A node with others in it."""
 
     children: tuple[Any, ...] = ()
@@ -124,7 +124,7 @@ class Use(Container):
 
 
 @dataclass(frozen=True)
-class Passed(Node):
+class Passed(TreeNode):
     """A message made at run time: whoever runs the prompt passes it under this name."""
 
     name: str
@@ -155,7 +155,7 @@ def joined(children: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def wrong(
-    message: str, node: Node | Place | None, parameter: str, value: object = None
+    message: str, node: TreeNode | Place | None, parameter: str, value: object = None
 ) -> PmlError:
     """Make an error that says where `node` was written, if it was."""
     place = node if isinstance(node, Place) else getattr(node, "place", None)
