@@ -12,12 +12,12 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "vllm_choreo"
 # What is left, each for a reason: an operation of the engine answers whatever it answers (api),
 # fields of pydantic and a module chosen at run time (integrations), JSON of any form and
-# options of metrics (server).
+# options of metrics (server), a file of JSON (repair), forms of msgspec (convert.py).
 MOST = {
-    **dict.fromkeys(("", "client", "ops", "semantics", "snapshot", "store", "wire"), 0),
-    **{"api": 2, "integrations": 5, "server": 4, "engine": 160},
+    **dict.fromkeys(("chat", "client", "ops", "pml", "semantics", "snapshot", "store", "wire"), 0),
+    **{"": 5, "api": 2, "integrations": 3, "repair": 1, "server": 4, "engine": 160},
 }
-MOST_OF_ALL_OTHERS = 368
+MOST_OF_ALL_OTHERS = 244
 
 
 def _is_any(annotation: ast.expr | None) -> bool:
