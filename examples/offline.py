@@ -12,7 +12,7 @@ import argparse
 from vllm import LLM, SamplingParams
 
 from vllm_choreo import Call, Choreography
-from vllm_choreo.testing.models.embedded import embedded_model
+from vllm_choreo.testing import embedded_model
 
 CANDIDATES = ("A: paint the shed green.", "B: sell the red bicycle.", "C: plant a pear tree.")
 VOTERS = {"Vote as a gardener.": (0, 1, 2), "Vote as a banker.": (2, 0, 1)}

@@ -12,13 +12,14 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "vllm_choreo"
 # What is left, each for a reason: an operation of the engine answers whatever it answers (api),
 # fields of pydantic and a module chosen at run time (integrations), JSON of any form and
-# options of metrics (server), arguments that methods of vLLM get from us as we got them (engine).
+# options of metrics (server), a file of JSON (repair), forms of msgspec (convert.py), arguments that
+# methods of vLLM get from us as we got them (engine).
 MOST = {
-    **dict.fromkeys(("ops", "semantics", "snapshot", "store", "wire"), 0),
+    **dict.fromkeys(("chat", "client", "ops", "pml", "semantics", "snapshot", "store", "wire"), 0),
     **dict.fromkeys(("cli", "lab", "transcript"), 0),
-    **{"api": 2, "integrations": 5, "server": 6, "engine": 37, "testing": 8, "": 14, "client": 3},
+    **{"": 5, "api": 2, "integrations": 3, "repair": 1, "server": 4, "engine": 37, "testing": 8},
 }
-MOST_OF_ALL_OTHERS = 220
+MOST_OF_ALL_OTHERS = 96
 
 
 def _is_any(annotation: ast.expr | None) -> bool:

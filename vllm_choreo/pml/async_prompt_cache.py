@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from vllm_choreo.api.protocol import AsyncFacade, PendingMessage
 from vllm_choreo.pml.answer import PromptAnswer
 from vllm_choreo.pml.cache_base import CacheBase, new_book
-from vllm_choreo.pml.language.layout import PromptTokenizer, SchemaLayout
+from vllm_choreo.pml.language.layout import ChatTokenizer, SchemaLayout
 from vllm_choreo.pml.language.placing import FreshCall
 from vllm_choreo.pml.language.registered import EncodingKey
 from vllm_choreo.pml.language.schema_book import AskedPrompt, PromptGiven, SchemaBook
@@ -32,7 +32,7 @@ class AsyncPromptCache(CacheBase):
     def __init__(
         self,
         facade: AsyncFacade,
-        tokenizer: PromptTokenizer | None = None,
+        tokenizer: ChatTokenizer | None = None,
         *,
         chat_template: str | None = None,
         placeholder: int | None = None,

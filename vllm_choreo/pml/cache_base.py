@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from vllm_choreo.pml.language.chat_template import ChatTemplate
-from vllm_choreo.pml.language.layout import PromptTokenizer, SchemaLayout, Tokens
+from vllm_choreo.pml.language.layout import ChatTokenizer, SchemaLayout, Tokens
 from vllm_choreo.pml.language.outline import outline
 from vllm_choreo.pml.language.placing import PromptPlan
 from vllm_choreo.pml.language.schema_book import PromptGiven, SchemaBook
@@ -15,7 +15,7 @@ from vllm_choreo.semantics.message import Message
 
 
 def new_book(
-    tokenizer: PromptTokenizer, chat_template: str | None, placeholder: int | None, mode: str
+    tokenizer: ChatTokenizer, chat_template: str | None, placeholder: int | None, mode: str
 ) -> SchemaBook:
     """Make an empty book; arguments as of `PromptCache`, and the mode of its facade."""
     chat = ChatTemplate(tokenizer, chat_template)

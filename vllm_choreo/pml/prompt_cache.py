@@ -15,7 +15,7 @@ from vllm_choreo.api.protocol import Facade, SessionFacade
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.answer import PromptAnswer
 from vllm_choreo.pml.cache_base import CacheBase, new_book
-from vllm_choreo.pml.language.layout import PromptTokenizer, SchemaLayout
+from vllm_choreo.pml.language.layout import ChatTokenizer, SchemaLayout
 from vllm_choreo.pml.language.registered import EncodingKey
 from vllm_choreo.pml.language.schema_book import AskedPrompt, PromptGiven
 from vllm_choreo.pml.language.tree import Prompt, Schema
@@ -39,7 +39,7 @@ class PromptCache(CacheBase):
     def __init__(
         self,
         facade: Facade,
-        tokenizer: PromptTokenizer,
+        tokenizer: ChatTokenizer,
         *,
         chat_template: str | None = None,
         placeholder: int | None = None,

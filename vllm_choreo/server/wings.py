@@ -54,7 +54,7 @@ class PromptRequest:
     state: State
     session: OpenSession
     run: Run
-    body: Body
+    body: ChatCompletionRequest | CompletionRequest
     arguments: dict[str, Any]
     adapter: LoRARequest | WithAdapter | str | None
 

@@ -185,8 +185,8 @@ class SchemaLayout:
         return [child for child in self.schema.children if isinstance(child, Scaffold)]
 
 
-class PromptTokenizer(TemplatedTokenizer, Protocol):
-    """PromptTokenizer of transformers, or another object with these of its methods."""
+class ChatTokenizer(TemplatedTokenizer, Protocol):
+    """Tokenizer of transformers, or another object with these of its methods."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
         """Token ids of a text."""
@@ -201,7 +201,7 @@ class Tokens:
             or, where it has none, a space or its padding token.
     """
 
-    def __init__(self, tokenizer: PromptTokenizer, placeholder: int | None = None) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, placeholder: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._given = placeholder
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.language.chat_template import ChatTemplate
-from vllm_choreo.pml.language.layout import PromptTokenizer, Tokens
+from vllm_choreo.pml.language.layout import ChatTokenizer, Tokens
 from vllm_choreo.pml.language.schema_book import SchemaBook
 from vllm_choreo.pml.language.tree import Document, MarkupNode, Passed, Prompt, Schema, Text
 
@@ -35,7 +35,7 @@ class TextAsToken:
 
 
 def check_documents(
-    documents: Sequence[Document], tokenizer: PromptTokenizer | None = None
+    documents: Sequence[Document], tokenizer: ChatTokenizer | None = None
 ) -> SchemaBook:
     """Register the schemas and plan the prompts.
 
