@@ -24,7 +24,7 @@ from vllm_choreo.planner.patterns import (
     parallel_chains,
     reflection,
 )
-from vllm_choreo.planner.physical.cost import Calls, timetable
+from vllm_choreo.planner.physical.cost import Calls
 from vllm_choreo.planner.pipeline import make_plan
 from vllm_choreo.planner.plan import Plan, Target
 
@@ -96,7 +96,7 @@ def totals(given: Case, seconds: float) -> tuple[dict[str, float], Optimum]:
         "query by query": query_by_query(plan, names),
         "operator by operator": operator_by_operator(plan, names),
     }
-    found = {way: timetable(calls, [order], model).total for way, order in orders.items()}
+    found = {way: calls.timetable([order], model).total for way, order in orders.items()}
     found["planner"] = plan.table.total
     return found, optimum(calls, model, plan.table.total, seconds)
 

@@ -13,7 +13,7 @@ from tests.planner.facades import AsyncDigestFacade, DigestFacade
 from vllm_choreo import ChoreoError
 from vllm_choreo.planner import AnswerCache, Msg, ainvoke, build, invoke, naive, ops
 from vllm_choreo.planner.physical.choose import choose
-from vllm_choreo.planner.physical.symbols import spell_operators
+from vllm_choreo.planner.physical.prompts import spell_operators
 from vllm_choreo.planner.pipeline import LOGICAL, run_passes
 from vllm_choreo.planner.plan import Plan, Target
 
@@ -82,9 +82,9 @@ def test_behind_a_message_there_is_no_shared_beginning() -> None:
     graph = build(judges)
     names = {node.name: number for number, node in enumerate(graph.nodes)}
     sizes = {names["long"]: 90.0, names["short"]: 1.5}
-    plan = run_passes(Plan(graph.compile(), Target("choreo")), (*LOGICAL, spell_operators))
+    plan = run_passes(Plan(graph.compile(), Target("choreo")), LOGICAL)
     plan = replace(plan, sizes=[sizes.get(number, 20.0) for number in range(len(graph.nodes))])
-    for (_, read), choice in choose(plan).choices.items():
+    for (_, read), choice in choose(spell_operators(plan)).choices.items():
         assert choice.how == ("message" if read == names["long"] else "again")
         assert ("prefix" in choice.costs) == (read == names["long"])
 

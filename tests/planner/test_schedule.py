@@ -17,9 +17,9 @@ from tests.planner.graphs import RandomGraph, is_even, shout, words
 from vllm_choreo.planner import CostModel, Graph, Profile, build
 from vllm_choreo.planner.logical.graph import CompiledGraph
 from vllm_choreo.planner.patterns import debate, trading
-from vllm_choreo.planner.physical.cost import Calls, Timetable, timetable
-from vllm_choreo.planner.physical.order import order_calls
+from vllm_choreo.planner.physical.cost import Calls, Timetable
 from vllm_choreo.planner.physical.radix import TemplatedRadixTree
+from vllm_choreo.planner.physical.schedule import order_calls
 from vllm_choreo.planner.pipeline import make_plan
 from vllm_choreo.planner.plan import Plan, Target
 
@@ -136,7 +136,7 @@ def test_few_calls_are_scheduled_as_well_as_can_be(seed: int) -> None:
     best = float("inf")
     for order in permutations(range(6)):
         try:
-            best = min(best, timetable(calls, [order], MODEL).total)
+            best = min(best, calls.timetable([order], MODEL).total)
         except ValueError:
             continue
     assert found.total == pytest.approx(best)

@@ -7,7 +7,7 @@ from collections import Counter
 
 from vllm_choreo.planner.execute.run_stats import RunStats
 from vllm_choreo.planner.logical.nodes import BoundGraph
-from vllm_choreo.planner.physical.cost import CostModel, timetable
+from vllm_choreo.planner.physical.cost import CostModel
 from vllm_choreo.planner.pipeline import make_plan
 from vllm_choreo.planner.plan import Plan, Target
 
@@ -53,7 +53,7 @@ def _tasks(plan: Plan) -> str:
 
 
 def _schedule(plan: Plan, model: CostModel) -> str:
-    naive = timetable(plan.calls, _query_by_query(plan), model)
+    naive = plan.calls.timetable(_query_by_query(plan), model)
     table = plan.table
     total = sum(plan.calls.tree.total(call) for call in plan.prompts)
     new = sum(table.num_new.values())

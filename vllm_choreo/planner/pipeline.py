@@ -16,16 +16,16 @@ from vllm_choreo.planner.physical.choose import choose
 from vllm_choreo.planner.physical.cut import cut
 from vllm_choreo.planner.physical.estimate import estimate
 from vllm_choreo.planner.physical.gather import gather
+from vllm_choreo.planner.physical.nest import nest
 from vllm_choreo.planner.physical.place import place
-from vllm_choreo.planner.physical.prompts import continue_chats, spell_calls
+from vllm_choreo.planner.physical.prompts import continue_chats, spell_calls, spell_operators
 from vllm_choreo.planner.physical.schedule import schedule
-from vllm_choreo.planner.physical.symbols import spell_operators
 from vllm_choreo.planner.plan import Pass, Plan, Target
 
 LOGICAL: tuple[Pass, ...] = (expand, demand)
 PHYSICAL: tuple[Pass, ...] = (
     *(estimate, spell_operators, choose, spell_calls, continue_chats, cut),
-    *(gather, place, schedule),
+    *(gather, place, nest, schedule),
 )
 
 

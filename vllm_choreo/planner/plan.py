@@ -5,16 +5,18 @@
     restore, fetch   a journal, an answer cache -> more known values
     demand           outputs, known values     -> tasks that are needed, those that are calls
     estimate         a profile                 -> tokens of each operator's value
-    spell_operators  the graph                 -> prompts of operators, as symbols
+    spell_operators  the graph                 -> prompts of operators as symbols, and their tree
     choose           prompts, tokens           -> how each operator reads another one
     spell_calls      calls, choices            -> prompts of calls
     continue_chats   prompts                   -> calls that go on where another one ended
     cut              prompts                   -> ends of shared prefixes
     gather           prompts, tokens           -> calls with their costs, in a fixed order
-    place            calls                     -> calls of each worker
-    schedule         calls of each worker      -> their order and times
+    place            calls                     -> calls of each worker, and their times
+    nest             operators, calls          -> calls in the order of their operators
+    schedule         calls of each worker      -> calls in an order of their own, if that is better
 
-Each pass takes a plan and returns one that has more: nothing that a pass has made is changed later.
+Each pass takes a plan and returns one that has more. Nothing that a pass has made is changed later,
+but for the timetable: it gets better from `place` on.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from functools import cached_property
 from vllm_choreo.planner.logical.nodes import BoundGraph, Node, Operators, Value
 from vllm_choreo.planner.logical.values import CHATML, Template
 from vllm_choreo.planner.physical.cost import Calls, CostModel, Timetable
-from vllm_choreo.planner.physical.profile import Profile
+from vllm_choreo.planner.physical.profile import Profile, estimated_tokens
 from vllm_choreo.planner.physical.radix import Symbol, TemplatedRadixTree
 
 
@@ -112,6 +114,7 @@ class Plan:
         asked: tasks among them that call the model, in their order.
         sizes: estimated tokens of each operator's value.
         operators: symbols of each operator's prompt, of those that have calls.
+        operator_tree: tree of these prompts.
         choices: ways of reading, by (operator, operator that it reads).
         prompts: symbols of each call's prompt.
         goes_on: call with whose prompt and answer the prompt of a call of an exact plan begins, by
@@ -136,6 +139,7 @@ class Plan:
     asked: Sequence[int] = ()
     sizes: Sequence[float] = ()
     operators: Mapping[int, list[Symbol]] = field(default_factory=dict)
+    operator_tree: TemplatedRadixTree = field(default_factory=TemplatedRadixTree)
     choices: Mapping[tuple[int, int], Choice] = field(default_factory=dict)
     prompts: Mapping[int, list[Symbol]] = field(default_factory=dict)
     goes_on: Mapping[int, int] = field(default_factory=dict)
@@ -168,6 +172,10 @@ class Plan:
     def size(self, task: int) -> float:
         """Estimated tokens of a task's value."""
         return self.sizes[self.tasks[task].node]
+
+    def weigh(self, symbol: Symbol) -> float:
+        """Estimated tokens of a symbol: of a text, or of a task's value."""
+        return estimated_tokens(symbol) if isinstance(symbol, str) else self.size(symbol)
 
     def reads_message(self, call: int, symbol: int) -> bool:
         """Return whether a call reads the value of another task as a message."""

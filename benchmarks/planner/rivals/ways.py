@@ -261,7 +261,7 @@ ABLATIONS: dict[str, Way] = {
     "without warming": partial(_CHOREO, without=["warm"]),
     "without the answer cache": partial(_CHOREO, caches=False),
     "without merging": partial(_CHOREO, without=["merge"]),
-    "without a schedule": partial(_CHOREO, without=["schedule"]),
+    "without a schedule": partial(_CHOREO, without=["nest", "schedule"]),
     "without message reuse": partial(_CHOREO, without=["choose", "continue_chats", "cut"]),
 }
 WAYS = {**RIVALS, **PLANS, **ABLATIONS}

@@ -13,10 +13,10 @@ import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from vllm_choreo.planner.logical.nodes import Node, Value
-from vllm_choreo.planner.logical.values import asked_of
 
 _MAX_ENTRIES = 100_000
 
@@ -41,14 +41,14 @@ class AnswerCache:
         self._store = _File(Path(path), tenant) if path is not None else _Memory()
         self._max_entries = max_entries
 
-    def get(self, key: str) -> tuple[bool, Any]:
+    def get(self, key: str) -> tuple[bool, Value]:
         """Return (whether there is an entry, its value)."""
         found = self._store.get(key)
         self.hits += found is not None
         self.misses += found is None
         return (False, None) if found is None else (True, json.loads(found))
 
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: Value) -> None:
         """Keep a value that JSON can express."""
         self._store.put(key, json.dumps(value), self._max_entries)
 
@@ -150,7 +150,7 @@ class ModelCache:
         identity: models, semantics and chat template on which answers depend besides their prompts.
     """
 
-    def __init__(self, cache: AnswerCache | None, identity: Any) -> None:
+    def __init__(self, cache: AnswerCache | None, identity: object) -> None:
         self._cache, self._identity = cache, identity
 
     def key(self, node: Node, inputs: Sequence[Value]) -> str | None:
@@ -158,7 +158,8 @@ class ModelCache:
         if not node.deterministic:
             return None
         if node.kind == "llm":
-            return answer_key(self._identity, list(inputs), asked_of(node))
+            asked = [node.attrs["turns"], sorted(node.attrs["sampling"].items())]
+            return answer_key(self._identity, list(inputs), asked)
         return None if self._cache is None else function_key(node.attrs["function"], inputs)
 
     def get(self, key: str | None) -> tuple[bool, Value]:
@@ -178,12 +179,12 @@ class ModelCache:
 # -- digests ---------------------------------------------------------------------------------------
 
 
-def answer_key(identity: Any, prompt: Any, sampling: Any) -> str:
+def answer_key(identity: object, prompt: Sequence[Value], sampling: object) -> str:
     """Digest of an answer's model (`identity`), of what it reads and how it is decoded."""
     return _digest("llm", identity, prompt, sampling)
 
 
-def function_key(function: Callable[..., Any], inputs: Sequence[Any]) -> str | None:
+def function_key(function: Callable[..., Any], inputs: Sequence[Value]) -> str | None:
     """Digest of a pure function's value; None: its code does not tell what the function is.
 
     It covers the code, its defaults and the values that it closes over, if JSON can express them;
@@ -208,15 +209,15 @@ def function_key(function: Callable[..., Any], inputs: Sequence[Any]) -> str | N
         return None
 
 
-def _constants(code: Any) -> list[Any]:
+def _constants(code: CodeType) -> list[object]:
     """Constants of a code object and of the functions inside it."""
     return [
         [inner.co_code.hex(), _constants(inner), list(inner.co_names)]
-        if hasattr(inner, "co_code")
+        if isinstance(inner, CodeType)
         else repr(inner)
         for inner in code.co_consts
     ]
 
 
-def _digest(*parts: Any) -> str:
+def _digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vllm_choreo.planner.errors import GraphError
 from vllm_choreo.planner.logical.nodes import Node, Value
-from vllm_choreo.planner.logical.values import chosen_case, evaluate
+from vllm_choreo.planner.logical.values import evaluate
 from vllm_choreo.planner.plan import Plan
 
 
@@ -33,10 +33,7 @@ def fetch(plan: Plan, probe: Callable[[Node, Sequence[Value]], tuple[bool, Value
                 num_fetched += 1
             continue
         try:
-            is_switch = node.kind == "switch"
-            known[number] = (
-                inputs[chosen_case(node, inputs[0])] if is_switch else evaluate(node, inputs)
-            )
+            known[number] = evaluate(node, inputs)
         except GraphError:
             continue  # it is raised when the task is run, for the queries that need it
     return replace(plan, known=known, num_fetched=num_fetched)

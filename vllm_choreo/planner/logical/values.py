@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vllm_choreo.chat.template import TurnTemplate
 from vllm_choreo.planner.errors import (
@@ -15,7 +14,7 @@ from vllm_choreo.planner.errors import (
     OperatorFailedError,
     OperatorTypeError,
 )
-from vllm_choreo.planner.logical.nodes import Node
+from vllm_choreo.planner.logical.nodes import Node, Value
 from vllm_choreo.planner.logical.op import type_of
 
 
@@ -69,16 +68,11 @@ def prompt_text(node: Node, inputs: Sequence[str], template: Template) -> str:
     return "".join(piece if isinstance(piece, str) else inputs[piece] for piece in pieces)
 
 
-def asked_of(node: Node) -> Any:
-    """Turns and sampling of an `llm` operator, for JSON; the values that it reads are left out."""
-    return [node.attrs["turns"], sorted(node.attrs["sampling"].items())]
-
-
-def evaluate(node: Node, inputs: Sequence[Any]) -> Any:
-    """Compute the value of a `fmt`, `slice`, `item`, `concat` or `output`.
+def evaluate(node: Node, inputs: Sequence[Value]) -> Value:
+    """Compute the value of a `fmt`, `slice`, `item`, `concat`, `switch` or `output`.
 
     Raises:
-        OperatorFailedError: a list has no such item.
+        OperatorFailedError: a list has no such item, or a switch no such case.
     """
     attrs = node.attrs
     if node.kind == "fmt":
@@ -95,11 +89,13 @@ def evaluate(node: Node, inputs: Sequence[Any]) -> Any:
             ) from error
     if node.kind == "concat":
         return [part for given in inputs for part in given]
+    if node.kind == "switch":
+        return inputs[chosen_case(node, inputs[0])]
     assert node.kind == "output", node.kind
     return inputs[0]
 
 
-def chosen_case(node: Node, key: Any) -> int:
+def chosen_case(node: Node, key: Value) -> int:
     """Number of the input that is the value of a `switch`.
 
     Raises:
@@ -119,7 +115,7 @@ class Functions:
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
-    def call(self, node: Node, inputs: Sequence[Any]) -> Any:
+    def call(self, node: Node, inputs: Sequence[Value]) -> Value:
         """Call the function of a `fn`.
 
         Raises:
@@ -152,7 +148,7 @@ def failed(node: Node, message: str) -> OperatorFailedError:
     return OperatorFailedError(message, op=node.name, line=node.line)
 
 
-def _checked(node: Node, value: Any) -> Any:
+def _checked(node: Node, value: Value) -> Value:
     """Return the value, a tuple as a list. Raises OperatorTypeError: not of the declared type."""
     value = list(value) if isinstance(value, tuple) else value
     if node.type not in ("value", type_of(value)):

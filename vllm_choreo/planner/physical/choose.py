@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import replace
 
 from vllm_choreo.planner.logical.nodes import Operators
-from vllm_choreo.planner.physical.radix import Symbol, TemplatedRadixTree
+from vllm_choreo.planner.physical.radix import Symbol
 from vllm_choreo.planner.plan import Choice, Plan
 
 SEMANTICS = ("exact", "choreo")
@@ -29,15 +29,13 @@ MESSAGE_OVERHEAD = 2.0
 
 def choose(plan: Plan) -> Plan:
     """Choose the way of each edge, (operator, operator that it reads)."""
-    tree = TemplatedRadixTree(plan.sizes.__getitem__)
     num_readers: Counter[Symbol] = Counter()
-    for number, symbols in plan.operators.items():
-        tree.add(number, symbols)
+    for symbols in plan.operators.values():
         num_readers.update(set(symbols))
     choices: dict[tuple[int, int], Choice] = {}
     for number in plan.operators:
         shared = True  # a beginning: behind a message there is none
-        for node in tree.end[number].path():
+        for node in plan.operator_tree.end[number].path():
             if not isinstance(node.symbol, int) or (number, node.symbol) in choices:
                 continue
             served = node.num_leaves if shared else 1

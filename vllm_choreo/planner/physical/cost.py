@@ -47,6 +47,27 @@ class CostModel:
         return self.slowness.get(worker, 1.0) * num_out
 
 
+@dataclass(frozen=True)
+class Timetable:
+    """Beginning and end of each call, in token steps.
+
+    Attributes:
+        begin, end: token steps from the start of the schedule, by call.
+        orders: the calls of each worker, in their order.
+        num_new: prompt tokens to be encoded, by call.
+    """
+
+    begin: Mapping[int, float]
+    end: Mapping[int, float]
+    orders: Sequence[Sequence[int]]
+    num_new: Mapping[int, float]
+
+    @property
+    def total(self) -> float:
+        """End of the last call: `T` of the paper."""
+        return max(self.end.values(), default=0.0)
+
+
 @dataclass
 class Calls:
     """Calls to be scheduled: single ones, or operators that stand for many.
@@ -76,61 +97,39 @@ class Calls:
                 found[other].append(call)
         return found
 
+    def timetable(self, orders: Sequence[Sequence[int]], model: CostModel) -> Timetable:
+        """Timetable of the calls in these orders, one list for each worker.
 
-@dataclass(frozen=True)
-class Timetable:
-    """Beginning and end of each call, in token steps.
-
-    Attributes:
-        begin, end: token steps from the start of the schedule, by call.
-        orders: the calls of each worker, in their order.
-        num_new: prompt tokens to be encoded, by call.
-    """
-
-    begin: Mapping[int, float]
-    end: Mapping[int, float]
-    orders: Sequence[Sequence[int]]
-    num_new: Mapping[int, float]
-
-    @property
-    def total(self) -> float:
-        """End of the last call: `T` of the paper."""
-        return max(self.end.values(), default=0.0)
-
-
-def timetable(calls: Calls, orders: Sequence[Sequence[int]], model: CostModel) -> Timetable:
-    """Compute the timetable of calls that run in these orders, one list for each worker.
-
-    Raises:
-        ValueError: the orders wait for one another.
-    """
-    begin: dict[int, float] = {}
-    end: dict[int, float] = {}
-    num_new: dict[int, float] = {}
-    ready: dict[int, float] = {}  # from when on those that read it may begin
-    at = [0] * len(orders)
-    clock = [0.0] * len(orders)
-    left = sum(len(order) for order in orders)
-    while left:
-        moved = False
-        for worker, order in enumerate(orders):
-            while at[worker] < len(order):
-                call = order[at[worker]]
-                waits = calls.depends.get(call, ())
-                if any(other not in ready for other in waits):
-                    break
-                before = order[at[worker] - 1] if at[worker] else None
-                start = max([clock[worker], *(ready[other] for other in waits)])
-                num_new[call] = calls.tree.new_tokens(before, call)
-                out, times = calls.num_out[call], calls.times.get(call, 1.0)
-                done = start + model.usage(num_new[call], out, worker, times)
-                # Of an operator, the answer to the first query is there before that to the last.
-                first = start + (done - start) / times
-                begin[call], end[call], clock[worker] = start, done, done
-                ready[call] = first + model.delay(out, worker)
-                at[worker] += 1
-                left -= 1
-                moved = True
-        if not moved:
-            raise ValueError("these orders wait for one another")
-    return Timetable(begin, end, orders, num_new)
+        Raises:
+            ValueError: the orders wait for one another.
+        """
+        begin: dict[int, float] = {}
+        end: dict[int, float] = {}
+        num_new: dict[int, float] = {}
+        ready: dict[int, float] = {}  # from when on those that read it may begin
+        at = [0] * len(orders)
+        clock = [0.0] * len(orders)
+        left = sum(len(order) for order in orders)
+        while left:
+            moved = False
+            for worker, order in enumerate(orders):
+                while at[worker] < len(order):
+                    call = order[at[worker]]
+                    waits = self.depends.get(call, ())
+                    if any(other not in ready for other in waits):
+                        break
+                    before = order[at[worker] - 1] if at[worker] else None
+                    start = max([clock[worker], *(ready[other] for other in waits)])
+                    num_new[call] = self.tree.new_tokens(before, call)
+                    out, times = self.num_out[call], self.times.get(call, 1.0)
+                    done = start + model.usage(num_new[call], out, worker, times)
+                    # Of an operator, the first query's answer is there before the last one's.
+                    first = start + (done - start) / times
+                    begin[call], end[call], clock[worker] = start, done, done
+                    ready[call] = first + model.delay(out, worker)
+                    at[worker] += 1
+                    left -= 1
+                    moved = True
+            if not moved:
+                raise ValueError("these orders wait for one another")
+        return Timetable(begin, end, orders, num_new)

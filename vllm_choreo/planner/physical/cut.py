@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from vllm_choreo.planner.physical.profile import estimated_tokens
 from vllm_choreo.planner.physical.radix import Symbol
 from vllm_choreo.planner.plan import Cuts, Plan
 
@@ -45,18 +44,18 @@ def cut(plan: Plan) -> Plan:
             if shared > 1 and further < shared:
                 at.append(i)
         ends = (i for i in allowed if tuple(symbols[: i + 1]) in static)
-        found[call] = _heavy(sorted({*at, *ends}), symbols, plan.size)
+        found[call] = _heavy(sorted({*at, *ends}), symbols, plan.weigh)
     return replace(plan, cuts=Cuts(found, static))
 
 
 def _heavy(
-    at: Sequence[int], symbols: Sequence[Symbol], weigh: Callable[[int], float]
+    at: Sequence[int], symbols: Sequence[Symbol], weigh: Callable[[Symbol], float]
 ) -> tuple[int, ...]:
     """Keep the cuts whose pieces are long enough to be worth a message."""
     kept, weight, start = [], 0.0, 0
     for i in at:
         for symbol in symbols[start : i + 1]:
-            weight += estimated_tokens(symbol) if isinstance(symbol, str) else weigh(symbol)
+            weight += weigh(symbol)
         start = i + 1
         if weight >= MIN_SHARED_TOKENS:
             kept.append(i)

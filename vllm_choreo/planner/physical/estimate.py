@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_choreo.planner.logical.nodes import SOURCES
-from vllm_choreo.planner.physical.profile import estimated_tokens
 from vllm_choreo.planner.plan import Plan
 
 
@@ -16,7 +15,7 @@ def estimate(plan: Plan) -> Plan:
     given: dict[int, list[float]] = {}
     for task, value in plan.known.items():
         if isinstance(value, str) and plan.node(task).kind in SOURCES:
-            given.setdefault(plan.tasks[task].node, []).append(estimated_tokens(value))
+            given.setdefault(plan.tasks[task].node, []).append(plan.weigh(value))
     for number, found in given.items():
         sizes[number] = sum(found) / len(found)
     return replace(plan, sizes=sizes)

@@ -17,7 +17,7 @@ _TRIES_PER_PAIR = 20
 _LONGEST_RUN = 4  # calls that are moved together
 
 
-def improved(calls: Calls, orders: Sequence[Sequence[int]], model: CostModel) -> list[int]:
+def search_order(calls: Calls, orders: Sequence[Sequence[int]], model: CostModel) -> list[int]:
     """Search for the best order of the calls, from each of `orders` on."""
     search = _Search(calls, model, list(calls.num_out))
     return search.run([list(order) for order in orders])

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vllm_choreo.planner.physical.cost import Calls, CostModel, timetable
+from vllm_choreo.planner.physical.cost import Calls, CostModel
 from vllm_choreo.planner.physical.radix import TreeNode
 from vllm_choreo.planner.plan import Plan
 
@@ -82,4 +82,4 @@ def place(plan: Plan) -> Plan:
         router = Router(calls, target.num_workers, target.cost)
         for call in calls.num_out:
             assigned[router.place(call)].append(call)
-    return replace(plan, table=timetable(calls, assigned, target.cost))
+    return replace(plan, table=calls.timetable(assigned, target.cost))
