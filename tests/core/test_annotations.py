@@ -12,8 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "vllm_choreo"
 # What is left, each for a reason: an operation of the engine answers whatever it answers (api),
 # fields of pydantic and a module chosen at run time (integrations), JSON of any form and
-# options of metrics (server), a file of JSON (repair), forms of msgspec (convert.py), arguments that
-# methods of vLLM get from us as we got them (engine).
+# options of metrics (server), a file of JSON (repair), forms of msgspec (convert.py), arguments
+# that methods of vLLM get from us as we got them (engine).
 MOST = {
     **dict.fromkeys(("chat", "client", "ops", "pml", "semantics", "snapshot", "store", "wire"), 0),
     **dict.fromkeys(("cli", "lab", "transcript"), 0),
