@@ -6,7 +6,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 TORCH_INDEX_URL ?=
-# More arguments for the command that a target runs: make test ARGS="tests/core -x"
+# More arguments for the command that a target runs: make test ARGS="tests/store -x"
 ARGS ?=
 # Set: make test runs exhaustive grids, too.
 ALL ?=
@@ -29,7 +29,7 @@ help:
 	@echo "make setup   install vLLM for CPU and this package into $(VENV)"
 	@echo "make programs  install what some tests run by apt: Chromium, curl, jq (needs root)"
 	@echo "make demo    run the demo on a small real model"
-	@echo "make test    run the tests        (ARGS=\"tests/core -x\"; ALL=1: exhaustive grids, too)"
+	@echo "make test    run the tests        (ARGS=\"tests/store -x\"; ALL=1: exhaustive grids, too)"
 	@echo "make check-vllm  compare what is used of vLLM with another version (VERSION=0.33.0)"
 	@echo "make lint    ruff, mypy, clang-format: check only"
 	@echo "make format  ruff, clang-format: change the files"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every bad call on a real engine: refused by name, and nobody else is disturbed.
 
-The client refuses most of them before they are submitted (`tests/core/test_client.py`). Here the
+The client refuses most of them before they are submitted (`tests/api/test_facades.py`). Here the
 same calls are also made without it, as a server would pass them on: the engine must refuse them
 itself, in `RequestOutput.kv_transfer_params["choreo_error"]`, while the other requests of the batch
 run on, and give every block back.

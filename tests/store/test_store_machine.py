@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.core.test_store import SIZE, Block, Pool
+from tests.store.test_store import SIZE, Block, Pool
 from vllm_choreo.errors import LimitError
 from vllm_choreo.repair.runs import TokenRange, TokenRanges, merge_ranges
 from vllm_choreo.store.copies import Context, Link

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.scripted_server import (
+from tests.client.scripted_server import (
     SESSION,
     Answer,
     Script,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.test_client import REPORT, Two, _operations, make_llm  # noqa: F401
+from tests.api.test_facades import REPORT, Two, _operations, make_llm  # noqa: F401
 from vllm_choreo import Choreography
 from vllm_choreo.api import entries
 from vllm_choreo.errors import (

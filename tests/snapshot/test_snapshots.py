@@ -23,10 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.core.kept_files import MODEL, found, kept_of, save, save_whole
-from tests.core.test_exact import _encoded as encoded
-from tests.core.test_exact import _whole as whole
-from tests.core.test_store import SIZE, Pool
+from tests.snapshot.saved_files import MODEL, found, kept_of, save, save_whole
+from tests.store.test_exact import _encoded as encoded
+from tests.store.test_exact import _whole as whole
+from tests.store.test_store import SIZE, Pool
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.engine.worker.block_bytes import BlockBytes
 from vllm_choreo.errors import (
@@ -178,7 +178,7 @@ def test_a_save_replaces_what_was_there(scheme: str, tmp_path: Path) -> None:
 
 def _save_and_be_killed(at: str, uri: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.core.kept_files", at, uri], cwd=Path(__file__).parents[2]
+        [sys.executable, "-m", "tests.snapshot.saved_files", at, uri], cwd=Path(__file__).parents[2]
     )
     assert done.returncode == -signal.SIGKILL
 
@@ -297,7 +297,7 @@ def _load_whole(uri: str, overtaken: Callable[[int], None]) -> tuple[int, bytes]
 
 def test_who_loads_while_another_process_saves_gets_the_old_or_the_new(tmp_path: Path) -> None:
     uri = str(tmp_path / "kept")
-    command = [sys.executable, "-m", "tests.core.kept_files", "again", uri]
+    command = [sys.executable, "-m", "tests.snapshot.saved_files", "again", uri]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as saver:
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.test_store import Pool
+from tests.store.test_store import Pool
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.block_copies import BlockCopies, PlannedCopies

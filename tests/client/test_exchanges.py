@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.scripted_server import SESSION, body_of
+from tests.client.scripted_server import SESSION, body_of
 from vllm_choreo.client import Logprob
 from vllm_choreo.client.exchanges import (
     Events,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.test_store import SIZE, Pool
+from tests.store.test_store import SIZE, Pool
 from vllm_choreo.errors import LimitError, OffsetError
 from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.positions import (

@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
 
-from tests.core.test_calls import _open, _run
-from tests.core.test_client import (
+from tests.api.test_facades import (
     FakeAsyncLLM,
     Two,
     _operations,  # noqa: F401
     make_llm,
     wire_of,
 )
+from tests.engine.scheduler.test_calls import _open, _run
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.errors import (

@@ -2,8 +2,8 @@
 """A folder that keeps one message of one token. As a program: saves and is killed at some point, or
 saves again and again.
 
-python -m tests.core.kept_files POINT URI
-python -m tests.core.kept_files again URI
+python -m tests.snapshot.saved_files POINT URI
+python -m tests.snapshot.saved_files again URI
 """
 
 from __future__ import annotations
