@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -399,6 +400,21 @@ def test_forged_keys_are_read_by_who_loads_them_alone(llm: Any, forged: Path) ->
         # Evicted and encoded again it has its own keys and values; nobody can know that it has.
         c.evict("one")
         assert _said(c, "one").usage.untrusted
+
+
+def test_a_forged_header_that_never_closes_is_refused(llm: Any, forged: Path) -> None:
+    """JSON nested deeper than Python reads, under digests that are right."""
+    content = (50_000).to_bytes(8, "little") + b"[" * 50_000
+    kept = read_manifest(KeptFolder(forged))
+    data = kept["encodings"][0]["data"]
+    data |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (forged / data["file"]).write_bytes(content)
+    (forged / "manifest.json").write_bytes(manifest_bytes(kept))
+    with Choreography(llm) as c:
+        with pytest.raises(KeptError, match=data["file"]):
+            c.load(forged)
+        assert not c.stats()["messages"]
+        c.decode([5, 6], parents=[c.prefill([7] * 40)], sampling_params=_params(2))
 
 
 def _loaded(llm: Any, folder: Path) -> list[Any]:
