@@ -48,7 +48,7 @@ PACKAGES: dict[str, set[str]] = {
     "pml.language": {"chat"},
     "pml.client": {"pml", "pml.language", "semantics", "wire", "client"},
     "pml.server": {"pml", "pml.language", "semantics", "wire", "api", "server"},
-    "planner": {"chat", "semantics", "api", "client", "files"},
+    "planner": {"convert", "chat", "semantics", "api", "client", "files"},
     "lab": set(),
     "lab.problems": set(),
     "lab.workflows": {"chat", "semantics", "api", "transcript", "lab.problems"},

@@ -255,3 +255,31 @@ def test_refusals_name_the_operator_and_its_line(case: str) -> None:
 def test_what_is_no_graph_is_refused(text: str) -> None:
     with pytest.raises(GraphError):
         Graph.from_json(text)
+
+
+WRITTEN = {
+    "name": "a",
+    "kind": "fmt",
+    "type": "text",
+    "inputs": [],
+    "attrs": {"pieces": ["x"]},
+    "line": "w.py:3",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"kind": "sum"}, r"operator a at w\.py:3: no operator of this language"),
+        ({"attrs": {"text": "x"}}, r"operator a at w\.py:3: fmt has the attributes \['pieces'\]"),
+        ({"attrs": {"pieces": "x"}}, r"operator a at w\.py:3: fmt has the attributes \['pieces'\]"),
+        ({"attrs": {"pieces": [0]}}, r"operator a at w\.py:3: a piece is text, or the number"),
+        ({"inputs": ["b"]}, r"operator a at w\.py:3: it reads an operator that is not there"),
+        ({"inputs": "b"}, r"an operator that is not there \(text\.operators\[0\]\.inputs=b\)"),
+        ({"type": None}, r"no operator of this language \(text\.operators\[0\]\.type=None\)"),
+    ],
+)
+def test_an_operator_that_is_none_is_named(changed: dict[str, object], match: str) -> None:
+    written = {"format": 1, "operators": [{**WRITTEN, **changed}], "outputs": {"a": "a"}}
+    with pytest.raises(GraphError, match=match):
+        Graph.from_json(json.dumps(written))

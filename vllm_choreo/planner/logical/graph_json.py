@@ -3,44 +3,107 @@
 
 from __future__ import annotations
 
-import heapq
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
+from msgspec import UNSET, Meta, Struct, defstruct
+
+from vllm_choreo.convert import convert
 from vllm_choreo.planner.errors import GraphCycleError, GraphError, OperatorTypeError
 from vllm_choreo.planner.logical.nodes import Node, Operators
 from vllm_choreo.planner.logical.op import ROLES, TYPES
+from vllm_choreo.planner.logical.topology import in_order
 
 _FORMAT = 1
+_NO_GRAPH = "this is no graph in JSON"
+_WRONG_FORMAT = f"a graph of format {_FORMAT} with distinct names is needed"
+_NO_INPUT = "it reads an operator that is not there"
+_NO_OPERATOR = "no operator of this language"
+
+
+def _attrs(fields: Mapping[str, object], *default: object) -> type[Struct]:
+    """Make the form of an operator's attributes, of types by name."""
+    forms: list[Any] = [(name, form, *default) for name, form in fields.items()]
+    return defstruct("attrs", forms, forbid_unknown_fields=True)
+
+
 # The attributes of each kind, and how many inputs it has: (least, most).
-_KINDS: dict[str, tuple[set[str], int, int | None]] = {
-    "placeholder": (set(), 0, 0),
-    "data": ({"value", "values"}, 0, 0),
-    "fmt": ({"pieces"}, 0, None),
-    "llm": ({"turns", "sampling"}, 0, None),
-    "fn": ({"function", "pure"}, 0, None),
-    "slice": ({"start", "stop"}, 1, 1),
-    "item": ({"index"}, 1, 1),
-    "concat": (set(), 1, None),
-    "switch": ({"keys", "default"}, 2, None),
-    "output": (set(), 1, 1),
+_KINDS: dict[str, tuple[type[Struct], int, int | None]] = {
+    "placeholder": (_attrs({}), 0, 0),
+    "data": (_attrs({"value": Any, "values": list[Any]}, UNSET), 0, 0),
+    "fmt": (_attrs({"pieces": list[Any]}), 0, None),
+    "llm": (_attrs({"turns": list[tuple[str, list[Any]]], "sampling": dict[str, Any]}), 0, None),
+    "fn": (_attrs({"function": str, "pure": bool}), 0, None),
+    "slice": (_attrs({"start": int | None, "stop": int | None}), 1, 1),
+    "item": (_attrs({"index": int}), 1, 1),
+    "concat": (_attrs({}), 1, None),
+    "switch": (_attrs({"keys": list[Any], "default": bool}), 2, None),
+    "output": (_attrs({}), 1, 1),
 }
+
+
+class _Operator(Struct):
+    """An operator as it is written, which reads others by their names."""
+
+    name: Annotated[str, Meta(description=_NO_GRAPH)]
+    kind: str
+    type: str
+    inputs: Annotated[list[str], Meta(description=_NO_INPUT)]
+    attrs: dict[str, Any]
+    line: str = ""
+
+    advice: ClassVar[str] = _NO_OPERATOR
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS or self.type not in TYPES:
+            raise OperatorTypeError(_NO_OPERATOR, op=self.name, line=self.line, value=self.kind)
+        form, least, most = _KINDS[self.kind]
+        count = len(self.inputs)
+        if not (_fits(self.attrs, form) and least <= count <= (count if most is None else most)):
+            raise OperatorTypeError(
+                f"{self.kind} has the attributes {sorted(form.__struct_fields__)} and at least "
+                f"{least} inputs",
+                op=self.name,
+                line=self.line,
+                parameter="attrs",
+                value=self.attrs,
+            )
+
+
+def _fits(attrs: Mapping[str, Any], form: type[Struct]) -> bool:
+    try:
+        msgspec.convert(attrs, form)
+    except msgspec.ValidationError:
+        return False
+    return bool(attrs) or not form.__struct_fields__  # `data` has either of two
+
+
+class _Written(Struct):
+    """A graph as it is written."""
+
+    format: Annotated[Literal[1], Meta(description=_WRONG_FORMAT)]
+    operators: list[_Operator]
+    outputs: dict[str, str]
+
+    advice: ClassVar[str] = _NO_GRAPH
 
 
 def to_json(graph: Operators) -> str:
     """Write a graph as JSON. Raises GraphError: JSON cannot express an attribute."""
     operators = []
     for node in graph.nodes:
-        attrs = dict(node.attrs)
+        inputs = [graph.nodes[given].name for given in node.inputs]
+        attrs = node.attrs
         if node.kind == "fn":
-            attrs["function"] = function_name(node.attrs["function"])
+            attrs = {**attrs, "function": function_name(attrs["function"])}
         operators.append(
             {
                 "name": node.name,
                 "kind": node.kind,
                 "type": node.type,
-                "inputs": [graph.nodes[given].name for given in node.inputs],
+                "inputs": inputs,
                 "attrs": attrs,
                 "line": node.line,
             }
@@ -76,101 +139,67 @@ def from_json(
         GraphCycleError: operators that wait for one another.
     """
     try:
-        written = json.loads(text)
-        found = {op["name"]: op for op in written["operators"]}
-        outputs = dict(written["outputs"])
-        known = written["format"] == _FORMAT and len(found) == len(written["operators"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise GraphError(f"this is no graph in JSON: {error!r}", parameter="text") from error
-    if not known:
-        raise GraphError(f"a graph of format {_FORMAT} with distinct names is needed")
+        given = json.loads(text)
+    except ValueError as error:
+        raise GraphError(f"{_NO_GRAPH}: {error!r}", parameter="text") from error
+    form = Annotated[_Written, Meta(description=_NO_GRAPH)]
+    written: _Written = convert(given, form, "text", GraphError)
+    found = {op.name: op for op in written.operators}
+    if len(found) < len(written.operators):
+        raise GraphError(_WRONG_FORMAT)
     numbers: dict[str, int] = {}
     nodes: list[Node] = []
-    for name in _in_order(found):
-        op = found[name]
-        node = _node(op, tuple(numbers[given] for given in op["inputs"]), functions)
+    for op in _in_order(found):
+        inputs = tuple(numbers[name] for name in op.inputs)
+        node = Node(op.kind, op.type, inputs, _callable(op, functions), op.name, op.line)
         _check_pieces(node, nodes)
-        numbers[name] = len(nodes)
+        numbers[op.name] = len(nodes)
         nodes.append(node)
-    for name, number in outputs.items():
-        if number not in numbers:
-            raise GraphError("a result that is no operator", parameter="outputs", value=name)
-    return tuple(nodes), {name: numbers[op] for name, op in outputs.items()}
+    for result, name in written.outputs.items():
+        if name not in numbers:
+            raise GraphError("a result that is no operator", parameter="outputs", value=result)
+    return tuple(nodes), {result: numbers[name] for result, name in written.outputs.items()}
 
 
-def _in_order(found: Mapping[str, Any]) -> list[str]:
-    """Names of operators, each after those that it reads."""
-    waiting = {}
-    for name, op in found.items():
-        inputs = op.get("inputs")
-        line = str(op.get("line", ""))
-        if not isinstance(inputs, list) or not all(given in found for given in inputs):
+def _in_order(found: Mapping[str, _Operator]) -> list[_Operator]:
+    """Operators, each after those that it reads, else as they stand in the file."""
+    for op in found.values():
+        if any(name not in found for name in op.inputs):
             raise GraphError(
-                "it reads an operator that is not there",
-                op=name,
-                line=line,
-                parameter="inputs",
-                value=inputs,
+                _NO_INPUT, op=op.name, line=op.line, parameter="inputs", value=op.inputs
             )
-        waiting[name] = set(inputs)
-    readers: dict[str, list[str]] = {name: [] for name in found}
-    for name, inputs in waiting.items():
-        for given in inputs:
-            readers[given].append(name)
-    names = list(found)
-    place = {name: i for i, name in enumerate(names)}
-    free = [place[name] for name, inputs in waiting.items() if not inputs]
-    order: list[str] = []
-    while free:  # as they stand in the file, as far as that is possible
-        name = names[heapq.heappop(free)]
-        order.append(name)
-        for reader in readers[name]:
-            waiting[reader].discard(name)
-            if not waiting[reader]:
-                heapq.heappush(free, place[reader])
+    places = {name: (place,) for place, name in enumerate(found)}
+    order = in_order({op.name: op.inputs for op in found.values()}, places.__getitem__)
     if len(order) < len(found):
-        stuck = [name for name in found if waiting[name]]
+        ordered = set(order)
+        stuck = [op for op in found.values() if op.name not in ordered]
         raise GraphCycleError(
-            f"operators that wait for one another: {', '.join(stuck)}; write repetition with loop",
-            op=stuck[0],
-            line=str(found[stuck[0]].get("line", "")),
+            f"operators that wait for one another: {', '.join(op.name for op in stuck)}; write "
+            "repetition with loop",
+            op=stuck[0].name,
+            line=stuck[0].line,
         )
-    return order
+    return [found[name] for name in order]
 
 
-def _node(
-    op: Mapping[str, Any], inputs: tuple[int, ...], functions: Mapping[str, Callable[..., Any]]
-) -> Node:
-    name, kind, line = str(op["name"]), op.get("kind"), str(op.get("line", ""))
-    if kind not in _KINDS or op.get("type") not in TYPES or not isinstance(op.get("attrs"), dict):
-        raise OperatorTypeError("no operator of this language", op=name, line=line, value=kind)
-    known, least, most = _KINDS[kind]
-    attrs = dict(op["attrs"])
-    wrong = set(attrs) - known or (known - set(attrs) if kind != "data" else not attrs)
-    if wrong or len(inputs) < least or (most is not None and len(inputs) > most):
-        raise OperatorTypeError(
-            f"{kind} has the attributes {sorted(known)} and at least {least} inputs",
-            op=name,
-            line=line,
-            parameter="attrs",
-            value=attrs,
+def _callable(op: _Operator, functions: Mapping[str, Callable[..., Any]]) -> Mapping[str, Any]:
+    """Attributes of an operator, with the function that a name means."""
+    if op.kind != "fn":
+        return op.attrs
+    name = op.attrs["function"]
+    function = functions.get(name) or functions.get(name.rpartition(":")[2])
+    if function is None:
+        raise GraphError(
+            "say in `functions` which function this name means",
+            op=op.name,
+            line=op.line,
+            parameter="functions",
+            value=name,
         )
-    if kind == "fn":
-        called = attrs["function"]
-        function = functions.get(called) or functions.get(str(called).rpartition(":")[2])
-        if function is None:
-            raise GraphError(
-                "say in `functions` which function this name means",
-                op=name,
-                line=line,
-                parameter="functions",
-                value=called,
-            )
-        attrs["function"] = function
-    return Node(kind, op["type"], inputs, attrs, name, line)
+    return {**op.attrs, "function": function}
 
 
-def _check_pieces(node: Node, before: list[Node]) -> None:
+def _check_pieces(node: Node, before: Sequence[Node]) -> None:
     """Check that each piece is text or the number of a text input, else OperatorTypeError."""
     if node.kind not in ("fmt", "llm"):
         return
