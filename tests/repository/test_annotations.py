@@ -13,13 +13,14 @@ PACKAGE = Path(__file__).parents[2] / "vllm_choreo"
 # What is left, each for a reason: an operation of the engine answers whatever it answers (api),
 # fields of pydantic and a module chosen at run time (integrations), JSON of any form and
 # options of metrics (server), a file of JSON (repair), forms of msgspec (convert.py), arguments
-# that methods of vLLM get from us as we got them (engine).
+# that methods of vLLM get from us as we got them (engine), what workers of one kind hand to one
+# another and a facade whose methods are coroutines or not (planner).
 MOST = {
     **dict.fromkeys(("chat", "client", "ops", "pml", "semantics", "snapshot", "store", "wire"), 0),
     **dict.fromkeys(("cli", "lab", "transcript"), 0),
     **{"": 5, "api": 2, "integrations": 3, "repair": 1, "server": 4, "engine": 37, "testing": 8},
+    "planner": 8,
 }
-MOST_OF_ALL_OTHERS = 96
 
 
 def _is_any(annotation: ast.expr | None) -> bool:
@@ -51,6 +52,5 @@ def test_no_more_is_any(package: str, counts: Counter[str]) -> None:
     assert counts[package] <= MOST[package]
 
 
-def test_no_more_is_any_in_all_others(counts: Counter[str]) -> None:
-    others = {package: count for package, count in counts.items() if package not in MOST}
-    assert sum(others.values()) <= MOST_OF_ALL_OTHERS, others
+def test_every_package_has_a_bar(counts: Counter[str]) -> None:
+    assert set(counts) == set(MOST)

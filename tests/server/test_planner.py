@@ -15,7 +15,7 @@ from vllm_choreo.planner.workers.server import server_workers
 from vllm_choreo.testing.server import Server
 
 # Of the planner's way, so that every call is made as it is written.
-_PARTS = ("merge", "warm", "choose", "continue_chats", "cut", "schedule")
+_PARTS = ("merge", "warm", "choose", "continue_chats", "cut", "nest", "schedule")
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 ROLE = Msg("system", "You answer questions about things and their colours, in a few words. " * 3)
 

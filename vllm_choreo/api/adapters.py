@@ -91,6 +91,11 @@ class SessionAdapters:
         """Placement of the session's adapter; None: the session has no adapter."""
         return self._adapter and (self._placement_of(self._adapter) or "both")
 
+    @property
+    def identity(self) -> str:
+        """The session's adapter and its placement as text."""
+        return f"{self._adapter or ''} {self.placement or ''}"
+
     def of(self, kind: str, given: object) -> LoRARequest | None:
         """The `LoRARequest` that encodes a call and generates, or None.
 

@@ -94,6 +94,11 @@ class AsyncChoreography(AsyncCallMethods):
         """The id of the session; the ids of its messages begin with it."""
         return self._session.id
 
+    @property
+    def identity(self) -> dict[str, str] | None:
+        """Model, adapter and repair behind the answers, as text; None: repair follows the load."""
+        return self._session.identity
+
     def tokenize(self, text: str) -> tuple[int, ...]:
         """The token ids that a message of this text has; no special tokens are added."""
         return self._session.tokenize(text)

@@ -83,6 +83,21 @@ class Session:
         self.repair = SessionRepair(options, model, self.entries, num_unfinished)
         self._count = 0
 
+    @property
+    def identity(self) -> dict[str, str] | None:
+        """Model, adapter and repair behind the answers, as text; None: repair follows the load.
+
+        Its keys are "model", "revision", "dtype", "quantization", "adapter" and "repair".
+        """
+        if self.repair.follows_load:
+            return None
+        names = ("model", "revision", "dtype", "quantization")
+        return {
+            **{name: str(getattr(self._model_config, name, "")) for name in names},
+            "adapter": self.adapters.identity,
+            "repair": str(self.repair.rule or ""),
+        }
+
     # -- messages that were saved -------------------------------------------------------------
 
     def names_of(self, session: str, ids: Sequence[str]) -> dict[str, str]:

@@ -17,7 +17,13 @@ class GraphError(ChoreoError):
     """
 
     def __init__(
-        self, message: str, *, op: str = "", line: str = "", parameter: str = "", value: Any = None
+        self,
+        message: str,
+        *,
+        op: str = "",
+        line: str = "",
+        parameter: str = "",
+        value: object = None,
     ) -> None:
         super().__init__(message, parameter=parameter, value=value)
         self.op = op
@@ -67,6 +73,6 @@ class JournalError(GraphError):
 
 
 def _rebuild(
-    cls: type[GraphError], message: str, op: str, line: str, parameter: str, value: Any
+    cls: type[GraphError], message: str, op: str, line: str, parameter: str, value: object
 ) -> GraphError:
     return cls(message, op=op, line=line, parameter=parameter, value=value)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack, overload
 
 from vllm_choreo.planner.errors import GraphError
 from vllm_choreo.planner.execute.answer_cache import AnswerCache, ModelCache
@@ -21,16 +21,19 @@ from vllm_choreo.planner.execute.retry import Retry
 from vllm_choreo.planner.execute.run_stats import RunStats
 from vllm_choreo.planner.logical.fetch import fetch
 from vllm_choreo.planner.logical.graph import CompiledGraph, Graph
+from vllm_choreo.planner.logical.nodes import Value
 from vllm_choreo.planner.logical.values import CHATML, Template
 from vllm_choreo.planner.physical.choose import SEMANTICS
 from vllm_choreo.planner.physical.cost import CostModel
 from vllm_choreo.planner.physical.profile import Profile
 from vllm_choreo.planner.pipeline import make_plan
 from vllm_choreo.planner.plan import Pass, Plan, Target
-from vllm_choreo.planner.workers.facade import as_worker
-from vllm_choreo.planner.workers.worker import Worker
+from vllm_choreo.planner.workers.facade import AnyFacade, as_worker
+from vllm_choreo.planner.workers.worker import Uri, Worker
 
-Result = Any  # the value of a query's result; with several results a dict of them by name
+Result = Value  # of a query's result; with several results a dict of their values by name
+OnResult = Callable[[int, Result], None]
+Workers = AnyFacade | Worker | Sequence[AnyFacade | Worker]
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,13 @@ class BatchResult(Sequence[Result]):
     plan: Plan
     stats: RunStats
 
-    def __getitem__(self, query: Any) -> Any:
+    @overload
+    def __getitem__(self, query: int) -> Result: ...
+
+    @overload
+    def __getitem__(self, query: slice) -> list[Result]: ...
+
+    def __getitem__(self, query: int | slice) -> Result | list[Result]:
         if isinstance(query, slice):
             return [self[number] for number in range(len(self))[query]]
         number = range(len(self))[query]
@@ -68,6 +77,18 @@ class BatchResult(Sequence[Result]):
 
     def __repr__(self) -> str:
         return repr([self.values.get(n, self.errors.get(n)) for n in range(len(self))])
+
+
+class PlannerOptions(TypedDict, total=False):
+    """Arguments of `Planner`, which has them explained."""
+
+    semantics: str
+    cache: AnswerCache | None
+    profile: Profile | None
+    cost: CostModel | None
+    template: Template
+    retry: Retry | None
+    kept: Uri | None
 
 
 class Planner:
@@ -92,7 +113,7 @@ class Planner:
 
     def __init__(
         self,
-        workers: Any,
+        workers: Workers,
         *,
         semantics: str = "exact",
         cache: AnswerCache | None = None,
@@ -100,7 +121,7 @@ class Planner:
         cost: CostModel | None = None,
         template: Template = CHATML,
         retry: Retry | None = None,
-        kept: Any = None,
+        kept: Uri | None = None,
     ) -> None:
         if semantics not in SEMANTICS:
             raise GraphError(
@@ -108,7 +129,9 @@ class Planner:
                 parameter="semantics",
                 value=semantics,
             )
-        given = list(workers) if isinstance(workers, Sequence) else [workers]
+        given: list[AnyFacade | Worker] = (
+            list(workers) if isinstance(workers, Sequence) else [workers]
+        )
         if not given:
             raise GraphError("at least one worker is needed", parameter="workers", value=given)
         self.workers: list[Worker] = [as_worker(worker) for worker in given]
@@ -145,7 +168,7 @@ class Planner:
         return self.target.profile
 
     @property
-    def identity(self) -> Any:
+    def identity(self) -> list[object]:
         """Models, semantics and chat template, on which answers depend besides their prompts."""
         models = [worker.identity for worker in self.workers]
         template = [self.target.template.opening, self.target.template.closing]
@@ -158,7 +181,7 @@ class Planner:
         compiled: CompiledGraph,
         *,
         journal: str | Path | None = None,
-        on_result: Callable[[int, Result], None] | None = None,
+        on_result: OnResult | None = None,
     ) -> BatchResult:
         """Run a batch.
 
@@ -204,7 +227,13 @@ class Planner:
                 book.close()
         return replace(done, stats=run.stats)
 
-    def invoke(self, compiled: CompiledGraph, **options: Any) -> BatchResult:
+    def invoke(
+        self,
+        compiled: CompiledGraph,
+        *,
+        journal: str | Path | None = None,
+        on_result: OnResult | None = None,
+    ) -> BatchResult:
         """Run a batch in a program without an event loop; takes the arguments of `ainvoke`.
 
         Raises:
@@ -213,7 +242,7 @@ class Planner:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return asyncio.run(self.ainvoke(compiled, **options))
+            return asyncio.run(self.ainvoke(compiled, journal=journal, on_result=on_result))
         raise GraphError("an event loop is running here: await ainvoke(...)")
 
 
@@ -228,25 +257,40 @@ def _collect(done: BatchResult, query: int, progress: Progress) -> None:
     done.values[query] = values if len(values) > 1 else next(iter(values.values()))
 
 
-def invoke(compiled: CompiledGraph, workers: Any, **options: Any) -> BatchResult:
+def invoke(
+    compiled: CompiledGraph,
+    workers: Workers,
+    *,
+    journal: str | Path | None = None,
+    on_result: OnResult | None = None,
+    **options: Unpack[PlannerOptions],
+) -> BatchResult:
     """Run a batch once.
 
     Args:
         compiled: the graph and its inputs.
         workers: a facade, or several: see `Planner`.
-        options: arguments of `Planner`, and `journal` and `on_result` of `Planner.ainvoke`.
+        journal, on_result: see `Planner.ainvoke`.
+        options: arguments of `Planner`.
     """
-    mine = {key: options.pop(key) for key in ("journal", "on_result") if key in options}
-    return Planner(workers, **options).invoke(compiled, **mine)
+    planner = Planner(workers, **options)
+    return planner.invoke(compiled, journal=journal, on_result=on_result)
 
 
-async def ainvoke(compiled: CompiledGraph, workers: Any, **options: Any) -> BatchResult:
+async def ainvoke(
+    compiled: CompiledGraph,
+    workers: Workers,
+    *,
+    journal: str | Path | None = None,
+    on_result: OnResult | None = None,
+    **options: Unpack[PlannerOptions],
+) -> BatchResult:
     """Run a batch once, in an event loop; takes the arguments of `invoke`."""
-    mine = {key: options.pop(key) for key in ("journal", "on_result") if key in options}
-    return await Planner(workers, **options).ainvoke(compiled, **mine)
+    planner = Planner(workers, **options)
+    return await planner.ainvoke(compiled, journal=journal, on_result=on_result)
 
 
-def profile(sample: CompiledGraph, workers: Any, **options: Any) -> Profile:
+def profile(sample: CompiledGraph, workers: Workers, **options: Unpack[PlannerOptions]) -> Profile:
     """Measure how many tokens the operators of a graph generate, on a sample batch.
 
     Returns:

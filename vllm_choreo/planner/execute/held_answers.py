@@ -6,12 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 from vllm_choreo.planner.execute.retry import MESSAGES_GONE
 from vllm_choreo.planner.execute.transfer import Moves
 from vllm_choreo.planner.plan import Plan
-from vllm_choreo.planner.workers.worker import Answer, Worker
+from vllm_choreo.planner.workers.worker import Answer, HeldMessage, Worker
 
 
 class HeldAnswers:
@@ -76,7 +75,7 @@ class HeldAnswers:
         """Free the answers that only this query needed; it is done."""
         mine = [call for call in self._own.pop(query, ()) if call not in self._shared]
         done = [call for call in mine if call in self._held]
-        by_worker: dict[int, list[Any]] = {}
+        by_worker: dict[int, list[HeldMessage]] = {}
         for call in done:
             worker, answer = self._held.pop(call)
             by_worker.setdefault(worker, []).extend(answer.messages())
@@ -95,6 +94,6 @@ class HeldAnswers:
             await self._free(number, [message for messages in left for message in messages])
         await asyncio.gather(*self._frees)
 
-    async def _free(self, worker: int, messages: list[Any]) -> None:
+    async def _free(self, worker: int, messages: list[HeldMessage]) -> None:
         with contextlib.suppress(*MESSAGES_GONE):  # then there is nothing to be freed
             await self._workers[worker].free(messages)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_choreo.planner.errors import JournalError
 from vllm_choreo.planner.logical.graph_json import function_name
-from vllm_choreo.planner.logical.nodes import SOURCES, BoundGraph
+from vllm_choreo.planner.logical.nodes import SOURCES, BoundGraph, Value
 from vllm_choreo.planner.plan import Plan
 
 _FORMAT = 1
@@ -34,10 +35,10 @@ class Journal:
         JournalError: it is of another graph, of other inputs, of another model, or damaged.
     """
 
-    def __init__(self, path: str | Path, compiled: BoundGraph, identity: Any) -> None:
+    def __init__(self, path: str | Path, compiled: BoundGraph, identity: object) -> None:
         self._path = Path(path)
         self._keys: dict[int, str] = {}
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Value] = {}
         head = {"format": _FORMAT, "batch": _batch_digest(compiled), "identity": identity}
         head = json.loads(json.dumps(head))
         whole = self._read(head) if self._path.exists() and self._path.stat().st_size else 0
@@ -52,7 +53,7 @@ class Journal:
         written = {t: self.values[key] for t, key in self._keys.items() if key in self.values}
         return replace(plan, known={**plan.known, **written})
 
-    def add(self, task: int, value: Any) -> None:
+    def add(self, task: int, value: Value) -> None:
         """Write down the value of a task."""
         self._write({"key": self._keys[task], "value": value})
 
@@ -60,11 +61,11 @@ class Journal:
         """Close the file, which stays."""
         self._file.close()
 
-    def _write(self, record: Any) -> None:
+    def _write(self, record: object) -> None:
         self._file.write(json.dumps(record).encode() + b"\n")
         self._file.flush()  # a killed process loses nothing; a machine that crashes may
 
-    def _read(self, head: Any) -> int:
+    def _read(self, head: object) -> int:
         """Read the values; return the length of the whole lines, in bytes."""
         written = self._path.read_bytes()
         whole = written.rfind(b"\n") + 1
@@ -92,7 +93,7 @@ def task_keys(plan: Plan) -> dict[int, str]:
     for number, task in enumerate(plan.tasks):
         node = plan.graph.nodes[task.node]
         given = [digests[task_input] for task_input in task.inputs]
-        parts: list[Any] = [task.node, given]
+        parts: list[object] = [task.node, given]
         if node.kind in SOURCES:
             parts.append(plan.known[number])
         if not node.deterministic:
@@ -114,5 +115,5 @@ def _batch_digest(compiled: BoundGraph) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _plain(attrs: Any) -> Any:
+def _plain(attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: function_name(value) if callable(value) else value for key, value in attrs.items()}

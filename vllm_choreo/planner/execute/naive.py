@@ -8,9 +8,8 @@ planning but the language.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-from vllm_choreo.planner.logical.nodes import BoundGraph
+from vllm_choreo.planner.logical.nodes import BoundGraph, Value
 from vllm_choreo.planner.logical.values import (
     CHATML,
     Functions,
@@ -19,11 +18,13 @@ from vllm_choreo.planner.logical.values import (
     evaluate,
     prompt_text,
 )
-from vllm_choreo.planner.workers.facade import as_worker
+from vllm_choreo.planner.workers.facade import AnyFacade, as_worker
 from vllm_choreo.planner.workers.worker import Worker
 
 
-def naive(compiled: BoundGraph, facade: Any, *, template: Template = CHATML) -> list[Any]:
+def naive(
+    compiled: BoundGraph, facade: AnyFacade | Worker, *, template: Template = CHATML
+) -> list[Value]:
     """Run a batch; return each query's value, or with several results a dict of them by name.
 
     Raises:
@@ -32,7 +33,7 @@ def naive(compiled: BoundGraph, facade: Any, *, template: Template = CHATML) -> 
     return asyncio.run(_naive(compiled, as_worker(facade), template))
 
 
-async def _naive(compiled: BoundGraph, worker: Worker, template: Template) -> list[Any]:
+async def _naive(compiled: BoundGraph, worker: Worker, template: Template) -> list[Value]:
     results = []
     for query in range(compiled.batch_size):
         run = _Query(compiled, query, worker, template)
@@ -50,9 +51,9 @@ class _Query:
         self._compiled, self._query = compiled, query
         self._worker, self._template = worker, template
         self._functions = Functions()
-        self._values: dict[int, Any] = {}
+        self._values: dict[int, Value] = {}
 
-    async def value(self, wanted: int) -> Any:
+    async def value(self, wanted: int) -> Value:
         stack = [wanted]  # no recursion: chains of operators may be long
         while stack:
             number = stack[-1]
@@ -75,7 +76,7 @@ class _Query:
             return (key,)
         return key, node.inputs[chosen_case(node, self._values[key])]
 
-    async def _compute(self, number: int) -> Any:
+    async def _compute(self, number: int) -> Value:
         node = self._compiled.graph.nodes[number]
         if number in self._compiled.inputs:
             return self._compiled.inputs[number][self._query]

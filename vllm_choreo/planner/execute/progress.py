@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from vllm_choreo.planner.errors import GraphError, InputFailedError
-from vllm_choreo.planner.logical.nodes import Node
+from vllm_choreo.planner.logical.nodes import Node, Value
 from vllm_choreo.planner.logical.values import Functions, chosen_case, evaluate
 from vllm_choreo.planner.plan import Plan
 
@@ -37,11 +36,11 @@ class Progress:
     def __init__(
         self,
         plan: Plan,
-        on_value: Callable[[int, Any], None] | None = None,
-        functions: Callable[[Node, list[Any]], Any] | None = None,
+        on_value: Callable[[int, Value], None] | None = None,
+        functions: Callable[[Node, list[Value]], Value] | None = None,
     ) -> None:
         self.plan = plan
-        self.values: dict[int, Any] = {}
+        self.values: dict[int, Value] = {}
         self.errors: dict[int, GraphError] = {}
         self.calls: deque[int] = deque()
         self.origin: dict[int, int] = {}
@@ -61,7 +60,7 @@ class Progress:
                 self._need(task)
         self._settle()
 
-    def complete(self, task: int, value: Any, origin: int | None = None) -> None:
+    def complete(self, task: int, value: Value, origin: int | None = None) -> None:
         """Settle a call with its answer, or with that of `origin`, an equal call."""
         self.origin[task] = task if origin is None else origin
         self._set(task, value)
@@ -76,7 +75,7 @@ class Progress:
         """Return whether the task has a value or has failed."""
         return task in self.values or task in self.errors
 
-    def inputs(self, task: int) -> list[Any]:
+    def inputs(self, task: int) -> list[Value]:
         """Values that a task reads, in the order of its inputs."""
         return [self.values[given] for given in self.plan.tasks[task].inputs]
 
@@ -156,7 +155,7 @@ class Progress:
 
     # -- settling --------------------------------------------------------------------------------
 
-    def _set(self, task: int, value: Any) -> None:
+    def _set(self, task: int, value: Value) -> None:
         self.values[task] = value
         self._tell_readers(task)
 

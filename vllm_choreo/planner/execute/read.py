@@ -19,12 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.planner.workers.worker import Answer, Worker
+from vllm_choreo.planner.workers.worker import Answer, HeldMessage, ReadMessage, Uri, Worker
 
 _LOGGER = logging.getLogger(__name__)
 Key = tuple[str, ...]
@@ -143,9 +143,9 @@ class SharedMessages:
         self.worker = worker
         self.alone: frozenset[str] = frozenset()
         self.num_shared = self.num_tokens = 0
-        self._links: dict[Any, asyncio.Future[Any]] = {}
-        self._pinned: set[Any] = set()
-        self._saved: frozenset[Any] = frozenset()
+        self._links: dict[Hashable, asyncio.Future[HeldMessage]] = {}
+        self._pinned: set[str] = set()
+        self._saved: frozenset[str] = frozenset()
         self._is_loaded = False
 
     async def warm(self, chains: Sequence[Key]) -> int:
@@ -159,7 +159,7 @@ class SharedMessages:
         await self._pin([message for chain in found for message in chain])
         return len(chains)
 
-    async def load(self, uri: Any) -> None:
+    async def load(self, uri: Uri) -> None:
         """Load chains that were saved, once, and pin them.
 
         Raises:
@@ -174,7 +174,7 @@ class SharedMessages:
         await self._pin([message for _, message in found])
         self._is_loaded, self._saved = True, frozenset(self._pinned)
 
-    async def save(self, uri: Any) -> None:
+    async def save(self, uri: Uri) -> None:
         """Save the pinned messages, unless all were saved or loaded already.
 
         A failure of the storage is only logged: the run's results must not be lost by it.
@@ -189,7 +189,7 @@ class SharedMessages:
         else:
             self._saved = frozenset(self._pinned)
 
-    async def _pin(self, messages: Sequence[Any]) -> None:
+    async def _pin(self, messages: Sequence[HeldMessage]) -> None:
         await self.worker.pin(messages)
         self._pinned.update(message.id for message in messages)
 
@@ -198,7 +198,7 @@ class SharedMessages:
         worker = self.worker
         if not worker.reads_messages:
             return await worker.decode(read.text(), (), True, sampling)
-        beside: list[Any] = []
+        beside: list[HeldMessage] = []
         try:
             parents = await self._parents(read, beside)
             answer = await worker.decode(read.header, parents, read.exact, sampling)
@@ -207,21 +207,21 @@ class SharedMessages:
             raise
         return replace(answer, parents=tuple(parents), beside=tuple(beside))
 
-    async def _parents(self, read: Reading, beside: list[Any]) -> list[Any]:
+    async def _parents(self, read: Reading, beside: list[HeldMessage]) -> list[ReadMessage]:
         """Encode a call's parents, and return them; those for it alone are added to `beside`."""
         texts = dict.fromkeys(text for part in read.parts if (text := self._apart(part)))
         # At once: one after the other, each would wait for a step of the engine.
-        parents, *messages = await asyncio.gather(
-            self._chain(read.chain, read.before),
-            *(self._shared(("alone", text), text, ()) for text in texts),
+        links, *alone = await asyncio.gather(
+            self._chain(read.chain, read.before), *(self._alone(text) for text in texts)
         )
-        apart = dict(zip(texts, messages, strict=True))
+        apart = dict(zip(texts, alone, strict=True))
+        parents = [*_read_with(read.before), *links]
         for part in read.parts:
             if isinstance(part, Answer):
-                assert part.span is not None
+                assert part.span is not None and part.message is not None
                 parents.append((part.message, *part.span))
             elif text := self._apart(part):
-                parents.append(apart[text])
+                parents += apart[text]
             else:
                 assert isinstance(part, str)
                 beside.append(await self._prefill(part, tuple(parents), False))
@@ -250,15 +250,23 @@ class SharedMessages:
         unpinned = [link.result() for key, link in made.items() if key not in self._links]
         await self.worker.free(unpinned)
 
-    async def _chain(self, chain: Key, before: Answer | None = None) -> list[Any]:
-        parents = [] if before is None else _read_with(before)
-        base = None if before is None else before.message.id
+    async def _chain(self, chain: Key, before: Answer | None = None) -> list[HeldMessage]:
+        """Encode a chain, behind what an earlier call has read and said."""
+        parents = _read_with(before)
+        base = before.message.id if before is not None and before.message is not None else None
+        links: list[HeldMessage] = []
         for i, text in enumerate(chain):
             key = ("chain", base, chain[: i + 1])
-            parents.append(await self._shared(key, text, tuple(parents)))
-        return parents
+            links.append(await self._shared(key, text, (*parents, *links)))
+        return links
 
-    async def _shared(self, key: Any, text: str, parents: Sequence[Any]) -> Any:
+    async def _alone(self, text: str) -> list[HeldMessage]:
+        """Encode a text by itself; return its message alone."""
+        return [await self._shared(("alone", text), text, ())]
+
+    async def _shared(
+        self, key: Hashable, text: str, parents: Sequence[ReadMessage]
+    ) -> HeldMessage:
         """Encode a message once; all calls that need it wait for it."""
         link = self._links.get(key)
         if link is None or (link.done() and not _is_made(link)):
@@ -267,18 +275,20 @@ class SharedMessages:
         # Shielded: that one of several readers gives up does not stop it for the others.
         return await asyncio.shield(link)
 
-    async def _prefill(self, text: str, parents: Sequence[Any], exact: bool) -> Any:
+    async def _prefill(self, text: str, parents: Sequence[ReadMessage], exact: bool) -> HeldMessage:
         message = await self.worker.prefill(text, parents, exact)
         self.num_tokens += message.num_tokens
         return message
 
 
-def _read_with(before: Answer) -> list[Any]:
-    """Parents of a call, and its own message without the token that ended it."""
-    assert before.span is not None
+def _read_with(before: Answer | None) -> list[ReadMessage]:
+    """Parents of an earlier call, and its own message without the token that ended it."""
+    if before is None:
+        return []
+    assert before.span is not None and before.message is not None
     return [*before.parents, (before.message, 0, before.span[1])]
 
 
-def _is_made(link: asyncio.Future[Any]) -> bool:
+def _is_made(link: asyncio.Future[HeldMessage]) -> bool:
     """Return whether the message is encoded."""
     return link.done() and not link.cancelled() and link.exception() is None

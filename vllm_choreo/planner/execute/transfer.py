@@ -11,9 +11,8 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from vllm_choreo.planner.workers.worker import Answer, Worker
+from vllm_choreo.planner.workers.worker import Answer, HeldMessage, Worker
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -52,8 +51,9 @@ class Moves:
 
     async def _move(self, answer: Answer, home: int, worker: int) -> Answer | None:
         try:
-            kept = await self._workers[home].give(answer.message)
-            message = await self._workers[worker].take(kept)
+            assert answer.message is not None, "it has a span"
+            given = await self._workers[home].give(answer.message)
+            message = await self._workers[worker].take(given)
         except Exception as error:  # of either worker, or on the way: it is encoded again
             _LOGGER.warning("An answer could not be moved from a worker to another: %s", error)
             return None
@@ -64,7 +64,7 @@ class Moves:
         """Forget the answers that were moved to a worker, for it has lost its messages."""
         self._moved = {key: moved for key, moved in self._moved.items() if key[1] != worker}
 
-    def pop(self, calls: Iterable[int]) -> list[tuple[int, Any]]:
+    def pop(self, calls: Iterable[int]) -> list[tuple[int, HeldMessage]]:
         """Remove the moved answers to some calls; return (worker, message) of each, to be freed."""
         chosen = set(calls)
         keys = [key for key in self._moved if key[0] in chosen]
@@ -72,7 +72,7 @@ class Moves:
         return [
             (worker, answer.message)
             for worker, moved in found
-            if not moved.cancelled() and (answer := moved.result()) is not None
+            if not moved.cancelled() and (answer := moved.result()) and answer.message
         ]
 
     async def settle(self) -> None:

@@ -16,11 +16,13 @@ from vllm_choreo.planner.errors import (
     OperatorTypeError,
     UnknownPlaceholderError,
 )
+from vllm_choreo.planner.execute.run_stats import RunStats
 from vllm_choreo.planner.explain import explain
 from vllm_choreo.planner.logical.draw import mermaid
 from vllm_choreo.planner.logical.graph_json import from_json, to_json
-from vllm_choreo.planner.logical.nodes import SOURCES, Node
+from vllm_choreo.planner.logical.nodes import SOURCES, Node, Value
 from vllm_choreo.planner.logical.op import Op, type_of
+from vllm_choreo.planner.plan import Plan, Target
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Graph:
         """Numbers of the inputs, by name."""
         return {n.name: i for i, n in enumerate(self.nodes) if n.kind == "placeholder"}
 
-    def compile(self, **inputs: Any) -> CompiledGraph:
+    def compile(self, **inputs: Value) -> CompiledGraph:
         """Bind the placeholders to a batch: a list has one value for each query.
 
         Args:
@@ -76,12 +78,18 @@ class CompiledGraph:
     """
 
     graph: Graph
-    inputs: Mapping[int, Sequence[Any]] = field(repr=False)
+    inputs: Mapping[int, Sequence[Value]] = field(repr=False)
     batch_size: int
 
-    def explain(self, **options: Any) -> str:
+    def explain(
+        self,
+        target: Target | None = None,
+        *,
+        plan: Plan | None = None,
+        stats: RunStats | None = None,
+    ) -> str:
         """Return the plan as text; see `planner.explain.explain`."""
-        return explain(self, **options)
+        return explain(self, target, plan=plan, stats=stats)
 
     def draw(self) -> str:
         """Return the graph as Mermaid text."""
@@ -211,7 +219,7 @@ class _Names:
 # -- binding ---------------------------------------------------------------------------------------
 
 
-def _bound(graph: Graph, inputs: Mapping[str, Any]) -> tuple[dict[int, Sequence[Any]], int]:
+def _bound(graph: Graph, inputs: Mapping[str, Value]) -> tuple[dict[int, Sequence[Value]], int]:
     placeholders = graph.placeholders
     for name in inputs:
         if name not in placeholders:
@@ -220,7 +228,7 @@ def _bound(graph: Graph, inputs: Mapping[str, Any]) -> tuple[dict[int, Sequence[
                 parameter=name,
                 value=inputs[name],
             )
-    given: dict[int, Any] = {}
+    given: dict[int, Value] = {}
     for name, number in placeholders.items():
         node = graph.nodes[number]
         if name not in inputs:
@@ -237,7 +245,7 @@ def _bound(graph: Graph, inputs: Mapping[str, Any]) -> tuple[dict[int, Sequence[
         if isinstance(values, list) and "value" not in graph.nodes[number].attrs
     }
     size = next(iter(lists.values()), 1)
-    bound: dict[int, Sequence[Any]] = {}
+    bound: dict[int, Sequence[Value]] = {}
     for number, values in given.items():
         node = graph.nodes[number]
         if number in lists and lists[number] != size:
@@ -255,7 +263,7 @@ def _bound(graph: Graph, inputs: Mapping[str, Any]) -> tuple[dict[int, Sequence[
     return bound, size
 
 
-def _check_value(node: Node, value: Any) -> None:
+def _check_value(node: Node, value: Value) -> None:
     found = type_of(value)
     if node.type not in (found, "value"):
         raise OperatorTypeError(

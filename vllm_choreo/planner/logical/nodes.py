@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 SOURCES = ("placeholder", "data")
-Value = Any  # of an operator: a text, a list of texts, or what else JSON can express
+# Of an operator: a text, a list of texts, or what else JSON can express. The operator's type says
+# which, and is checked where a value comes in, so that it needs no check where it is used.
+Value = Any
 
 
 @dataclass(frozen=True)

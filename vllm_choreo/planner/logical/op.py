@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Never
 
 from vllm_choreo.planner.errors import OperatorTypeError
 
@@ -41,7 +41,7 @@ class Op:
     def __repr__(self) -> str:
         return f"<{self.name or self.kind}: {self.type}, {self.line}>"
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Never]:
         raise refused(self, "an operator has no value before invoke: use slice, item or fn")
 
     def __bool__(self) -> bool:
@@ -93,7 +93,7 @@ def pieces_of(
     return written
 
 
-def type_of(value: Any) -> str:
+def type_of(value: object) -> str:
     """Type of a value: "text", "list" or "value"."""
     if isinstance(value, str):
         return "text"
@@ -102,7 +102,7 @@ def type_of(value: Any) -> str:
     return "value"
 
 
-def operator(kind: str, given: Any, parameter: str, name: Any = "") -> Op:
+def operator(kind: str, given: object, parameter: str, name: str = "") -> Op:
     """Return `given`, the input of an operator of this kind, if it is an operator itself.
 
     Raises:
@@ -126,7 +126,7 @@ def typed(op: Op) -> Op:
     return op
 
 
-def refused(op: Op, message: str, parameter: str = "", value: Any = None) -> OperatorTypeError:
+def refused(op: Op, message: str, parameter: str = "", value: object = None) -> OperatorTypeError:
     """Error that refuses an operator or one of its arguments."""
     shown = repr(value) if isinstance(value, Op) else value
     named = op.name if isinstance(op.name, str) and op.name else op.kind

@@ -16,6 +16,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vllm_choreo.planner.logical.nodes import Value
 from vllm_choreo.planner.logical.op import (
     ROLES,
     Msg,
@@ -48,7 +49,7 @@ def placeholder(name: str, *, type: str = "text") -> Op:
     return typed(made)
 
 
-def data(values: Any, *, whole: bool = False, name: str = "") -> Op:
+def data(values: Value, *, whole: bool = False, name: str = "") -> Op:
     """Put data into the graph: a list has one value for each query; all else is for all queries.
 
     Args:
@@ -90,7 +91,7 @@ def fmt(template: str, *args: Text, name: str = "", **kwargs: Text) -> Op:
             continue
         if spec or conversion:
             raise refused(made, "a hole has neither conversion nor format", "template", template)
-        key: Any = hole if hole and not hole.isdigit() else int(hole) if hole else count
+        key: int | str = hole if hole and not hole.isdigit() else int(hole) if hole else count
         count += not hole
         if key not in kwargs and not (isinstance(key, int) and key < len(args)):
             raise refused(made, f"the hole {{{hole}}} has no argument", "template", template)

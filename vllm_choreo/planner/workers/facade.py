@@ -13,14 +13,27 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from vllm_choreo.api.parallel import results_of
+from vllm_choreo.api.protocol import AsyncFacade, Facade
 from vllm_choreo.errors import UnknownKeptError
 from vllm_choreo.planner.errors import GraphError
-from vllm_choreo.planner.workers.worker import DEFAULT_WIDTH, Answer
+from vllm_choreo.planner.workers.worker import (
+    DEFAULT_WIDTH,
+    Answer,
+    HeldMessage,
+    ReadMessage,
+    Uri,
+    Worker,
+)
 from vllm_choreo.semantics.message import Message
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+AnyFacade = Facade | AsyncFacade
 
 # Moving an answer has a fixed cost, encoding it grows with its tokens. Where they meet is assumed,
 # from what saving and loading take beside encoding; it has not been measured for itself.
@@ -54,17 +67,17 @@ class FacadeWorker:
 
     def __init__(
         self,
-        facade: Any,
+        facade: AnyFacade,
         *,
         width: int = DEFAULT_WIDTH,
-        repair: Any = None,
+        repair: object = None,
         pin_seconds: float = 3600.0,
         model: str | None = None,
     ) -> None:
         self.width = width
         self.reads_messages = facade.mode != "baseline"
         self.min_moved_tokens = MIN_MOVED_TOKENS if _is_in_process(facade) else float("inf")
-        self._facade = facade
+        self._facade: Any = facade  # its methods are coroutines, or not
         self._model = model or getattr(facade, "model", None)
         self._repair = repair
         self._pin_seconds = pin_seconds
@@ -73,26 +86,18 @@ class FacadeWorker:
         self._wave: asyncio.Task[None] | None = None
 
     @property
-    def identity(self) -> Any:
+    def identity(self) -> dict[str, str] | None:
         if self._model is not None:
             return {"model": self._model, "repair": str(self._repair or "")}
-        session = getattr(self._facade, "_session", None)
-        if session is None or session.repair.follows_load:
-            return None
-        config, adapters = session._model_config, session.adapters
-        names = ("model", "revision", "dtype", "quantization")
-        return {
-            **{name: str(getattr(config, name, "")) for name in names},
-            "adapter": f"{adapters._adapter or ''} {adapters.placement or ''}",
-            "repair": f"{self._repair or ''} {session.repair.rule or ''}",
-        }
+        found: dict[str, str] | None = getattr(self._facade, "identity", None)
+        return found and {**found, "repair": f"{self._repair or ''} {found['repair']}"}
 
-    async def prefill(self, text: str, parents: Sequence[Any], exact: bool) -> Any:
+    async def prefill(self, text: str, parents: Sequence[ReadMessage], exact: bool) -> Message:
         """Encode a message."""
         return await self._ask("prefill", self._call("tokens", text, parents, exact))
 
     async def decode(
-        self, header: str, parents: Sequence[Any], exact: bool, sampling: Mapping[str, Any]
+        self, header: str, parents: Sequence[ReadMessage], exact: bool, sampling: Mapping[str, Any]
     ) -> Answer:
         """Generate an answer. Raises ChoreoError: the call is refused."""
         call = self._call("header", header, parents, exact)
@@ -101,14 +106,14 @@ class FacadeWorker:
         call["sampling_params"] = self._sampling(sampling)
         return answer_of(await self._ask("decode", call), sampling)
 
-    async def pin(self, messages: Sequence[Any]) -> None:
+    async def pin(self, messages: Sequence[HeldMessage]) -> None:
         """Pin messages: they are evicted after others."""
         if messages and self.reads_messages and hasattr(self._facade, "pin"):
             done = self._facade.pin(*messages, ttl=self._pin_seconds)
             if self._is_async:
                 await done
 
-    async def free(self, messages: Sequence[Any]) -> None:
+    async def free(self, messages: Sequence[HeldMessage]) -> None:
         """Free messages."""
         if messages:
             done = self._facade.free(*messages)
@@ -120,7 +125,7 @@ class FacadeWorker:
         tokenize = getattr(self._facade, "tokenize", None)
         return None if tokenize is None else tokenize(text)
 
-    async def give(self, message: Any) -> dict[str, bytes]:
+    async def give(self, message: HeldMessage) -> dict[str, bytes]:
         """Return a message as files, with keys and values; see docs/keep.md."""
         with _memory() as (uri, files):
             done = self._facade.save([message], uri, encodings=True, progress=False)
@@ -128,20 +133,21 @@ class FacadeWorker:
                 await done
             return dict(files())
 
-    async def take(self, kept: Mapping[str, bytes]) -> Any:
+    async def take(self, given: Mapping[str, bytes]) -> Message:
         """Load a message that another worker gave. Raises ChoreoError: it does not fit here."""
-        with _memory(kept) as (uri, _):
+        with _memory(given) as (uri, _):
             done = self._facade.load(uri, progress=False)
+            message: Message
             (message,) = await done if self._is_async else done
         return message
 
-    async def save(self, messages: Sequence[Any], uri: Any) -> None:
+    async def save(self, messages: Sequence[HeldMessage], uri: Uri) -> None:
         """Keep messages, with keys and values, in a folder; see docs/keep.md."""
         done = self._facade.save(list(messages), uri, encodings=True, progress=False)
         if self._is_async:
             await done
 
-    async def load(self, uri: Any) -> list[tuple[tuple[str, ...], Any]]:
+    async def load(self, uri: Uri) -> list[tuple[tuple[str, ...], HeldMessage]]:
         """Load saved messages; return each behind the texts of its parents and its own.
 
         The list is empty if none were saved yet.
@@ -152,7 +158,7 @@ class FacadeWorker:
         """
         try:
             done = self._facade.load(uri, progress=False)
-            messages = await done if self._is_async else done
+            messages: list[Message] = await done if self._is_async else done
         except UnknownKeptError:
             return []
         texts = {message.id: message.text for message in messages}
@@ -168,7 +174,9 @@ class FacadeWorker:
             for message in messages
         ]
 
-    def _call(self, key: str, text: str, parents: Sequence[Any], exact: bool) -> dict[str, Any]:
+    def _call(
+        self, key: str, text: str, parents: Sequence[ReadMessage], exact: bool
+    ) -> dict[str, Any]:
         call: dict[str, Any] = {key: text}
         if parents:
             call["parents"] = list(parents)
@@ -176,7 +184,7 @@ class FacadeWorker:
                 call["mode"] = "exact"
         return call
 
-    def _sampling(self, fields: Mapping[str, Any]) -> Any:
+    def _sampling(self, fields: Mapping[str, Any]) -> SamplingParams | dict[str, Any]:
         """Return `vllm.SamplingParams` for an engine in process; their fields for all others."""
         if not _is_in_process(self._facade):
             return dict(fields)
@@ -214,7 +222,7 @@ class FacadeWorker:
                         one.future.set_result(result)
 
 
-def answer_of(message: Any, sampling: Mapping[str, Any]) -> Answer:
+def answer_of(message: Message, sampling: Mapping[str, Any]) -> Answer:
     """Answer that the message of a decode holds."""
     num_out = len(message.generated_token_ids)
     start = message.num_tokens - num_out
@@ -236,7 +244,7 @@ def answer_of(message: Any, sampling: Mapping[str, Any]) -> Answer:
     )
 
 
-def _is_in_process(facade: Any) -> bool:
+def _is_in_process(facade: object) -> bool:
     """Return whether the facade is in this process: servers choose folders for their clients."""
     from vllm_choreo.api.async_choreography import AsyncChoreography
     from vllm_choreo.api.choreography import Choreography
@@ -264,6 +272,9 @@ def _memory(
             store.rm(path, recursive=True)
 
 
-def as_worker(given: Any) -> Any:
+def as_worker(given: Any) -> Worker:
     """Return a worker over a facade; return a worker itself."""
-    return given if hasattr(given, "reads_messages") else FacadeWorker(given)
+    if hasattr(given, "reads_messages"):
+        worker: Worker = given
+        return worker
+    return FacadeWorker(given)

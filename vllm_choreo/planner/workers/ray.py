@@ -14,11 +14,23 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from vllm_choreo.errors import EngineRestartedError, UnknownMessageError
-from vllm_choreo.planner.workers.facade import as_worker
-from vllm_choreo.planner.workers.worker import DEFAULT_WIDTH, Answer, Worker
+from vllm_choreo.planner.workers.facade import AnyFacade, as_worker
+from vllm_choreo.planner.workers.worker import (
+    DEFAULT_WIDTH,
+    Answer,
+    HeldMessage,
+    ReadMessage,
+    Uri,
+    Worker,
+)
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
 
 _RESTART_SECONDS = 300.0  # until an engine is loaded again
 
@@ -34,24 +46,24 @@ class ActorMessage:
 class EngineActor:
     """Actor that runs a worker over the facade or worker that `make` returns."""
 
-    def __init__(self, make: Callable[[], Any], width: int) -> None:
+    def __init__(self, make: Callable[[], AnyFacade | Worker], width: int) -> None:
         self._worker: Worker = as_worker(make())
         self._worker.width = width
-        self._held: dict[str, Any] = {}
+        self._held: dict[str, HeldMessage] = {}
 
-    def about(self) -> tuple[bool, float, Any, int]:
+    def about(self) -> tuple[bool, float, object, int]:
         """Return `reads_messages`, `min_moved_tokens`, `identity` and the process id."""
         import os
 
         worker = self._worker
         return worker.reads_messages, worker.min_moved_tokens, worker.identity, os.getpid()
 
-    async def prefill(self, text: str, parents: Sequence[Any], exact: bool) -> ActorMessage:
+    async def prefill(self, text: str, parents: Sequence[ReadMessage], exact: bool) -> ActorMessage:
         """Encode a message, and hold it."""
         return self._hold(await self._worker.prefill(text, self._parents(parents), exact))
 
     async def decode(
-        self, header: str, parents: Sequence[Any], exact: bool, sampling: Mapping[str, Any]
+        self, header: str, parents: Sequence[ReadMessage], exact: bool, sampling: Mapping[str, Any]
     ) -> Answer:
         """Generate an answer, and hold its message."""
         answer = await self._worker.decode(header, self._parents(parents), exact, sampling)
@@ -75,23 +87,23 @@ class EngineActor:
         """Return a message with its keys and values, for another worker."""
         return await self._worker.give(self._message(message))
 
-    async def take(self, kept: Any) -> ActorMessage:
+    async def take(self, given: Any) -> ActorMessage:
         """Hold a message that another worker gave."""
-        return self._hold(await self._worker.take(kept))
+        return self._hold(await self._worker.take(given))
 
-    async def save(self, messages: Sequence[ActorMessage], uri: Any) -> None:
+    async def save(self, messages: Sequence[ActorMessage], uri: Uri) -> None:
         """Keep messages, with keys and values, in a folder."""
         await self._worker.save([self._message(message) for message in messages], uri)
 
-    async def load(self, uri: Any) -> list[tuple[tuple[str, ...], ActorMessage]]:
+    async def load(self, uri: Uri) -> list[tuple[tuple[str, ...], ActorMessage]]:
         """Load kept messages, and hold them; return each behind its texts."""
         return [(texts, self._hold(message)) for texts, message in await self._worker.load(uri)]
 
-    def _hold(self, message: Any) -> ActorMessage:
+    def _hold(self, message: HeldMessage) -> ActorMessage:
         self._held[message.id] = message
         return ActorMessage(message.id, message.num_tokens)
 
-    def _message(self, named: ActorMessage) -> Any:
+    def _message(self, named: HeldMessage) -> HeldMessage:
         if named.id not in self._held:
             raise UnknownMessageError(
                 "the worker that held this message was started again", parameter="parents",
@@ -99,9 +111,9 @@ class EngineActor:
             )  # fmt: skip
         return self._held[named.id]
 
-    def _parents(self, parents: Sequence[Any]) -> list[Any]:
+    def _parents(self, parents: Sequence[ReadMessage]) -> list[ReadMessage]:
         return [
-            (self._message(parent[0]), *parent[1:])
+            (self._message(parent[0]), parent[1], parent[2])
             if isinstance(parent, tuple)
             else self._message(parent)
             for parent in parents
@@ -111,7 +123,7 @@ class EngineActor:
 class RayWorker:
     """A `Worker` in the planner's process that passes all calls to an actor."""
 
-    def __init__(self, actor: Any, width: int) -> None:
+    def __init__(self, actor: ActorHandle, width: int) -> None:
         import ray
 
         self.width = width
@@ -120,25 +132,26 @@ class RayWorker:
         self.reads_messages, self.min_moved_tokens, self._identity, self.pid = about
 
     @property
-    def identity(self) -> Any:
+    def identity(self) -> object:
         return self._identity
 
-    async def prefill(self, text: str, parents: Sequence[Any], exact: bool) -> Any:
+    async def prefill(self, text: str, parents: Sequence[ReadMessage], exact: bool) -> ActorMessage:
         """Encode a message."""
-        return await self._ask("prefill", text, list(parents), exact)
+        message: ActorMessage = await self._ask("prefill", text, list(parents), exact)
+        return message
 
     async def decode(
-        self, header: str, parents: Sequence[Any], exact: bool, sampling: Mapping[str, Any]
+        self, header: str, parents: Sequence[ReadMessage], exact: bool, sampling: Mapping[str, Any]
     ) -> Answer:
         """Generate an answer. Raises EngineRestartedError: the actor died, and is there again."""
         answer: Answer = await self._ask("decode", header, list(parents), exact, dict(sampling))
         return answer
 
-    async def pin(self, messages: Sequence[Any]) -> None:
+    async def pin(self, messages: Sequence[HeldMessage]) -> None:
         """Pin messages."""
         await self._ask("pin", list(messages))
 
-    async def free(self, messages: Sequence[Any]) -> None:
+    async def free(self, messages: Sequence[HeldMessage]) -> None:
         """Free messages."""
         if messages:
             await self._ask("free", list(messages))
@@ -148,24 +161,25 @@ class RayWorker:
         ids: tuple[int, ...] | None = await self._ask("tokenize", text)
         return ids
 
-    async def give(self, message: Any) -> Any:
+    async def give(self, message: HeldMessage) -> list[ObjectRef]:
         """Return a reference to a message in Ray's object store, which passes it between nodes."""
         return [self._actor.give.remote(message)]
 
-    async def take(self, kept: Any) -> Any:
+    async def take(self, given: list[ObjectRef]) -> ActorMessage:
         """Load a message that another worker gave."""
-        return await self._ask("take", kept[0])
+        message: ActorMessage = await self._ask("take", given[0])
+        return message
 
-    async def save(self, messages: Sequence[Any], uri: Any) -> None:
+    async def save(self, messages: Sequence[HeldMessage], uri: Uri) -> None:
         """Keep messages, with keys and values, in a folder of the actor's node."""
         await self._ask("save", list(messages), uri)
 
-    async def load(self, uri: Any) -> list[tuple[tuple[str, ...], Any]]:
+    async def load(self, uri: Uri) -> list[tuple[tuple[str, ...], HeldMessage]]:
         """Load kept messages of the actor's node; return each behind its texts."""
-        found: list[tuple[tuple[str, ...], Any]] = await self._ask("load", uri)
+        found: list[tuple[tuple[str, ...], HeldMessage]] = await self._ask("load", uri)
         return found
 
-    async def _ask(self, method: str, *args: Any) -> Any:
+    async def _ask(self, method: str, *args: object) -> Any:
         from ray.exceptions import RayActorError, RayTaskError
 
         try:
@@ -196,10 +210,16 @@ class RayWorker:
 class RayWorkers(Sequence[RayWorker]):
     """Workers whose actors end with the `with` block."""
 
-    def __init__(self, workers: Sequence[RayWorker], group: Any, started: bool) -> None:
+    def __init__(self, workers: Sequence[RayWorker], group: PlacementGroup, started: bool) -> None:
         self._workers, self._group, self._started = list(workers), group, started
 
-    def __getitem__(self, number: Any) -> Any:
+    @overload
+    def __getitem__(self, number: int) -> RayWorker: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[RayWorker]: ...
+
+    def __getitem__(self, number: int | slice) -> RayWorker | list[RayWorker]:
         return self._workers[number]
 
     def __len__(self) -> int:
@@ -231,7 +251,7 @@ class RayWorkers(Sequence[RayWorker]):
 
 def ray_workers(
     num_workers: int,
-    make: Callable[[], Any],
+    make: Callable[[], AnyFacade | Worker],
     *,
     width: int = DEFAULT_WIDTH,
     num_cpus: float = 1.0,

@@ -5,9 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 DEFAULT_WIDTH = 16  # calls of one worker at a time: vLLM's default batch on a CPU is larger
+
+
+class HeldMessage(Protocol):
+    """Handle of a message that a worker holds."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+ReadMessage = HeldMessage | tuple[HeldMessage, int, int]  # whole, or `(message, start, stop)`
+Uri = str | Path  # of a folder with saved messages; over HTTP a name
 
 
 @dataclass(frozen=True)
@@ -32,14 +47,14 @@ class Answer:
     num_out: int
     num_prompt: int
     reused: int
-    message: Any = None
+    message: HeldMessage | None = None
     span: tuple[int, int] | None = None
     token_ids: tuple[int, ...] = ()
     exact: bool = True
-    parents: tuple[Any, ...] = ()
-    beside: tuple[Any, ...] = ()
+    parents: tuple[ReadMessage, ...] = ()
+    beside: tuple[HeldMessage, ...] = ()
 
-    def messages(self) -> list[Any]:
+    def messages(self) -> list[HeldMessage]:
         """Messages that are freed with the answer."""
         return [*self.beside, *([] if self.message is None else [self.message])]
 
@@ -60,24 +75,27 @@ class Worker(Protocol):
     min_moved_tokens: float
 
     @property
-    def identity(self) -> Any: ...
+    def identity(self) -> object: ...
 
-    async def prefill(self, text: str, parents: Sequence[Any], exact: bool) -> Any: ...
+    async def prefill(
+        self, text: str, parents: Sequence[ReadMessage], exact: bool
+    ) -> HeldMessage: ...
 
     async def decode(
-        self, header: str, parents: Sequence[Any], exact: bool, sampling: Mapping[str, Any]
+        self, header: str, parents: Sequence[ReadMessage], exact: bool, sampling: Mapping[str, Any]
     ) -> Answer: ...
 
-    async def pin(self, messages: Sequence[Any]) -> None: ...
+    async def pin(self, messages: Sequence[HeldMessage]) -> None: ...
 
-    async def free(self, messages: Sequence[Any]) -> None: ...
+    async def free(self, messages: Sequence[HeldMessage]) -> None: ...
 
     async def tokenize(self, text: str) -> tuple[int, ...] | None: ...
 
-    async def give(self, message: Any) -> Any: ...
+    # Given by a worker and taken by one of its kind: files, or a reference to them.
+    async def give(self, message: HeldMessage) -> Any: ...
 
-    async def take(self, kept: Any) -> Any: ...
+    async def take(self, given: Any) -> HeldMessage: ...
 
-    async def save(self, messages: Sequence[Any], uri: Any) -> None: ...
+    async def save(self, messages: Sequence[HeldMessage], uri: Uri) -> None: ...
 
-    async def load(self, uri: Any) -> list[tuple[tuple[str, ...], Any]]: ...
+    async def load(self, uri: Uri) -> list[tuple[tuple[str, ...], HeldMessage]]: ...
