@@ -47,7 +47,7 @@ class Square(NamedTuple):
     Attributes:
         x, y, side: place of its upper left corner and its size, in units of the picture.
         dark: how dark it is, from 0 (all is lost) to 1.
-        about: measured values as text; "": the square is as the nearest one that was.
+        about: measurements of the block; "": it is as the nearest one that was measured.
     """
 
     x: float
