@@ -32,11 +32,10 @@ from vllm_choreo.ops.sharing import PARTIAL_BYTES
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
     from vllm.config.lora import LoRAConfig
+    from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.kv_cache_interface import KVCacheSpec
-
-    from vllm_choreo.engine.step import AdapterRequest
 
 _NO_ROTATION = Rotation(inv_freq=torch.empty(0, dtype=torch.float64), is_neox=True)
 
@@ -62,8 +61,8 @@ class ChoreoModelRunner:
     device: torch.device
     kv_cache_dtype: torch.dtype
     get_model: Callable[[], torch.nn.Module]
-    add_lora: Callable[[AdapterRequest], bool]
-    _set_active_loras: Callable[[tuple[int, ...], tuple[int, ...], set[AdapterRequest]], None]
+    add_lora: Callable[[LoRARequest], bool]
+    _set_active_loras: Callable[[tuple[int, ...], tuple[int, ...], set[LoRARequest]], None]
 
     batcher: SpanBatcher
     layers: dict[str, Attention]
@@ -136,7 +135,7 @@ class ChoreoModelRunner:
             )
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
-    def _use_adapter(self, num_tokens: int, lora: AdapterRequest | None = None) -> None:
+    def _use_adapter(self, num_tokens: int, lora: LoRARequest | None = None) -> None:
         """Have the next run of the model use one adapter, or none, for all `num_tokens` tokens."""
         if self.lora_config:
             by_token = (lora.lora_int_id if lora else 0,) * num_tokens

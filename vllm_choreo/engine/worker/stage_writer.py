@@ -21,9 +21,8 @@ from vllm_choreo.engine.worker.watching import AttentionWatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.model_executor.layers.attention import Attention
-
-    from vllm_choreo.engine.step import AdapterRequest
 
 
 class _Piece(NamedTuple):
@@ -57,7 +56,7 @@ class StageWriter:
         batcher: SpanBatcher,
         layers: Mapping[str, Attention],
         vllm_config: VllmConfig,
-        before_run: Callable[[int, AdapterRequest | None], None],
+        before_run: Callable[[int, LoRARequest | None], None],
     ) -> None:
         self._stages = stages
         self._memory = memory
