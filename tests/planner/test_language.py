@@ -275,7 +275,7 @@ WRITTEN = {
         ({"attrs": {"pieces": "x"}}, r"operator a at w\.py:3: fmt has the attributes \['pieces'\]"),
         ({"attrs": {"pieces": [0]}}, r"operator a at w\.py:3: a piece is text, or the number"),
         ({"inputs": ["b"]}, r"operator a at w\.py:3: it reads an operator that is not there"),
-        ({"inputs": "b"}, r"an operator that is not there \(text\.operators\[0\]\.inputs='b'\)"),
+        ({"inputs": "b"}, r"an operator that is not there \(text\.operators\[0\]\.inputs=b\)"),
         ({"type": None}, r"no operator of this language \(text\.operators\[0\]\.type=None\)"),
     ],
 )
