@@ -241,7 +241,7 @@ def test_a_folder_trained_anew_is_placed_anew(
     with Choreography(llm, adapter=folder) as c:
         c.prefill(_DOC, adapter=folder)
         TrainedAdapter("decode", ModelIdentity.of(tiny_model_path("llama")), "kl").save(folder)
-        with pytest.raises(AdapterError, match="placement reader"):
+        with pytest.raises(AdapterError, match="placement decode"):
             c.prefill(_DOC, adapter=folder)
 
 
