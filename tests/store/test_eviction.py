@@ -195,3 +195,22 @@ def test_what_lost_its_place_is_not_copied_there() -> None:
     planned = copies.take()
     assert planned.moves == ((source.block_id, kept.block_id, 0),) and not planned.loads
     assert source.ref_cnt == 1
+
+
+def test_what_was_loaded_for_a_copy_alone_is_not_loaded_once_that_lost_its_place() -> None:
+    """A block is free then, and somebody else's copy may go there in the same step."""
+    pool = Pool()
+    copies = BlockCopies(pool)
+    loaded, between, last = pool.new(3)
+    copies.begin()
+    copies.load([8], [loaded])
+    copies.move(loaded, between, 0)
+    copies.move(between, last, 0)
+    pool.free_blocks([loaded, between])
+    copies.on_freed([loaded, between])
+    assert (loaded.ref_cnt, between.ref_cnt) == (1, 1), "held by what is made of them"
+    pool.free_blocks([last])
+    copies.on_freed([last])
+    assert not any(block.ref_cnt for block in (loaded, between, last))
+    planned = copies.take()
+    assert not planned.loads and not planned.moves

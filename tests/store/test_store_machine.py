@@ -175,6 +175,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.pool.free_blocks(new)
         for n, block in zip(touched, new, strict=True):
             self.store.residency.block_copies.move(source.blocks[n], block, 0)
+        self.store.settle(source)
         for run in runs:
             self._enter(encoding, run)
 
@@ -262,10 +263,13 @@ class StoreMachine(RuleBasedStateMachine):
         """The step that was planned runs: its copies are done, then it writes."""
         copies = self.store.take_block_copies()
         self.is_planning = False
-        targets = [target for _, target in copies.loads] + [target for _, target, _ in copies.moves]
-        assert len(targets) == len({*targets}) and all(self.pool.blocks[t].ref_cnt for t in targets)
-        for call in self.calls:
+        for call in self.calls:  # before anything is checked, or what fails never ends
             call.is_new = False
+        targets = [target for _, target in copies.loads] + [target for _, target, _ in copies.moves]
+        assert len(targets) == len({*targets})
+        # What a patch alone is made of has no owner left, and is nobody else's before the step ran.
+        sources = {source for source, _, _ in copies.moves}
+        assert all(self.pool.blocks[t].ref_cnt or t in sources for t in targets)
         for source, host_block in copies.saves:
             self.host[host_block] = self.cache.get(source)
         for host_block, target in copies.loads:

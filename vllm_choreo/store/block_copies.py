@@ -124,9 +124,17 @@ class BlockCopies:
             self._pool.free_blocks(sources)
 
     def on_freed(self, blocks: Iterable[Block]) -> None:
-        """Withdraw loads and moves into blocks that nobody holds any more."""
-        for block in blocks:
+        """Withdraw loads and moves into blocks that nobody holds any more.
+
+        The source of a move is one of them once nothing else held it: what was to be copied there
+        first is withdrawn, too.
+        """
+        freed = [*blocks]
+        while freed:
+            block = freed.pop()
             if not block.ref_cnt:
                 self._loads.pop(block.block_id, None)
                 if move := self._moves.pop(block.block_id, None):
-                    self._pool.free_blocks([move[0]])
+                    source, _ = move
+                    self._pool.free_blocks([source])
+                    freed.append(source)
