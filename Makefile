@@ -56,9 +56,10 @@ programs:
 demo: $(PACKAGE)
 	@$(BIN)/vllm-choreo demo $(ARGS)
 
+# A process that died is not replaced: the next one would run the same test again, for ever.
 test: $(PACKAGE)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		$(if $(ALL),--all) $(ARGS)
+		--max-worker-restart 0 $(if $(ALL),--all) $(ARGS)
 
 check-vllm: $(PACKAGE)
 	@$(BIN)/python -m tools.vllm_check $(VERSION) $(ARGS)
