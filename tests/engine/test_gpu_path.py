@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.grids import sampled
-
 BLOCK_GIB = 3 * 2 * 32 * 2 * 32 * 4 / 2**30  # of the tiny model, see test_tiers.py
 TRITON = "ChoreoTritonBackend"
 # The default on GPUs; the older runner, which moves keys; the new one on CPU, with little memory.
@@ -61,8 +59,9 @@ def run(model_path: Path, choices: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sampled(sorted(CASES), 1))
+@pytest.mark.parametrize("case", sorted(CASES))
 def test_random_choreographies(case: str, tiny_model_path: Callable[[str], Path]) -> None:
     """Compared with the oracle in that process; here, that it ran what it should."""
     pytest.importorskip("triton")

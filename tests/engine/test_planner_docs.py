@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.exhaustive
 def test_examples_run(shallow_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.engine.conftest import start_engine, stop_engine
 

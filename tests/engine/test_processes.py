@@ -94,6 +94,7 @@ def async_llm(
     stop_engine(llm)
 
 
+@pytest.mark.exhaustive
 def test_random_choreographies_with_asynchronous_scheduling(
     async_llm: Any, tiny_oracle: Callable[[str], Oracle]
 ) -> None:
@@ -127,6 +128,7 @@ def test_preemption_and_eviction_with_asynchronous_scheduling(
         assert c.stats()["num_evictions"] > 0
 
 
+@pytest.mark.exhaustive
 def test_calls_that_end_early_with_asynchronous_scheduling(
     async_llm: Any, tiny_oracle: Callable[[str], Oracle]
 ) -> None:

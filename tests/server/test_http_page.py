@@ -23,6 +23,7 @@ needs_programs = pytest.mark.skipif(
 )
 
 
+@pytest.mark.exhaustive
 @needs_programs
 def test_the_page_is_what_happens(whole_server: Server, tmp_path: Path) -> None:
     """One shell runs all commands, so that variables live on from block to block."""

@@ -248,6 +248,7 @@ def test_arms_on_problems_of_their_own(
     assert all(name in shown for name in names)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_one_engine")
 def test_several_recordings_show_how_adapters_transfer(
     tmp_path: Path, llm: Any, adapter: Adapter, tiny_model_path: Callable[[str], Path]
@@ -324,6 +325,7 @@ def test_the_documentation(
 REPAIR = (Path(__file__).parents[3] / "docs" / "repair.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_one_engine")
 def test_what_repair_buys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The documentation's command; all tokens repaired is the text, to rounding."""
