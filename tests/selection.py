@@ -112,6 +112,7 @@ def pytest_make_collect_report(
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
     _fail_if_skipped(report, collector.config)
+    _fail_if_fixtures_are_unknown(report)
     return report
 
 
@@ -120,3 +121,14 @@ def _fail_if_skipped(report: Any, config: pytest.Config) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"--no-skips: {reason}"
+
+
+def _fail_if_fixtures_are_unknown(report: pytest.CollectReport) -> None:
+    """Fail a module whose tests ask for what its folder has not, though they are not run now."""
+    for item in report.result or ():
+        if isinstance(item, pytest.Function):
+            asked = item._fixtureinfo  # behind `item.fixturenames`, with who provides each
+            unknown = set(asked.names_closure) - set(asked.name2fixturedefs) - {"request"}
+            if unknown:
+                report.outcome = "failed"
+                report.longrepr = f"{item.nodeid} asks for unknown fixtures: {unknown}"

@@ -75,3 +75,9 @@ def test_a_missing_gpu_may_skip(tmp_path: Path) -> None:
 def test_grids_run_when_all_tests_are_asked_for(tmp_path: Path) -> None:
     done = _run(tmp_path, {"others": _OTHERS}, "--all", "--no-skips")
     assert "3 passed, 1 xfailed" in done and "status 0" in done
+
+
+def test_a_test_that_is_not_run_must_find_its_fixtures(tmp_path: Path) -> None:
+    wrong = "@pytest.mark.exhaustive\ndef test_it(tmp_path, nobodys):\n    pass\n"
+    done = _run(tmp_path, {"wrong": wrong})
+    assert "test_it asks for unknown fixtures: {'nobodys'}" in done and "status 2" in done
