@@ -31,7 +31,7 @@ help:
 	@echo "make demo    run the demo on a small real model"
 	@echo "make test    run the tests        (ARGS=\"tests/store -x\"; ALL=1: exhaustive grids, too)"
 	@echo "make check-vllm  compare what is used of vLLM with another version (VERSION=0.33.0)"
-	@echo "make lint    ruff, mypy, clang-format: check only"
+	@echo "make lint    ruff, mypy, pyright (on the examples), clang-format: check only"
 	@echo "make format  ruff, clang-format: change the files"
 	@echo "make bench   run the benchmarks   (ARGS=...)"
 	@echo "make soak    load, abuse and kill servers, then check every token  (ARGS=\"routes --seed 2\")"
@@ -68,6 +68,7 @@ lint: $(PACKAGE)
 	@echo "== ruff check" && $(BIN)/ruff check .
 	@echo "== ruff format --check" && $(BIN)/ruff format --check .
 	@echo "== mypy" && $(BIN)/mypy
+	@echo "== mypy and pyright on the examples" && $(BIN)/python -m tools.typed_examples
 	@echo "== clang-format" && if [ -n "$(CLANG_SOURCES)" ]; then \
 		$(BIN)/clang-format --dry-run --Werror $(CLANG_SOURCES); fi
 

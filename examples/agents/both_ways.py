@@ -69,7 +69,7 @@ def compare(run: Callable[[Way], None]) -> None:
         ways[name] = way
     print(f"{ways['choreographed'].said[-1]!r}\n")
     print(f"| | {' | '.join(ways)} | ratio |\n|---|---:|---:|---:|")
-    rows = {
+    rows: dict[str, list[float]] = {
         "tokens encoded": [way.encoded_tokens for way in ways.values()],
         "time to first token, median, ms": [
             1000 * statistics.median(way.first_tokens) for way in ways.values()

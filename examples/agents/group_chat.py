@@ -44,7 +44,7 @@ async def chat(way: Way) -> None:
         asked, is_waiting = time.perf_counter(), True
         reply = await agent.ask(text, stream=conversation)
         way.said.append(reply.body or "")
-    await config.http_client.end_session()
+    await config.end_session()
 
 
 def run(way: Way) -> None:

@@ -8,10 +8,15 @@ import time
 
 from both_ways import Way, compare
 from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from vllm_choreo.integrations.openai_http import ChoreoHttpClient
 
 QUESTIONS = 4
+SYSTEM: ChatCompletionMessageParam = {
+    "role": "system",
+    "content": "You answer from the documents.",
+}
 
 
 def run(way: Way) -> None:
@@ -22,11 +27,13 @@ def run(way: Way) -> None:
     for number in range(QUESTIONS):
         found = rng.sample(documents, len(documents))
         question = f"Question {number}: what is kept in the cupboard?"
-        texts = [("system", "You answer from the documents."), *(("user", t) for t in found)]
+        messages: list[ChatCompletionMessageParam] = [SYSTEM]
+        for text in (*found, question):
+            messages.append({"role": "user", "content": text})
         asked = time.perf_counter()
         stream = client.chat.completions.create(
             model=way.model,
-            messages=[{"role": r, "content": t} for r, t in (*texts, ("user", question))],
+            messages=messages,
             max_tokens=way.max_tokens,
             temperature=0,
             stream=True,

@@ -12,6 +12,7 @@ from both_ways import Way, compare
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langgraph.graph import END, START, StateGraph
+from pydantic import SecretStr
 
 from vllm_choreo.integrations.langchain import ChatChoreo
 
@@ -38,8 +39,11 @@ class FirstTokens(BaseCallbackHandler):
             self.seconds.append(time.perf_counter() - self.started.pop(run_id))
 
 
-class State(TypedDict):
+class Task(TypedDict):
     documents: list[HumanMessage]
+
+
+class State(Task):
     plan: AIMessage
     findings: Annotated[list[AIMessage], operator.add]
     report: AIMessage
@@ -48,8 +52,8 @@ class State(TypedDict):
 def run(way: Way) -> None:
     """A supervisor with three workers over shared documents."""
     llm = ChatChoreo(
-        base_url=way.base_url, api_key=way.api_key, model=way.model, temperature=0,
-        max_tokens=way.max_tokens, streaming=True, conversations=way.conversations,
+        base_url=way.base_url, api_key=SecretStr(way.api_key), model=way.model, temperature=0,
+        max_completion_tokens=way.max_tokens, streaming=True, conversations=way.conversations,
         callbacks=[FirstTokens(way.first_tokens)],
     )  # fmt: skip
 
@@ -69,7 +73,7 @@ def run(way: Way) -> None:
         read = [SUPERVISOR, *state["documents"], *state["findings"]]
         return {"report": llm.invoke([*read, task])}
 
-    graph = StateGraph(State)
+    graph = StateGraph(State, input_schema=Task)
     graph.add_node("plan", plan)
     graph.add_node("report", report)
     graph.add_edge(START, "plan")
@@ -79,7 +83,7 @@ def run(way: Way) -> None:
         graph.add_edge(name, "report")
     graph.add_edge("report", END)
     documents = [HumanMessage(text) for text in way.documents()]
-    state = graph.compile().invoke({"documents": documents, "findings": []})
+    state = graph.compile().invoke({"documents": documents})
     way.said += [message.text for message in (*state["findings"], state["report"])]
     llm.end_session()
 

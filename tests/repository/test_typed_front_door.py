@@ -10,20 +10,9 @@ from pathlib import Path
 import pytest
 
 import vllm_choreo
+from tools.typed_examples import MYPY_CONFIG, copy_examples
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = [ROOT / "examples" / name for name in ("offline.py", "online.py")]
-README_EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-
-# Packages too large to follow, and rooms that no signature of a facade names.
-SKIPPED = (
-    *("vllm", "torch", "numpy", "triton", "transformers", "tqdm", "fsspec", "safetensors"),
-    *(f"vllm_choreo.{room}" for room in ("engine", "ops", "server", "store")),
-)
-CONFIG = f"""[mypy]
-strict = True
-follow_imports = silent
-{"".join(f"[mypy-{name}.*]{chr(10)}follow_imports = skip{chr(10)}" for name in SKIPPED)}"""
 
 SNIPPET = """
 from vllm_choreo import (
@@ -92,14 +81,10 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Lines of mypy by the file that they are about."""
     api = pytest.importorskip("mypy.api")
     folder = tmp_path_factory.mktemp("typed")
-    (folder / "mypy.ini").write_text(CONFIG)
+    (folder / "mypy.ini").write_text(MYPY_CONFIG)
     (folder / "right.py").write_text(SNIPPET)
     (folder / "wrong.py").write_text(WRONG)
-    written = [folder / "right.py", folder / "wrong.py"]
-    for number, example in enumerate(README_EXAMPLES):
-        written.append(folder / f"readme_{number}.py")
-        written[-1].write_text(example)
-    paths = [*map(str, written), *map(str, EXAMPLES)]
+    paths = map(str, (folder / "right.py", folder / "wrong.py", *copy_examples(folder)))
     options = [f"--config-file={folder}/mypy.ini", f"--cache-dir={folder}/cache", "--no-pretty"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MYPYPATH", str(ROOT))
@@ -126,9 +111,10 @@ def test_a_wrong_argument_is_an_error(said: dict[str, list[str]]) -> None:
     assert numbers == {6, 7, 8, 9, 10}
 
 
-def test_examples_are_typed(said: dict[str, list[str]]) -> None:
-    names = [path.name for path in EXAMPLES]
-    names += [f"readme_{number}.py" for number in range(len(README_EXAMPLES))]
+def test_examples_are_typed(said: dict[str, list[str]], tmp_path: Path) -> None:
+    """`make lint` has pyright look at them, too."""
+    names = [path.name for path in copy_examples(tmp_path)]
+    assert {"offline.py", "online.py", "readme_0.py", "supervisor.py"} <= {*names}
     assert not [line for name in names for line in said.get(name, []) if " error: " in line]
 
 

@@ -19,6 +19,15 @@ from vllm_choreo.integrations.conversations import Conversations
 from vllm_choreo.integrations.openai_http import ChoreoAsyncHttpClient
 
 
+class ChoreoConfig(OpenAIConfig):
+    """AG2's config for OpenAI's API, whose HTTP client names parents."""
+
+    async def end_session(self) -> None:
+        """Free what the server holds of these conversations; the next request starts anew."""
+        if isinstance(self.http_client, ChoreoAsyncHttpClient):
+            await self.http_client.end_session()
+
+
 def choreo_config(
     model: str,
     base_url: str,
@@ -26,7 +35,7 @@ def choreo_config(
     *,
     conversations: Conversations | None = None,
     **options: object,
-) -> OpenAIConfig:
+) -> ChoreoConfig:
     """AG2's config for OpenAI's API, with a client that names parents.
 
     Args:
@@ -39,4 +48,4 @@ def choreo_config(
     # The SDK insists on a key.
     key = "none" if api_key is None else api_key
     client = ChoreoAsyncHttpClient(conversations)
-    return OpenAIConfig(model, key, base_url, http_client=client, **options)
+    return ChoreoConfig(model, key, base_url, http_client=client, **options)
