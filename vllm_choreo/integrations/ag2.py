@@ -19,7 +19,7 @@ from vllm_choreo.integrations.conversations import Conversations
 from vllm_choreo.integrations.openai_http import ChoreoAsyncHttpClient
 
 
-class ChoreoConfig(OpenAIConfig):
+class ChoreoModelConfig(OpenAIConfig):
     """AG2's config for OpenAI's API, whose HTTP client names parents."""
 
     async def end_session(self) -> None:
@@ -35,7 +35,7 @@ def choreo_config(
     *,
     conversations: Conversations | None = None,
     **options: object,
-) -> ChoreoConfig:
+) -> ChoreoModelConfig:
     """AG2's config for OpenAI's API, with a client that names parents.
 
     Args:
@@ -48,4 +48,4 @@ def choreo_config(
     # The SDK insists on a key.
     key = "none" if api_key is None else api_key
     client = ChoreoAsyncHttpClient(conversations)
-    return ChoreoConfig(model, key, base_url, http_client=client, **options)
+    return ChoreoModelConfig(model, key, base_url, http_client=client, **options)
