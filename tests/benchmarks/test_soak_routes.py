@@ -17,7 +17,7 @@ from benchmarks.soak.routes.probe import quantile
 from benchmarks.soak.routes.tenant import Request, Requests, Tenant
 from benchmarks.soak.routes.values import Values, damaged, encoded, odd, spoilt
 from vllm_choreo.pml.server import routes as pml_routes
-from vllm_choreo.server import keep_routes, message_routes, routes
+from vllm_choreo.server import message_routes, routes, snapshot_routes
 
 SESSION = "/v1/choreo/sessions/{session}"
 ALPHA = Tenant("alpha", "zqAlphaMark", "a" * 32)
@@ -28,7 +28,7 @@ BETA = Tenant("beta", "zqBetaMark", "b" * 32)
 def document() -> Any:
     """The description of our routes, without a server."""
     app = FastAPI()
-    for module in (routes, message_routes, keep_routes, pml_routes):
+    for module in (routes, message_routes, snapshot_routes, pml_routes):
         app.include_router(module.router)
     return app.openapi()
 

@@ -147,6 +147,55 @@ def test_what_was_reset_has_room_for_its_hidden_states_still(machine_of: Machine
     )
 
 
+def test_who_reads_what_was_freed_needs_no_room_for_its_hidden_states(
+    machine_of: MachineOf,
+) -> None:
+    """They were captured for a patch, which nobody waits for now."""
+    m7, m8, parts = Read("m7"), Read("m8"), {"layers": [0, 2]}
+    run(
+        machine_of("share"),
+        Call("a", "m1", (1, 64), keep=(2,)),
+        Call("a", "m2", (1, 1), (Read("m1"),), keep=(1,)),
+        Call("a", "m3", (2, 1), keep=(1,)),
+        Call("a", "m4", (8, 1), (Read("m2"),), repair={"layers": [1, 2]}, keep=(1,)),
+        Call("a", "m5", (8, 1), (Read("m2"),)),
+        Call("a", "m6", (1, 55), keep=(1, 2)),
+        Free("a", ("m2",)),
+        Settle(),
+        Call("b", "m7", (7, 1)),
+        Call("b", "m8", (4, 61)),
+        Call("a", "m9", (4, 64), keep=(1, 2)),
+        Call("a", "m11", (1, 90), keep=(1, 2)),
+        Call("b", "m12", (5, 40), (m7, m8, m7, m7), generate=3, repair=parts),
+        Call("b", "m13", (0, 33), (m8, m7, m8, m8), generate=3, repair=parts, keep=(2,)),
+        Settle(),
+        Call("a", "m17", (3, 2), (Read("m5"),), generate=1),
+    )
+
+
+@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("name", ["chunks", "windows"])
+def test_a_patch_has_what_it_begins_with_captured_though_others_read_its_source(
+    machine_of: MachineOf, name: str, steps: int
+) -> None:
+    """What was freed is encoded again for both, and for one of them with its hidden states."""
+    run(
+        machine_of(name),
+        Call("a", "head", (2, 20)),
+        Call("a", "doc", (1, 40), (Read("head"),), keep=(1,)),
+        Call("a", "patched", (8, 20), (Read("doc"),), repair={"layers": [1, 2]}),
+        Call("a", "plain", (8, 9), (Read("doc"),)),
+        Free("a", ("doc",)),
+        Settle(),
+        Evict("a", ("patched", "plain")),
+        Settle(),
+        Call("a", "one", (3, 20), (Read("plain"),), generate=9),
+        Steps(count=steps),
+        Call("a", "other", (3, 2), (Read("patched"),), generate=2),
+        Call("a", "third", (3, 2), (Read("plain"),), generate=2),
+    )
+
+
 def test_what_is_ready_is_not_undone_by_what_comes_after_it(machine_of: MachineOf) -> None:
     """Else two calls evict in turn what each needs, until one is refused that fits by itself."""
     part, parts = Read("m4", start=59, stop=86), {"share": 0.6, "by": "attention"}

@@ -33,7 +33,7 @@ from vllm_choreo.errors import (
 )
 from vllm_choreo.snapshot import tensors
 from vllm_choreo.snapshot.manifest import manifest_bytes, read_manifest
-from vllm_choreo.snapshot.storage import KeptFolder
+from vllm_choreo.snapshot.storage import SnapshotFolder
 
 ROOT = Path(__file__).parents[2]
 # What the messages of the first engine take is more than the pool of the second one.
@@ -244,7 +244,7 @@ def test_names_and_lengths_that_are_in_the_way(llm: Any, saved: Saved) -> None:
 
 def _damaged(folder: Path, damage: str) -> str:
     """Damage a folder; the name of the file."""
-    kept = read_manifest(KeptFolder(folder))
+    kept = read_manifest(SnapshotFolder(folder))
     (entry,) = [e for e in kept["encodings"] if e["message"].endswith("/plan")]
     path = folder / entry["data"]["file"]
     content = bytearray(path.read_bytes())
@@ -301,7 +301,7 @@ def test_keys_of_another_model_are_refused_or_encoded(
 ) -> None:
     folder = tmp_path / "kept"
     shutil.copytree(saved.keys, folder)
-    kept = read_manifest(KeptFolder(folder))
+    kept = read_manifest(SnapshotFolder(folder))
     kept["model"][field] = value
     (folder / "manifest.json").write_bytes(manifest_bytes(kept))
     with Choreography(llm) as c:
@@ -316,7 +316,7 @@ def test_keys_of_another_model_are_refused_or_encoded(
 def test_tokens_of_another_tokenizer_are_never_taken(
     llm: Any, saved: Saved, tmp_path: Path
 ) -> None:
-    kept = read_manifest(KeptFolder(saved.recipes))
+    kept = read_manifest(SnapshotFolder(saved.recipes))
     kept["model"]["tokenizer"] = "0123"
     (tmp_path / "manifest.json").write_bytes(manifest_bytes(kept))
     with Choreography(llm) as c, pytest.raises(KeptError, match="tokenizer"):
@@ -326,7 +326,7 @@ def test_tokens_of_another_tokenizer_are_never_taken(
 def test_what_could_not_be_encoded_again_is_not_loaded(
     llm: Any, saved: Saved, tmp_path: Path
 ) -> None:
-    kept = read_manifest(KeptFolder(saved.recipes))
+    kept = read_manifest(SnapshotFolder(saved.recipes))
     for entry in kept["encodings"]:
         entry["tokens"] = entry["tokens"] * 20
     for message in kept["messages"]:
@@ -350,7 +350,7 @@ def forged(llm: Any, tmp_path: Path) -> Path:
         c.prefill(random_tokens(rng, 64), save_as="one")
         c.prefill(random_tokens(rng, 64), save_as="two")
         c.save(None, folder, encodings=True)
-    kept = read_manifest(KeptFolder(folder))
+    kept = read_manifest(SnapshotFolder(folder))
     one, two = kept["encodings"]
     one["data"], two["data"] = two["data"], one["data"]
     (folder / "manifest.json").write_bytes(manifest_bytes(kept))
@@ -405,7 +405,7 @@ def test_forged_keys_are_read_by_who_loads_them_alone(llm: Any, forged: Path) ->
 def test_a_forged_header_that_never_closes_is_refused(llm: Any, forged: Path) -> None:
     """JSON nested deeper than Python reads, under digests that are right."""
     content = (50_000).to_bytes(8, "little") + b"[" * 50_000
-    kept = read_manifest(KeptFolder(forged))
+    kept = read_manifest(SnapshotFolder(forged))
     data = kept["encodings"][0]["data"]
     data |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (forged / data["file"]).write_bytes(content)
@@ -450,7 +450,7 @@ def test_untrusted_keys_are_left_by_who_wants_none(
     other.write_text("k" * 32)
     for folder, expected in ((saved.keys, True), (saved.recipes, False)):
         with Choreography(llm) as c:
-            key = KeptFolder(folder, keep_key=other.read_bytes())
+            key = SnapshotFolder(folder, keep_key=other.read_bytes())
             assert {m.usage.untrusted for m in c.load(key)} == {expected}
 
 
@@ -497,20 +497,20 @@ def test_a_load_that_a_save_overtakes_begins_again(
 ) -> None:
     """It has read the manifest, and the files that this names are gone."""
     uri = scheme.format(tmp_path if "memory" not in scheme else tmp_path.name)
-    rng, reading = random.Random(6), KeptFolder.reading
+    rng, reading = random.Random(6), SnapshotFolder.reading
     with Choreography(llm) as writer, Choreography(llm) as c:
         for name in ("first", "second", "third"):
             writer.prefill(random_tokens(rng, 40), save_as=name)
         writer.save(["first"], uri, encodings=True)
         following = iter(["second", "third"])
 
-        def overtaken(folder: KeptFolder, names: Any) -> Any:
+        def overtaken(folder: SnapshotFolder, names: Any) -> Any:
             if name := next(following, None):
                 writer.save([name], uri, encodings=True)
                 writer.evict("first", "second", "third")  # nobody's blocks can be shared
             return reading(folder, names)
 
-        monkeypatch.setattr(KeptFolder, "reading", overtaken)
+        monkeypatch.setattr(SnapshotFolder, "reading", overtaken)
         (message,) = c.load(uri)
         assert message.id.partition("/")[2] == "third"
         assert _said(c, "third").generated_token_ids == _said(writer, "third").generated_token_ids
@@ -523,11 +523,11 @@ def test_recipes_have_to_find_room_too(llm: Any, tmp_path: Path) -> None:
     with Choreography(llm) as c:
         c.prefill(list(range(5, 205)))
         for encodings in (False, True):
-            folder = KeptFolder(tmp_path / "much", max_bytes=1000)
+            folder = SnapshotFolder(tmp_path / "much", max_bytes=1000)
             with pytest.raises(LimitError, match="room"):
                 c.save(None, folder, encodings=encodings)
             assert not (tmp_path / "much").exists(), "nothing is left of what was refused"
-        c.save(None, KeptFolder(tmp_path / "much", max_bytes=10_000))
+        c.save(None, SnapshotFolder(tmp_path / "much", max_bytes=10_000))
 
 
 class _Failing(MemoryFileSystem):

@@ -18,7 +18,7 @@ from vllm_choreo import AsyncChoreoClient, ChoreoClient
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, KeptError, UnknownKeptError
 from vllm_choreo.server.answers import ListAnswer
-from vllm_choreo.server.keep_bodies import KeptAnswer, KeptDeletedAnswer, KeptEntry
+from vllm_choreo.server.snapshot_bodies import SavedAnswer, SavedDeletedAnswer, SavedEntry
 from vllm_choreo.snapshot.manifest import manifest_bytes
 from vllm_choreo.testing.server import KEYS, Server, start_server
 from vllm_choreo.wire.messages import MessageAnswer
@@ -36,7 +36,7 @@ def _client(server: Server, key: str = KEYS[0]) -> ChoreoClient:
 
 def _names(alpha: httpx.Client) -> list[str]:
     listed = alpha.get("/v1/choreo/kept").json()
-    TypeAdapter(ListAnswer[KeptEntry]).validate_python(listed, strict=True)
+    TypeAdapter(ListAnswer[SavedEntry]).validate_python(listed, strict=True)
     return [entry["name"] for entry in listed["data"]]
 
 
@@ -45,7 +45,7 @@ def test_from_saving_to_deleting(server: Server, alpha: httpx.Client, session: S
     said = session.call(content="The door is", parents=["shed"], sampling_params=GREEDY)
     session.client.delete(f"{session.path}/messages/{said['id'].rpartition('/')[2]}")
     answer = alpha.post(f"{session.path}/save", json={"name": "house", "encodings": True}).json()
-    TypeAdapter(KeptAnswer).validate_python(answer, strict=True)
+    TypeAdapter(SavedAnswer).validate_python(answer, strict=True)
     assert answer["messages"] == answer["encodings"] == 1
     assert answer["tokens"] == shed["num_tokens"] and answer["bytes"] > 1000 * answer["tokens"]
     assert "house" in _names(alpha)
@@ -60,7 +60,7 @@ def test_from_saving_to_deleting(server: Server, alpha: httpx.Client, session: S
     taken = alpha.post(f"{other.path}/load", json={"name": "house"})
     assert taken.status_code == 409
     deleted = alpha.delete("/v1/choreo/kept/house").json()
-    TypeAdapter(KeptDeletedAnswer).validate_python(deleted, strict=True)
+    TypeAdapter(SavedDeletedAnswer).validate_python(deleted, strict=True)
     assert "house" not in _names(alpha)
     for gone in (
         alpha.delete("/v1/choreo/kept/house"),
@@ -231,8 +231,8 @@ def test_a_restarted_server_serves_the_same_handles(
 
 def test_a_server_that_keeps_nothing(server: Server) -> None:
     """The option is the operator's: without it nothing is written."""
-    from vllm_choreo.server import kept
+    from vllm_choreo.server import snapshot_folders
 
-    assert kept.start(None, None, ServerConfig()) == (None, None)
+    assert snapshot_folders.start(None, None, ServerConfig()) == (None, None)
     with pytest.raises(ChoreoError, match=r"tenants\.key"):
-        kept.start(None, str(_folder(server).with_name("elsewhere")), ServerConfig())
+        snapshot_folders.start(None, str(_folder(server).with_name("elsewhere")), ServerConfig())

@@ -20,7 +20,7 @@ import numpy as np
 from vllm_choreo.errors import UnknownKeptError
 from vllm_choreo.snapshot import saving, storage
 from vllm_choreo.snapshot.manifest import FORMAT, manifest_bytes, read_manifest, tenant_digest
-from vllm_choreo.snapshot.storage import KeptFolder
+from vllm_choreo.snapshot.storage import SnapshotFolder
 from vllm_choreo.snapshot.tensors import KVShape, header_bytes
 
 KEPT: dict[str, Any] = {"format": FORMAT, "model": {}, "tenant": tenant_digest("a"), "session": "s"}
@@ -44,7 +44,7 @@ def kept_of(token: int, file: str | None) -> dict[str, Any]:
 
 
 def save(uri: str, token: int, content: bytes = b"new") -> None:
-    folder = KeptFolder(uri)
+    folder = SnapshotFolder(uri)
     folder.make()
     try:
         replaced = {e["data"]["file"] for e in read_manifest(folder)["encodings"] if e["data"]}
@@ -62,7 +62,7 @@ SHAPE = KVShape.of("float32", [[1, 4]])
 
 def save_whole(uri: str, token: int) -> None:
     """As `save` writes it; all numbers of the keys and values are those of the token."""
-    folder = KeptFolder(uri)
+    folder = SnapshotFolder(uri)
     folder.make()
     name, file = folder.create()
     content = header_bytes(SHAPE, 1, {}) + np.full(8, token, np.float32).tobytes()
@@ -89,7 +89,7 @@ def _save_again_and_again(uri: str) -> None:
 
 
 def found(uri: str) -> tuple[int, bytes]:
-    folder = KeptFolder(uri)
+    folder = SnapshotFolder(uri)
     (entry,) = read_manifest(folder)["encodings"]
     with folder.open(entry["data"]["file"])[0] as file:
         return entry["tokens"][0], file.read()
@@ -100,10 +100,10 @@ def _killed(at: str, uri: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     where = {
-        "data": (KeptFolder, "publish"),
+        "data": (SnapshotFolder, "publish"),
         "manifest": (storage, "settle"),
-        "move": (type(KeptFolder(uri)._fs), "mv"),
-        "clean": (KeptFolder, "_clean"),
+        "move": (type(SnapshotFolder(uri)._fs), "mv"),
+        "clean": (SnapshotFolder, "_clean"),
     }
     setattr(*where[at], die)
     save(uri, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kept messages without an engine: files that others can read, and what becomes of half of them."""
+"""Snapshots without an engine: files that others can read, and what becomes of half of them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from vllm_choreo.snapshot.manifest import (
 from vllm_choreo.snapshot.origin import Origin, all_heads, concat_heads
 from vllm_choreo.snapshot.signature import differences
 from vllm_choreo.snapshot.steps import Ask, drive
-from vllm_choreo.snapshot.storage import KeptFolder
+from vllm_choreo.snapshot.storage import SnapshotFolder
 from vllm_choreo.snapshot.streams import ReadAhead
 from vllm_choreo.snapshot.tensors import KVShape, check_header, chunks, header_bytes, header_size
 from vllm_choreo.store.exact import exact_chain, is_exact
@@ -168,7 +168,7 @@ def test_a_save_replaces_what_was_there(scheme: str, tmp_path: Path) -> None:
     for token in (1, 2):
         save(uri, token, bytes([token]))
         assert found(uri) == (token, bytes([token]))
-    folder = KeptFolder(uri)
+    folder = SnapshotFolder(uri)
     names = [entry["name"] for entry in folder._fs.ls(folder._path, detail=True)]
     assert len(names) == 2, "the old data is gone"
     folder.delete()
@@ -207,7 +207,7 @@ def test_a_save_removes_nothing_of_another_that_is_under_way(tmp_path: Path) -> 
     mine = tmp_path / "notes.safetensors"
     mine.write_bytes(b"x")
     save(str(tmp_path), 1)
-    other = KeptFolder(tmp_path)
+    other = SnapshotFolder(tmp_path)
     other.make()
     name, file = other.create()
     with file:
@@ -222,7 +222,7 @@ def test_a_save_removes_nothing_of_another_that_is_under_way(tmp_path: Path) -> 
 
 def test_elsewhere_what_a_killed_save_has_left_is_removed_a_day_later() -> None:
     uri = f"memory://left-{secrets.token_hex(4)}"
-    folder = KeptFolder(uri)
+    folder = SnapshotFolder(uri)
     folder.make()
     for day in ("20200101", "20990101"):
         folder._fs.pipe_file(f"{folder._path}/{day}T000000-00000000-00000.safetensors", b"x")
@@ -234,7 +234,7 @@ def test_elsewhere_what_a_killed_save_has_left_is_removed_a_day_later() -> None:
 def test_a_save_leaves_what_is_read_until_that_is_read(tmp_path: Path) -> None:
     uri = str(tmp_path / "kept")
     save(uri, 1, b"old")
-    reader = KeptFolder(uri)
+    reader = SnapshotFolder(uri)
     (entry,) = read_manifest(reader)["encodings"]
     with reader.reading({entry["data"]["file"]}):
         save(uri, 2)
@@ -288,7 +288,7 @@ def _load_whole(uri: str, overtaken: Callable[[int], None]) -> tuple[int, bytes]
         return {message_id: f"new/{message_id}" for message_id in ids}
 
     steps = loading(
-        *(KeptFolder(uri), target, "a", names_of),
+        *(SnapshotFolder(uri), target, "a", names_of),
         *(lambda messages: None, lambda: None, "refuse", False),
     )
     (message,) = drive(steps, engine.answer)
@@ -324,11 +324,11 @@ def test_who_loads_while_another_process_saves_gets_the_old_or_the_new(tmp_path:
 @pytest.mark.parametrize("scheme", ["{}/kept", "memory://gone-{}"])
 def test_a_refused_save_leaves_nothing(scheme: str, tmp_path: Path) -> None:
     uri = scheme.format(tmp_path if "memory" not in scheme else tmp_path.name)
-    folder = KeptFolder(uri)
+    folder = SnapshotFolder(uri)
     folder.make()
     folder.create()[1].close()
     folder.withdraw()
-    assert uri.rpartition("/")[2] not in KeptFolder(uri.rpartition("/")[0]).names()
+    assert uri.rpartition("/")[2] not in SnapshotFolder(uri.rpartition("/")[0]).names()
     save(uri, 1)
     folder.make()
     folder.create()[1].close()
@@ -339,7 +339,7 @@ def test_a_refused_save_leaves_nothing(scheme: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["{}/kept", "memory://half-{}"])
 def test_what_was_never_finished_can_be_deleted(scheme: str, tmp_path: Path) -> None:
     uri = scheme.format(tmp_path if "memory" not in scheme else tmp_path.name)
-    folder = KeptFolder(uri)
+    folder = SnapshotFolder(uri)
     folder.make()
     folder.create()[1].close()
     folder.delete()
@@ -350,11 +350,11 @@ def test_what_was_never_finished_can_be_deleted(scheme: str, tmp_path: Path) -> 
 def test_all_that_lies_in_a_folder_has_its_size(tmp_path: Path) -> None:
     save(str(tmp_path / "one"), 1, b"x" * 10_000)
     (tmp_path / "empty").mkdir()
-    left = KeptFolder(tmp_path / "left")
+    left = SnapshotFolder(tmp_path / "left")
     left.make()
     with left.create()[1] as file:
         file.write(b"x" * 100_000)
-    assert KeptFolder(tmp_path).sizes() == {
+    assert SnapshotFolder(tmp_path).sizes() == {
         "empty": 4096,
         "left": 25 * 4096 + 4096,
         "one": 3 * 4096 + 4096 + 4096,  # data, manifest, folder
@@ -372,7 +372,7 @@ def test_what_one_could_read_for_ever_is_no_file(what: str, tmp_path: Path) -> N
             path.symlink_to("/dev/zero")
         else:
             path.mkdir()
-        folder = KeptFolder(tmp_path)
+        folder = SnapshotFolder(tmp_path)
         reads: list[Callable[[], Any]] = [partial(folder.open, path.name)]
         if path.name == "manifest.json":
             reads.append(folder.manifest)
@@ -385,7 +385,7 @@ def test_what_one_could_read_for_ever_is_no_file(what: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("uri", ["nowhere://x", "s3://bucket/x"])
 def test_storage_that_there_is_not(uri: str) -> None:
     with pytest.raises(KeptError, match="cannot be reached"):
-        KeptFolder(uri)
+        SnapshotFolder(uri)
 
 
 # -- manifests -------------------------------------------------------------------------------------
@@ -395,15 +395,15 @@ def test_no_byte_of_a_manifest_can_change(tmp_path: Path) -> None:
     save(str(tmp_path), 7)
     path = tmp_path / "manifest.json"
     content, rng = path.read_bytes(), random.Random(1)
-    right = read_manifest(KeptFolder(tmp_path))
+    right = read_manifest(SnapshotFolder(tmp_path))
     for at in [*range(0, len(content), 37), len(content) - 1]:
         path.write_bytes(content[:at])
         with pytest.raises(KeptError, match="manifest"):
-            read_manifest(KeptFolder(tmp_path))
+            read_manifest(SnapshotFolder(tmp_path))
         flipped = content[at] ^ (1 << rng.randrange(8))
         path.write_bytes(content[:at] + bytes([flipped]) + content[at + 1 :])
         try:
-            assert read_manifest(KeptFolder(tmp_path)) == right  # white space, say
+            assert read_manifest(SnapshotFolder(tmp_path)) == right  # white space, say
         except KeptError as error:
             assert error.value == f"{tmp_path}/manifest.json"
 
@@ -413,7 +413,7 @@ def test_who_has_the_key_is_believed_and_nobody_else(tmp_path: Path) -> None:
     kept = kept_of(7, None)
 
     def is_trusted(keep_key: bytes | None) -> bool:
-        return checked_manifest(KeptFolder(tmp_path, keep_key=keep_key)).is_trusted
+        return checked_manifest(SnapshotFolder(tmp_path, keep_key=keep_key)).is_trusted
 
     path.write_bytes(manifest_bytes(kept, mine))
     assert is_trusted(mine) and not is_trusted(b"other key" * 4) and not is_trusted(None)
@@ -497,7 +497,7 @@ def test_a_manifest_that_save_did_not_write(kept: dict[str, Any], tmp_path: Path
     """Its digest is right, and yet none of it reaches the engine."""
     (tmp_path / "manifest.json").write_bytes(manifest_bytes(kept))
     with pytest.raises(KeptError, match="manifest"):
-        read_manifest(KeptFolder(tmp_path))
+        read_manifest(SnapshotFolder(tmp_path))
 
 
 def test_what_differs_between_two_models() -> None:

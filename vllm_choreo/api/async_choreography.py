@@ -19,10 +19,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from vllm_choreo.api.async_runner import AsyncRunner
-from vllm_choreo.api.keeping import Keeping
 from vllm_choreo.api.outcomes import Outcome, check_ttl
 from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
+from vllm_choreo.api.snapshots import Snapshots
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import (
     Answer,
@@ -45,10 +45,10 @@ from vllm_choreo.semantics.call_options import (
     Parent,
     ReadOptions,
 )
-from vllm_choreo.semantics.message import Kept, Message, Piece
+from vllm_choreo.semantics.message import Message, Piece, Saved
 from vllm_choreo.semantics.session_options import AdapterGiven, RepairGiven, SessionOptions
 from vllm_choreo.snapshot.steps import Ask, drive_async
-from vllm_choreo.snapshot.storage import KeptFolder
+from vllm_choreo.snapshot.storage import SnapshotFolder
 
 
 class AsyncChoreography(AsyncCallMethods):
@@ -86,7 +86,7 @@ class AsyncChoreography(AsyncCallMethods):
         )
         self._entries = self._session.entries
         self._runner = AsyncRunner(async_llm, self._session)
-        self._keeping = Keeping(self._session, vllm_config)
+        self._snapshots = Snapshots(self._session, vllm_config)
         self._denied: tuple[str, ...] = ()
 
     @property
@@ -230,26 +230,26 @@ class AsyncChoreography(AsyncCallMethods):
     async def save(
         self,
         messages: Sequence[Named] | None,
-        uri: str | Path | KeptFolder,
+        uri: str | Path | SnapshotFolder,
         *,
         encodings: bool = False,
         progress: bool | None = None,
-    ) -> Kept:
+    ) -> Saved:
         """Keep messages in a folder: `Choreography.save`. Files are written in a thread."""
-        steps = self._keeping.save(
+        steps = self._snapshots.save(
             messages, uri, encodings=encodings, progress=progress, denied=self._denied
         )
         return await drive_async(steps, self._answer)
 
     async def load(
         self,
-        uri: str | Path | KeptFolder,
+        uri: str | Path | SnapshotFolder,
         *,
         on_mismatch: str = "refuse",
         progress: bool | None = None,
     ) -> list[Message]:
         """Load saved messages: `Choreography.load`. Files are read in a thread."""
-        steps = self._keeping.load(uri, on_mismatch=on_mismatch, progress=progress)
+        steps = self._snapshots.load(uri, on_mismatch=on_mismatch, progress=progress)
         return await drive_async(steps, self._answer)
 
     def message(self, named: Named) -> Message:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from vllm_choreo.api import baseline
 from vllm_choreo.api.chats import SessionChats
-from vllm_choreo.api.keeping import Keeping
 from vllm_choreo.api.outcomes import (
     Outcome,
     Report,
@@ -38,6 +37,7 @@ from vllm_choreo.api.outcomes import (
 )
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
+from vllm_choreo.api.snapshots import Snapshots
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import Answer, Answers, Asked, Result, asked, asked_copy
 from vllm_choreo.semantics.call_methods import CallMethods
@@ -49,10 +49,10 @@ from vllm_choreo.semantics.call_options import (
     Parent,
     ReadOptions,
 )
-from vllm_choreo.semantics.message import Kept, Message
+from vllm_choreo.semantics.message import Message, Saved
 from vllm_choreo.semantics.session_options import AdapterGiven, RepairGiven, SessionOptions
 from vllm_choreo.snapshot.steps import Ask, drive
-from vllm_choreo.snapshot.storage import KeptFolder
+from vllm_choreo.snapshot.storage import SnapshotFolder
 
 
 class Choreography(CallMethods):
@@ -194,11 +194,11 @@ class Choreography(CallMethods):
     def save(
         self,
         messages: Sequence[Named] | None,
-        uri: str | Path | KeptFolder,
+        uri: str | Path | SnapshotFolder,
         *,
         encodings: bool = False,
         progress: bool | None = None,
-    ) -> Kept:
+    ) -> Saved:
         """Keep messages in a folder; until all is written, it has those that it had before.
 
         Args:
@@ -213,15 +213,15 @@ class Choreography(CallMethods):
             PoolFullError: a message whose keys and values were evicted does not come back.
             ChoreoError: a message is not complete, or the session is in baseline mode.
         """
-        keeping = Keeping(self._session, self._llm.llm_engine.vllm_config)
-        steps = keeping.save(
+        snapshots = Snapshots(self._session, self._llm.llm_engine.vllm_config)
+        steps = snapshots.save(
             messages, uri, encodings=encodings, progress=progress, denied=self._denied
         )
         return drive(steps, self._answer)
 
     def load(
         self,
-        uri: str | Path | KeptFolder,
+        uri: str | Path | SnapshotFolder,
         *,
         on_mismatch: str = "refuse",
         progress: bool | None = None,
@@ -244,8 +244,8 @@ class Choreography(CallMethods):
             KeptError: another tenant's, another tokenizer's, or it does not fit; names the file.
             NameTakenError, TooLongError, AdapterError: what is in the way. Nothing was loaded.
         """
-        keeping = Keeping(self._session, self._llm.llm_engine.vllm_config)
-        steps = keeping.load(uri, on_mismatch=on_mismatch, progress=progress)
+        snapshots = Snapshots(self._session, self._llm.llm_engine.vllm_config)
+        steps = snapshots.load(uri, on_mismatch=on_mismatch, progress=progress)
         return drive(steps, self._answer)
 
     def message(self, named: Named) -> Message:

@@ -24,7 +24,7 @@ from vllm_choreo.semantics.call_options import (
     Parent,
     ReadOptions,
 )
-from vllm_choreo.semantics.message import Kept, Message, Piece
+from vllm_choreo.semantics.message import Message, Piece, Saved
 
 
 class Facade(Protocol):
@@ -83,7 +83,7 @@ class SessionFacade(Facade, Protocol):
         *,
         encodings: bool = ...,
         progress: bool | None = ...,
-    ) -> Kept: ...
+    ) -> Saved: ...
 
     def load(
         self, uri: str, *, on_mismatch: str = ..., progress: bool | None = ...
@@ -184,7 +184,7 @@ class AsyncFacade(Protocol):
         *,
         encodings: bool = ...,
         progress: bool | None = ...,
-    ) -> Kept: ...
+    ) -> Saved: ...
 
     async def load(
         self, uri: str, *, on_mismatch: str = ..., progress: bool | None = ...

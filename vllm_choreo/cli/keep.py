@@ -14,7 +14,7 @@ from vllm_choreo.errors import ChoreoError
 
 if TYPE_CHECKING:
     from vllm_choreo import Choreography
-    from vllm_choreo.snapshot.storage import KeptFolder
+    from vllm_choreo.snapshot.storage import SnapshotFolder
 
 
 def command(parser: argparse.ArgumentParser) -> Main:
@@ -121,9 +121,9 @@ def _load(c: Choreography, args: argparse.Namespace) -> None:
 def _show(uri: str, key_file: str) -> int:
     from vllm_choreo.snapshot.keys import own_key
     from vllm_choreo.snapshot.manifest import checked_manifest
-    from vllm_choreo.snapshot.storage import KeptFolder
+    from vllm_choreo.snapshot.storage import SnapshotFolder
 
-    folder = KeptFolder(uri, keep_key=own_key(key_file))
+    folder = SnapshotFolder(uri, keep_key=own_key(key_file))
     manifest, is_trusted, _ = checked_manifest(folder)
     if not is_trusted:
         print("UNTRUSTED: it was saved with another key; see docs/keep.md")
@@ -140,7 +140,7 @@ def _show(uri: str, key_file: str) -> int:
     return 1 if damaged else 0
 
 
-def _state(folder: KeptFolder, entry: Mapping[str, Any]) -> str:
+def _state(folder: SnapshotFolder, entry: Mapping[str, Any]) -> str:
     """Describe a message's keys and values: a recipe, damaged, or their size."""
     from vllm_choreo.errors import KeptError
     from vllm_choreo.snapshot.streams import ReadAhead

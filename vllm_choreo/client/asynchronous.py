@@ -56,7 +56,7 @@ from vllm_choreo.semantics.call_options import (
     Parent,
     ReadOptions,
 )
-from vllm_choreo.semantics.message import Kept, Message, Piece
+from vllm_choreo.semantics.message import Message, Piece, Saved
 
 _T = TypeVar("_T")
 
@@ -233,7 +233,7 @@ class AsyncChoreoClient(AsyncCallMethods, ClientBase):
         *,
         encodings: bool = False,
         progress: bool | None = None,
-    ) -> Kept:
+    ) -> Saved:
         """Keep messages on the server: `ChoreoClient.save`."""
         return await self._exchange(exchanges.saving(await self.open(), messages, uri, encodings))
 

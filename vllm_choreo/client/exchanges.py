@@ -18,7 +18,7 @@ from vllm_choreo.errors import ChoreoError, UnknownMessageError
 from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.semantics.call import Answer, Asked, CallSpec, Result
 from vllm_choreo.semantics.call_options import Named
-from vllm_choreo.semantics.message import Kept, Message
+from vllm_choreo.semantics.message import Message, Saved
 from vllm_choreo.semantics.naming import message_id, message_ids
 from vllm_choreo.semantics.session_options import SessionOptions
 from vllm_choreo.wire.calls import adapter_name, call_json
@@ -169,13 +169,13 @@ def operating(
 
 def saving(
     session: str, messages: Sequence[Named] | None, name: str, encodings: bool
-) -> Exchange[Kept]:
+) -> Exchange[Saved]:
     """Save messages under a name; None: all of the session."""
     ids = None if messages is None else list(message_ids(messages, "messages"))
     body = {"name": name, "messages": ids, "encodings": encodings}
     request = Request("POST", f"{_SESSIONS}/{session}/save", json_of(body, "uri"))
-    names = [field.name for field in fields(Kept)]
-    return Exchange(request, lambda answer, _: Kept(**{field: answer[field] for field in names}))
+    names = [field.name for field in fields(Saved)]
+    return Exchange(request, lambda answer, _: Saved(**{field: answer[field] for field in names}))
 
 
 def loading(session: str, name: str, on_mismatch: str) -> Exchange[list[Message]]:

@@ -24,7 +24,7 @@ from vllm_choreo.semantics.call_options import (
     Parent,
     ReadOptions,
 )
-from vllm_choreo.semantics.message import Kept, Message
+from vllm_choreo.semantics.message import Message, Saved
 
 _T = TypeVar("_T")
 
@@ -104,7 +104,7 @@ class ChoreoClient(CallMethods, ClientBase):
         *,
         encodings: bool = False,
         progress: bool | None = None,
-    ) -> Kept:
+    ) -> Saved:
         """Keep messages on the server; `uri` is a name, for the operator decides where that is.
 
         Raises:

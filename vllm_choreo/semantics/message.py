@@ -161,7 +161,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Saved:
     """Counts of what a save has written.
 
     Attributes:

@@ -21,8 +21,8 @@ from vllm_choreo.repair.pair_rule import LenientPairRule, PairRule
 from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.semantics.call import Result
 from vllm_choreo.semantics.message import Message
-from vllm_choreo.server.kept import KeptFolders
 from vllm_choreo.server.sessions import OpenSession
+from vllm_choreo.server.snapshot_folders import SnapshotFolders
 
 logger = init_logger("vllm.choreo.server")
 
@@ -35,13 +35,13 @@ class PairExchange:
     Args:
         rule: how sessions that have no rule of their own read the other model's messages.
         model: this server's model, as its configuration names it.
-        folders: tenants' folders of kept messages; None: adapters of one server exchange nothing.
+        folders: tenants' folders of saved messages; None: adapters of one server exchange nothing.
 
     Raises:
         RepairError: the profile is of other models.
     """
 
-    def __init__(self, rule: PairRule, model: str, folders: KeptFolders | None) -> None:
+    def __init__(self, rule: PairRule, model: str, folders: SnapshotFolders | None) -> None:
         rule.check_model(base_model(model))
         self.rule = LenientPairRule(rule.profile, rule.max_quality_loss, rule.ttft)
         self._is_writer = rule.is_written_by(base_model(model))
@@ -54,7 +54,7 @@ class PairExchange:
         name = result.id.partition("/")[2]
         if name.isdecimal() or result.generated_token_ids:
             return
-        tenant, kept = session.tenant, _kept_name(name)
+        tenant, kept = session.tenant, _saved_name(name)
         try:
             async with self._folders.lock(tenant):
                 folder = self._folders.folder(tenant, kept)
@@ -78,7 +78,7 @@ class PairExchange:
             async with self._folders.lock(session.tenant):
                 if _knows(session, name):  # a call of the same time has loaded it
                     continue
-                folder = self._folders.folder(session.tenant, _kept_name(name))
+                folder = self._folders.folder(session.tenant, _saved_name(name))
                 try:
                     with session.used() as choreography:
                         await choreography.load(folder, on_mismatch="variant", progress=False)
@@ -86,7 +86,9 @@ class PairExchange:
                     continue  # the call says that there is none, or that it was freed
 
 
-def exchange_of(path: str | None, model: str, folders: KeptFolders | None) -> PairExchange | None:
+def exchange_of(
+    path: str | None, model: str, folders: SnapshotFolders | None
+) -> PairExchange | None:
     """Exchange that the operator's option asks for; None: it is not given.
 
     Raises:
@@ -103,7 +105,7 @@ def _knows(session: OpenSession, name: str) -> bool:
     return session.choreography.is_live(f"{session.id}/{name}")
 
 
-def _kept_name(name: str) -> str:
+def _saved_name(name: str) -> str:
     """Name of a message's folder, with a prefix that keeps it apart from names of clients."""
     if _PLAIN.fullmatch(name):
         return f"message.{name}"

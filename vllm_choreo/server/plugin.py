@@ -24,7 +24,7 @@ class ChoreoEndpoints:
     """Entry point of `vllm.endpoint_plugins`; vLLM makes one for each API server, or batch.
 
     After `init_state`, `app.state.choreo` is the `Sessions` of the server, `choreo_reader` its
-    `CallReader`, and `choreo_kept` its `KeptFolders` or None; wings add what is theirs.
+    `CallReader`, and `choreo_snapshots` its `SnapshotFolders` or None; wings add what is theirs.
     """
 
     name = "choreo"
@@ -34,7 +34,7 @@ class ChoreoEndpoints:
         self._has_routes = False  # a batch has none
 
     def attach_router(self, app: FastAPI) -> None:
-        from vllm_choreo.server import keep_routes, message_routes, routes
+        from vllm_choreo.server import message_routes, routes, snapshot_routes
         from vllm_choreo.server.errors import answer_error
         from vllm_choreo.server.tenants import TenantMiddleware
         from vllm_choreo.server.wings import wings
@@ -43,7 +43,7 @@ class ChoreoEndpoints:
         app.add_middleware(TenantMiddleware)
         app.include_router(routes.router)
         app.include_router(message_routes.router)
-        app.include_router(keep_routes.router)
+        app.include_router(snapshot_routes.router)
         for wing in wings():
             app.include_router(wing.router)
         app.add_exception_handler(ChoreoError, answer_error)
@@ -56,7 +56,7 @@ class ChoreoEndpoints:
             ChoreoError: what the command line asks for, or a wing, cannot be set up.
         """
         from vllm_choreo.config import ChoreoConfig
-        from vllm_choreo.server import exchange, kept, metrics
+        from vllm_choreo.server import exchange, metrics, snapshot_folders
         from vllm_choreo.server.auto_messages import TenantChats
         from vllm_choreo.server.call_reader import CallReader
         from vllm_choreo.server.guard import guarded
@@ -80,8 +80,8 @@ class ChoreoEndpoints:
             for wing in wings():
                 if wing.start is not None:
                     await wing.start(state, args)
-            state.choreo_kept, loaded = await asyncio.to_thread(
-                kept.start,
+            state.choreo_snapshots, loaded = await asyncio.to_thread(
+                snapshot_folders.start,
                 getattr(args, "choreo_keep", None),
                 getattr(args, "choreo_load", None),
                 config,
@@ -91,7 +91,7 @@ class ChoreoEndpoints:
                 exchange.exchange_of,
                 getattr(args, "choreo_pair", None),
                 engine_client.vllm_config.model_config.model,
-                state.choreo_kept,
+                state.choreo_snapshots,
             )
             if loaded is not None:
                 await loaded.load_all(state.choreo)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tenant of a request: the holder of its API key, under a name that tells nothing of the key.
 
-The name is an HMAC under a secret of this process, or of the operator's folder of kept messages, so
+The name is an HMAC under a secret of this process, or of the operator's folder of snapshots, so
 what is logged, or sent to the engine, cannot be matched against guessed keys.
 
     --api-key alpha beta      two tenants; who sends another key, or none, is none, and gets no

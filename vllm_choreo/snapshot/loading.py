@@ -20,7 +20,7 @@ from vllm_choreo.snapshot.manifest import Manifest, checked_manifest, data_files
 from vllm_choreo.snapshot.origin import Origin, shape_of
 from vllm_choreo.snapshot.signature import differences, is_same_text, is_variant
 from vllm_choreo.snapshot.steps import Ask, Steps, operation, session, workers
-from vllm_choreo.snapshot.storage import MANIFEST, KeptFolder
+from vllm_choreo.snapshot.storage import MANIFEST, SnapshotFolder
 from vllm_choreo.snapshot.streams import ReadAhead
 from vllm_choreo.snapshot.tensors import Chunk, KVShape, check_header, chunks, header_size
 from vllm_choreo.wire.messages import message_of
@@ -48,7 +48,7 @@ class Unfit(Exception):
 
 
 def loading(
-    folder: KeptFolder,
+    folder: SnapshotFolder,
     target: Origin,
     tenant: str,
     names_of: Callable[[str, Sequence[str]], dict[str, str]],
@@ -103,7 +103,7 @@ class _Into(NamedTuple):
 
 
 def _load(
-    folder: KeptFolder,
+    folder: SnapshotFolder,
     manifest: Manifest,
     into: _Into,
     on_mismatch: str,
@@ -164,7 +164,7 @@ def check_on_mismatch(given: object) -> None:
 
 
 def _check_origin(
-    kept: Mapping[str, Any], target: Origin, folder: KeptFolder, on_mismatch: str
+    kept: Mapping[str, Any], target: Origin, folder: SnapshotFolder, on_mismatch: str
 ) -> bool:
     """Return whether the engine's model has made the keys and values.
 
@@ -270,7 +270,9 @@ def _messages(
 class _Reader:
     """Reader of keys and values into the engine, which believes those of a file if all is right."""
 
-    def __init__(self, folder: KeptFolder, target: Origin, ticket: int, on_mismatch: str) -> None:
+    def __init__(
+        self, folder: SnapshotFolder, target: Origin, ticket: int, on_mismatch: str
+    ) -> None:
         self._folder = folder
         self._target = target
         self._ticket = ticket
@@ -345,7 +347,7 @@ class _Reader:
 
 
 @contextmanager
-def _unfit_if_missing(folder: KeptFolder, name: str) -> Iterator[None]:
+def _unfit_if_missing(folder: SnapshotFolder, name: str) -> Iterator[None]:
     """Raise Unfit for a file that cannot be read: it is as good as damaged."""
     try:
         with folder.naming(name):

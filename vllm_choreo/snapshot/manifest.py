@@ -35,7 +35,7 @@ from hashlib import blake2b, sha256
 from typing import Any, NamedTuple
 
 from vllm_choreo.errors import KeptError
-from vllm_choreo.snapshot.storage import MANIFEST, KeptFolder
+from vllm_choreo.snapshot.storage import MANIFEST, SnapshotFolder
 
 FORMAT = 5
 # So that the key can serve other purposes, too.
@@ -85,12 +85,12 @@ def manifest_bytes(kept: Mapping[str, Any], keep_key: bytes | None = None) -> by
     return json.dumps({"sha256": digest, "hmac": keyed, "kept": kept}, ensure_ascii=False).encode()
 
 
-def read_manifest(folder: KeptFolder) -> dict[str, Any]:
+def read_manifest(folder: SnapshotFolder) -> dict[str, Any]:
     """Read what is kept in a folder, whoever has written it; raises as `checked_manifest`."""
     return checked_manifest(folder).kept
 
 
-def checked_manifest(folder: KeptFolder) -> Manifest:
+def checked_manifest(folder: SnapshotFolder) -> Manifest:
     """Read what is kept in a folder, and whether it is trusted.
 
     Raises:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_choreo.errors import ChoreoError, KeptError, LimitError, PoolFullError, TooLongError
-from vllm_choreo.semantics.message import Kept, Message
+from vllm_choreo.semantics.message import Message, Saved
 from vllm_choreo.snapshot.byte_bar import ByteBar
 from vllm_choreo.snapshot.manifest import FORMAT, data_files, manifest_bytes, read_manifest
 from vllm_choreo.snapshot.origin import Origin, concat_heads, shape_of
 from vllm_choreo.snapshot.steps import Ask, Steps, operation, workers
-from vllm_choreo.snapshot.storage import KeptFolder, settle
+from vllm_choreo.snapshot.storage import SnapshotFolder, settle
 from vllm_choreo.snapshot.streams import Digested
 from vllm_choreo.snapshot.tensors import KVShape, chunks, header_bytes
 from vllm_choreo.wire.messages import record_json
@@ -20,11 +20,11 @@ from vllm_choreo.wire.messages import record_json
 
 def saving(
     messages: Sequence[Message],
-    folder: KeptFolder,
+    folder: SnapshotFolder,
     origin: Origin,
     encodings: bool,
     progress: bool | None,
-) -> Steps[Kept]:
+) -> Steps[Saved]:
     """Save messages into a folder.
 
     Args:
@@ -53,12 +53,12 @@ def saving(
 
 def _save(
     messages: Sequence[Message],
-    folder: KeptFolder,
+    folder: SnapshotFolder,
     origin: Origin,
     told: Mapping[str, Any],
     encodings: bool,
     progress: bool | None,
-) -> Steps[Kept]:
+) -> Steps[Saved]:
     """Write the files; the caller removes them if this raises."""
     replaced = _files_of(folder)
     writer = _Writer(folder, origin, told)
@@ -68,10 +68,10 @@ def _save(
     sizes = [data["bytes"] for data in writer.data.values()]
     check_size(sum(sizes) + len(content), folder.max_bytes)
     folder.publish(content, replaced)
-    return Kept(len(messages), len(sizes), sum(m.num_tokens for m in messages), sum(sizes))
+    return Saved(len(messages), len(sizes), sum(m.num_tokens for m in messages), sum(sizes))
 
 
-def _files_of(folder: KeptFolder) -> set[str]:
+def _files_of(folder: SnapshotFolder) -> set[str]:
     """Names of the data files that the manifest names before the save."""
     try:
         return data_files(read_manifest(folder))
@@ -110,7 +110,7 @@ class _Writer:
         data: the entry of each encoding that was written, by its number.
     """
 
-    def __init__(self, folder: KeptFolder, origin: Origin, told: Mapping[str, Any]) -> None:
+    def __init__(self, folder: SnapshotFolder, origin: Origin, told: Mapping[str, Any]) -> None:
         self.data: dict[int, dict[str, Any]] = {}
         self._folder = folder
         self._origin = origin

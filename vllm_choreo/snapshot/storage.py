@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of kept messages, wherever fsspec reaches: a disk, memory, an object store.
+"""A folder of saved messages, wherever fsspec reaches: a disk, memory, an object store.
 
     manifest.json                                    what is kept, and in which files
     20260102T030405-9f86d081-00000.safetensors       keys and values of one encoding
@@ -43,8 +43,8 @@ _SAVE_SECONDS = 86_400.0
 _DISK_BLOCK = 4096
 
 
-class KeptFolder:
-    """A folder of kept messages, and of the files of one save.
+class SnapshotFolder:
+    """A folder of saved messages, and of the files of one save.
 
     Args:
         uri: a path, or any URL of fsspec's.

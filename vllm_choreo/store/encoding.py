@@ -107,6 +107,11 @@ class Patch:
         """Number of tokens that cost as much if encoded in all layers."""
         return self.layers.charged(self.num_tokens) if self.layers else self.num_tokens
 
+    @property
+    def is_entering(self) -> bool:
+        """True if a range of its layers begins with hidden states of the source."""
+        return self.layers is not None and bool(self.layers.entries)
+
 
 @dataclass(eq=False)
 class Encoding:
@@ -139,6 +144,7 @@ class Encoding:
         num_readers: running calls that read it; its blocks must stay.
         num_waiting: calls that wait for it or will read it.
         num_wanting: patches of it that calls wait for and that have no place yet.
+        num_entering: those of them that begin with its hidden states.
         encoders: ids of the requests that make or encode it: one, or one for each run of a patch.
     """
 
@@ -165,10 +171,11 @@ class Encoding:
     num_readers: int = 0
     num_waiting: int = 0
     num_wanting: int = 0
+    num_entering: int = 0
     encoders: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        if self.patch and self.patch.layers and self.patch.layers.entries:
+        if self.patch and self.patch.is_entering:
             self.patch.source.is_entered = True
 
     @property

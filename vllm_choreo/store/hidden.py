@@ -3,9 +3,9 @@
 
 The input of a layer is captured on request when a message is encoded, in memory of the workers, and
 lets later calls repair the message from that layer on. It stays when keys and values are evicted,
-and goes when its encoding is given up; whoever needs it then, because a patch that was made of it
-is encoded again, has it captured again for that long. What has room has it until it is given up: or
-what others had captured meanwhile would leave it none, and it could not be encoded again.
+and goes when its encoding is given up; while a patch that was made of it is encoded again, and for
+nothing else, it is captured again. What has room has it until it is given up: or what others had
+captured meanwhile would leave it none, and it could not be encoded again.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class HiddenStateIndex:
         return self._keys.get(encoding)
 
     def add_again(self, encoding: Encoding) -> LimitError | None:
-        """Add what an encoding that is encoded again had; return an error if that does not fit."""
+        """Add what an encoding that was given up had; return an error if that does not fit."""
         if encoding.hidden_layers and encoding not in self._keys:
             if error := self._limit_error(encoding.hidden_layers, encoding.num_tokens):
                 return error

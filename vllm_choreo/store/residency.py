@@ -196,7 +196,9 @@ class Residency:
         if encoding.patch is not None:
             source = encoding.patch.source
             num_idle_blocks = source.num_idle_blocks
-            source.num_wanting += encoding.wants_source - wanted
+            change = encoding.wants_source - wanted
+            source.num_wanting += change
+            source.num_entering += change * encoding.patch.is_entering
             self.num_idle_blocks += source.num_idle_blocks - num_idle_blocks
         self.num_idle_blocks += encoding.num_idle_blocks - num_idle
         self.num_blocks_of[encoding.message.tenant] += len(encoding.blocks) - num_held

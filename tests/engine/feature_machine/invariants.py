@@ -141,6 +141,13 @@ def _check_counts(scheduler: Any, encodings: set[Any]) -> None:
         if counted != found:
             detail = f"{encoding.message.id}: {found}, not {counted} (waiting, reading, making)"
             raise Broken("an encoding's counts are not those of the calls", detail)
+    wanting = [encoding for encoding in encodings | placed if encoding.wants_source]
+    patched = Counter(patch.patch.source for patch in wanting)
+    entered = Counter(patch.patch.source for patch in wanting if patch.patch.is_entering)
+    for encoding in encodings | placed:
+        found = (encoding.num_wanting, encoding.num_entering)
+        if found != (patched[encoding], entered[encoding]):
+            raise Broken("an encoding's patches are not those that want it", encoding.message.id)
 
 
 def _check_host(tier: Any, copies: Any) -> None:

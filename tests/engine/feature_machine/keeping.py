@@ -250,10 +250,10 @@ class Keepings:
         return None
 
     def _folder(self, key: str, *, is_foreign: bool = False) -> Any:
-        from vllm_choreo.snapshot.storage import KeptFolder
+        from vllm_choreo.snapshot.storage import SnapshotFolder
 
         keep_key = b"another's" if is_foreign else b"this program's"
-        return KeptFolder(f"memory://{self._root}/{key}", keep_key=keep_key)
+        return SnapshotFolder(f"memory://{self._root}/{key}", keep_key=keep_key)
 
     def _origin(self, session: str) -> Any:
         from vllm_choreo.snapshot.manifest import tenant_digest

@@ -123,7 +123,7 @@ class BlockReserver:
         for wanted in self._lacks(call):
             encoding = self._lacking(wanted)
             restored = self._restore(wanted, call, most - taken)
-            if not restored and encoding is not wanted:
+            if not restored and encoding is not wanted and not encoding.is_resident:
                 restored = self._restore(encoding, call, most - taken)
             if restored:
                 taken += restored
@@ -210,8 +210,33 @@ class BlockReserver:
 
     def _lacking(self, encoding: Encoding) -> Encoding:
         """Encoding that has to be there first: a patch's source, if it is not, or itself."""
-        source = encoding.patch and encoding.patch.source
-        return source if source and not source.is_resident else encoding
+        if encoding.patch is None:
+            return encoding
+        source = encoding.patch.source
+        is_there = source.is_resident and not self._lacks_hidden(source)
+        return encoding if is_there else source
+
+    def _lacks_hidden(self, encoding: Encoding) -> bool:
+        """Return whether a patch that is waited for begins with hidden states that are not held."""
+        hidden = self._store.hidden
+        return encoding.num_entering > 0 and hidden is not None and hidden.find(encoding) is None
+
+    def _capture_again(self, encoding: Encoding, serves: ScheduledCall) -> bool:
+        """Have the hidden states of an encoding captured while all of it is encoded again.
+
+        Returns:
+            Whether they can be now: there is room, and nobody reads its keys.
+        """
+        if encoding.num_readers:
+            return False
+        assert self._store.hidden is not None
+        if error := self._store.hidden.add_again(encoding):
+            self.short[serves] = error
+            return False
+        self._store.evict(encoding, into_host=False)
+        if self._store.tier:
+            self._store.tier.discard(encoding)
+        return True
 
     def _is_blocked(self, encoding: Encoding) -> bool:
         """Return whether a patch by layers reads an encoding of this step, or of a later one."""
@@ -252,9 +277,7 @@ class BlockReserver:
             return []
         if encoding.patch and not self._place(encoding, serves, is_first):
             return []
-        hidden = self._store.hidden
-        if hidden and (error := hidden.add_again(encoding)):
-            self.short[serves] = error
+        if self._lacks_hidden(encoding) and not self._capture_again(encoding, serves):
             return []
         self.has_begun = True
         if is_first:

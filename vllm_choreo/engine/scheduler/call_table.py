@@ -404,13 +404,13 @@ class CallTable:
             call.plan, call.stored_positions, self.block_size, start, call.own_position
         )
 
-    def hidden_capture(self, call: ScheduledCall) -> HiddenCapture:
-        """Hidden states that workers capture of a call that asks for some."""
-        assert self.store.hidden is not None
-        encoding = call.encoding
-        return HiddenCapture(
-            self.store.hidden.key(encoding), encoding.hidden_layers, call.own_position
-        )
+    def hidden_capture(self, call: ScheduledCall) -> HiddenCapture | None:
+        """Hidden states that workers capture of a call, if somebody needs some."""
+        encoding, hidden = call.encoding, self.store.hidden
+        key = hidden.find(encoding) if hidden else None
+        if key is None:
+            return None
+        return HiddenCapture(key, encoding.hidden_layers, call.own_position)
 
     # -- the end ---------------------------------------------------------------------------
 

@@ -222,8 +222,8 @@ class _Choreographed(Scheduler):
         )
 
     def _captures(self, started: Iterable[ScheduledCall]) -> dict[str, HiddenCapture]:
-        chosen = (call for call in started if call.encoding.hidden_layers)
-        return {call.id: self.call_table.hidden_capture(call) for call in chosen}
+        captures = {call.id: self.call_table.hidden_capture(call) for call in started}
+        return {call_id: capture for call_id, capture in captures.items() if capture}
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if request.request_id in self.refusals:

@@ -60,7 +60,7 @@ class Stager:
                 blocks=tuple(block.block_id for block in blocks),
                 first=plan.base + start,
                 token_ids=tuple(encoding.token_ids[start:stop]),
-                key=self._key(patch.source) if patch.layers.entries else None,
+                key=self._key(patch.source) if patch.is_entering else None,
                 start=start,
                 lora=encoding.adapter.request if encoding.adapter else None,
             )
@@ -122,4 +122,6 @@ class Stager:
     def _key(self, source: Encoding) -> int:
         hidden = self._call_table.store.hidden
         assert hidden is not None, "or the call would have been refused"
-        return hidden.key(source)
+        key = hidden.find(source)
+        assert key is not None, "or the source would be encoded again"
+        return key

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's folder of kept messages: where tenants save, and what a server loads at its start.
+"""The operator's folder of saved messages: where tenants save, and what a server loads first.
 
     DIR/tenants.key              the secret by which tenants are told apart, the same in every run;
                                  the key of what is saved is made from it, see `snapshot/keys.py`
@@ -24,7 +24,7 @@ from vllm_choreo.server import tenants
 from vllm_choreo.server.sessions import Sessions
 from vllm_choreo.snapshot.keys import key_of_file, key_of_secret
 from vllm_choreo.snapshot.manifest import checked_manifest, data_files
-from vllm_choreo.snapshot.storage import KeptFolder
+from vllm_choreo.snapshot.storage import SnapshotFolder
 
 logger = init_logger("vllm.choreo.server")
 
@@ -34,7 +34,7 @@ _TENANT = re.compile(r"[0-9a-f]{64}")
 _BYTES_PER_GIB = 2**30
 
 
-class KeptFolders:
+class SnapshotFolders:
     """Folders of an operator in which each tenant keeps messages under names.
 
     Args:
@@ -51,10 +51,10 @@ class KeptFolders:
         self._uri = uri.rstrip("/")
         self._option = option
         self._config = config
-        self._root = KeptFolder(self._uri)
+        self._root = SnapshotFolder(self._uri)
         self._locks: dict[str, asyncio.Lock] = {}
 
-    def folder(self, tenant: str, name: str) -> KeptFolder:
+    def folder(self, tenant: str, name: str) -> SnapshotFolder:
         """Folder of what a tenant has saved, or will save, under a name.
 
         Raises:
@@ -67,7 +67,7 @@ class KeptFolders:
                 parameter="uri",
                 value=name,
             )
-        return KeptFolder(f"{self._uri}/{tenant}/{name}", label=name, keep_key=self.keep_key)
+        return SnapshotFolder(f"{self._uri}/{tenant}/{name}", label=name, keep_key=self.keep_key)
 
     def lock(self, tenant: str) -> asyncio.Lock:
         """Lock of a tenant's saves: two at once would both find the same room."""
@@ -75,14 +75,14 @@ class KeptFolders:
 
     def names(self, tenant: str) -> list[str]:
         """Names under which a tenant has saved."""
-        return KeptFolder(f"{self._uri}/{tenant}", label="").names()
+        return SnapshotFolder(f"{self._uri}/{tenant}", label="").names()
 
     def sizes(self, tenant: str) -> dict[str, int]:
         """Bytes that each name of a tenant takes.
 
         All that lies there counts: recipes, keys and values, and what was never finished.
         """
-        return KeptFolder(f"{self._uri}/{tenant}", label="").sizes()
+        return SnapshotFolder(f"{self._uri}/{tenant}", label="").sizes()
 
     def room(self, tenant: str, name: str) -> float:
         """Bytes that a tenant may save under a name.
@@ -133,7 +133,7 @@ class KeptFolders:
                 value=self._uri,
             ) from None
 
-    def keep_secret(self, secret: bytes) -> None:
+    def write_secret(self, secret: bytes) -> None:
         """Write the secret into a folder that has none; for the operator's eyes alone."""
         self._root.make()
         self._root.write_text(_KEY_FILE, secret.hex())
@@ -175,7 +175,7 @@ class KeptFolders:
 
 def start(
     keep: str | None, load: str | None, config: ServerConfig, key_file: str = ""
-) -> tuple[KeptFolders | None, KeptFolders | None]:
+) -> tuple[SnapshotFolders | None, SnapshotFolders | None]:
     """The folders that the operator named, for saving and to be loaded; with one secret.
 
     Args:
@@ -185,8 +185,8 @@ def start(
     Raises:
         ChoreoError: a folder cannot be reached, both belong to other tenants, or there is no key.
     """
-    saved = KeptFolders(keep, "--choreo-keep", config) if keep else None
-    loaded = KeptFolders(load, "--choreo-load", config) if load else None
+    saved = SnapshotFolders(keep, "--choreo-keep", config) if keep else None
+    loaded = SnapshotFolders(load, "--choreo-load", config) if load else None
     found = [folders.secret() for folders in (loaded, saved) if folders is not None]
     if loaded is not None and found[0] is None and load != keep:
         raise ChoreoError(
@@ -205,7 +205,7 @@ def start(
     if saved is not None or loaded is not None:
         secret = known.pop() if known else secrets.token_bytes(32)
         if saved is not None and found[-1] is None:
-            saved.keep_secret(secret)
+            saved.write_secret(secret)
         tenants.use_secret(secret)
         keep_key = key_of_file(key_file) if key_file else key_of_secret(secret)
         for folders in (saved, loaded):

@@ -11,7 +11,7 @@ from vllm_choreo.api.session import Session
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call_options import Named
-from vllm_choreo.semantics.message import Kept, Message
+from vllm_choreo.semantics.message import Message, Saved
 from vllm_choreo.semantics.naming import listed
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.snapshot.keys import own_key
@@ -21,13 +21,13 @@ from vllm_choreo.snapshot.origin import Origin
 from vllm_choreo.snapshot.saving import check_mode_keeps, saving
 from vllm_choreo.snapshot.signature import signature
 from vllm_choreo.snapshot.steps import Steps
-from vllm_choreo.snapshot.storage import KeptFolder
+from vllm_choreo.snapshot.storage import SnapshotFolder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class Keeping:
+class Snapshots:
     """Saves and loads of one session.
 
     Args:
@@ -42,12 +42,12 @@ class Keeping:
     def save(
         self,
         messages: Sequence[Named] | None,
-        uri: str | Path | KeptFolder,
+        uri: str | Path | SnapshotFolder,
         *,
         encodings: bool,
         progress: bool | None,
         denied: Sequence[str] = (),
-    ) -> Steps[Kept]:
+    ) -> Steps[Saved]:
         """Return the steps of `Choreography.save`. Raises as it does."""
         check_mode_keeps(self._session.mode)
         if not isinstance(encodings, bool):
@@ -68,7 +68,7 @@ class Keeping:
         return saving(found, self._folder(uri), self._origin(), encodings, progress)
 
     def load(
-        self, uri: str | Path | KeptFolder, *, on_mismatch: str, progress: bool | None
+        self, uri: str | Path | SnapshotFolder, *, on_mismatch: str, progress: bool | None
     ) -> Steps[list[Message]]:
         """Return the steps of `Choreography.load`. Raises as it does."""
         check_mode_keeps(self._session.mode)
@@ -96,9 +96,9 @@ class Keeping:
             config.model_config.get_vocab_size(),
         )
 
-    def _folder(self, uri: str | Path | KeptFolder) -> KeptFolder:
+    def _folder(self, uri: str | Path | SnapshotFolder) -> SnapshotFolder:
         """Folder at a URI, with this program's key unless it has its own."""
-        folder = uri if isinstance(uri, KeptFolder) else KeptFolder(uri)
+        folder = uri if isinstance(uri, SnapshotFolder) else SnapshotFolder(uri)
         if folder.keep_key is None:
             folder.keep_key = own_key(ChoreoConfig.from_vllm(self._vllm_config).keep_key)
         return folder

@@ -48,7 +48,7 @@ class LoadBody(BodyModel):
 # -- answers -------------------------------------------------------------------------------------
 
 
-class KeptAnswer(AnswerObject):
+class SavedAnswer(AnswerObject):
     """Messages that were saved."""
 
     name: str
@@ -59,8 +59,8 @@ class KeptAnswer(AnswerObject):
     bytes: Annotated[int, Doc("Of keys and values.")]
 
 
-class KeptEntry(AnswerObject):
-    """Messages that are kept under a name."""
+class SavedEntry(AnswerObject):
+    """Messages that are saved under a name."""
 
     name: str
     object: Literal["choreo.kept"]
@@ -69,8 +69,8 @@ class KeptEntry(AnswerObject):
     ]
 
 
-class KeptDeletedAnswer(AnswerObject):
-    """Messages that were kept, and are not any more."""
+class SavedDeletedAnswer(AnswerObject):
+    """Messages that were saved, and are not any more."""
 
     name: str
     object: Literal["choreo.kept.deleted"]
