@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import re
 import shutil
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,6 +256,11 @@ def _damaged(folder: Path, damage: str) -> str:
         path.write_bytes(content[: len(content) // 2])
     elif damage == "longer":
         path.write_bytes(content + b"x")
+    elif damage == "not finite":  # by whoever makes the digests anew
+        content[-4:] = struct.pack("<f", math.nan)
+        path.write_bytes(content)
+        entry["data"]["sha256"] = hashlib.sha256(content).hexdigest()
+        (folder / "manifest.json").write_bytes(manifest_bytes(kept))
     else:
         at = {"header": 20, "length": 1, "data": len(content) // 2, "last": len(content) - 1}
         content[at[damage]] ^= 16
@@ -262,7 +269,8 @@ def _damaged(folder: Path, damage: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncated", "data", "last", "header", "length", "longer", "gone"]
+    "damage",
+    ["truncated", "data", "last", "header", "length", "longer", "gone", "not finite"],
 )
 def test_damaged_files_are_refused_by_name(
     damage: str, llm: Any, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,7 +289,8 @@ def test_damaged_files_are_refused_by_name(
         bystander.decode([5], parents=[kept], sampling_params=_params(1))
         # Or the one message is encoded from its recipe, the others are as they were saved.
         c.load(folder, on_mismatch="encode")
-        assert c.stats()["num_resident"] == 7, "all but one of six messages and two copies"
+        # All but one of six messages and two copies; none where the manifest is not signed.
+        assert c.stats()["num_resident"] == (0 if damage == "not finite" else 7)
         for mine, theirs in zip(_answers(c), saved.answers, strict=True):
             assert mine[0] == theirs[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import secrets
@@ -37,7 +38,7 @@ from vllm_choreo.errors import (
     UnknownKeptError,
 )
 from vllm_choreo.ops.layout import Layout, write_kv
-from vllm_choreo.server import kept as served
+from vllm_choreo.server import snapshot_folders as served
 from vllm_choreo.server import tenants
 from vllm_choreo.snapshot import keys
 from vllm_choreo.snapshot.loading import loading
@@ -53,7 +54,14 @@ from vllm_choreo.snapshot.signature import differences
 from vllm_choreo.snapshot.steps import Ask, drive
 from vllm_choreo.snapshot.storage import SnapshotFolder
 from vllm_choreo.snapshot.streams import ReadAhead
-from vllm_choreo.snapshot.tensors import KVShape, check_header, chunks, header_bytes, header_size
+from vllm_choreo.snapshot.tensors import (
+    KVShape,
+    check_header,
+    chunks,
+    header_bytes,
+    header_size,
+    is_finite,
+)
 from vllm_choreo.store.exact import exact_chain, is_exact
 from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.repaired import repaired_chain
@@ -79,6 +87,19 @@ def test_chunks_are_all_of_an_encoding_in_the_order_of_its_file(tokens: int, mos
         assert hidden == (1, 2)[max(0, chunk.first - 6) : max(0, chunk.last - 6)]
         end += chunk.num_bytes
     assert end == SHAPE.token_bytes * tokens == tensors[-1]["data_offsets"][1]
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, -math.nan, None], ids=str)
+def test_numbers_of_a_chunk_are_finite(name: str, wrong: float | None) -> None:
+    dtype, shape = getattr(torch, name), KVShape.of(name, [[1, 8]])
+    (chunk,) = chunks(shape, 3)
+    numbers = torch.randn(48).to(dtype)
+    numbers[:2] = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min])
+    if wrong is not None:
+        numbers[17] = wrong
+    data = numbers.view(torch.uint8).numpy().tobytes()
+    assert is_finite(data, chunk, shape) == (wrong is None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

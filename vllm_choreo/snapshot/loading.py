@@ -22,7 +22,14 @@ from vllm_choreo.snapshot.signature import differences, is_same_text, is_variant
 from vllm_choreo.snapshot.steps import Ask, Steps, operation, session, workers
 from vllm_choreo.snapshot.storage import MANIFEST, SnapshotFolder
 from vllm_choreo.snapshot.streams import ReadAhead
-from vllm_choreo.snapshot.tensors import Chunk, KVShape, check_header, chunks, header_size
+from vllm_choreo.snapshot.tensors import (
+    Chunk,
+    KVShape,
+    check_header,
+    chunks,
+    header_size,
+    is_finite,
+)
 from vllm_choreo.wire.messages import message_of
 
 ON_MISMATCH = ("refuse", "encode", "variant")
@@ -321,6 +328,8 @@ class _Reader:
                 for chunk, piece in zip(listed, pieces, strict=True):
                     if len(piece) < chunk.num_bytes:
                         raise self._damaged(name, "it ends early")
+                    if not is_finite(piece, chunk, shape):
+                        raise self._damaged(name, "not all of its numbers are finite")
                     if asked := self._write(chunk, piece, place, shape):
                         yield asked
                     bar.advance(chunk.num_bytes)

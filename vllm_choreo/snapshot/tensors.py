@@ -21,10 +21,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from vllm_choreo.errors import KeptError
 
 # By torch's names, which vLLM uses: the name in a safetensors file, and bytes of a number.
 _DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
+# Bits of infinity; those of what is no number are greater. The sign is the first bit.
+_INFINITY = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
 CHUNK_BYTES = 16 * 2**20
 _MAX_HEADER_BYTES = 100 * 2**20
 
@@ -162,6 +166,18 @@ def chunks(shape: KVShape, num_tokens: int, max_bytes: int = 0) -> Iterator[Chun
             size += shape.row_bytes(part) * num_tokens
             part += 1
         yield Chunk(first, part, 0, num_tokens, size)
+
+
+def is_finite(data: bytes | memoryview, chunk: Chunk, shape: KVShape) -> bool:
+    """Return whether all numbers of a chunk are finite.
+
+    Others would outlive their message in its blocks: slots without a token are read with a weight
+    of 0, and 0 times infinity is no number.
+    """
+    name, size = shape.part_dtype(chunk.first)
+    infinity, sign = _INFINITY[name], 1 << (8 * size - 1)
+    positive, negative = (np.frombuffer(data, f"<{kind}{size}") for kind in "iu")
+    return bool(positive.max() < infinity and negative.max() < sign + infinity)
 
 
 def header_bytes(shape: KVShape, num_tokens: int, about: Mapping[str, str]) -> bytes:

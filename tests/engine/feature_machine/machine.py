@@ -90,6 +90,8 @@ def start_machine(
     from tests.engine.conftest import start_engine
 
     torch.set_num_threads(1)
+    # What torch takes from the system holds NaN then, so that whoever reads it is found.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     adapters = []
     for number in range(1, configuration.num_adapters + 1):
         adapters.append(Adapter(model_path, Path(tempfile.mkdtemp(dir=folder)), number))

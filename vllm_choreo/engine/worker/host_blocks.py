@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
+import numpy as np
 import torch
 
 
@@ -15,13 +17,13 @@ class HostBlocks:
 
     Args:
         kv_caches: one per layer, `[num_blocks, ...]`, any dtype, strides and device.
-        num_blocks: blocks in host memory, which is taken from the system when it is first
+        num_blocks: blocks of zeros in host memory, which is taken from the system when it is first
             written; with a GPU, which copies from and to pinned memory, at once.
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
         self.kv_caches = kv_caches
-        self.copies = [_empty_like(cache, num_blocks) for cache in kv_caches]
+        self.copies = [_zeros_like(cache, num_blocks) for cache in kv_caches]
 
     def copy(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """Copy blocks out, then in.
@@ -38,9 +40,17 @@ class HostBlocks:
                 cache[block].copy_(copies[host_block], non_blocking=True)
 
 
-def _empty_like(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Blocks like those of a cache, whose dims lie in the same order: each is copied as one run."""
+def _zeros_like(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Blocks like those of a cache, whose dims lie in the same order: each is copied as one run.
+
+    Zeros, since whole blocks are copied: slots that hold no token are read with a weight of 0, and
+    0 times what happens to lie in memory need not be 0.
+    """
     order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
     shape = (num_blocks, *(cache.shape[dim] for dim in order))
-    copies = torch.empty(shape, dtype=cache.dtype, pin_memory=cache.is_cuda)
+    if cache.is_cuda:
+        copies = torch.zeros(shape, dtype=cache.dtype, pin_memory=True)
+    else:
+        size = prod(shape) * cache.element_size()
+        copies = torch.from_numpy(np.zeros(size, np.uint8)).view(cache.dtype).view(shape)
     return copies.permute(0, *(1 + order.index(dim) for dim in range(1, cache.dim())))
