@@ -173,6 +173,7 @@ def test_who_reads_what_was_freed_needs_no_room_for_its_hidden_states(
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("steps", range(6))
 @pytest.mark.parametrize("name", ["chunks", "windows"])
 def test_a_patch_has_what_it_begins_with_captured_though_others_read_its_source(

@@ -19,6 +19,7 @@ from vllm_choreo.planner import invoke, naive
 from vllm_choreo.planner.logical.graph import CompiledGraph
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.exhaustive  # processes of their own
 
 from vllm_choreo.planner.workers.ray import RayWorkers, ray_workers
 
