@@ -19,9 +19,10 @@ from vllm_choreo.planner import invoke, naive
 from vllm_choreo.planner.logical.graph import CompiledGraph
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.exhaustive  # processes of their own
 
 from vllm_choreo.planner.workers.ray import RayWorkers, ray_workers
+
+pytestmark = pytest.mark.exhaustive  # processes of their own
 
 
 class SlowFacade(AsyncDigestFacade):

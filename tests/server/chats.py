@@ -42,11 +42,11 @@ def ask_chat(
     with server.client(key) as client:
         answer = client.post("/v1/chat/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
-    result: dict[str, Any] = _joined(answer.text) if stream else answer.json()
+    result: dict[str, Any] = _merge_events(answer.text) if stream else answer.json()
     return result
 
 
-def _joined(events: str) -> dict[str, Any]:
+def _merge_events(events: str) -> dict[str, Any]:
     """The answer that a stream amounts to."""
     lines = re.findall(r"^data: (\{.*)$", events, re.MULTILINE)
     chunks = [json.loads(line) for line in lines]

@@ -46,10 +46,10 @@ class Caller:
         if not body.get("stream"):
             return create(**body).model_dump()
         body["stream_options"] = {"include_usage": True}
-        return joined([chunk.model_dump() for chunk in create(**body)])
+        return merge_chunks([chunk.model_dump() for chunk in create(**body)])
 
 
-def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_chunks(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     """The answer that a stream amounts to."""
     *parts, last = chunks
     assert last["choices"] == [] and last["usage"]

@@ -96,10 +96,10 @@ def split(
         # Before the first content there is nothing that could end.
         cuts |= found or ({first} if number else set())
     legal = sorted(cut for cut in cuts if 0 < cut < len(tokens))[:MAX_PARTS]
-    return Split(tokens, tuple(_joined(_parts(legal, starts, places), min_tokens)))
+    return Split(tokens, tuple(_merge_short(_parts(legal, starts, places), min_tokens)))
 
 
-def joined_parts(parts: Sequence[Sequence[int]], min_tokens: int) -> Split:
+def split_given_parts(parts: Sequence[Sequence[int]], min_tokens: int) -> Split:
     """Join the parts that a prompt is given in; behind the last cut is its header.
 
     Args:
@@ -109,7 +109,7 @@ def joined_parts(parts: Sequence[Sequence[int]], min_tokens: int) -> Split:
     stops = list(accumulate(map(len, parts)))[:-1][:MAX_PARTS]
     cut = [ChatPart(start, stop, "user") for start, stop in pairwise((0, *stops))]
     tokens = tuple(token for part in parts for token in part)
-    return Split(tokens, tuple(_joined(cut, min_tokens)))
+    return Split(tokens, tuple(_merge_short(cut, min_tokens)))
 
 
 def _parts(
@@ -128,7 +128,7 @@ def _parts(
     return parts
 
 
-def _joined(parts: Sequence[ChatPart], min_tokens: int) -> list[ChatPart]:
+def _merge_short(parts: Sequence[ChatPart], min_tokens: int) -> list[ChatPart]:
     """Join runs of short parts into parts of at least `min_tokens`, as far as there are enough."""
     joined: list[ChatPart] = []
     is_open = False  # the last one is short, and may be joined with the next

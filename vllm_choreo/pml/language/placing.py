@@ -119,7 +119,7 @@ def place(row: ChosenRow, layout: str) -> PromptPlan:
     ]
     parts: list[Part] = []
     calls: list[FreshCall] = []
-    groups = _joined(row.items, offsets)
+    groups = _group_fresh(row.items, offsets)
     for number, (items, offset) in enumerate(groups):
         content = items[0].content
         if isinstance(content, Fresh):
@@ -184,7 +184,7 @@ def _too_long(placed: Sequence[int | None], items: Sequence[Item], limit: int) -
     )
 
 
-def _joined(
+def _group_fresh(
     items: Sequence[Item], offsets: Sequence[int | None]
 ) -> list[tuple[list[Item], int | None]]:
     """Join fresh items that stand one right after the other: they are one call."""

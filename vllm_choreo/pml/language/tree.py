@@ -76,7 +76,7 @@ class Container(MarkupNode):
     children: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "children", joined(self.children))
+        object.__setattr__(self, "children", merge_texts(self.children))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Prompt(Container):
 Document = Schema | Prompt
 
 
-def joined(children: Sequence[Any]) -> tuple[Any, ...]:
+def merge_texts(children: Sequence[Any]) -> tuple[Any, ...]:
     """Join neighbouring texts of children, and leave empty ones out."""
     made: list[Any] = []
     for child in children:

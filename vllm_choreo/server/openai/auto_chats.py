@@ -13,7 +13,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_choreo.chat.cutter import Cutter, end_tokens
 from vllm_choreo.chat.marks import marked
-from vllm_choreo.chat.parts import Split, joined_parts
+from vllm_choreo.chat.parts import Split, split_given_parts
 from vllm_choreo.errors import (
     ChoreoError,
     EmptyTokensError,
@@ -190,7 +190,7 @@ def split_of_parts(
         raise EmptyTokensError(
             "each part needs at least one token", parameter="header", value=parts.index([])
         )
-    return joined_parts(parts, min_tokens or 1)
+    return split_given_parts(parts, min_tokens or 1)
 
 
 def check_parts(serving: OpenAIServingCompletion, prompt: str | list[Any]) -> None:
