@@ -7,8 +7,10 @@ On a server of a tiny model with a small pool, so that a leaked block or call sh
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -109,6 +111,34 @@ def test_a_client_that_vanishes_takes_its_calls_along(tiny_server: Server, strea
     """Without a word: the connection breaks, with a child waiting for its parent."""
     with _nothing_left(tiny_server), tiny_server.client() as client:
         assert any(_names_are_free_again(tiny_server, client, stream) for _ in range(ATTEMPTS))
+
+
+def test_clients_that_neither_read_nor_write_delay_nobody(tiny_server: Server) -> None:
+    """Answers that nobody takes, bodies and headers that never end: their session ends, too."""
+    host, _, port = tiny_server.base_url.removeprefix("http://").partition(":")
+    with _nothing_left(tiny_server), contextlib.ExitStack() as stack:
+        idle, other = (stack.enter_context(tiny_server.client(key)) for key in KEYS)
+        session, others = Session(idle, ttl_seconds=2), Session(other)
+        body = json.dumps(
+            {"content": [5], "stream": True, "sampling_params": {**LONG, "logprobs": 5}}
+        )
+        head = (
+            f"POST {session.path}/messages HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: Bearer {KEYS[0]}\r\nContent-Type: application/json\r\n"
+        )
+        whole = f"{head}Content-Length: {len(body)}\r\n\r\n{body}"
+        for sent in (*[whole] * 8, *[f"{head}Content-Length: 99\r\n\r\n{{"] * 100, *[head] * 8):
+            connection = stack.enter_context(contextlib.closing(socket.socket()))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.connect((host, int(port)))
+            connection.sendall(sent.encode())
+        for _ in range(5):
+            others.call(content=[5, 6], sampling_params=SHORT)
+        assert other.delete(others.path).status_code == 200
+        deadline = time.monotonic() + 60
+        while idle.get(session.path).status_code != 404:
+            assert time.monotonic() < deadline, "a session that nobody uses ends"
+            time.sleep(3)  # to look at it is to use it
 
 
 def _names_are_free_again(server: Server, client: httpx.Client, stream: bool) -> bool:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import secrets
 from typing import Any
@@ -183,6 +185,27 @@ def test_no_key_no_session_by_any_route(server: Server, header: str | None) -> N
         answer = httpx.post(url, headers=headers, json={**sent, "vllm_xargs": xargs})
         assert error_of(answer, 401)["type"] == "UnknownKeyError"
     assert httpx.post(url, headers=headers, json=body).status_code == 200
+    assert num_sessions(server) == before
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("//v1/choreo/sessions", "/V1/choreo/sessions", "/v1%2Fchoreo/sessions"),
+        *("/./v1/choreo/sessions", "/foo/../v1/choreo/sessions", "/%76%31/choreo/sessions"),
+        *("/v1/choreo/sessions/", "/v1/./choreo/sessions", "/v1/choreo/sessions?x=/health"),
+    ],
+)
+def test_no_spelling_of_a_path_opens_a_session_without_a_key(server: Server, path: str) -> None:
+    """Sent as it is written: httpx would write it anew."""
+    before = num_sessions(server)
+    host, _, port = server.base_url.removeprefix("http://").partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    with contextlib.closing(connection):
+        connection.putrequest("POST", path, skip_accept_encoding=True)
+        connection.putheader("Content-Length", "2")
+        connection.endheaders(b"{}")
+        assert connection.getresponse().status in (307, 401, 404)
     assert num_sessions(server) == before
 
 
