@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers of GGUF files as those of the package `tokenizers`."""
+"""Tokenizers of GGUF files as those of the package `tokenizers`.
+
+The loader of GGUF files in transformers (5.19) gives the same weights, but not the same tokens: for
+SmolLM digits of other scripts are not split off, for Gemma there is no `<bos>`, and runs of spaces
+are not whole.
+"""
 
 from __future__ import annotations
 
