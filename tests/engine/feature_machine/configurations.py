@@ -41,6 +41,8 @@ class Configuration:
         num_blocks: of the pool; one of them is vLLM's own.
         host_blocks, hidden_rows: of "host", and of "hidden" (of one layer).
         model: of `TINY_MODELS`.
+        begins_full: whether programs begin with repaired calls in a pool that is full of messages,
+            some of which share blocks.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Configuration:
     host_blocks: int = 8
     hidden_rows: int = 640
     model: str = "llama"
+    begins_full: bool = False
 
     def __contains__(self, option: str) -> bool:
         return option in self.options
@@ -120,6 +123,7 @@ CONFIGURATIONS = {
         _made("chunks", "chunks few hidden share window drafts priority", 19, hidden_rows=320),
         _made("tight", "adapters drafts host hidden chunks", 13, host_blocks=4, hidden_rows=256),
         _made("crowd", "host share window hidden", 29, host_blocks=3),
+        _made("twins", "host", 21, host_blocks=40, begins_full=True),
     )
 }
 

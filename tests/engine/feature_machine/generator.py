@@ -74,7 +74,10 @@ class _Generator:
     def program(self) -> Program:
         situations = self._situations()
         kinds, weights = zip(*situations, strict=True)
-        self._stock()
+        if self._configuration.begins_full:
+            self._repairs_beside_twins()
+        else:
+            self._stock()
         target = self._rng.randint(9, 22)
         while len(self._operations) < target:
             (situation,) = self._rng.choices(kinds, weights)
@@ -367,6 +370,48 @@ class _Generator:
             reads = [Read(name) for name in rng.choices(names, k=rng.randint(2, 4))]
             rule = self._rule(session, reads)
             self._call(session, reads, repair=rule, exact=False)
+
+    def _repairs_beside_twins(self) -> None:
+        """Repaired calls at once, where fewer blocks can be given up than are counted.
+
+        Messages of one text share blocks, so giving up one of them frees little. Nothing runs: so
+        the place that a patch was given may be taken again, in the same planning.
+        """
+        session, rng = self._session(), self._rng
+        names = self._fill_but(3, session)
+        if rng.random() < 0.5:
+            self._add(Evict(session, (rng.choice(names),)))
+            self._add(Settle())
+        twin = rng.randrange(_NUM_TEXTS), rng.choice((64, 90, 96, 97))
+        for _ in range(rng.choice((2, 2, 3))):
+            self._call(session, [], 0, twin, exact=False, keep=())
+        self._add(Settle())
+        for _ in range(rng.choice((2, 2, 3))):
+            reads = [Read(name) for name in rng.choices(names, k=rng.randint(2, 6))]
+            rule = tuple(self._short_runs(session, read) for read in reads)
+            self._call(session, reads, rng.choice((0, 3)), self._text(8), repair=rule, exact=False)
+        self._steps(0, 0, 1)
+        self._call(session, [Read(rng.choice(names))], 3, self._text(8))
+        self._add(Settle())
+
+    def _fill_but(self, num_blocks: int, session: str) -> list[str]:
+        """Fill the pool one by one, but for so many blocks; the messages, two at least."""
+        room, names = self._configuration.num_blocks - 1 - num_blocks, []
+        while len(names) < 2 or self._blocks_held() < room:
+            text = self._rng.randrange(_NUM_TEXTS), self._rng.choice((32, 33, 64, 64, 96, 128, 256))
+            names.append(self._call(session, [], 0, text, exact=False, keep=()))
+            self._add(Settle())
+        return names
+
+    def _short_runs(self, session: str, read: Read) -> tuple[tuple[int, int], ...]:
+        """A run or two of few tokens, so that most of a block is copied; or none."""
+        rng, count = self._rng, self._names[session].get(read.name, 1)
+        runs, stop = [], 0
+        for _ in range(rng.choice((0, 1, 1, 2))):
+            start = stop + rng.choice((1, 1, 33, 40))
+            stop = start + rng.choice((5, 7, 30))
+            runs.append((start, stop))
+        return tuple((start, stop) for start, stop in runs if stop <= count)
 
     def _keep_and_load(self) -> None:
         """What was saved comes back while other calls run."""
