@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _Count = Annotated[int, Meta(ge=1, description="choose an int > 0")]
+_PieceTokens = Annotated[int, Meta(ge=16, description="choose an int of 16 or more")]
 _Number = Annotated[float, Meta(ge=1e-9, description="choose a number > 0")]
 _NumberOr0 = Annotated[float, Meta(ge=0, description="choose a number from 0 on")]
 _Share = Annotated[float, Meta(ge=1e-9, le=1, description="choose a part of the whole, up to 1")]
@@ -51,6 +52,8 @@ class ServerConfig:
         max_kept_names_per_tenant: names under which messages are saved.
         auto_min_tokens: tokens below which parts of chats that name no messages are joined
             (docs/on-ramps.md).
+        auto_cut_tokens: tokens, on average, of the pieces into which long parts are cut by their
+            content, where that is asked for.
         auto_max_messages, auto_max_tokens: messages, and their tokens, that a tenant's chats keep;
             half of the limits of a session, if that is less.
         page: True to serve the page of a session's messages.
@@ -69,6 +72,7 @@ class ServerConfig:
     max_kept_gib_per_tenant: _Number = 64.0
     max_kept_names_per_tenant: _Count = 10_000
     auto_min_tokens: _Count = 16
+    auto_cut_tokens: _PieceTokens = 128
     auto_max_messages: _Count = 2_000
     auto_max_tokens: _Count = 2_000_000
     page: _Switch = False

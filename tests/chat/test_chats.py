@@ -36,13 +36,13 @@ Chat = list[dict[str, Any]]
 class Chats:
     """The chats of one family of models, cut as the server cuts them."""
 
-    def __init__(self, name: str, min_tokens: int = 1) -> None:
+    def __init__(self, name: str, min_tokens: int = 1, cut: str = "messages") -> None:
         self.tokenizer = tokenizer_of(name)
         self.family = FAMILIES[name]
         (end,) = self.tokenizer.encode(self.family.end, add_special_tokens=False)
         self.end: int = end
         ends = end_tokens(self.tokenizer, {"eos_token_id": [end]})
-        self._cutter = Cutter(self.tokenizer, ends, min_tokens)
+        self._cutter = Cutter(self.tokenizer, ends, min_tokens, cut)
 
     def render(self, chat: Chat, **options: Any) -> str:
         text = self.tokenizer.apply_chat_template(

@@ -88,6 +88,29 @@ def test_other_orders_say_what_llm_chat_says_or_read_all_as_it_is(
     assert off.parents == () and list(off.generated_token_ids) == plain(llm, first)
 
 
+def test_what_is_pasted_into_one_turn_is_found_in_any_order(llm: Any, c: Choreography) -> None:
+    """Cut by its content, a turn of several texts says what `LLM.chat` says, or reads them."""
+
+    def pasted(first: int) -> list[list[dict[str, str]]]:
+        texts = [words(first + n, 150) for n in range(3)]
+        return [
+            [turn("user", " ".join(texts[n] for n in order))] for order in ([0, 1, 2], [2, 0, 1])
+        ]
+
+    options: dict[str, Any] = {"sampling_params": GREEDY, "cut": "content"}
+    for chat in pasted(31):
+        exact = c.chat(chat, auto="exact", **options)
+        assert list(exact.generated_token_ids) == plain(llm, chat) and exact.usage.exact
+    chats = pasted(41)
+    whole = c.chat(chats[0], auto="choreo", **options)
+    read = c.chat(chats[1], auto="choreo", **options)
+    assert whole.usage.reused_tokens == 0 and whole.usage.exact
+    assert read.usage.repositioned_tokens > 0 and read.usage.reused_tokens > 60
+    with pytest.raises(ChoreoError, match="choose one of") as caught:
+        c.chat(chats[0], cut="sentences")
+    assert caught.value.parameter == "cut"
+
+
 def test_a_flood_stays_within_the_limits(c: Choreography) -> None:
     c._chats.book.max_messages = 6
     for seed in range(12):
@@ -110,5 +133,5 @@ def test_what_is_no_mode_is_refused(c: Choreography) -> None:
 
 def test_the_page_runs(llm: Any) -> None:
     """The example in process; the others are a client's: tests/server/test_auto.py."""
-    _, example, _ = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    _, example, *_ = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     exec(compile(example, "docs/on-ramps.md", "exec"), {"llm": llm})

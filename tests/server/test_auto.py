@@ -161,6 +161,22 @@ def test_in_choreo_documents_are_read_wherever_they_stand(ask: Ask) -> None:
     assert repaired["usage"]["repaired_tokens"] > 0
 
 
+def test_a_document_is_found_wherever_it_was_pasted_into_a_turn(ask: Ask) -> None:
+    """A line before it that changes costs its own piece."""
+    pasted = " ".join(
+        f"Row {n} of the list has {7 * n % 97} entries and a note." for n in range(60)
+    )
+    chats = [[turn("user", f"{day}: {pasted}")] for day in ("Monday", "It is Tuesday, the 4th")]
+    cut = {"choreo_auto_cut": "content"}
+    whole = ask(chats[0], "choreo", xargs=cut)["choreo"]["auto"]
+    again = ask(chats[1], "choreo", xargs=cut)["choreo"]["auto"]
+    assert whole["parts"] > 4 and whole["found"] == 0
+    assert again["found"] >= whole["parts"] - 2
+    assert tokens_of(ask(chats[1], "exact", xargs=cut)) == tokens_of(ask(chats[1]))
+    # Cut at its messages alone, it is another text.
+    assert ask(chats[0], "choreo")["choreo"]["auto"]["parts"] == 2  # SmolLM2's own system turn
+
+
 # -- who shares, and how it is asked for -----------------------------------------------------------
 
 
@@ -204,6 +220,11 @@ def test_a_chat_that_cannot_be_cut_is_served_as_text_and_says_so(ask: Ask) -> No
             {"choreo_auto": "exact", "choreo_auto_min_tokens": 0},
             {},
             "vllm_xargs.choreo_auto_min_tokens",
+        ),
+        (
+            {"choreo_auto": "exact", "choreo_auto_cut": "sentences"},
+            {},
+            "vllm_xargs.choreo_auto_cut",
         ),
         ({"choreo_auto": "exact"}, {"n": 2}, "n"),
         ({"choreo_auto": "exact"}, {"cache_salt": "s"}, "cache_salt"),
@@ -271,7 +292,7 @@ def test_metrics_tell_what_was_found(server: Server, ask: Ask) -> None:
 
 def test_the_page_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     """The examples of a client; the other one is in process: tests/engine/test_auto.py."""
-    chats, _, parts = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
-    example = f"{chats}\n{parts}".replace("http://localhost:8000", server.base_url)
+    chats, _, *others = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
+    example = "\n".join([chats, *others]).replace("http://localhost:8000", server.base_url)
     exec(compile(example.replace("your-key", KEYS[0]), "docs/on-ramps.md", "exec"), {})
     assert "'found': 5" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_choreo.api.protocol import SessionFacade
 from vllm_choreo.chat.cutter import Cutter, end_tokens
 from vllm_choreo.chat.marks import marked
-from vllm_choreo.chat.matching import ChatPlan, check_auto, plan_chat
+from vllm_choreo.chat.matching import ChatPlan, check_auto, check_cut, plan_chat
 from vllm_choreo.chat.message_table import Entry, MessageTable, digest
 from vllm_choreo.chat.parts import Split
 from vllm_choreo.errors import ChoreoError
@@ -47,6 +47,7 @@ class SessionChats:
         auto: str,
         rendering: Mapping[str, Any],
         min_tokens: int | None,
+        cut: str,
         options: Mapping[str, Any],
     ) -> Message:
         """Answer a chat: `Choreography.chat`.
@@ -54,15 +55,16 @@ class SessionChats:
         Args:
             choreography: the session, or a view of it, that runs the calls.
         """
-        mode = check_auto(auto, "auto")
+        mode, cut = check_auto(auto, "auto"), check_cut(cut, "cut")
         token_ids, text = self._render(messages, rendering)
         if mode == "off" or choreography.mode == "baseline":
             answer: Message = choreography.decode(token_ids, **options)
             return answer
         marks, contents = marked(messages)
         marked_ids, marked_text = self._render(marks, rendering)
-        cut = self._cutter_of_model().split
-        split = cut(token_ids, text, marked_text or marked_ids, contents, min_tokens)
+        split = self._cutter_of_model().split(
+            token_ids, text, marked_text or marked_ids, contents, min_tokens, cut
+        )
         adapter = str(options.get("adapter") or "")
         plan = self._plan(choreography, split, adapter)
         num_encoded = self._encode(choreography, plan, mode, options.get("adapter"))

@@ -125,6 +125,7 @@ class Choreography(CallMethods):
         auto: str = "exact",
         rendering: Mapping[str, Any] | None = None,
         min_tokens: int | None = None,
+        cut: str = "messages",
         **options: Unpack[DecodeOptions],
     ) -> Message:
         """Answer a chat whose messages were seen before, or were not (docs/on-ramps.md).
@@ -135,6 +136,7 @@ class Choreography(CallMethods):
                 encoded, wherever they stood; "off": nothing is reused, and nothing kept.
             rendering: variables of the chat template: `tools`, and its own.
             min_tokens: shorter parts are joined; None: 16.
+            cut: where parts end: behind "messages", or also inside long ones, by their "content".
             options: options of `decode`: `sampling_params`, `adapter`, `role`, `save_as`, and
                 with "choreo" `repair`.
 
@@ -144,7 +146,7 @@ class Choreography(CallMethods):
         Raises:
             ChoreoError: as `decode`.
         """
-        return self._chats.answer(self, messages, auto, rendering or {}, min_tokens, options)
+        return self._chats.answer(self, messages, auto, rendering or {}, min_tokens, cut, options)
 
     def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:
         """Encode the tokens of a message anew, with parents of your choice: a clean copy.

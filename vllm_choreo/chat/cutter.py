@@ -7,13 +7,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.chat.marks import Content, places
-from vllm_choreo.chat.parts import Split, split
+from vllm_choreo.chat.parts import Split, cut_long_parts, split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from vllm_choreo.chat.content_cuts import Ranks
+
 # Parts of fewer tokens are joined: every message takes whole blocks, of 16 or 32 tokens as a rule.
 DEFAULT_MIN_TOKENS = 16
+# Of pieces of long parts, on average. Short ones are found more often, and fill their blocks worse.
+DEFAULT_CUT_TOKENS = 128
 
 
 class Cutter:
@@ -23,6 +27,8 @@ class Cutter:
         tokenizer: tokenizer of transformers; one that tells no characters of tokens cuts nothing.
         ends: the tokens that end what the model generates, see `end_tokens`.
         min_tokens: shorter parts are joined with their neighbours.
+        cut: where parts end, one of `AUTO_CUTS`.
+        cut_tokens: tokens, on average, of the pieces of parts that are cut by their content.
     """
 
     def __init__(
@@ -30,10 +36,15 @@ class Cutter:
         tokenizer: PreTrainedTokenizerBase,
         ends: Collection[int],
         min_tokens: int = DEFAULT_MIN_TOKENS,
+        cut: str = "messages",
+        cut_tokens: int = DEFAULT_CUT_TOKENS,
     ) -> None:
         self._tokenizer = tokenizer
         self._ends = frozenset(ends)
         self._min_tokens = min_tokens
+        self._cut = cut
+        self._cut_tokens = cut_tokens
+        self._ranks: Ranks | None = None
 
     def split(
         self,
@@ -42,6 +53,7 @@ class Cutter:
         marks: str | Sequence[int],
         contents: Sequence[Content],
         min_tokens: int | None = None,
+        cut: str | None = None,
     ) -> Split:
         """Cut a chat into parts.
 
@@ -51,6 +63,7 @@ class Cutter:
             marks: the same with marks, as text or tokens.
             contents: contents of the marks, see `marked`.
             min_tokens: the least tokens of a part; None: the cutter's own.
+            cut: where parts end; None: the cutter's own.
         """
         if not getattr(self._tokenizer, "is_fast", False):
             return Split(tuple(token_ids), reason="tokenizer")
@@ -61,7 +74,16 @@ class Cutter:
             return Split(tuple(token_ids), reason="tokenizer")
         found = places(text, marks if isinstance(marks, str) else self._text(marks), contents)
         least = self._min_tokens if min_tokens is None else min_tokens
-        return split(token_ids, encoded["offset_mapping"], found, len(text), self._ends, least)
+        parts = split(token_ids, encoded["offset_mapping"], found, len(text), self._ends, least)
+        return self.cut_content(parts) if (cut or self._cut) == "content" else parts
+
+    def cut_content(self, parts: Split) -> Split:
+        """Cut parts that are long inside, by their content."""
+        if self._ranks is None:
+            from vllm_choreo.chat.content_cuts import token_ranks
+
+            self._ranks = token_ranks(self._tokenizer)
+        return cut_long_parts(parts, self._ranks, self._cut_tokens)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(

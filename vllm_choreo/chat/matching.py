@@ -11,12 +11,21 @@ from vllm_choreo.chat.parts import ChatPart, Split
 from vllm_choreo.errors import ChoreoError
 
 AUTO_MODES = ("exact", "choreo", "off")
+# Where the parts of a chat end: behind its messages, or also inside long ones.
+AUTO_CUTS = ("messages", "content")
 
 
 def check_auto(value: object, parameter: str) -> str:
     """Return a mode, or raise ChoreoError if it is none of `AUTO_MODES`."""
     if value not in AUTO_MODES:
         raise ChoreoError(f"choose one of {AUTO_MODES}", parameter=parameter, value=value)
+    return str(value)
+
+
+def check_cut(value: object, parameter: str) -> str:
+    """Return where parts end, or raise ChoreoError if it is none of `AUTO_CUTS`."""
+    if value not in AUTO_CUTS:
+        raise ChoreoError(f"choose one of {AUTO_CUTS}", parameter=parameter, value=value)
     return str(value)
 
 

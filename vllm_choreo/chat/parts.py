@@ -9,17 +9,22 @@ ends that is generated: so the answer, with the header before it, has the very t
 request's part has. Where there is no such token, a part ends where its content does.
 
 Parts that are short are joined, for every message takes whole blocks of the KV cache: those between
-two answers, so that answers always stand alone.
+two answers, so that answers always stand alone. Parts that are long are cut into pieces by their
+content, if asked for (`content_cuts.py`); answers are not.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from vllm_choreo.chat.marks import ContentPlace
+
+if TYPE_CHECKING:
+    from vllm_choreo.chat.content_cuts import Ranks
 
 # Of a chat, the first ones are messages, and what follows them is text.
 MAX_PARTS = 256
@@ -110,6 +115,27 @@ def split_given_parts(parts: Sequence[Sequence[int]], min_tokens: int) -> Split:
     cut = [ChatPart(start, stop, "user") for start, stop in pairwise((0, *stops))]
     tokens = tuple(token for part in parts for token in part)
     return Split(tokens, tuple(_merge_short(cut, min_tokens)))
+
+
+def cut_long_parts(cut: Split, ranks: Ranks, mean_tokens: int) -> Split:
+    """Cut parts that hold much text into pieces by their content.
+
+    Args:
+        ranks: rank of each token of the vocabulary, see `content_cuts.token_ranks`.
+        mean_tokens: tokens of a piece on average.
+    """
+    from vllm_choreo.chat.content_cuts import content_cuts
+
+    pieces: list[ChatPart] = []
+    for number, part in enumerate(cut.parts):
+        inner: list[int] = []
+        if part.role not in _ANSWERS:
+            inner = content_cuts(cut.token_ids[part.start : part.stop], ranks, mean_tokens)
+        most = MAX_PARTS - len(pieces) - (len(cut.parts) - number)
+        stops = [*(part.start + at for at in inner[: max(0, most)]), part.stop]
+        for start, stop in pairwise((part.start, *stops)):
+            pieces.append(replace(part, start=start, stop=stop))
+    return replace(cut, parts=tuple(pieces))
 
 
 def _parts(

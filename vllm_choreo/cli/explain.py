@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_choreo.chat.forecast import Forecast, Forecaster, requests_of
+from vllm_choreo.chat.matching import AUTO_CUTS
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.numbers import positive
 from vllm_choreo.errors import ChoreoError
@@ -42,6 +43,12 @@ def command(parser: argparse.ArgumentParser) -> Main:
         "--min-tokens", type=positive, metavar="N", help="join shorter parts (default: 16)"
     )
     parser.add_argument(
+        "--cut",
+        choices=AUTO_CUTS,
+        default="messages",
+        help="where parts end (default: %(default)s)",
+    )
+    parser.add_argument(
         "--block-size", type=positive, default=16, metavar="N", help="(default: %(default)s)"
     )
     parser.add_argument("--parts", action="store_true", help="show the parts of each request")
@@ -57,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     recorded = _read(args.chat)
     model = args.model or str(embedded_model())
     forecaster = forecaster_of(
-        AutoTokenizer.from_pretrained(model), model, args.min_tokens, args.block_size
+        AutoTokenizer.from_pretrained(model), model, args.min_tokens, args.cut, args.block_size
     )
     found = [
         forecaster.request(chat, answer, **rendering)
@@ -68,12 +75,17 @@ def main(args: argparse.Namespace) -> int:
 
 
 def forecaster_of(
-    tokenizer: PreTrainedTokenizerBase, model: str, min_tokens: int | None, block_size: int
+    tokenizer: PreTrainedTokenizerBase,
+    model: str,
+    min_tokens: int | None,
+    cut: str,
+    block_size: int,
 ) -> Forecaster:
     """Forecaster with a model's tokenizer.
 
     Args:
         model: its folder or name, for the tokens that end its answers.
+        cut: where parts end, one of `AUTO_CUTS`.
     """
     from transformers import GenerationConfig
 
@@ -84,9 +96,8 @@ def forecaster_of(
     except OSError:  # it has none
         generation = {}
     ends = end_tokens(tokenizer, generation)
-    return Forecaster(
-        tokenizer, Cutter(tokenizer, ends, min_tokens or DEFAULT_MIN_TOKENS), block_size
-    )
+    cutter = Cutter(tokenizer, ends, min_tokens or DEFAULT_MIN_TOKENS, cut)
+    return Forecaster(tokenizer, cutter, block_size)
 
 
 def explained(found: Sequence[Forecast], *, with_parts: bool = False) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 PLUGIN = "choreo"
 
 _AUTO = ("exact", "choreo", "off")
+_AUTO_CUTS = ("messages", "content")
 _VARIABLE = "VLLM_PLUGINS"
 # Set where a command line of vLLM is parsed, and inherited by the processes of its engines.
 _ONLY_IF_NAMED = "CHOREO_ONLY_IF_NAMED"
@@ -84,6 +85,14 @@ def add_option(parser: argparse.ArgumentParser) -> None:
         help="With --plugin choreo: what becomes of the messages of chats that name none "
         "(docs/on-ramps.md), where a request does not say. exact: reused where the answer is that "
         "of plain text; choreo: reused wherever they stand. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--choreo-auto-cut",
+        choices=_AUTO_CUTS,
+        default="messages",
+        help="With --choreo-auto: where the parts of a chat end that are reused. messages: behind "
+        "its messages; content: also inside long ones, where their content says so, so that a "
+        "document is found wherever it was pasted. Default: %(default)s.",
     )
 
 

@@ -242,6 +242,11 @@ class TenantChats:
         """Tokens of a part of a chat, at least; shorter parts are joined."""
         return self._sessions.config.auto_min_tokens
 
+    @property
+    def cut_tokens(self) -> int:
+        """Tokens, on average, of the pieces of parts that are cut by their content."""
+        return self._sessions.config.auto_cut_tokens
+
     def looked_up(self, outcome: str, report: Mapping[str, int]) -> None:
         """Count a chat.
 

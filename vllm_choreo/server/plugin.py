@@ -98,7 +98,8 @@ class ChoreoEndpoints:
             state.choreo.start_expiry()
             auto = getattr(args, "choreo_auto", None) or "off"
             chats = TenantChats(state.choreo, engine_client.vllm_config)
-            handlers.init_state(state, llm, AutoChats(chats, llm, auto))
+            cut = getattr(args, "choreo_auto_cut", None) or "messages"
+            handlers.init_state(state, llm, AutoChats(chats, llm, auto, cut))
         else:
             batch.init_batch(state, llm)
 

@@ -52,13 +52,16 @@ class AutoChats:
     Args:
         chats: the messages of its tenants.
         llm: an engine client that takes choreographed requests.
-        default: the mode of requests that say none.
+        default, default_cut: the mode of requests that say none, and where their parts end.
     """
 
-    def __init__(self, chats: TenantChats, llm: AsyncLLM, default: str) -> None:
+    def __init__(
+        self, chats: TenantChats, llm: AsyncLLM, default: str, default_cut: str = "messages"
+    ) -> None:
         self._chats = chats
         self._llm = llm
         self._default = default
+        self._default_cut = default_cut
         self._cutter: Cutter | None = None
 
     async def client(
@@ -78,7 +81,7 @@ class AutoChats:
         options = read_options(body.vllm_xargs, request.headers.get(AUTO_HEADER), self._default)
         if options is None:
             return None
-        split = partial(self._split, serving, body, options.min_tokens, tenant_of(request))
+        split = partial(self._split, serving, body, options, tenant_of(request))
         return await self._client(body, request, options, split)
 
     async def client_of_parts(
@@ -101,7 +104,7 @@ class AutoChats:
             return await self._client(body, request, options, None)
         check_parts(serving, body.prompt)
         split = await self._chats.work.run(
-            tenant_of(request), split_of_parts, serving, body.prompt, options.min_tokens
+            tenant_of(request), self._split_parts, serving, body.prompt, options
         )
         body.prompt = list(split.token_ids)
 
@@ -142,7 +145,7 @@ class AutoChats:
         self,
         serving: OpenAIServingChat,
         body: ChatCompletionRequest,
-        min_tokens: int | None,
+        options: AutoOptions,
         tenant: str,
         prompt: EngineInput,
     ) -> Split:
@@ -160,15 +163,31 @@ class AutoChats:
         text = marks.get("prompt") or marks["prompt_token_ids"]
         split = self._cutter_of(online).split
         return await self._chats.work.run(
-            tenant, split, token_ids, prompt.get("prompt"), text, contents, min_tokens
-        )
+            tenant, split, token_ids, prompt.get("prompt"), text, contents, options.min_tokens,
+            options.cut,
+        )  # fmt: skip
+
+    def _split_parts(
+        self,
+        serving: OpenAIServingCompletion,
+        prompt: Sequence[str | list[int]],
+        options: AutoOptions,
+    ) -> Split:
+        """Split a prompt that is given in parts; those are cut if the request itself says so."""
+        split = split_of_parts(serving, prompt, options.min_tokens)
+        if options.cut != "content":
+            return split
+        return self._cutter_of(serving.online_renderer).cut_content(split)
 
     def _cutter_of(self, online: OnlineRenderer) -> Cutter:
         if self._cutter is None:
             # A copy of its own: it is used in threads, beside vLLM's.
             tokenizer = copy.deepcopy(online.renderer.get_tokenizer())
             ends = end_tokens(tokenizer, online.model_config.try_get_generation_config())
-            self._cutter = Cutter(tokenizer, ends, self._chats.min_tokens)
+            chats = self._chats
+            self._cutter = Cutter(
+                tokenizer, ends, chats.min_tokens, self._default_cut, chats.cut_tokens
+            )
         return self._cutter
 
 

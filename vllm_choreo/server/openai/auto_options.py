@@ -6,13 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_choreo.chat.matching import check_auto
+from vllm_choreo.chat.matching import check_auto, check_cut
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.server.guard import choreo_keys
 
 AUTO_KEY, MIN_TOKENS_KEY, REPAIR_KEY = "choreo_auto", "choreo_auto_min_tokens", "choreo_repair"
-AUTO_KEYS = (AUTO_KEY, MIN_TOKENS_KEY, REPAIR_KEY)
+CUT_KEY = "choreo_auto_cut"
+AUTO_KEYS = (AUTO_KEY, MIN_TOKENS_KEY, CUT_KEY, REPAIR_KEY)
 # For clients that cannot send `vllm_xargs`.
 AUTO_HEADER = "X-Choreo-Auto"
 
@@ -26,12 +27,14 @@ class AutoOptions:
         is_asked: the request itself names the mode: what cannot be done is refused then. Where only
             the server's default names it, the chat is served as text.
         min_tokens: tokens of a part, at least; shorter parts are joined; None: the default.
+        cut: where parts end, "messages" or "content"; None: the default.
         repair: rule of the call that generates, in mode "choreo".
     """
 
     mode: str
     is_asked: bool = False
     min_tokens: int | None = None
+    cut: str | None = None
     repair: object = None
 
 
@@ -72,6 +75,7 @@ def read_options(
         mode,
         is_asked=True,
         min_tokens=_min_tokens(xargs.get(MIN_TOKENS_KEY)),
+        cut=check_cut(xargs[CUT_KEY], "auto_cut") if CUT_KEY in xargs else None,
         repair=rule_given(repair) if isinstance(repair, str) else repair,
     )
 
