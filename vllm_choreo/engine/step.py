@@ -139,6 +139,12 @@ class ChoreoStep:
     forgotten: tuple[int, ...] = ()
     reloads: tuple[AdapterRequest, ...] = ()
 
+    def written_blocks(self) -> set[int]:
+        """Blocks that are written before the step itself, and those that stage runs read."""
+        moved = (move.dst for move in self.moves)
+        loaded = (target for _, target in self.loads)
+        return {*moved, *loaded, *(block for stage in self.stages for block in stage.blocks)}
+
 
 # Attribute of the output of a step, by which a worker sends it to the scheduler.
 _ATTENTION = "choreo_attention"

@@ -83,8 +83,12 @@ def _check_options(request: Request) -> None:
         "prompt_embeds": request.prompt_embeds,
         "mm_features": request.mm_features or None,
         "resumable": request.resumable or None,
+        "kv_transfer_params": request.kv_transfer_params,
     }
-    reasons = {"mm_features": "messages are text: pictures have positions in several dimensions"}
+    reasons = {
+        "mm_features": "messages are text: pictures have positions in several dimensions",
+        "kv_transfer_params": "KV connectors serve ordinary requests alone",
+    }
     for name, value in unsupported.items():
         if value is not None:
             reason = reasons.get(name, "choreographed calls do not support this")

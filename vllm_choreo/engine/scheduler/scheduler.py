@@ -11,6 +11,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,6 +30,7 @@ from vllm_choreo.engine.scheduler.admission import Admission
 from vllm_choreo.engine.scheduler.block_manager import ChoreoKVCacheManager
 from vllm_choreo.engine.scheduler.block_reserver import BlockReserver
 from vllm_choreo.engine.scheduler.call_table import CallTable
+from vllm_choreo.engine.scheduler.connectors import keep_calls_out
 from vllm_choreo.engine.scheduler.finalizer import Finalizer
 from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
@@ -83,6 +88,8 @@ class _Choreographed(Scheduler):
         self._make_parts(manager)
         manager.drop_idle = self.operations.drop_idle
         manager.runs_alone = lambda request: self.running == [request]
+        if self.connector is not None:
+            keep_calls_out(self.connector, self.call_table.calls.__contains__)
 
     def _make_parts(self, manager: ChoreoKVCacheManager) -> None:
         self.adapters = adapters = Adapters()
@@ -106,7 +113,12 @@ class _Choreographed(Scheduler):
         )
         self.finalizer = Finalizer(self.call_table, manager, *shared, enqueue=super().add_request)
         self.snapshots = SnapshotServer(
-            self.store, pool, adapters, self.max_model_len, self.vllm_config.lora_config
+            self.store,
+            pool,
+            adapters,
+            self.max_model_len,
+            self.vllm_config.lora_config,
+            self._may_write_free_blocks,
         )
         self.operations = Operations(
             self.call_table,
@@ -182,6 +194,13 @@ class _Choreographed(Scheduler):
             not is_paused and len(self.call_table.woken)
         )
 
+    def has_finished_requests(self) -> bool:
+        """Extend vLLM's method, which takes a parked call for one that a connector still holds."""
+        if self.connector is None or self.finished_req_ids:
+            return super().has_finished_requests()
+        num_queued = sum(self.get_request_counts()) + self.call_table.num_parked
+        return len(self.requests) > num_queued + len(self.call_table.woken)
+
     # -- a step ----------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -191,13 +210,32 @@ class _Choreographed(Scheduler):
             self.store.enforce_share(self._num_blocks(self.choreo_config.tenant_share))
         self.reserver.prepare_waiting()
         output = super().schedule(*args, **kwargs)
-        # Travels to the workers with the rest of the step.
-        output.choreo = self._choreo_step(output)
+        if self.connector is None:
+            self._add_choreo_step(output)
         if not output.num_scheduled_tokens and self.call_table.calls and not self._can_progress():
             self._refuse_what_never_fits()
         else:
             self.num_idle_steps = 0
         return output
+
+    def _build_kv_connector_meta(
+        self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
+    ) -> KVConnectorMetadata:
+        """Extend vLLM's method: a connector is told which blocks a step writes."""
+        self._add_choreo_step(scheduler_output)
+        return super()._build_kv_connector_meta(connector, scheduler_output)
+
+    def _may_write_free_blocks(self) -> bool:
+        """Return whether a KV connector is done with the blocks of requests that have ended.
+
+        It copies the last ones of a request out after the step that tells of its end.
+        """
+        connector = self.connector
+        return connector is None or not (self.finished_req_ids or connector.has_pending_push_work())
+
+    def _add_choreo_step(self, output: SchedulerOutput) -> None:
+        """Add our part of a step, which travels to the workers with the rest."""
+        output.choreo = self._choreo_step(output)
 
     def _choreo_step(self, output: SchedulerOutput) -> ChoreoStep:
         started = [req.req_id for req in output.scheduled_new_reqs]

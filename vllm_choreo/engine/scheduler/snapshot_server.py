@@ -39,6 +39,8 @@ class SnapshotServer:
     Args:
         max_model_len: tokens of the longest message that could be encoded again.
         lora_config: the engine's options of adapters; None: it takes none.
+        may_write: returns whether free blocks may be written between two steps: no KV connector
+            still reads them.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class SnapshotServer:
         adapters: Adapters,
         max_model_len: int,
         lora_config: LoRAConfig | None,
+        may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store = store
+        self._may_write = may_write
         self._pool = pool
         self._adapters = adapters
         self._max_model_len = max_model_len
@@ -170,8 +174,8 @@ class SnapshotServer:
         Returns:
             `blocks`, and `in_host`, whether they are of host memory; without blocks: another
             message has the same keys and values, and its blocks are shared; `hidden`: the key of
-            the hidden states, or None. None: there is no room, and the message will be encoded
-            when it is read.
+            the hidden states, or None. None: there is no room, or none that may be written now, and
+            the message will be encoded when it is read.
         """
         place = self._allocate(ticket, number, stored_position)
         hidden = self._hidden_key(self._loads[ticket].encodings[number])
@@ -185,10 +189,13 @@ class SnapshotServer:
             return {"blocks": [], "in_host": False}
         need = -(-encoding.num_tokens // self._store.block_size)
         tier = self._store.tier
-        if self._pool.get_num_free_blocks() < need and tier is not None:
+        is_full = self._pool.get_num_free_blocks() < need or not self._may_write()
+        if is_full and tier is not None:
             position, count = stored_position, encoding.num_tokens
             if host_blocks := tier.reserve(encoding, need, count, position):
                 return {"blocks": host_blocks, "in_host": True}
+        if not self._may_write():
+            return None
         while self._pool.get_num_free_blocks() < need:
             # The blocks are written at once, and copying out would come with the next step.
             if not self._store.evict_one([], waiting_too=False, into_host=False):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -183,6 +184,9 @@ class ChoreoModelRunner:
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         for lora in step.reloads:
             self.add_lora(lora)
+        if step.written_blocks() and has_kv_transfer_group():
+            # vLLM's own method does so, too, but only then: what ended may still be copied out.
+            get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
         block_ids = _started_blocks(scheduler_output)
         self.batcher.update(step.started, scheduler_output.finished_req_ids, block_ids)
         if self.host_blocks is not None:
