@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
@@ -61,13 +61,6 @@ class _OrdinaryRequestsOnly(KVConnectorBase_V1):
             return False, None
         return super().request_finished(request, block_ids)
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        if request.request_id in self.call_ids:
-            return False, None
-        return super().request_finished_all_groups(request, block_ids)
-
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         shown = _without_calls(scheduler_output, self.call_ids)
         metadata = super().build_connector_meta(shown)
@@ -75,6 +68,17 @@ class _OrdinaryRequestsOnly(KVConnectorBase_V1):
         scheduler_output.new_block_ids_to_zero = shown.new_block_ids_to_zero
         self.call_ids -= scheduler_output.finished_req_ids
         return metadata
+
+
+class _OrdinaryRequestsOnlyInGroups(_OrdinaryRequestsOnly, SupportsHMA):
+    """Mixin of connectors that take several KV cache groups."""
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if request.request_id in self.call_ids:
+            return False, None
+        return super().request_finished_all_groups(request, block_ids)
 
 
 def keep_calls_out(connector: KVConnectorBase_V1, is_call: Callable[[str], bool]) -> None:
@@ -85,9 +89,11 @@ def keep_calls_out(connector: KVConnectorBase_V1, is_call: Callable[[str], bool]
         is_call: returns whether the request of an id is a call, or one of ours.
     """
     parent = type(connector)
-    connector.__class__ = type(parent.__name__, (_OrdinaryRequestsOnly, parent), {})
-    assert isinstance(connector, _OrdinaryRequestsOnly)
-    connector.is_call, connector.call_ids = is_call, set()
+    in_groups = isinstance(connector, SupportsHMA)
+    mixin = _OrdinaryRequestsOnlyInGroups if in_groups else _OrdinaryRequestsOnly
+    connector.__class__ = type(parent.__name__, (mixin, parent), {})
+    mixed = cast("_OrdinaryRequestsOnly", connector)
+    mixed.is_call, mixed.call_ids = is_call, set()
 
 
 def _without_calls(output: SchedulerOutput, call_ids: set[str]) -> SchedulerOutput:
@@ -96,7 +102,8 @@ def _without_calls(output: SchedulerOutput, call_ids: set[str]) -> SchedulerOutp
     A connector may still be reading blocks of requests that have ended: it looks for them among
     those that a step gives away or writes over.
     """
-    step: ChoreoStep = output.choreo
+    sent: Any = output
+    step: ChoreoStep = sent.choreo
     written = {*_call_blocks(output, call_ids), *step.written_blocks()}
     copies = [KVCacheBlockCopy(block, block) for block in sorted(written)]
     scheduled = _without(output.num_scheduled_tokens, call_ids)

@@ -233,7 +233,7 @@ class _Choreographed(Scheduler):
         connector = self.connector
         return connector is None or not (self.finished_req_ids or connector.has_pending_push_work())
 
-    def _add_choreo_step(self, output: SchedulerOutput) -> None:
+    def _add_choreo_step(self, output: Any) -> None:
         """Add our part of a step, which travels to the workers with the rest."""
         output.choreo = self._choreo_step(output)
 
