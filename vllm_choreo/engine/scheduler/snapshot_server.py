@@ -39,6 +39,7 @@ class SnapshotServer:
     Args:
         max_model_len: tokens of the longest message that could be encoded again.
         lora_config: the engine's options of adapters; None: it takes none.
+        can_turn_keys: whether keys may be rotated where they lie, as a patch of them may need.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class SnapshotServer:
         adapters: Adapters,
         max_model_len: int,
         lora_config: LoRAConfig | None,
+        can_turn_keys: bool = True,
     ) -> None:
         self._store = store
         self._pool = pool
         self._adapters = adapters
         self._max_model_len = max_model_len
         self._lora_config = lora_config
+        self._can_turn_keys = can_turn_keys
         self._tickets = itertools.count()
         # Each with the layers of which it had hidden states: who saves it counts on them.
         self._described: dict[int, list[tuple[Encoding, tuple[int, ...]]]] = {}
@@ -181,6 +184,9 @@ class SnapshotServer:
         encoding = self._loads[ticket].encodings[number]
         if encoding.is_given_up:
             return None  # no call will read it
+        is_known = 0 <= stored_position <= self._max_model_len - encoding.num_tokens
+        if not (is_known or self._can_turn_keys):
+            return None  # the model cannot be given such positions, of which it would be patched
         if self._share(encoding):
             return {"blocks": [], "in_host": False}
         need = -(-encoding.num_tokens // self._store.block_size)
