@@ -9,7 +9,8 @@
 
 namespace choreo::CHOREO_ISA {
 
-// From this many groups of rows on, bfloat16 is converted once per chunk and not once per group.
+// From this many groups of rows on, a chunk is converted once and not once per group.
+template <typename T>
 constexpr int kWidenGroups = 3;
 constexpr float kLog2e = 1.44269504f;
 
@@ -261,7 +262,7 @@ static void attend_piece(const AttentionArgs& a, const Tile& tile, TileState& s,
   for (; chunk.num_strips > 0; chunk = next_chunk) {
     build_chunk(a, tile.kv_head, range, chunk.end_token, next_chunk);
     if constexpr (sizeof(T) < sizeof(float)) {
-      if (s.num_groups >= kWidenGroups) {
+      if (s.num_groups >= kWidenGroups<T>) {
         Chunk<float> wide;
         widen_chunk(chunk, head_size, block_size, s.widened, wide);
         attend_groups(GroupWork<float>{a, tile, s, piece, wide, wide, kChunkColumns, rule, 0});
@@ -320,7 +321,13 @@ static CHOREO_INLINE float sink_weight(const AttentionArgs& a, int kv_head, int 
   return __builtin_exp2f(sink * kLog2e - maximum);
 }
 
+// By what the sum of values, as `load` gives them, is to be multiplied.
 template <typename T>
+static CHOREO_INLINE float value_factor(const AttentionArgs& a) {
+  return a.value_scale * kUnit<T>;
+}
+
+template <typename Q, typename T>
 static void write_member(const AttentionArgs& a, const Tile& tile, const TileState& s,
                          const Member& member, float* partial) {
   const int rows = member.num_queries * s.group_heads;
@@ -331,7 +338,7 @@ static void write_member(const AttentionArgs& a, const Tile& tile, const TileSta
     const float sum = reduce_sum(load(s.row_sum + row * kWidth));
     if (partial == nullptr) {
       const float sink = sink_weight(a, tile.kv_head, i, s.row_max[row]);
-      write_row<T>(a, member, tile.kv_head, i, out, 1.0f / (sum + sink));
+      write_row<Q>(a, member, tile.kv_head, i, out, value_factor<T>(a) / (sum + sink));
       continue;
     }
     float* target = partial + static_cast<int64_t>(i) * head_size;
@@ -342,18 +349,20 @@ static void write_member(const AttentionArgs& a, const Tile& tile, const TileSta
   }
 }
 
-template <typename T>
+// Queries and outputs are of Q, keys and values of T.
+template <typename Q, typename T>
 static void attend_tile_as(const AttentionArgs& a, const Tile& tile, float* scratch,
                            float* const* partials) {
   TileState s = make_state(a, tile, scratch);
-  const float factor = a.softcap != 0.0f ? a.scale / a.softcap
-                                         : a.scale * kLog2e * tile_inverse_temperature(a, tile);
+  const float scale = a.scale * a.key_scale * kUnit<T>;
+  const float factor = a.softcap != 0.0f ? scale / a.softcap
+                                         : scale * kLog2e * tile_inverse_temperature(a, tile);
   for (int m = 0; m < tile.num_members; ++m) {
-    pack_queries<T>(a, tile.kv_head, tile.members[m], factor, s.base);
+    pack_queries<Q>(a, tile.kv_head, tile.members[m], factor, s.base);
   }
   attend_pieces<T>(a, tile, s);
   for (int m = 0; m < tile.num_members; ++m) {
-    write_member<T>(a, tile, s, tile.members[m], partials[m]);
+    write_member<Q, T>(a, tile, s, tile.members[m], partials[m]);
   }
 }
 
@@ -373,7 +382,7 @@ static float chosen_shift(const AttentionArgs& a, const Member& member, const fl
   return (a.factor[member.req] - 1.0f) * (maximum + __builtin_log2f(sum));
 }
 
-template <typename T>
+template <typename Q, typename T>
 static void merge_partials_as(const AttentionArgs& a, const Member& member, int kv_head,
                               float* partials, int64_t stride, int num_partials, int num_chosen) {
   const int rows = member.num_queries * (a.num_heads / a.cache.num_kv_heads);
@@ -402,26 +411,46 @@ static void merge_partials_as(const AttentionArgs& a, const Member& member, int 
       }
     }
     sum += sink_weight(a, kv_head, row, maximum);
-    write_row<T>(a, member, kv_head, row, total, 1.0f / sum);
+    write_row<Q>(a, member, kv_head, row, total, value_factor<T>(a) / sum);
+  }
+}
+
+// Types of queries and outputs, and of keys and values.
+template <typename Q, typename T>
+struct Types {};
+
+// Calls `run` with the types of a call.
+template <typename Run>
+static CHOREO_INLINE void dispatch_types(const AttentionArgs& a, const Run& run) {
+  const auto with_query = [&]<typename Q>(Types<Q, Q> same) {
+    switch (a.cache.dtype) {
+      case DType::kFloat8E4M3:
+        return run(Types<Q, Float8E4M3>());
+      case DType::kFloat8E5M2:
+        return run(Types<Q, Float8E5M2>());
+      default:
+        return run(same);
+    }
+  };
+  if (a.dtype == DType::kFloat32) {
+    with_query(Types<float, float>());
+  } else {
+    with_query(Types<BFloat16, BFloat16>());
   }
 }
 
 static void attend_tile(const AttentionArgs& a, const Tile& tile, float* scratch,
                         float* const* partials) {
-  if (a.cache.dtype == DType::kFloat32) {
-    attend_tile_as<float>(a, tile, scratch, partials);
-  } else {
-    attend_tile_as<BFloat16>(a, tile, scratch, partials);
-  }
+  dispatch_types(a, [&]<typename Q, typename T>(Types<Q, T>) {
+    attend_tile_as<Q, T>(a, tile, scratch, partials);
+  });
 }
 
 static void merge_partials(const AttentionArgs& a, const Member& member, int kv_head,
                            float* partials, int64_t stride, int num_partials, int num_chosen) {
-  if (a.cache.dtype == DType::kFloat32) {
-    merge_partials_as<float>(a, member, kv_head, partials, stride, num_partials, num_chosen);
-  } else {
-    merge_partials_as<BFloat16>(a, member, kv_head, partials, stride, num_partials, num_chosen);
-  }
+  dispatch_types(a, [&]<typename Q, typename T>(Types<Q, T>) {
+    merge_partials_as<Q, T>(a, member, kv_head, partials, stride, num_partials, num_chosen);
+  });
 }
 
 }  // namespace choreo::CHOREO_ISA

@@ -27,10 +27,15 @@ using choreo::Arrays;
 using choreo::CacheView;
 using choreo::SpanPlan;
 
-CacheView make_cache_view(const Tensor& cache) {
+// The type of queries, outputs, and of caches that are not quantized.
+choreo::DType plain_dtype(const Tensor& t) {
+  TORCH_CHECK_VALUE(t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16,
+                    "the CPU kernel takes float32 and bfloat16, not ", t.scalar_type());
+  return t.scalar_type() == at::kFloat ? choreo::DType::kFloat32 : choreo::DType::kBFloat16;
+}
+
+CacheView make_cache_view(const Tensor& cache, choreo::DType dtype) {
   TORCH_CHECK_VALUE(cache.is_cpu() && cache.dim() == 4, "kv_cache must be 4-D on the CPU");
-  TORCH_CHECK_VALUE(cache.scalar_type() == at::kFloat || cache.scalar_type() == at::kBFloat16,
-                    "the CPU kernel takes float32 and bfloat16, not ", cache.scalar_type());
   TORCH_CHECK_VALUE(cache.stride(3) == 1 && cache.stride(2) == cache.size(3),
                     "kv_cache must be contiguous within each (block, head)");
   const int64_t block_size = cache.size(2);
@@ -47,13 +52,12 @@ CacheView make_cache_view(const Tensor& cache) {
           static_cast<int>(cache.size(1)),
           static_cast<int>(block_size),
           static_cast<int>(head_size),
-          cache.scalar_type() == at::kFloat ? choreo::DType::kFloat32 : choreo::DType::kBFloat16};
+          dtype};
 }
 
 void check_rows(const Tensor& t, const char* name, const Tensor& cache, int64_t num_tokens) {
   TORCH_CHECK_VALUE(t.is_cpu() && t.dim() == 3 && t.stride(2) == 1, name,
                     " must be [num_tokens, num_heads, head_size] with a contiguous last dim");
-  TORCH_CHECK_VALUE(t.scalar_type() == cache.scalar_type(), name, " and kv_cache differ in dtype");
   TORCH_CHECK_VALUE(t.size(2) * 2 == cache.size(3), name, " and kv_cache differ in head size");
   TORCH_CHECK_VALUE(t.size(0) >= num_tokens, name, " has ", t.size(0),
                     " tokens, but query_start_loc ends at ", num_tokens);
@@ -64,7 +68,24 @@ struct LayerAttention {
   choreo::Layer layer;
   std::optional<Tensor> slopes;
   std::optional<Tensor> sinks;
+  std::optional<choreo::DType> quantized;  // type of the numbers whose bytes the cache holds
 };
+
+std::optional<choreo::DType> quantized_dtype(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  if (name == "float8_e4m3fn") return choreo::DType::kFloat8E4M3;
+  TORCH_CHECK_VALUE(name == "float8_e5m2", "the CPU kernel reads no caches of ", name);
+  return choreo::DType::kFloat8E5M2;
+}
+
+// The type of the numbers in a layer's cache.
+choreo::DType cached_dtype(const Tensor& cache, const LayerAttention& layer, const Tensor& query) {
+  const bool fits = layer.quantized ? cache.scalar_type() == at::kByte
+                                    : cache.scalar_type() == query.scalar_type();
+  TORCH_CHECK_VALUE(fits, "query is ", query.scalar_type(), ", kv_cache ", cache.scalar_type(),
+                    layer.quantized ? "; a quantized cache is uint8" : "; they differ in dtype");
+  return layer.quantized ? *layer.quantized : plain_dtype(cache);
+}
 
 const float* floats(const std::optional<Tensor>& tensor, const char* name) {
   if (!tensor) return nullptr;
@@ -75,7 +96,9 @@ const float* floats(const std::optional<Tensor>& tensor, const char* name) {
 std::unique_ptr<LayerAttention> make_layer(double scale, bool is_neox, double softcap,
                                            const std::optional<Tensor>& alibi_slopes,
                                            std::optional<int64_t> window,
-                                           const std::optional<Tensor>& sinks) {
+                                           const std::optional<Tensor>& sinks,
+                                           const std::string& quantized, double key_scale,
+                                           double value_scale) {
   TORCH_CHECK_VALUE(softcap >= 0, "softcap is ", softcap, "; use 0 for none");
   TORCH_CHECK_VALUE(!window || *window >= 1, "window is ", *window, "; use None for none");
   const choreo::Layer layer = {is_neox,
@@ -83,8 +106,11 @@ std::unique_ptr<LayerAttention> make_layer(double scale, bool is_neox, double so
                                static_cast<float>(softcap),
                                floats(alibi_slopes, "alibi_slopes"),
                                static_cast<int>(window.value_or(0)),
-                               floats(sinks, "sinks")};
-  return std::make_unique<LayerAttention>(LayerAttention{layer, alibi_slopes, sinks});
+                               floats(sinks, "sinks"),
+                               static_cast<float>(key_scale),
+                               static_cast<float>(value_scale)};
+  return std::make_unique<LayerAttention>(
+      LayerAttention{layer, alibi_slopes, sinks, quantized_dtype(quantized)});
 }
 
 void check_per_head(const std::optional<Tensor>& tensor, const char* name, int num_heads) {
@@ -94,7 +120,9 @@ void check_per_head(const std::optional<Tensor>& tensor, const char* name, int n
 void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output, SpanPlan& plan,
                     const LayerAttention& layer) {
   const choreo::Step& step = plan.step();
-  const CacheView cache = make_cache_view(kv_cache);
+  const CacheView cache = make_cache_view(kv_cache, cached_dtype(kv_cache, layer, query));
+  TORCH_CHECK_VALUE(output.scalar_type() == query.scalar_type(),
+                    "output and query differ in dtype");
   const int num_tokens = step.query_start_loc[step.num_reqs];
   check_rows(query, "query", kv_cache, num_tokens);
   check_rows(output, "output", kv_cache, num_tokens);
@@ -113,7 +141,8 @@ void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output, 
                                       output.data_ptr(),
                                       output.stride(0),
                                       output.stride(1),
-                                      num_heads};
+                                      num_heads,
+                                      plain_dtype(query)};
   const choreo::Tiles& tiles = plan.tiles(
       {num_heads, cache.num_kv_heads, cache.head_size, at::get_num_threads(), layer.layer.window});
   choreo::run_span_attention(args, tiles);
@@ -128,7 +157,7 @@ int64_t partial_bytes(SpanPlan& plan, int num_heads, int num_kv_heads, int head_
 void reposition_keys(Tensor kv_cache, const Tensor& src_blocks, const Tensor& dst_blocks,
                      const Tensor& cos_sin, bool is_neox) {
   const int64_t num_moves = src_blocks.numel();
-  const CacheView cache = make_cache_view(kv_cache);
+  const CacheView cache = make_cache_view(kv_cache, plain_dtype(kv_cache));
   choreo::check_ints(src_blocks, "src_blocks", num_moves);
   choreo::check_ints(dst_blocks, "dst_blocks", num_moves);
   choreo::check_floats(cos_sin, "cos_sin");
@@ -162,7 +191,8 @@ PYBIND11_MODULE(_C, m) {
   using without_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<LayerAttention>(m, "LayerAttention")
       .def(py::init(&make_layer), py::arg("scale"), py::arg("is_neox"), py::arg("softcap"),
-           py::arg("alibi_slopes"), py::arg("window") = py::none(), py::arg("sinks") = py::none());
+           py::arg("alibi_slopes"), py::arg("window") = py::none(), py::arg("sinks") = py::none(),
+           py::arg("quantized") = "", py::arg("key_scale") = 1.0, py::arg("value_scale") = 1.0);
   py::class_<SpanPlan>(m, "SpanPlan")
       .def(py::init<const Arrays&, const std::optional<Arrays>&, const std::optional<Tensor>&,
                     int64_t, int64_t, const std::optional<Arrays>&>(),

@@ -90,11 +90,12 @@ static CHOREO_INLINE int64_t widened_floats(int head_size) {
 
 // Converts a chunk to float32, for many rows to share the work: keys [head_size, kChunkColumns],
 // then values [kChunkColumns, head_size], both at the columns of the scores.
-static void widen_chunk(const Chunk<BFloat16>& chunk, int head_size, int block_size, float* buffer,
+template <typename T>
+static void widen_chunk(const Chunk<T>& chunk, int head_size, int block_size, float* buffer,
                         Chunk<float>& wide) {
   float* all_values = buffer + static_cast<int64_t>(head_size) * kChunkColumns;
   for (int i = 0; i < chunk.num_strips; ++i) {
-    const Strip<BFloat16>& p = chunk.strips[i];
+    const Strip<T>& p = chunk.strips[i];
     float* keys = buffer + p.column;
     float* values = all_values + static_cast<int64_t>(p.column + p.lead) * head_size;
     for (int d = 0; d < head_size; ++d) {

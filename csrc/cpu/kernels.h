@@ -6,7 +6,7 @@
 
 namespace choreo {
 
-enum class DType { kFloat32, kBFloat16 };
+enum class DType { kFloat32, kBFloat16, kFloat8E4M3, kFloat8E5M2 };
 
 // KV cache of one layer. Each (block, head) holds keys transposed [head_size, block_size], then
 // values [block_size, head_size]; strides in elements.
@@ -18,7 +18,7 @@ struct CacheView {
   int num_kv_heads;
   int block_size;  // multiple of kColumnStep
   int head_size;   // multiple of kColumnStep
-  DType dtype;     // also of queries and outputs
+  DType dtype;
 };
 
 // Which tokens are read together; arrays as in vllm_choreo/ops/sharing.py (SharedReads). Group r
@@ -64,6 +64,8 @@ struct Layer {
   const float* alibi_slopes;  // [num_heads] or null
   int window;                 // tokens that a query sees to its left, itself included; 0: all
   const float* sinks;         // [num_heads] or null
+  float key_scale;            // a key is what the cache holds, times this
+  float value_scale;          // likewise
 };
 
 // One call of span_attention.
@@ -76,6 +78,7 @@ struct AttentionArgs : Step, Layer {
   int64_t output_token_stride;
   int64_t output_head_stride;
   int num_heads;
+  DType dtype;  // of queries and outputs; the cache has the same, or 8 bits
 };
 
 // Consecutive queries of one request, with all query heads of one KV head: rows of a tile,

@@ -7,7 +7,7 @@
 
 #include "kernels.h"
 
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 
 #define CHOREO_ISA avx2
 #define CHOREO_VEC_BYTES 32

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "float8.h"
+
 #define CHOREO_INLINE inline __attribute__((always_inline))
 
 namespace choreo::CHOREO_ISA {
@@ -47,6 +49,64 @@ static CHOREO_INLINE Vec load(const BFloat16* p) {
 #endif
   return reinterpret_cast<Vec>(wide << 16);
 }
+
+// `load` gives numbers in this unit, a power of two, which scales take in for nothing.
+template <typename T>
+constexpr float kUnit = 1.0f;
+
+#if CHOREO_VEC_BYTES >= 32
+
+// float8 is converted as float16 that lacks bits of the fraction; that of E4M3 has another bias.
+template <>
+constexpr float kUnit<Float8E4M3> = 256.0f;
+
+typedef int16_t Bits16 __attribute__((vector_size(CHOREO_VEC_BYTES / 2)));
+
+// kWidth bytes, each with its sign in all upper bits.
+static CHOREO_INLINE Bits16 load_bytes(const void* p) {
+#if CHOREO_VEC_BYTES == 64
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  return reinterpret_cast<Bits16>(_mm256_cvtepi8_epi16(bytes));
+#else
+  const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(p));
+  return reinterpret_cast<Bits16>(_mm_cvtepi8_epi16(bytes));
+#endif
+}
+
+static CHOREO_INLINE Vec widen_halves(Bits16 bits) {
+#if CHOREO_VEC_BYTES == 64
+  return reinterpret_cast<Vec>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(bits)));
+#else
+  return reinterpret_cast<Vec>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(bits)));
+#endif
+}
+
+static CHOREO_INLINE Vec load(const Float8E5M2* p) {
+  return widen_halves(load_bytes(p) << 8);
+}
+
+// A carry out of exponent and fraction, 0x7f + 1, makes the upper bit of float16's exponent: NaN.
+static CHOREO_INLINE Vec load(const Float8E4M3* p) {
+  const Bits16 bytes = load_bytes(p);
+  const Bits16 carry = ((bytes & 0x7f) + 1) & 0x80;
+  return widen_halves(((bytes << 7) & static_cast<int16_t>(0xbfff)) | (carry << 7));
+}
+
+#else
+
+static CHOREO_INLINE Vec load(const Float8E4M3* p) {
+  Vec v;
+  for (int i = 0; i < kWidth; ++i) v[i] = kE4M3Table[p[i].bits];
+  return v;
+}
+
+static CHOREO_INLINE Vec load(const Float8E5M2* p) {
+  Vec v;
+  for (int i = 0; i < kWidth; ++i) v[i] = kE5M2Table[p[i].bits];
+  return v;
+}
+
+#endif
 
 static CHOREO_INLINE void store(float* p, Vec v) {
   *reinterpret_cast<UnalignedVec*>(p) = v;

@@ -17,6 +17,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import pytest
 import torch
 
+from tests.engine import fp8_kernels
 from tests.engine.oracle import Oracle
 from tests.quick import NUM_BLOCKS
 from vllm_choreo.testing.models.embedded import default_path, is_complete
@@ -45,6 +46,8 @@ def start_engine(model_path: Path, **options: Any) -> LLM:
     """
     from vllm import LLM
 
+    if options.get("kv_cache_dtype", "auto") != "auto":
+        fp8_kernels.install_where_missing()
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,

@@ -10,6 +10,7 @@ import torch
 from vllm_choreo.ops import (
     LayerAttention,
     Layout,
+    QuantizedKV,
     Reweighting,
     Rotation,
     SharedReads,
@@ -18,6 +19,7 @@ from vllm_choreo.ops import (
     plan_shared_reads,
     span_attention,
 )
+from vllm_choreo.ops.layout import key_view, value_view
 from vllm_choreo.ops.tiles import Tiles
 
 TOLERANCE = {
@@ -45,6 +47,7 @@ class Case:
     layout: Layout = Layout.KEYS_TRANSPOSED
     window: int | None = None
     sinks: torch.Tensor | None = None
+    quantized: QuantizedKV | None = None
 
     def plan(
         self,
@@ -66,9 +69,8 @@ class Case:
             None if tensor is None else tensor.to(device)
             for tensor in (self.alibi_slopes, self.sinks)
         )
-        return LayerAttention(
-            self.scale, self.rotation.is_neox, self.softcap, slopes, self.window, sinks, self.layout
-        )
+        given = (self.window, sinks, self.layout, self.quantized)
+        return LayerAttention(self.scale, self.rotation.is_neox, self.softcap, slopes, *given)
 
 
 def run(case: Case, impl: str, reads: SharedReads | None = None) -> torch.Tensor:
@@ -129,6 +131,45 @@ def _draw_reweighting(batch: SpanBatch) -> Reweighting:
     return Reweighting(
         is_chosen, 0.5 + torch.rand(batch.num_reqs), 0.8 + 0.4 * torch.rand(batch.num_reqs)
     )
+
+
+def number_of(byte: int, dtype: torch.dtype) -> float:
+    """The number that a byte is in a format of 8 bits, by the definition of the format."""
+    fraction_bits, bias = (3, 7) if dtype == torch.float8_e4m3fn else (2, 15)
+    sign = -1.0 if byte & 0x80 else 1.0
+    exponent, fraction = divmod(byte & 0x7F, 1 << fraction_bits)
+    last = (1 << (7 - fraction_bits)) - 1
+    if exponent == last and dtype == torch.float8_e5m2:
+        return float("nan") if fraction else sign * float("inf")
+    if exponent == last and fraction == (1 << fraction_bits) - 1:
+        return float("nan")
+    if exponent == 0:
+        return sign * fraction * 2.0 ** (1 - bias - fraction_bits)
+    return sign * (1.0 + fraction / (1 << fraction_bits)) * 2.0 ** (exponent - bias)
+
+
+def in_8_bits(case: Case, quantized: QuantizedKV) -> Case:
+    """The same case over a cache of bytes; what they are drawn from does not matter."""
+    keys, values = (view(case.kv_cache, case.layout) for view in (key_view, value_view))
+    cache = torch.zeros(case.kv_cache.shape, dtype=torch.uint8)
+    for view, numbers, scale in (
+        (key_view, keys, quantized.key_scale),
+        (value_view, values, quantized.value_scale),
+    ):
+        rounded = (numbers.float() / scale).to(quantized.dtype)
+        view(cache, case.layout).copy_(rounded.view(torch.uint8))
+    return dataclasses.replace(case, kv_cache=cache, quantized=quantized)
+
+
+def in_float32(case: Case) -> Case:
+    """The same case over a float32 cache of the numbers that the bytes stand for."""
+    quantized = case.quantized
+    table = torch.tensor([number_of(byte, quantized.dtype) for byte in range(256)])
+    cache = torch.zeros(case.kv_cache.shape)
+    for view, scale in ((key_view, quantized.key_scale), (value_view, quantized.value_scale)):
+        numbers = table[view(case.kv_cache, case.layout).long()] * scale
+        view(cache, case.layout).copy_(numbers)
+    return dataclasses.replace(case, kv_cache=cache, quantized=None)
 
 
 def make_case(

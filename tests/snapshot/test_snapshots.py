@@ -291,7 +291,12 @@ class _Engine:
             self.written += bytes(args[0])
         return {
             "choreo_kv_shape": [
-                {"dtype": "float32", "layers": [[1, 4]], "hidden": ["float32", 0]},
+                {
+                    "dtype": "float32",
+                    "layers": [[1, 4]],
+                    "scales": [],
+                    "hidden": ["float32", 0],
+                },
             ],
             "snapshot_begin": 0,
             "snapshot_allocate": {"blocks": [0], "in_host": False, "hidden": None},

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine import batch_runner, command_line, cpu_kernels
 from vllm_choreo.engine.compat import check_version
+from vllm_choreo.kv_dtype import adopt_declared, quantized_name
 from vllm_choreo.engine.orphan import end_with_parent
 from vllm_choreo.errors import UnsupportedOptionError
 
@@ -111,6 +112,7 @@ def configure_before(vllm_config: VllmConfig) -> None:
 
     if not _applies(vllm_config) or vllm_config.model_config.use_mla:
         return
+    adopt_declared(vllm_config)
     if current_platform.is_cuda():
         _choose_backend(vllm_config, current_platform.get_device_capability())
     elif not vllm_config.cache_config.user_specified_block_size:
@@ -152,7 +154,8 @@ def configure_after(vllm_config: VllmConfig) -> None:
     if not _applies(vllm_config):
         return
     _refuse_unsupported(vllm_config)
-    ChoreoConfig.from_vllm(vllm_config)  # a wrong setting fails here, not in a worker
+    config = ChoreoConfig.from_vllm(vllm_config)  # a wrong setting fails here, not in a worker
+    _refuse_quantized(vllm_config, config)
     from vllm_choreo.engine import graphs
 
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
@@ -176,7 +179,6 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         "is_hybrid": model.is_hybrid or model.is_attention_free,
         "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
         "speculative_config.method": speculative is not None and speculative.method != "ngram",
-        "kv_cache_dtype": vllm_config.cache_config.cache_dtype != "auto",
         "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size": parallel.prefill_context_parallel_size > 1,
         "enable_dbo": parallel.enable_dbo,
@@ -199,3 +201,42 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
             parameter="data_parallel_size",
             value=parallel.data_parallel_size,
         )
+
+
+def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
+    """Refuse KV caches that choreography does not read, and what does not go with 8 bits.
+
+    Raises:
+        UnsupportedOptionError: says what does.
+    """
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    if cache.cache_dtype == "auto":
+        return
+    found = "kv_cache_dtype", cache.cache_dtype
+    if quantized_name(cache.cache_dtype) is None:
+        reason = "choreography reads 'auto', 'fp8', 'fp8_e4m3' and 'fp8_e5m2': choose one of them"
+    elif not current_platform.is_cpu():
+        # Of both backends that ours take the place of (`supports_quant_query_input`).
+        reason = (
+            "on GPUs vLLM rounds queries to 8 bits as well, before choreography turns them for "
+            "each parent: use 'auto'"
+        )
+    elif cache.kv_cache_dtype_skip_layers:
+        found = "kv_cache_dtype_skip_layers", ",".join(cache.kv_cache_dtype_skip_layers)
+        reason = "a message lies in blocks of one dtype in all layers: leave it out"
+    elif config.reposition == "in_place":
+        found = "additional_config.choreo.reposition", config.reposition
+        reason = (
+            f"with kv_cache_dtype={cache.cache_dtype!r} keys cannot be rotated where they lie, for "
+            "they would be rounded again with every move: leave it out, so that queries are rotated"
+        )
+    else:
+        return
+    parameter, value = found
+    raise UnsupportedOptionError(
+        f'{reason}; or run vLLM without the plugin (VLLM_PLUGINS="")',
+        parameter=parameter,
+        value=value,
+    )

@@ -5,6 +5,7 @@ from vllm_choreo.ops.adapter_factors import AdapterFactors, factors_of
 from vllm_choreo.ops.dispatch import add_adapter, default_impl, reposition_keys, span_attention
 from vllm_choreo.ops.layout import Layout, UnsupportedLayoutError, detect_layout
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan
+from vllm_choreo.ops.quantized import QuantizedKV
 from vllm_choreo.ops.sharing import SharedReads, plan_shared_reads
 from vllm_choreo.ops.spans import Reweighting, Rotation, SpanBatch
 
@@ -12,6 +13,7 @@ __all__ = [
     "AdapterFactors",
     "LayerAttention",
     "Layout",
+    "QuantizedKV",
     "Reweighting",
     "Rotation",
     "SharedReads",

@@ -100,6 +100,7 @@ def _arrays(owner: SpanBatch | SharedReads | Reweighting) -> dict[str, torch.Ten
 
 def _make_layer(layer: LayerAttention) -> object:
     _check_layout(layer.layout)
+    quantized = layer.quantized
     return _kernels().LayerAttention(
         scale=layer.scale,
         is_neox=layer.is_neox,
@@ -107,6 +108,9 @@ def _make_layer(layer: LayerAttention) -> object:
         alibi_slopes=layer.alibi_slopes,
         window=layer.window,
         sinks=layer.sinks,
+        quantized=quantized.name if quantized else "",
+        key_scale=quantized.key_scale if quantized else 1.0,
+        value_scale=quantized.value_scale if quantized else 1.0,
     )
 
 

@@ -69,8 +69,8 @@ def span_attention(
     Args:
         query: ``[num_tokens, num_heads, head_size]``, float32, bfloat16 or (not on CPU) float16;
             rows beyond the plan's ``query_start_loc[-1]`` are ignored.
-        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, same dtype. The own
-            tokens are stored already.
+        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, same dtype, or uint8
+            where the layer is quantized. The own tokens are stored already.
         output: like ``query``, or ``[num_tokens, num_heads * head_size]``; written in place.
         plan: spans to read.
         layer: scoring of keys: scale, caps, window and the like.
@@ -101,7 +101,7 @@ def reposition_keys(
 
     Args:
         kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, dtype as for
-            ``span_attention``; changed in place.
+            ``span_attention``, never quantized; changed in place.
         src_blocks: int32 ``[n]``, blocks to read.
         dst_blocks: int32 ``[n]``, blocks to write, all different. Where it equals the source
             the keys are rotated in place; elsewhere the values are copied too and the source
@@ -117,6 +117,11 @@ def reposition_keys(
     """
     module = _load(impl or default_impl(kv_cache.device.type))
     _check_cache(kv_cache, layout)
+    if not kv_cache.is_floating_point() or kv_cache.element_size() == 1:
+        raise ValueError(
+            f"kv_cache is {kv_cache.dtype}: keys that are quantized cannot be rotated where they "
+            "lie, for they would be rounded again; rotate queries"
+        )
     _check_blocks(src_blocks, dst_blocks, kv_cache.shape[0])
     _check_cos_sin(cos_sin, src_blocks.numel(), kv_cache.shape[-1] // 2)
     module.reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox, layout)
@@ -167,6 +172,7 @@ def _check_attention(
         )
     _check_cache(kv_cache, layer.layout)
     _check_rows(query, kv_cache, output)
+    _check_dtypes(query, kv_cache, output, layer)
     if layer.softcap < 0:
         raise ValueError(f"softcap is {layer.softcap}; use 0 for none")
     if layer.window is not None and layer.window < 1:
@@ -187,7 +193,7 @@ def _check_per_head(name: str, given: torch.Tensor | None, num_heads: int) -> No
 
 
 def _check_rows(query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor) -> None:
-    """Check the shapes and dtypes of query and output against each other and the cache."""
+    """Check the shapes of query and output against each other and the cache."""
     if query.dim() != 3:
         raise ValueError(f"query has shape {tuple(query.shape)}; expected [tokens, heads, size]")
     num_heads, head_size = query.shape[1:]
@@ -199,15 +205,21 @@ def _check_rows(query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tenso
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
-    if query.dtype != kv_cache.dtype or output.dtype != query.dtype:
-        raise ValueError(
-            f"query is {query.dtype}, kv_cache {kv_cache.dtype}, output {output.dtype}; "
-            "they must be the same"
-        )
     if output.shape != query.shape:
         raise ValueError(
             f"output has shape {tuple(output.shape)}, which does not match query "
             f"{tuple(query.shape)}"
+        )
+
+
+def _check_dtypes(
+    query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, layer: LayerAttention
+) -> None:
+    of_cache = query.dtype if layer.quantized is None else torch.uint8
+    if kv_cache.dtype != of_cache or output.dtype != query.dtype:
+        raise ValueError(
+            f"query is {query.dtype}, kv_cache {kv_cache.dtype}, output {output.dtype}; "
+            "they must be the same, and a quantized cache uint8"
         )
 
 

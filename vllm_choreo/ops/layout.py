@@ -7,7 +7,8 @@ any strides of blocks, heads and slots. The contents of a (block, head) differ::
     KEYS_TRANSPOSED   K transposed [head_size, block_size], then V [block_size, head_size]
     SIDE_BY_SIDE      [block_size, K and V of a token]
 
-Source: vLLM 0.32.0, CPU attention (instruction sets ``vec`` and ``vec16``, float32 and bfloat16);
+Source: vLLM 0.32.0, CPU attention (instruction sets ``vec`` and ``vec16``, float32, bfloat16 and, in
+bytes, 8 bits);
 its FlashAttention and Triton attention backends.
 """
 
@@ -17,6 +18,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
+
+from vllm_choreo.ops.quantized import QuantizedKV
 
 WriteFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -90,6 +93,7 @@ def detect_layout(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     readable: Sequence[Layout] = (Layout.KEYS_TRANSPOSED,),
+    quantized: QuantizedKV | None = None,
 ) -> Layout:
     """Find out by experiment in which layout the engine writes.
 
@@ -98,24 +102,26 @@ def detect_layout(
             values ``[n, num_kv_heads, head_size]``, a zeroed cache
             ``[4, num_kv_heads, block_size, 2 * head_size]`` and int64 slots ``[n]``; it must
             store them the way the engine does.
-        num_kv_heads, head_size, block_size, dtype, device: properties of the engine's cache.
+        num_kv_heads, head_size, block_size, device: properties of the engine's cache.
+        dtype: dtype of the keys and values that are written.
         readable: layouts that the implementation in use reads.
+        quantized: meaning of the bytes of a cache in 8 bits; None: it is of `dtype`.
 
     Raises:
         UnsupportedLayoutError: something else was found; the message names it and the way out.
     """
     shape = (4, num_kv_heads, block_size, 2 * head_size)
-    kv_cache = torch.zeros(shape, dtype=dtype, device=device)
-    # Whole blocks and a partial one, not in order; every element is distinct in float32, and
-    # small integers in any dtype, so that equality means "same place" and not "close".
+    stored_dtype = torch.uint8 if quantized else dtype
+    kv_cache = torch.zeros(shape, dtype=stored_dtype, device=device)
+    # Whole blocks and a partial one, not in order.
     slots = torch.cat([torch.arange(block_size) + 2 * block_size, torch.arange(3) + block_size])
     numel = slots.numel() * num_kv_heads * head_size
-    numbers = (torch.arange(2 * numel) * 7919 % 251 + 1).to(dtype)
-    keys, values = numbers.view(2, slots.numel(), num_kv_heads, head_size)
-    given = [part.to(device, copy=True) for part in (keys, values)]
+    numbers, keys, values = _distinct(numel, dtype, quantized)
+    keys, values = (part.view(-1, num_kv_heads, head_size) for part in (keys, values))
+    given = [part.to(device).view(keys.shape) for part in numbers]
     write_fn(given[0], given[1], kv_cache, slots.to(device))
     found = kv_cache.cpu()
-    expected = torch.zeros(shape, dtype=dtype)
+    expected = torch.zeros(shape, dtype=stored_dtype)
     for layout in readable:
         write_kv(expected.zero_(), slots, keys, values, layout)
         if torch.equal(found, expected):
@@ -126,6 +132,26 @@ def detect_layout(
         f"{names} ({dtype}, head size {head_size}, block size {block_size}). "
         + _way_out(kv_cache.dtype)
     )
+
+
+def _distinct(
+    numel: int, dtype: torch.dtype, quantized: QuantizedKV | None
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Keys and values to write, `[numel]` each, and what is then stored of them.
+
+    They tell places apart: small integers, exact in any dtype. In 8 bits these are powers of two
+    with a sign, in an order that no other layout repeats; a little more than that, of which nothing
+    is left, whether the engine rounds or leaves digits out.
+    """
+    order = torch.arange(2 * numel) * 7919 % 251
+    if quantized is None:
+        keys, values = (order + 1).to(dtype).view(2, numel)
+        return (keys.clone(), values.clone()), keys, values
+    powers = 2.0 ** (order % 9 - 4) * (1 - order % 2 * 2)
+    scales = torch.tensor([[quantized.key_scale], [quantized.value_scale]])
+    written = (powers.view(2, numel) * scales * (1 + 1 / 32)).to(dtype)
+    keys, values = powers.to(quantized.dtype).view(torch.uint8).view(2, numel)
+    return (written[0], written[1]), keys, values
 
 
 def _describe(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_choreo.ops.layout import Layout
+from vllm_choreo.ops.quantized import QuantizedKV
 from vllm_choreo.ops.sharing import SharedReads
 from vllm_choreo.ops.spans import SpanBatch
 from vllm_choreo.ops.tiles import Tiles
@@ -63,6 +64,7 @@ class LayerAttention:
         window: tokens, the query's own included, at least 1; None: all tokens.
         sinks: float32 ``[num_heads]``, as scores after ``scale``, never capped; or None.
         layout: layout of the layer's KV cache.
+        quantized: meaning of the bytes of a KV cache in 8 bits; None: it is of the queries' dtype.
     """
 
     scale: float
@@ -72,3 +74,4 @@ class LayerAttention:
     window: int | None = None
     sinks: torch.Tensor | None = None
     layout: Layout = Layout.KEYS_TRANSPOSED
+    quantized: QuantizedKV | None = None

@@ -150,6 +150,8 @@ class _Queries:
         """
         batch, cos_sin, layer = self.plan.spans, self.plan.cos_sin, self.layer
         keys, values = read_kv(self.kv_cache, _slots(batch, r, j, begin, num_tokens), layer.layout)
+        if layer.quantized is not None:
+            keys, values = layer.quantized.keys(keys), layer.quantized.values(values)
         rows = self.query[self.rows(r)]
         own = int(batch.span_start_loc[r + 1]) - 1
         last = int(batch.num_tokens[own])

@@ -249,6 +249,8 @@ def _refuse_unsupported(
         reason = "some spans count by other weights"
     elif layer.layout is not Layout.SIDE_BY_SIDE:
         reason = f"layout is '{layer.layout.value}', not '{Layout.SIDE_BY_SIDE.value}'"
+    elif layer.quantized is not None:
+        reason = f"kv_cache holds {layer.quantized.name}"
     elif head_size not in HEAD_SIZES:
         reason = f"query has head size {head_size}, none of {HEAD_SIZES}"
     elif block_size % _MIN_CHUNK:

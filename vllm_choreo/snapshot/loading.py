@@ -25,6 +25,7 @@ from vllm_choreo.snapshot.streams import ReadAhead
 from vllm_choreo.snapshot.tensors import (
     Chunk,
     KVShape,
+    OtherScalesError,
     check_header,
     chunks,
     header_size,
@@ -321,7 +322,9 @@ class _Reader:
                 try:
                     length = header_size(ahead.read(8), size)
                     check_header(ahead.read(length), shape, num_tokens)
-                except (ValueError, RecursionError) as error:
+                except OtherScalesError as error:
+                    raise Unfit(str(error), f"{self._folder.label}/{name}") from None
+                except (ValueError, TypeError, KeyError, RecursionError) as error:
                     raise self._damaged(name, str(error)) from None
                 listed = list(chunks(shape, num_tokens))
                 pieces = ahead.pieces(chunk.num_bytes for chunk in listed)

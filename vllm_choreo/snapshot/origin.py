@@ -50,7 +50,10 @@ def shape_of(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> KVShape:
     """Shape of keys and values, from what each worker tells; raises KeptError as `KVShape.of`."""
     hidden_dtype, hidden_size = shapes[0]["hidden"]
     return KVShape.of(
-        shapes[0]["dtype"], all_heads(shapes, origin), (hidden_dtype, int(hidden_size))
+        shapes[0]["dtype"],
+        all_heads(shapes, origin),
+        (hidden_dtype, int(hidden_size)),
+        shapes[0]["scales"],  # of a layer, so of all workers
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from vllm_choreo.kv_dtype import kv_dtype
 from vllm_choreo.trained_adapter import ModelIdentity
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def signature(vllm_config: VllmConfig) -> dict[str, Any]:
 
     Returns:
         `name`, for a reader; `weights`, `tokenizer`: digests, see `ModelIdentity`; `architecture`;
-        `dtype`, `quantization`; `is_dummy`: the weights are drawn at random; `rotation`: the
+        `dtype`, `kv_dtype`, `quantization`; `is_dummy`: the weights are drawn at random; `rotation`: the
         parameters of RoPE.
     """
     model = vllm_config.model_config
@@ -37,6 +38,7 @@ def signature(vllm_config: VllmConfig) -> dict[str, Any]:
         "tokenizer": base.tokenizer,
         "architecture": list(getattr(model.hf_config, "architectures", None) or ()),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_dtype": kv_dtype(vllm_config),
         "quantization": model.quantization,
         "is_dummy": str(vllm_config.load_config.load_format) == "dummy",
         "rotation": getattr(text, "rope_parameters", None),
@@ -59,21 +61,26 @@ def differences(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     else:  # nobody knows the weights: then the names must do
         found = ["name", *names]
     return [
-        f"{name} ({_short(kept.get(name))}; here {_short(mine[name])})"
+        f"{name} ({_short(_entry(kept, name))}; here {_short(mine[name])})"
         for name in found
-        if kept.get(name) != mine[name]
+        if _entry(kept, name) != mine[name]
     ]
 
 
 def is_variant(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
     """Return whether two models differ in their weights alone."""
     same = [name for name in mine if name not in ("name", "weights")]
-    return all(kept.get(name) == mine[name] for name in same)
+    return all(_entry(kept, name) == mine[name] for name in same)
 
 
 def is_same_text(kept: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
     """Return whether the numbers of tokens mean the same texts."""
     return bool(kept.get(_OF_TEXT) == mine[_OF_TEXT])
+
+
+def _entry(kept: Mapping[str, Any], name: str) -> object:
+    """Entry of a signature; what was saved before it named one was of the model's dtype."""
+    return kept.get(name, kept.get("dtype") if name == "kv_dtype" else None)
 
 
 def _short(value: object) -> str:

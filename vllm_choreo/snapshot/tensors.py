@@ -26,10 +26,18 @@ import numpy as np
 from vllm_choreo.errors import KeptError
 
 # By torch's names, which vLLM uses: the name in a safetensors file, and bytes of a number.
-_DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
-# Bits of infinity; those of what is no number are greater. The sign is the first bit.
-_INFINITY = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
+_DTYPES = {
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+}
+# Bits of infinity, or where there is none of what is no number: the first that are not finite. The
+# sign is the first bit.
+_INFINITY = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80, "F8_E4M3": 0x7F, "F8_E5M2": 0x7C}
 CHUNK_BYTES = 16 * 2**20
+_SCALES = "kv_scales"  # of the metadata: JSON, `[key_scale, value_scale]` of each layer
 _MAX_HEADER_BYTES = 100 * 2**20
 
 
@@ -40,24 +48,32 @@ class KVShape:
     Attributes:
         dtype: dtype of keys and values by torch's name, such as "float32".
         layers: `(num_kv_heads, head_size)` of each layer.
+        scales: of keys and values in 8 bits, `(key_scale, value_scale)` of each layer: a key is
+            what is stored times its scale. Empty for other dtypes.
         hidden_dtype, hidden_size: dtype and size of the hidden states that a layer is given.
         hidden: layers whose hidden states are kept, ascending.
     """
 
     dtype: str
     layers: tuple[tuple[int, int], ...]
+    scales: tuple[tuple[float, float], ...] = ()
     hidden_dtype: str = "float32"
     hidden_size: int = 0
     hidden: tuple[int, ...] = ()
 
     @classmethod
     def of(
-        cls, dtype: str, layers: Sequence[Sequence[int]], hidden: tuple[str, int] = ("float32", 0)
+        cls,
+        dtype: str,
+        layers: Sequence[Sequence[int]],
+        hidden: tuple[str, int] = ("float32", 0),
+        scales: Sequence[Sequence[float]] = (),
     ) -> KVShape:
         """Make a shape of dtypes that files hold.
 
         Args:
             hidden: dtype and size of hidden states.
+            scales: see the attribute.
 
         Raises:
             KeptError: a dtype that files do not hold.
@@ -70,7 +86,8 @@ class KVShape:
                     parameter="dtype",
                     value=found,
                 )
-        return cls(dtype, tuple((int(heads), int(size)) for heads, size in layers), *hidden)
+        sizes = tuple((int(heads), int(size)) for heads, size in layers)
+        return cls(dtype, sizes, tuple((float(k), float(v)) for k, v in scales), *hidden)
 
     def keeping(self, hidden: Sequence[int]) -> KVShape:
         """Shape for a message that keeps the hidden states of these layers."""
@@ -182,9 +199,14 @@ def is_finite(data: bytes | memoryview, chunk: Chunk, shape: KVShape) -> bool:
 
 def header_bytes(shape: KVShape, num_tokens: int, about: Mapping[str, str]) -> bytes:
     """Header of a file, with its length before it; `about` says whose weights made the data."""
-    header = json.dumps({"__metadata__": dict(about), **shape.tensors(num_tokens)}).encode()
+    metadata = {**about, **({_SCALES: json.dumps(shape.scales)} if shape.scales else {})}
+    header = json.dumps({"__metadata__": metadata, **shape.tensors(num_tokens)}).encode()
     header += b" " * (-len(header) % 8)  # so that the data is aligned
     return len(header).to_bytes(8, "little") + header
+
+
+class OtherScalesError(Exception):
+    """Keys and values in 8 bits that stand for other numbers than the same bytes would here."""
 
 
 def check_header(header: bytes, shape: KVShape, num_tokens: int) -> None:
@@ -195,6 +217,7 @@ def check_header(header: bytes, shape: KVShape, num_tokens: int) -> None:
 
     Raises:
         ValueError: it is none, or not that of so many tokens of this shape; says why.
+        OtherScalesError: it is, but for the scales.
     """
     found = json.loads(header)  # a JSONDecodeError is a ValueError
     if not isinstance(found, dict):
@@ -202,6 +225,20 @@ def check_header(header: bytes, shape: KVShape, num_tokens: int) -> None:
     for name, expected in shape.tensors(num_tokens).items():
         if found.get(name) != expected:
             raise ValueError(f"tensor {name} is {found.get(name)}, not {expected}")
+    if shape.scales:
+        kept = json.loads(found["__metadata__"][_SCALES])
+        _check_scales(kept, [list(scales) for scales in shape.scales])
+
+
+def _check_scales(kept: object, mine: list[list[float]]) -> None:
+    if not isinstance(kept, list) or len(kept) != len(mine):
+        raise ValueError(f"{_SCALES} is {kept}")
+    for layer, (theirs, ours) in enumerate(zip(kept, mine, strict=True)):
+        if theirs != ours:
+            raise OtherScalesError(
+                "these keys and values were stored with other scales: in layer "
+                f"{layer} {theirs} of keys and values, here {ours}"
+            )
 
 
 def header_size(prefix: bytes, num_file_bytes: int) -> int:

@@ -24,6 +24,7 @@ class Operations:
     Args:
         snapshots: operations of messages that are saved and loaded, by name.
         max_pinned_blocks: blocks of the KV cache that pinned messages may hold.
+        block_bytes: bytes of a block in all layers of one worker.
         pending_last_tokens: returns the calls that encode a last token and wait for their step.
         finish: the scheduler's `finish_requests`.
     """
@@ -35,6 +36,7 @@ class Operations:
         *,
         snapshots: Mapping[str, Callable[..., Any]],
         max_pinned_blocks: int,
+        block_bytes: int,
         pending_last_tokens: Callable[[], list[ScheduledCall]],
         finish: Callable[[Iterable[str], RequestStatus], Any],
     ) -> None:
@@ -43,6 +45,7 @@ class Operations:
         self._pool = pool
         self._snapshots = snapshots
         self._max_pinned_blocks = max_pinned_blocks
+        self._block_bytes = block_bytes
         self._pending_last_tokens = pending_last_tokens
         self._finish = finish
 
@@ -160,6 +163,7 @@ class Operations:
         return {
             "num_free_blocks": self._pool.get_num_free_blocks(),
             "num_pool_blocks": self._pool.num_gpu_blocks,
+            "block_bytes": self._block_bytes,
             "num_host_blocks": tier.num_blocks if tier else 0,
             "num_host_blocks_used": tier.num_used if tier else 0,
             "num_hidden_bytes": hidden.num_bytes if hidden else 0,

@@ -42,6 +42,7 @@ from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
 from vllm_choreo.engine.step import BlockMove, ChoreoStep, HiddenCapture, attention_of
 from vllm_choreo.errors import ChoreoError
+from vllm_choreo.kv_dtype import is_quantized, kv_dtype
 from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.session_copies import SessionCopies
@@ -119,28 +120,32 @@ class _Choreographed(Scheduler):
             self.max_model_len,
             self.vllm_config.lora_config,
             self._may_write_free_blocks,
+            can_turn_keys=not is_quantized(self.vllm_config),
         )
         self.operations = Operations(
             self.call_table,
             pool,
             snapshots=snapshot_operations(self.snapshots),
             max_pinned_blocks=self._num_blocks(self.choreo_config.pinned_share),
+            block_bytes=self._block_bytes(),
             pending_last_tokens=self._pending_last_tokens,
             finish=self.finish_requests,
         )
 
     def _signature(self) -> bytes:
         """Bytes of the model, its dtypes and rotation, which all keys and values depend on."""
-        model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+        model = self.vllm_config.model_config
         rotation = getattr(model.hf_text_config, "rope_parameters", None)
-        parts = (model.model, model.revision, model.dtype, cache.cache_dtype, rotation)
+        parts = (model.model, model.revision, model.dtype, kv_dtype(self.vllm_config), rotation)
         return repr(parts).encode()
 
-    def _host_tier(self) -> HostTier | None:
-        # Per worker: the specification is that of one worker's share of the heads.
+    def _block_bytes(self) -> int:
+        """Bytes of a block in all layers, of one worker's share of the heads."""
         groups = self.kv_cache_config.kv_cache_groups
-        block_bytes = sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
-        num_blocks = self.choreo_config.num_host_blocks(block_bytes)
+        return sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
+
+    def _host_tier(self) -> HostTier | None:
+        num_blocks = self.choreo_config.num_host_blocks(self._block_bytes())
         return HostTier(num_blocks, self.store.residency.block_copies) if num_blocks else None
 
     def _hidden_index(self) -> HiddenStateIndex | None:

@@ -41,6 +41,7 @@ class SnapshotServer:
         lora_config: the engine's options of adapters; None: it takes none.
         may_write: returns whether free blocks may be written between two steps: no KV connector
             still reads them.
+        can_turn_keys: whether keys may be rotated where they lie, as a patch of them may need.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class SnapshotServer:
         max_model_len: int,
         lora_config: LoRAConfig | None,
         may_write: Callable[[], bool] = lambda: True,
+        can_turn_keys: bool = True,
     ) -> None:
         self._store = store
         self._may_write = may_write
@@ -58,6 +60,7 @@ class SnapshotServer:
         self._adapters = adapters
         self._max_model_len = max_model_len
         self._lora_config = lora_config
+        self._can_turn_keys = can_turn_keys
         self._tickets = itertools.count()
         # Each with the layers of which it had hidden states: who saves it counts on them.
         self._described: dict[int, list[tuple[Encoding, tuple[int, ...]]]] = {}
@@ -185,6 +188,9 @@ class SnapshotServer:
         encoding = self._loads[ticket].encodings[number]
         if encoding.is_given_up:
             return None  # no call will read it
+        is_known = 0 <= stored_position <= self._max_model_len - encoding.num_tokens
+        if not (is_known or self._can_turn_keys):
+            return None  # the model cannot be given such positions, of which it would be patched
         if self._share(encoding):
             return {"blocks": [], "in_host": False}
         need = -(-encoding.num_tokens // self._store.block_size)

@@ -9,7 +9,14 @@ import torch
 
 from vllm_choreo.engine.worker.probe import QueryRecorder
 from vllm_choreo.engine.worker.span_batcher import LayerKind, SpanBatcher
-from vllm_choreo.ops import LayerAttention, Layout, Rotation, default_impl, span_attention
+from vllm_choreo.ops import (
+    LayerAttention,
+    Layout,
+    QuantizedKV,
+    Rotation,
+    default_impl,
+    span_attention,
+)
 from vllm_choreo.ops.dispatch import Impl
 
 if TYPE_CHECKING:
@@ -49,8 +56,14 @@ class ChoreoImpl:
         """Name of the module of `vllm_choreo.ops` that runs choreographed batches."""
         return cls.kernels or default_impl()
 
-    def prepare(self, batcher: SpanBatcher, kind: LayerKind) -> None:
-        """Have the layer read, from now on, what the batcher plans for its kind."""
+    def prepare(
+        self, batcher: SpanBatcher, kind: LayerKind, quantized: QuantizedKV | None = None
+    ) -> None:
+        """Have the layer read, from now on, what the batcher plans for its kind.
+
+        Args:
+            quantized: meaning of the bytes in the layer's KV cache; None: it holds numbers.
+        """
         rotation, sinks = kind.rotation, getattr(self, "sinks", None)
         self.rotation, self.plan_index = rotation, batcher.kinds.index(kind)
         self.attention = LayerAttention(
@@ -61,14 +74,18 @@ class ChoreoImpl:
             window=kind.shape.window,
             sinks=None if sinks is None else sinks.detach().float(),
             layout=self.layout,
+            quantized=quantized,
         )
         self.batcher = batcher
 
     def describe(self) -> dict[str, Any]:
-        """Window and sinks of the layer, as plain data."""
+        """Window, sinks and cache of the layer, as plain data."""
+        quantized = self.attention.quantized
         return {
             "window": self.attention.window,
             "sinks": self.attention.sinks is not None,
+            "kv_dtype": quantized and quantized.name,
+            "kv_scales": quantized and [quantized.key_scale, quantized.value_scale],
         }
 
     def forward(

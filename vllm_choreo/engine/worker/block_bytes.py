@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from vllm_choreo.ops import QuantizedKV
 from vllm_choreo.ops.layout import Layout, key_view, value_view
 
 if TYPE_CHECKING:
@@ -33,19 +34,31 @@ class BlockBytes:
             cache, or the copies in host memory.
         layout: layout of all caches.
         rank, num_ranks: the worker's number, and the number of workers that share the heads.
+        quantized: meaning of the bytes of each layer's cache; empty if they hold numbers.
     """
 
     def __init__(
-        self, caches: Sequence[torch.Tensor], layout: Layout, rank: int = 0, num_ranks: int = 1
+        self,
+        caches: Sequence[torch.Tensor],
+        layout: Layout,
+        rank: int = 0,
+        num_ranks: int = 1,
+        quantized: Sequence[QuantizedKV] = (),
     ) -> None:
         self._caches = caches
+        self._quantized = quantized
         self._layout = layout
         self._rank, self._num_ranks = rank, num_ranks
 
     def shape(self) -> dict[str, Any]:
-        """`dtype`, and `layers`: `[num_kv_heads, head_size]` of each in this worker."""
+        """`dtype`, `layers`: `[num_kv_heads, head_size]` of each in this worker, and `scales`.
+
+        The latter are `[key_scale, value_scale]` of each layer if the cache is in 8 bits, else none.
+        """
         sizes = [[cache.shape[1], cache.shape[3] // 2] for cache in self._caches]
-        return {"dtype": str(self._caches[0].dtype).removeprefix("torch."), "layers": sizes}
+        scales = [[q.key_scale, q.value_scale] for q in self._quantized]
+        dtype = self._quantized[0].dtype if self._quantized else self._caches[0].dtype
+        return {"dtype": str(dtype).removeprefix("torch."), "layers": sizes, "scales": scales}
 
     def read(self, blocks: Sequence[int], parts: Parts, start: int, stop: int) -> bytes:
         """Read tokens `start … stop-1` in `blocks`, of the parts `first … last-1`.

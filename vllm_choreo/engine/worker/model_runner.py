@@ -22,6 +22,7 @@ from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.partial_runs import PartialRuns
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
+from vllm_choreo.engine.worker.quantized import quantized_kv
 from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
 from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.engine.worker.warmup import warm_up
@@ -60,7 +61,6 @@ class ChoreoModelRunner:
     lora_config: LoRAConfig | None
     lora_manager: WorkerLoRAManager
     device: torch.device
-    kv_cache_dtype: torch.dtype
     get_model: Callable[[], torch.nn.Module]
     add_lora: Callable[[LoRARequest], bool]
     _set_active_loras: Callable[[tuple[int, ...], tuple[int, ...], set[LoRARequest]], None]
@@ -112,7 +112,7 @@ class ChoreoModelRunner:
             self._workspace,
         )
         for name, kind in kinds.items():
-            layers[name].impl.prepare(self.batcher, kind)
+            layers[name].impl.prepare(self.batcher, kind, quantized_kv(layers[name]))
         self.host_blocks = self._make_host_blocks(config)
         if config.hidden_bytes:
             self.partial_runs = PartialRuns(
@@ -145,7 +145,8 @@ class ChoreoModelRunner:
     def _kind(self, layer: Attention, rotation: Rotation | None) -> LayerKind:
         """Kind of the layer: rotation and shape, which layers of one plan share."""
         heads = layer.num_heads, layer.num_kv_heads, layer.head_size
-        return LayerKind(rotation, LayerShape(*heads, self.kv_cache_dtype, layer.sliding_window))
+        dtype = self.vllm_config.model_config.dtype  # of queries, whatever the cache holds
+        return LayerKind(rotation, LayerShape(*heads, dtype, layer.sliding_window))
 
     def _make_host_blocks(self, config: ChoreoConfig) -> HostBlocks | None:
         caches = [layer.kv_cache for layer in self.layers.values()]
@@ -164,9 +165,10 @@ class ChoreoModelRunner:
             num_kv_heads=layer.num_kv_heads,
             head_size=layer.head_size,
             block_size=self.cache_config.block_size,
-            dtype=self.kv_cache_dtype,
+            dtype=self.vllm_config.model_config.dtype,
             device=self.device,
             readable=(layer.impl.layout,),
+            quantized=quantized_kv(layer),
         )
 
     @property
@@ -241,6 +243,10 @@ class ChoreoModelRunner:
                 to_device(torch.tensor(blocks, dtype=torch.int32), self.device)
                 for blocks in ([move.src for move in chosen], [move.dst for move in chosen])
             )
+            if is_copy and not any(move.delta for move in chosen):
+                for layer in self.layers.values():
+                    layer.kv_cache[dst.long()] = layer.kv_cache[src.long()]
+                continue
             deltas = torch.tensor([move.delta for move in chosen])
             cos_sin = {
                 rotation: to_device(rotation.cos_sin(deltas), self.device)

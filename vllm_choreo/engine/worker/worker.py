@@ -125,5 +125,6 @@ class ChoreoWorker:
         if in_host:
             assert runner.host_blocks is not None, "the scheduler has a host tier"
             caches = runner.host_blocks.copies
-        size = parallel.tensor_parallel_size
-        return BlockBytes(caches, layers[0].impl.layout, parallel.rank % size, size)
+        size, impls = parallel.tensor_parallel_size, [layer.impl for layer in layers]
+        quantized = [impl.attention.quantized for impl in impls if impl.attention.quantized]
+        return BlockBytes(caches, impls[0].layout, parallel.rank % size, size, quantized)

@@ -22,6 +22,8 @@ _PROGRAMS_PER_PROCESSOR = 2
 _PROGRAMS_ON_CPU = 16
 # Ids of blocks are loaded two chunks ahead, keys and values one: the latter need the former.
 _NUM_STAGES = 3
+# Numbers for the kernel's FORMAT, and by what its numbers are to be multiplied.
+_FORMATS = {torch.float8_e4m3fn: (1, 256.0), torch.float8_e5m2: (2, 1.0)}
 # Bytes of a chunk of keys in shared memory; values take as much, for two chunks each.
 _CHUNK_BYTES = 16 * 1024
 
@@ -129,7 +131,10 @@ def span_attention(
             device=query.device,
             window=layer.window,
         )
-    weights = plan.spans.reweighting
+    weights, quantized = plan.spans.reweighting, layer.quantized
+    encoding, unit = _FORMATS[quantized.dtype] if quantized else (0, 1.0)
+    key_scale = quantized.key_scale * unit if quantized else 1.0
+    value_scale = quantized.value_scale * unit if quantized else 1.0
     keys, values = key_view(kv_cache, layer.layout), value_view(kv_cache, layer.layout)
     partial_output, partial_lse = _partials(plan, tiles.num_partials, query)
     padded = triton.next_power_of_2(head_size)
@@ -143,7 +148,8 @@ def span_attention(
             tile_class.query, tile_class.request, tile_class.column, tile_class.items,
             tiles.segments, tiles.read_span, tiles.read_position,
             tiles.own_first_slot, tiles.own_tokens, tiles.own_position, tiles.query_end,
-            weights and weights.temperature, layer.scale, layer.softcap, layer.window or 0,
+            weights and weights.temperature, layer.scale * key_scale, layer.softcap,
+            layer.window or 0, value_scale,
             NUM_ROWS=tile_class.num_rows,
             GROUP_HEADS=num_heads // num_kv_heads,
             HEAD_SIZE=head_size,
@@ -159,6 +165,7 @@ def span_attention(
             CHUNK=_chunk_tokens(padded, query.dtype),
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             WIDEN=query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
+            FORMAT=encoding,
             num_warps=4 if tile_class.num_rows == MIN_ROWS else 8,
             num_stages=_NUM_STAGES,
         )  # fmt: skip

@@ -57,13 +57,33 @@ def _dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
+def _decode(stored, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """Keys or values of `dtype`, exactly, of what was loaded.
+
+    Bytes are made float16 that lacks bits of the fraction: by shifts, which every GPU has. With
+    FORMAT 1, `float8_e4m3fn`, exponents have another bias, so that this gives 1/256 of the numbers;
+    FORMAT 2 is `float8_e5m2`, 0 stands for no bytes at all.
+    """
+    if FORMAT == 0:
+        return stored
+    bits = stored.to(tl.uint16)
+    if FORMAT == 1:
+        # A carry out of exponent and fraction, 0x7f + 1, makes float16's NaN.
+        carry = (((bits & 0x7F) + 1) & 0x80) << 7
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7) | carry
+    else:
+        half = bits << 8
+    return half.to(tl.float16, bitcast=True).to(dtype)
+
+
+@triton.jit
 def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes,
             key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
             table_ptr, first_slot, begin, end, dims, scale, softcap,
             window, inverse_temperature, IS_OWN: tl.constexpr, HEAD_SIZE: tl.constexpr,
             HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
             HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
-            PRECISION: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
+            PRECISION: tl.constexpr, WIDEN: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
     """Take tokens begin .. end - 1, from `first_slot` on, into the running softmax of each row.
 
     `distance` is the seen position of token 0 minus the position of the row's query; of an own
@@ -79,8 +99,9 @@ def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes
         offset = slot % BLOCK_SIZE
         keys = tl.load(
             key_ptr + (block * key_block + offset * key_slot)[None, :] + dims[:, None] * key_dim,
-            mask=is_dim[:, None] & is_token[None, :], other=0.0,
+            mask=is_dim[:, None] & is_token[None, :], other=0,
         )  # fmt: skip
+        keys = _decode(keys, FORMAT, queries.dtype)
         scores = _dot(queries, keys, PRECISION, WIDEN) * scale
         if HAS_SOFTCAP:  # tanh by the logistic function
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -102,8 +123,9 @@ def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes
         values = tl.load(
             value_ptr + (block * value_block + offset * value_slot)[:, None]
             + dims[None, :] * value_dim,
-            mask=is_token[:, None] & is_dim[None, :], other=0.0,
+            mask=is_token[:, None] & is_dim[None, :], other=0,
         )  # fmt: skip
+        values = _decode(values, FORMAT, queries.dtype)
         accumulator = accumulator * shrink[:, None]
         accumulator += _dot(weights.to(values.dtype), values, PRECISION, WIDEN)
         total = total * shrink + tl.sum(weights, 1)
@@ -121,12 +143,12 @@ def attend_tiles(
     tile_query_ptr, tile_request_ptr, tile_column_ptr, items_ptr,
     segments_ptr, read_span_ptr, read_position_ptr,
     own_first_slot_ptr, own_tokens_ptr, own_position_ptr, query_end_ptr, temperature_ptr,
-    scale, softcap, window,
+    scale, softcap, window, value_scale,
     NUM_ROWS: tl.constexpr, GROUP_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     PADDED_HEAD_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """One item of one KV head. Names without a suffix are strides, in elements."""
     NUM_SLOTS: tl.constexpr = NUM_ROWS // GROUP_HEADS
@@ -190,7 +212,7 @@ def attend_tiles(
             key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
             blocks_ptr, tl.load(segment_ptr + 2), 0, tl.load(segment_ptr + 3), dims, scale, softcap,
             window, inverse_temperature, False, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW,
-            HAS_TEMPERATURE, BLOCK_SIZE, CHUNK, PRECISION, WIDEN,
+            HAS_TEMPERATURE, BLOCK_SIZE, CHUNK, PRECISION, WIDEN, FORMAT,
         )  # fmt: skip
 
     if own_request >= 0:
@@ -209,7 +231,7 @@ def attend_tiles(
             tl.load(own_first_slot_ptr + own_request), begin,
             tl.minimum(begin + per_share, num_visible), dims, scale, softcap,
             window, 1.0, True, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW, False, BLOCK_SIZE,
-            CHUNK, PRECISION, WIDEN,
+            CHUNK, PRECISION, WIDEN, FORMAT,
         )  # fmt: skip
 
     if HAS_SINKS and first_partial < 0:
@@ -218,6 +240,8 @@ def attend_tiles(
     # A row that saw nothing has an output of zeros and a log-sum-exp of -inf.
     total = tl.where(total == 0.0, 1.0, total)
     result = accumulator / total[:, None]
+    if FORMAT != 0:
+        result = result * value_scale
     is_stored = has_query[:, None] & (dims < HEAD_SIZE)[None, :]
     if first_partial < 0:
         at = output_ptr + query * output_token + head * output_head
