@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache layouts that the operations read and write, and their detection.
 
-The cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` to vLLM in all of them, with
-any strides of blocks, heads and slots. The contents of a (block, head) differ::
+The cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` to vLLM in the first two of
+them, with any strides of blocks, heads and slots. The contents of a (block, head) differ::
 
     KEYS_TRANSPOSED   K transposed [head_size, block_size], then V [block_size, head_size]
     SIDE_BY_SIDE      [block_size, K and V of a token]
+    LATENT            [block_size, K of a token], K = [V, rotated dims]
+
+A latent cache (MLA) is ``[num_blocks, 1, block_size, head_size]``: the first ``value_size`` columns
+of a key are the value, and rotation begins behind them.
 
 Source: vLLM 0.32.0, CPU attention (instruction sets ``vec`` and ``vec16``, float32 and bfloat16);
-its FlashAttention and Triton attention backends.
+its FlashAttention and Triton attention backends; its MLA backends.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ class Layout(Enum):
 
     KEYS_TRANSPOSED = "keys transposed, then values"
     SIDE_BY_SIDE = "key and value of a token side by side"
+    LATENT = "one row a token, a key that begins with the value"
 
 
 class UnsupportedLayoutError(RuntimeError):
@@ -38,33 +43,68 @@ def _halves(kv_cache: torch.Tensor) -> torch.Tensor:
     return kv_cache.view(num_blocks, num_kv_heads, 2, block_size * double_head // 2)
 
 
+def head_sizes(
+    kv_cache: torch.Tensor, layout: Layout, value_size: int | None = None
+) -> tuple[int, int]:
+    """Sizes of a key and a value.
+
+    Args:
+        value_size: that of a value in a latent cache, whose shape does not tell.
+
+    Raises:
+        ValueError: a latent cache without a size of values that fits, or another one with such.
+    """
+    width = kv_cache.shape[-1]
+    if (layout is Layout.LATENT) != (value_size is not None):
+        raise ValueError(
+            f"value_size is {value_size} and the layout {layout.value!r}: caches of "
+            f"{Layout.LATENT.value!r} need one, others have none"
+        )
+    if value_size is None:
+        return width // 2, width // 2
+    if not 0 < value_size <= width:
+        raise ValueError(f"value_size is {value_size}; keys of {width} columns begin with values")
+    return width, value_size
+
+
 def key_view(kv_cache: torch.Tensor, layout: Layout = Layout.KEYS_TRANSPOSED) -> torch.Tensor:
     """View of the keys, ``[num_blocks, num_kv_heads, block_size, head_size]``."""
     num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
+    if layout is Layout.LATENT:
+        return kv_cache
     if layout is Layout.SIDE_BY_SIDE:
         return kv_cache[..., : double_head // 2]
     shape = (num_blocks, num_kv_heads, double_head // 2, block_size)
     return _halves(kv_cache)[:, :, 0].view(shape).transpose(2, 3)
 
 
-def value_view(kv_cache: torch.Tensor, layout: Layout = Layout.KEYS_TRANSPOSED) -> torch.Tensor:
-    """View of the values, ``[num_blocks, num_kv_heads, block_size, head_size]``."""
+def value_view(
+    kv_cache: torch.Tensor,
+    layout: Layout = Layout.KEYS_TRANSPOSED,
+    value_size: int | None = None,
+) -> torch.Tensor:
+    """View of the values, ``[num_blocks, num_kv_heads, block_size, head_size or value_size]``."""
     num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
+    if layout is Layout.LATENT:
+        return kv_cache[..., : head_sizes(kv_cache, layout, value_size)[1]]
     if layout is Layout.SIDE_BY_SIDE:
         return kv_cache[..., double_head // 2 :]
     return _halves(kv_cache)[:, :, 1].view(num_blocks, num_kv_heads, block_size, double_head // 2)
 
 
 def read_kv(
-    kv_cache: torch.Tensor, slots: torch.Tensor, layout: Layout = Layout.KEYS_TRANSPOSED
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    layout: Layout = Layout.KEYS_TRANSPOSED,
+    value_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values at ``slots`` (block * block_size + offset, int64 ``[n]``).
 
     Returns:
-        Two copies ``[n, num_kv_heads, head_size]``.
+        Two copies, ``[n, num_kv_heads, head_size]`` and ``[n, num_kv_heads, value_size]``.
     """
     blocks, offsets = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
-    keys, values = key_view(kv_cache, layout), value_view(kv_cache, layout)
+    keys, values = key_view(kv_cache, layout), value_view(kv_cache, layout, value_size)
     return keys[blocks, :, offsets], values[blocks, :, offsets]
 
 
@@ -75,10 +115,11 @@ def write_kv(
     values: torch.Tensor,
     layout: Layout = Layout.KEYS_TRANSPOSED,
 ) -> None:
-    """Store ``keys`` and ``values`` (each ``[n, num_kv_heads, head_size]``) at ``slots``."""
+    """Store ``keys`` and ``values`` (each ``[n, num_kv_heads, its size]``) at ``slots``."""
     blocks, offsets = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
+    value_size = values.shape[-1] if layout is Layout.LATENT else None
     key_view(kv_cache, layout)[blocks, :, offsets] = keys
-    value_view(kv_cache, layout)[blocks, :, offsets] = values
+    value_view(kv_cache, layout, value_size)[blocks, :, offsets] = values
 
 
 def detect_layout(
@@ -90,6 +131,7 @@ def detect_layout(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     readable: Sequence[Layout] = (Layout.KEYS_TRANSPOSED,),
+    value_size: int | None = None,
 ) -> Layout:
     """Find out by experiment in which layout the engine writes.
 
@@ -97,14 +139,16 @@ def detect_layout(
         write_fn: called as ``write_fn(keys, values, kv_cache, slot_mapping)`` with keys and
             values ``[n, num_kv_heads, head_size]``, a zeroed cache
             ``[4, num_kv_heads, block_size, 2 * head_size]`` and int64 slots ``[n]``; it must
-            store them the way the engine does.
+            store them the way the engine does. With a ``value_size`` values are the beginnings
+            of the keys, and the last dim of the cache is ``head_size``.
         num_kv_heads, head_size, block_size, dtype, device: properties of the engine's cache.
         readable: layouts that the implementation in use reads.
+        value_size: numbers of a value in a latent cache; None: it is no such cache.
 
     Raises:
         UnsupportedLayoutError: something else was found; the message names it and the way out.
     """
-    shape = (4, num_kv_heads, block_size, 2 * head_size)
+    shape = (4, num_kv_heads, block_size, 2 * head_size if value_size is None else head_size)
     kv_cache = torch.zeros(shape, dtype=dtype, device=device)
     # Whole blocks and a partial one, not in order; every element is distinct in float32, and
     # small integers in any dtype, so that equality means "same place" and not "close".
@@ -112,6 +156,8 @@ def detect_layout(
     numel = slots.numel() * num_kv_heads * head_size
     numbers = (torch.arange(2 * numel) * 7919 % 251 + 1).to(dtype)
     keys, values = numbers.view(2, slots.numel(), num_kv_heads, head_size)
+    if value_size is not None:
+        values = keys[..., :value_size]
     given = [part.to(device, copy=True) for part in (keys, values)]
     write_fn(given[0], given[1], kv_cache, slots.to(device))
     found = kv_cache.cpu()
@@ -135,6 +181,8 @@ def _describe(
     block_size = found.shape[2]
     if not bool(found.any()):
         return "nothing (the write function stored no keys or values)"
+    if found.shape[-1] == keys.shape[-1]:
+        return "no rows of the latent"
     plain = _halves(found)[:, :, 0].view_as(value_view(found))
     if torch.equal(plain[slots // block_size, :, slots % block_size], keys):
         return "keys row by row [block_size, head_size], not transposed"

@@ -63,6 +63,8 @@ class LayerAttention:
         window: tokens, the query's own included, at least 1; None: all tokens.
         sinks: float32 ``[num_heads]``, as scores after ``scale``, never capped; or None.
         layout: layout of the layer's KV cache.
+        value_size: numbers of a value in a latent cache, with which each key begins; those behind
+            them rotate. None: values are as long as keys, whose first numbers rotate.
     """
 
     scale: float
@@ -72,3 +74,4 @@ class LayerAttention:
     window: int | None = None
     sinks: torch.Tensor | None = None
     layout: Layout = Layout.KEYS_TRANSPOSED
+    value_size: int | None = None
