@@ -3,7 +3,7 @@
 
     8 bytes    length of the header
     header     JSON: dtype, shape and place of every tensor; whose weights made them
-    data       layers.0.keys, layers.0.values, ...    each [num_tokens, num_kv_heads, head_size]
+    data       layers.0.keys, layers.0.values, ...    each [num_tokens, num_kv_heads, size]
                layers.8.hidden, ...                   each [num_tokens, hidden_size]: what the
                                                       layer was given, if that is kept
 
@@ -39,13 +39,14 @@ class KVShape:
 
     Attributes:
         dtype: dtype of keys and values by torch's name, such as "float32".
-        layers: `(num_kv_heads, head_size)` of each layer.
+        layers: `(num_kv_heads, key_size, value_size)` of each layer; of MLA the key is the rotated
+            part of the row, and the value its latent.
         hidden_dtype, hidden_size: dtype and size of the hidden states that a layer is given.
         hidden: layers whose hidden states are kept, ascending.
     """
 
     dtype: str
-    layers: tuple[tuple[int, int], ...]
+    layers: tuple[tuple[int, int, int], ...]
     hidden_dtype: str = "float32"
     hidden_size: int = 0
     hidden: tuple[int, ...] = ()
@@ -70,7 +71,8 @@ class KVShape:
                     parameter="dtype",
                     value=found,
                 )
-        return cls(dtype, tuple((int(heads), int(size)) for heads, size in layers), *hidden)
+        sizes = tuple((int(heads), int(key), int(value)) for heads, key, value in layers)
+        return cls(dtype, sizes, *hidden)
 
     def keeping(self, hidden: Sequence[int]) -> KVShape:
         """Shape for a message that keeps the hidden states of these layers."""
@@ -97,7 +99,10 @@ class KVShape:
 
     def part_shape(self, part: int) -> tuple[int, ...]:
         """Shape of one token in a part."""
-        return (self.hidden_size,) if part >= self.num_kv_parts else self.layers[part // 2]
+        if part >= self.num_kv_parts:
+            return (self.hidden_size,)
+        heads, *sizes = self.layers[part // 2]
+        return heads, sizes[part % 2]
 
     def part_dtype(self, part: int) -> tuple[str, int]:
         """Dtype of a part as a file names it, and the bytes of a number."""

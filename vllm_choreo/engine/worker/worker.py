@@ -121,9 +121,10 @@ class ChoreoWorker:
     def _block_bytes(self, in_host: bool) -> BlockBytes:
         runner, parallel = self.runner, self.runner.vllm_config.parallel_config
         layers = list(runner.layers.values())
-        caches = [layer.kv_cache for layer in layers]
+        caches = runner.kv_caches_by_layer
         if in_host:
             assert runner.host_blocks is not None, "the scheduler has a host tier"
             caches = runner.host_blocks.copies
         size = parallel.tensor_parallel_size
-        return BlockBytes(caches, layers[0].impl.layout, parallel.rank % size, size)
+        impl = layers[0].impl
+        return BlockBytes(caches, impl.layout, parallel.rank % size, size, impl.value_size)
