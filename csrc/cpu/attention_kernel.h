@@ -22,7 +22,7 @@ struct TileState {
   float* base;             // packed queries, not rotated further
   float* rotated;          // packed queries, each member's rotated by its `rotated_delta`
   int32_t* rotated_delta;  // [rows], an entry per member
-  float* out;              // [rows, head_size], unnormalized
+  float* out;              // [rows, value_size], unnormalized
   float* row_max;          // [rows]
   float* row_sum;          // [rows, kWidth], one partial sum per lane
   float* distance;         // [rows], position of the piece's token 0 less that of the row
@@ -31,10 +31,10 @@ struct TileState {
   bool is_rotated;         // `rotated` holds something
 };
 
-static int64_t scratch_floats(int rows, int head_size) {
+static int64_t scratch_floats(int rows, const CacheView& cache) {
   const int64_t padded = round_up_rows(rows);
-  return padded * (3 * head_size + kWidth + 3) + kMaxRows * kChunkColumns +
-         widened_floats(head_size);
+  return padded * (2 * cache.head_size + cache.value_size + kWidth + 3) + kMaxRows * kChunkColumns +
+         widened_floats(cache);
 }
 
 static TileState make_state(const AttentionArgs& a, const Tile& tile, float* scratch) {
@@ -44,17 +44,18 @@ static TileState make_state(const AttentionArgs& a, const Tile& tile, float* scr
   const int padded = round_up_rows(s.rows);
   s.num_groups = padded / kMaxRows;
   const int64_t matrix = static_cast<int64_t>(padded) * a.cache.head_size;
+  const int64_t out_floats = static_cast<int64_t>(padded) * a.cache.value_size;
   s.scores = scratch;
   s.widened = s.scores + kMaxRows * kChunkColumns;
-  s.base = s.widened + widened_floats(a.cache.head_size);
+  s.base = s.widened + widened_floats(a.cache);
   s.rotated = s.base + matrix;
   s.out = s.rotated + matrix;
-  s.row_sum = s.out + matrix;
+  s.row_sum = s.out + out_floats;
   s.row_max = s.row_sum + static_cast<int64_t>(padded) * kWidth;
   s.distance = s.row_max + padded;
   s.rotated_delta = reinterpret_cast<int32_t*>(s.distance + padded);
   s.is_rotated = false;
-  for (int64_t i = 0; i < matrix; ++i) s.out[i] = 0.0f;
+  for (int64_t i = 0; i < out_floats; ++i) s.out[i] = 0.0f;
   for (int i = 0; i < padded * kWidth; ++i) s.row_sum[i] = 0.0f;
   for (int i = 0; i < padded; ++i) s.row_max[i] = kNoMaximum;
   return s;
@@ -78,6 +79,7 @@ struct GroupWork {
   const Chunk<T>& chunk;
   const Chunk<T>& next_chunk;  // without strips at the end of the piece
   int key_stride;              // from one dim of a key to the next
+  int value_stride;            // from one value to the next
   ScoreRule rule;
   int first_row;
 };
@@ -177,8 +179,9 @@ static void attend_group(const GroupWork<T>& w) {
     store(s.row_sum + row * kWidth,
           exponentiate(s.scores + r * kChunkColumns + begin, num_columns, s.row_max[row], sum));
   }
-  value_rows<R>(s.scores, kChunkColumns, alpha, runs, num_strips, head_size,
-                s.out + static_cast<int64_t>(w.first_row) * head_size);
+  const int value_size = w.a.cache.value_size;
+  value_rows<R>(s.scores, kChunkColumns, alpha, runs, num_strips, value_size, w.value_stride,
+                s.out + static_cast<int64_t>(w.first_row) * value_size);
 }
 
 // Calls attend_group<rows>.
@@ -213,7 +216,7 @@ static const float* rotate_members(const AttentionArgs& a, const Tile& tile, Til
     const int delta = a.position_delta[span];
     if (s.is_rotated && s.rotated_delta[m] == delta) continue;
     rotate_rows(s.base, member.first_row, member.num_queries * s.group_heads, a.cache.head_size,
-                a.cos_sin + static_cast<int64_t>(span) * a.rotary_dim,
+                a.cache.rotary_offset(), a.cos_sin + static_cast<int64_t>(span) * a.rotary_dim,
                 delta == 0 ? 0 : a.rotary_dim, a.is_neox, s.rotated);
     s.rotated_delta[m] = delta;
   }
@@ -254,22 +257,22 @@ static void attend_piece(const AttentionArgs& a, const Tile& tile, TileState& s,
   piece.query = rotate_members(a, tile, s, piece);
   piece.last_visible = own_token(a, first);
   if (rule.has_alibi || a.window != 0) measure_distances(a, tile, s, piece);
-  const int head_size = a.cache.head_size;
-  const int block_size = a.cache.block_size;
+  const int key_stride = a.cache.block_size;
+  const int value_stride = a.cache.value_stride();
   Chunk<T> chunk;
   Chunk<T> next_chunk;
   build_chunk(a, tile.kv_head, range, begin, chunk);
   for (; chunk.num_strips > 0; chunk = next_chunk) {
     build_chunk(a, tile.kv_head, range, chunk.end_token, next_chunk);
-    if constexpr (sizeof(T) < sizeof(float)) {
-      if (s.num_groups >= kWidenGroups<T>) {
-        Chunk<float> wide;
-        widen_chunk(chunk, head_size, block_size, s.widened, wide);
-        attend_groups(GroupWork<float>{a, tile, s, piece, wide, wide, kChunkColumns, rule, 0});
-        continue;
-      }
+    if (a.cache.is_latent || (sizeof(T) < sizeof(float) && s.num_groups >= kWidenGroups<T>)) {
+      Chunk<float> wide;
+      const int wide_stride = widen_chunk(chunk, a.cache, s.widened, wide);
+      attend_groups(
+          GroupWork<float>{a, tile, s, piece, wide, wide, kChunkColumns, wide_stride, rule, 0});
+      continue;
     }
-    attend_groups(GroupWork<T>{a, tile, s, piece, chunk, next_chunk, block_size, rule, 0});
+    attend_groups(
+        GroupWork<T>{a, tile, s, piece, chunk, next_chunk, key_stride, value_stride, rule, 0});
   }
 }
 
@@ -300,7 +303,7 @@ static void attend_pieces(const AttentionArgs& a, const Tile& tile, TileState& s
   attend({&own, &begin, nullptr, true, 0}, a.num_tokens[own]);
 }
 
-// out [head_size] * factor -> the output of one row of a member, counted from its first.
+// out [value_size] * factor -> the output of one row of a member, counted from its first.
 template <typename T>
 static void write_row(const AttentionArgs& a, const Member& member, int kv_head, int row,
                       const float* out, float factor) {
@@ -309,7 +312,7 @@ static void write_row(const AttentionArgs& a, const Member& member, int kv_head,
   const int head = kv_head * group_heads + row % group_heads;
   T* target =
       static_cast<T*>(a.output) + token * a.output_token_stride + head * a.output_head_stride;
-  for (int d = 0; d < a.cache.head_size; d += kWidth) store(target + d, load(out + d) * factor);
+  for (int d = 0; d < a.cache.value_size; d += kWidth) store(target + d, load(out + d) * factor);
 }
 
 // What the sink adds to the sum of a row whose maximum is given.
@@ -331,19 +334,19 @@ template <typename Q, typename T>
 static void write_member(const AttentionArgs& a, const Tile& tile, const TileState& s,
                          const Member& member, float* partial) {
   const int rows = member.num_queries * s.group_heads;
-  const int head_size = a.cache.head_size;
+  const int value_size = a.cache.value_size;
   for (int i = 0; i < rows; ++i) {
     const int row = member.first_row + i;
-    const float* out = s.out + static_cast<int64_t>(row) * head_size;
+    const float* out = s.out + static_cast<int64_t>(row) * value_size;
     const float sum = reduce_sum(load(s.row_sum + row * kWidth));
     if (partial == nullptr) {
       const float sink = sink_weight(a, tile.kv_head, i, s.row_max[row]);
       write_row<Q>(a, member, tile.kv_head, i, out, value_factor<T>(a) / (sum + sink));
       continue;
     }
-    float* target = partial + static_cast<int64_t>(i) * head_size;
-    for (int d = 0; d < head_size; d += kWidth) store(target + d, load(out + d));
-    float* maxima = partial + static_cast<int64_t>(rows) * head_size;
+    float* target = partial + static_cast<int64_t>(i) * value_size;
+    for (int d = 0; d < value_size; d += kWidth) store(target + d, load(out + d));
+    float* maxima = partial + static_cast<int64_t>(rows) * value_size;
     maxima[i] = s.row_max[row];
     maxima[rows + i] = sum;
   }
@@ -386,8 +389,8 @@ template <typename Q, typename T>
 static void merge_partials_as(const AttentionArgs& a, const Member& member, int kv_head,
                               float* partials, int64_t stride, int num_partials, int num_chosen) {
   const int rows = member.num_queries * (a.num_heads / a.cache.num_kv_heads);
-  const int head_size = a.cache.head_size;
-  float* maxima = partials + static_cast<int64_t>(rows) * head_size;
+  const int value_size = a.cache.value_size;
+  float* maxima = partials + static_cast<int64_t>(rows) * value_size;
   const float* sums = maxima + rows;
   for (int row = 0; row < rows; ++row) {
     if (num_chosen > 0) {
@@ -399,13 +402,13 @@ static void merge_partials_as(const AttentionArgs& a, const Member& member, int 
       if (maxima[i * stride + row] > maximum) maximum = maxima[i * stride + row];
     }
     // Partial 0 becomes the sum. A partial without visible keys has sum 0 and weight 0 or 1.
-    float* total = partials + static_cast<int64_t>(row) * head_size;
+    float* total = partials + static_cast<int64_t>(row) * value_size;
     float sum = 0.0f;
     for (int i = 0; i < num_partials; ++i) {
       const float weight = __builtin_exp2f(maxima[i * stride + row] - maximum);
       const float* out = total + i * stride;
       sum += weight * sums[i * stride + row];
-      for (int d = 0; d < head_size; d += kWidth) {
+      for (int d = 0; d < value_size; d += kWidth) {
         const Vec before = i == 0 ? Vec{} : load(total + d);
         store(total + d, before + load(out + d) * weight);
       }

@@ -34,17 +34,26 @@ choreo::DType plain_dtype(const Tensor& t) {
   return t.scalar_type() == at::kFloat ? choreo::DType::kFloat32 : choreo::DType::kBFloat16;
 }
 
-CacheView make_cache_view(const Tensor& cache, choreo::DType dtype) {
+// Sizes of a head: a cache whose values are given a size is latent.
+CacheView make_cache_view(const Tensor& cache, choreo::DType dtype,
+                          std::optional<int64_t> latent_value_size) {
   TORCH_CHECK_VALUE(cache.is_cpu() && cache.dim() == 4, "kv_cache must be 4-D on the CPU");
   TORCH_CHECK_VALUE(cache.stride(3) == 1 && cache.stride(2) == cache.size(3),
                     "kv_cache must be contiguous within each (block, head)");
   const int64_t block_size = cache.size(2);
-  const int64_t head_size = cache.size(3) / 2;
+  const bool is_latent = latent_value_size.has_value();
+  const int64_t head_size = is_latent ? cache.size(3) : cache.size(3) / 2;
+  const int64_t value_size = latent_value_size.value_or(head_size);
   TORCH_CHECK_VALUE(block_size % choreo::kColumnStep == 0 && block_size > 0,
                     "the CPU kernel needs a block size that is a multiple of 16, not ", block_size);
-  TORCH_CHECK_VALUE(head_size % choreo::kColumnStep == 0 && head_size > 0 && head_size <= 512,
-                    "the CPU kernel needs a head size that is a multiple of 16 up to 512, not ",
+  TORCH_CHECK_VALUE(head_size % choreo::kColumnStep == 0 && head_size > 0 && head_size <= 576,
+                    "the CPU kernel needs a head size that is a multiple of 16 up to 576, not ",
                     head_size);
+  TORCH_CHECK_VALUE(
+      value_size % choreo::kColumnStep == 0 && value_size > 0 && value_size <= head_size,
+      "the CPU kernel needs values whose size is a multiple of 16 and at most that "
+      "of the head, not ",
+      value_size);
   return {cache.data_ptr(),
           cache.stride(0),
           cache.stride(1),
@@ -52,13 +61,16 @@ CacheView make_cache_view(const Tensor& cache, choreo::DType dtype) {
           static_cast<int>(cache.size(1)),
           static_cast<int>(block_size),
           static_cast<int>(head_size),
+          static_cast<int>(value_size),
+          is_latent,
           dtype};
 }
 
-void check_rows(const Tensor& t, const char* name, const Tensor& cache, int64_t num_tokens) {
+void check_rows(const Tensor& t, const char* name, const Tensor& cache, int64_t num_tokens,
+                int64_t size) {
   TORCH_CHECK_VALUE(t.is_cpu() && t.dim() == 3 && t.stride(2) == 1, name,
-                    " must be [num_tokens, num_heads, head_size] with a contiguous last dim");
-  TORCH_CHECK_VALUE(t.size(2) * 2 == cache.size(3), name, " and kv_cache differ in head size");
+                    " must be [num_tokens, num_heads, size] with a contiguous last dim");
+  TORCH_CHECK_VALUE(t.size(2) == size, name, " and kv_cache differ in head size");
   TORCH_CHECK_VALUE(t.size(0) >= num_tokens, name, " has ", t.size(0),
                     " tokens, but query_start_loc ends at ", num_tokens);
 }
@@ -69,6 +81,7 @@ struct LayerAttention {
   std::optional<Tensor> slopes;
   std::optional<Tensor> sinks;
   std::optional<choreo::DType> quantized;  // type of the numbers whose bytes the cache holds
+  std::optional<int64_t> latent_value_size;
 };
 
 std::optional<choreo::DType> quantized_dtype(const std::string& name) {
@@ -98,7 +111,8 @@ std::unique_ptr<LayerAttention> make_layer(double scale, bool is_neox, double so
                                            std::optional<int64_t> window,
                                            const std::optional<Tensor>& sinks,
                                            const std::string& quantized, double key_scale,
-                                           double value_scale) {
+                                           double value_scale,
+                                           std::optional<int64_t> latent_value_size) {
   TORCH_CHECK_VALUE(softcap >= 0, "softcap is ", softcap, "; use 0 for none");
   TORCH_CHECK_VALUE(!window || *window >= 1, "window is ", *window, "; use None for none");
   const choreo::Layer layer = {is_neox,
@@ -110,7 +124,7 @@ std::unique_ptr<LayerAttention> make_layer(double scale, bool is_neox, double so
                                static_cast<float>(key_scale),
                                static_cast<float>(value_scale)};
   return std::make_unique<LayerAttention>(
-      LayerAttention{layer, alibi_slopes, sinks, quantized_dtype(quantized)});
+      LayerAttention{layer, alibi_slopes, sinks, quantized_dtype(quantized), latent_value_size});
 }
 
 void check_per_head(const std::optional<Tensor>& tensor, const char* name, int num_heads) {
@@ -120,12 +134,13 @@ void check_per_head(const std::optional<Tensor>& tensor, const char* name, int n
 void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output, SpanPlan& plan,
                     const LayerAttention& layer) {
   const choreo::Step& step = plan.step();
-  const CacheView cache = make_cache_view(kv_cache, cached_dtype(kv_cache, layer, query));
+  const CacheView cache =
+      make_cache_view(kv_cache, cached_dtype(kv_cache, layer, query), layer.latent_value_size);
   TORCH_CHECK_VALUE(output.scalar_type() == query.scalar_type(),
                     "output and query differ in dtype");
   const int num_tokens = step.query_start_loc[step.num_reqs];
-  check_rows(query, "query", kv_cache, num_tokens);
-  check_rows(output, "output", kv_cache, num_tokens);
+  check_rows(query, "query", kv_cache, num_tokens, cache.head_size);
+  check_rows(output, "output", kv_cache, num_tokens, cache.value_size);
   const int num_heads = static_cast<int>(query.size(1));
   TORCH_CHECK_VALUE(num_heads % cache.num_kv_heads == 0 && output.size(1) == num_heads,
                     "query heads must be a multiple of KV heads, and as many in output");
@@ -143,26 +158,30 @@ void span_attention(const Tensor& query, const Tensor& kv_cache, Tensor output, 
                                       output.stride(1),
                                       num_heads,
                                       plain_dtype(query)};
-  const choreo::Tiles& tiles = plan.tiles(
-      {num_heads, cache.num_kv_heads, cache.head_size, at::get_num_threads(), layer.layer.window});
+  const choreo::Tiles& tiles =
+      plan.tiles({num_heads, cache.num_kv_heads, cache.head_size, cache.value_size,
+                  at::get_num_threads(), layer.layer.window});
   choreo::run_span_attention(args, tiles);
 }
 
 // Bytes of the partial results of a layer of such a shape.
 int64_t partial_bytes(SpanPlan& plan, int num_heads, int num_kv_heads, int head_size) {
-  const choreo::LayerShape shape = {num_heads, num_kv_heads, head_size, at::get_num_threads(), 0};
+  const choreo::LayerShape shape = {num_heads, num_kv_heads,          head_size,
+                                    head_size, at::get_num_threads(), 0};
   return plan.tiles(shape).num_partial_floats * static_cast<int64_t>(sizeof(float));
 }
 
 void reposition_keys(Tensor kv_cache, const Tensor& src_blocks, const Tensor& dst_blocks,
-                     const Tensor& cos_sin, bool is_neox) {
+                     const Tensor& cos_sin, bool is_neox,
+                     std::optional<int64_t> latent_value_size) {
   const int64_t num_moves = src_blocks.numel();
-  const CacheView cache = make_cache_view(kv_cache, plain_dtype(kv_cache));
+  const CacheView cache = make_cache_view(kv_cache, plain_dtype(kv_cache), latent_value_size);
   choreo::check_ints(src_blocks, "src_blocks", num_moves);
   choreo::check_ints(dst_blocks, "dst_blocks", num_moves);
   choreo::check_floats(cos_sin, "cos_sin");
   TORCH_CHECK_VALUE(cos_sin.dim() == 2 && cos_sin.size(0) == num_moves &&
-                        cos_sin.size(1) % 2 == 0 && cos_sin.size(1) <= cache.head_size,
+                        cos_sin.size(1) % 2 == 0 &&
+                        cos_sin.size(1) <= cache.head_size - cache.rotary_offset(),
                     "cos_sin must be [n, rotary_dim]");
   choreo::run_reposition_keys({cache, src_blocks.const_data_ptr<int32_t>(),
                                dst_blocks.const_data_ptr<int32_t>(),
@@ -192,7 +211,8 @@ PYBIND11_MODULE(_C, m) {
   py::class_<LayerAttention>(m, "LayerAttention")
       .def(py::init(&make_layer), py::arg("scale"), py::arg("is_neox"), py::arg("softcap"),
            py::arg("alibi_slopes"), py::arg("window") = py::none(), py::arg("sinks") = py::none(),
-           py::arg("quantized") = "", py::arg("key_scale") = 1.0, py::arg("value_scale") = 1.0);
+           py::arg("quantized") = "", py::arg("key_scale") = 1.0, py::arg("value_scale") = 1.0,
+           py::arg("latent_value_size") = py::none());
   py::class_<SpanPlan>(m, "SpanPlan")
       .def(py::init<const Arrays&, const std::optional<Arrays>&, const std::optional<Tensor>&,
                     int64_t, int64_t, const std::optional<Arrays>&>(),

@@ -17,8 +17,8 @@ constexpr int kMaxStrips = kChunkColumns / kColumnStep;
 // columns and those after the last token are padding, to be masked.
 template <typename T>
 struct Strip {
-  const T* keys;    // [head_size, block_size], at the aligned first slot
-  const T* values;  // [num_tokens, head_size], at the first token
+  const T* keys;    // [head_size, block_size], at the aligned first slot; latent: as `values`
+  const T* values;  // [num_tokens, value_size], at the first token
   int column;       // in the matrix of scores
   int num_columns;
   int lead;
@@ -70,8 +70,13 @@ static void build_chunk(const AttentionArgs& a, int kv_head, const PieceRange& r
     if (num_tokens > kChunkColumns - column - lead) num_tokens = kChunkColumns - column - lead;
     const T* head = block_head<T>(a, kv_head, range.req, slot);
     Strip<T>& strip = chunk.strips[chunk.num_strips++];
-    strip.keys = head + (offset - lead);
-    strip.values = head + static_cast<int64_t>(cache.head_size) * (cache.block_size + offset);
+    if (cache.is_latent) {
+      strip.keys = strip.values = head + static_cast<int64_t>(cache.head_size) * offset;
+    } else {
+      strip.keys = head + (offset - lead);
+      strip.values =
+          head + int64_t{cache.head_size} * cache.block_size + int64_t{cache.value_size} * offset;
+    }
     strip.column = column;
     strip.num_tokens = static_cast<int>(num_tokens);
     strip.lead = lead;
@@ -84,31 +89,71 @@ static void build_chunk(const AttentionArgs& a, int kv_head, const PieceRange& r
 }
 
 // Floats that widen_chunk needs.
-static CHOREO_INLINE int64_t widened_floats(int head_size) {
-  return int64_t{2} * kChunkColumns * head_size;
+static CHOREO_INLINE int64_t widened_floats(const CacheView& cache) {
+  return int64_t{kChunkColumns} * (cache.head_size + cache.value_size);
 }
 
-// Converts a chunk to float32, for many rows to share the work: keys [head_size, kChunkColumns],
-// then values [kChunkColumns, head_size], both at the columns of the scores.
+// A strip's keys in float32, transposed: [head_size, kChunkColumns] from its column on.
 template <typename T>
-static void widen_chunk(const Chunk<T>& chunk, int head_size, int block_size, float* buffer,
-                        Chunk<float>& wide) {
-  float* all_values = buffer + static_cast<int64_t>(head_size) * kChunkColumns;
+static void widen_keys(const Strip<T>& p, const CacheView& cache, float* keys) {
+  for (int d = 0; d < cache.head_size; ++d) {
+    for (int c = 0; c < p.num_columns; c += kWidth) {
+      store(keys + d * kChunkColumns + c, load(p.keys + d * cache.block_size + c));
+    }
+  }
+}
+
+// The same of a latent strip, whose keys are rows. Columns without a token get what is finite.
+template <typename T>
+static void transpose_keys(const Strip<T>& p, const CacheView& cache, float* keys) {
+  for (int c = 0; c < p.num_columns; c += kWidth) {
+    const T* rows[kWidth];
+    for (int i = 0; i < kWidth; ++i) {
+      const int token = c + i - p.lead;
+      const int last = p.num_tokens - 1;
+      rows[i] = p.keys + int64_t{cache.head_size} * (token < 0 ? 0 : token > last ? last : token);
+    }
+    for (int d = 0; d < cache.head_size; d += kWidth) {
+      Vec square[kWidth];
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) square[i] = load(rows[i] + d);
+      transpose(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) store(keys + (d + i) * kChunkColumns + c, square[i]);
+    }
+  }
+}
+
+// Prepares a chunk for many rows to share the work: keys in float32, transposed
+// [head_size, kChunkColumns], then values in float32 [kChunkColumns, value_size], both at the
+// columns of the scores. Values that are float32 stay where they are. Returns the stride of values.
+template <typename T>
+static int widen_chunk(const Chunk<T>& chunk, const CacheView& cache, float* buffer,
+                       Chunk<float>& wide) {
+  float* all_values = buffer + static_cast<int64_t>(cache.head_size) * kChunkColumns;
   for (int i = 0; i < chunk.num_strips; ++i) {
     const Strip<T>& p = chunk.strips[i];
     float* keys = buffer + p.column;
-    float* values = all_values + static_cast<int64_t>(p.column + p.lead) * head_size;
-    for (int d = 0; d < head_size; ++d) {
-      for (int c = 0; c < p.num_columns; c += kWidth) {
-        store(keys + d * kChunkColumns + c, load(p.keys + d * block_size + c));
-      }
+    if (cache.is_latent) {
+      transpose_keys(p, cache, keys);
+    } else {
+      widen_keys(p, cache, keys);
     }
-    for (int k = 0; k < p.num_tokens * head_size; k += kWidth) {
-      store(values + k, load(p.values + k));
+    const float* values;
+    if constexpr (sizeof(T) == sizeof(float)) {
+      values = p.values;
+    } else {
+      float* target = all_values + static_cast<int64_t>(p.column + p.lead) * cache.value_size;
+      values = target;
+      for (int k = 0; k < p.num_tokens; ++k, target += cache.value_size) {
+        const T* source = p.values + static_cast<int64_t>(k) * cache.value_stride();
+        for (int d = 0; d < cache.value_size; d += kWidth) store(target + d, load(source + d));
+      }
     }
     wide.strips[i] = {keys, values, p.column, p.num_columns, p.lead, p.num_tokens, p.first_token};
   }
   wide.num_strips = chunk.num_strips;
+  return sizeof(T) == sizeof(float) ? cache.value_stride() : cache.value_size;
 }
 
 }  // namespace choreo::CHOREO_ISA

@@ -9,7 +9,9 @@ namespace choreo {
 enum class DType { kFloat32, kBFloat16, kFloat8E4M3, kFloat8E5M2 };
 
 // KV cache of one layer. Each (block, head) holds keys transposed [head_size, block_size], then
-// values [block_size, head_size]; strides in elements.
+// values [block_size, value_size]; or, if it is latent, rows [block_size, head_size]: a row is a
+// key, its first value_size entries are the value, and those behind them rotate. Strides in
+// elements.
 struct CacheView {
   void* data;
   int64_t block_stride;
@@ -17,8 +19,15 @@ struct CacheView {
   int num_blocks;
   int num_kv_heads;
   int block_size;  // multiple of kColumnStep
-  int head_size;   // multiple of kColumnStep
+  int head_size;   // of queries and keys, multiple of kColumnStep
+  int value_size;  // of values and outputs, multiple of kColumnStep
+  bool is_latent;
   DType dtype;
+
+  // First dim of a query or key that rotates.
+  int rotary_offset() const { return is_latent ? value_size : 0; }
+  // From one value to the next.
+  int value_stride() const { return is_latent ? head_size : value_size; }
 };
 
 // Which tokens are read together; arrays as in vllm_choreo/ops/sharing.py (SharedReads). Group r
@@ -74,7 +83,7 @@ struct AttentionArgs : Step, Layer {
   const void* query;  // [num_tokens, num_heads, head_size], strides below, last dim contiguous
   int64_t query_token_stride;
   int64_t query_head_stride;
-  void* output;  // like query
+  void* output;  // [num_tokens, num_heads, value_size], likewise
   int64_t output_token_stride;
   int64_t output_head_stride;
   int num_heads;
@@ -105,9 +114,9 @@ struct Tile {
 };
 
 // What a tile leaves of a member when other tiles share its queries, in float32:
-// out [rows, head_size] unnormalized, then maxima [rows] and sums [rows] of the softmax, base 2.
-constexpr int64_t partial_floats(int64_t rows, int head_size) {
-  return rows * (head_size + 2);
+// out [rows, value_size] unnormalized, then maxima [rows] and sums [rows] of the softmax, base 2.
+constexpr int64_t partial_floats(int64_t rows, int value_size) {
+  return rows * (value_size + 2);
 }
 
 struct RepositionArgs {
@@ -150,7 +159,7 @@ struct AdapterArgs {
 struct Kernels {
   const char* name;
   // Floats of scratch that attend_tile needs for a tile of `rows`.
-  int64_t (*scratch_floats)(int rows, int head_size);
+  int64_t (*scratch_floats)(int rows, const CacheView& cache);
   // Writes the outputs of each member of the tile, or its partial result where there is one.
   void (*attend_tile)(const AttentionArgs&, const Tile&, float* scratch, float* const* partials);
   // Merges the partial results of a member, `stride` floats apart, into the first, and writes

@@ -49,7 +49,7 @@ class Run {
         tiles_(tiles),
         num_heads_(args.cache.num_kv_heads),
         open_(tiles_.query_blocks.size() * num_heads_) {
-    scratch_floats_ = round_to_line(kernels.scratch_floats(tiles_.max_rows, args.cache.head_size));
+    scratch_floats_ = round_to_line(kernels.scratch_floats(tiles_.max_rows, args.cache));
     num_threads_ = std::min<int64_t>(at::get_num_threads(), tiles_.tile_of_item.size());
     scratch_ = workspace.reserve(num_threads_ * scratch_floats_ + tiles_.num_partial_floats);
     partials_ = scratch_ + num_threads_ * scratch_floats_;

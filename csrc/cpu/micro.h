@@ -82,8 +82,8 @@ static CHOREO_INLINE void score_columns(const float* query, const T* keys, int h
   }
 }
 
-// Values that one block of a chunk contributes: rows [num_tokens, head_size] and the column of
-// the first one in the matrix of probabilities.
+// Values that one block of a chunk contributes: [num_tokens, value_size], value_stride apart, and
+// the column of the first one in the matrix of probabilities.
 template <typename T>
 struct ValueRun {
   const T* values;
@@ -95,14 +95,14 @@ struct ValueRun {
 // out[r][0 .. NV * kWidth) = out * alpha[r] + sum over tokens of probs[r][token] * values[token].
 template <int R, int NV, typename T>
 static CHOREO_INLINE void value_block(const float* probs, int probs_stride, const float* alpha,
-                                      const ValueRun<T>* runs, int num_runs, int head_size, int dim,
-                                      float* out) {
+                                      const ValueRun<T>* runs, int num_runs, int value_size,
+                                      int value_stride, int dim, float* out) {
   Vec acc[R][NV];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
     for (int n = 0; n < NV; ++n) {
-      acc[r][n] = load(out + r * head_size + dim + n * kWidth) * alpha[r];
+      acc[r][n] = load(out + r * value_size + dim + n * kWidth) * alpha[r];
     }
   }
   for (int i = 0; i < num_runs; ++i) {
@@ -121,33 +121,35 @@ static CHOREO_INLINE void value_block(const float* probs, int probs_stride, cons
       }
 #pragma GCC unroll 8
       for (int c = 0; c < NV * kWidth; c += kLine<T>) __builtin_prefetch(ahead + c, 0, 3);
-      ahead += head_size;
-      v += head_size;
+      ahead += value_stride;
+      v += value_stride;
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int n = 0; n < NV; ++n) store(out + r * head_size + dim + n * kWidth, acc[r][n]);
+    for (int n = 0; n < NV; ++n) store(out + r * value_size + dim + n * kWidth, acc[r][n]);
   }
 }
 
-// The same for whole rows of head_size (a multiple of kColumnStep).
+// The same for whole rows of value_size (a multiple of kColumnStep).
 template <int R, typename T>
 static CHOREO_INLINE void value_rows(const float* probs, int probs_stride, const float* alpha,
-                                     const ValueRun<T>* runs, int num_runs, int head_size,
-                                     float* out) {
+                                     const ValueRun<T>* runs, int num_runs, int value_size,
+                                     int value_stride, float* out) {
   int d = 0;
   if constexpr (R <= kWideMaxRows) {
-    for (; d + kWideVecs * kWidth <= head_size; d += kWideVecs * kWidth) {
-      value_block<R, kWideVecs>(probs, probs_stride, alpha, runs, num_runs, head_size, d, out);
+    for (; d + kWideVecs * kWidth <= value_size; d += kWideVecs * kWidth) {
+      value_block<R, kWideVecs>(probs, probs_stride, alpha, runs, num_runs, value_size,
+                                value_stride, d, out);
     }
   }
-  for (; d + kVecs * kWidth <= head_size; d += kVecs * kWidth) {
-    value_block<R, kVecs>(probs, probs_stride, alpha, runs, num_runs, head_size, d, out);
+  for (; d + kVecs * kWidth <= value_size; d += kVecs * kWidth) {
+    value_block<R, kVecs>(probs, probs_stride, alpha, runs, num_runs, value_size, value_stride, d,
+                          out);
   }
-  for (; d < head_size; d += kWidth) {
-    value_block<R, 1>(probs, probs_stride, alpha, runs, num_runs, head_size, d, out);
+  for (; d < value_size; d += kWidth) {
+    value_block<R, 1>(probs, probs_stride, alpha, runs, num_runs, value_size, value_stride, d, out);
   }
 }
 

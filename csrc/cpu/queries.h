@@ -32,14 +32,23 @@ static void pack_queries(const AttentionArgs& a, int kv_head, const Member& memb
   }
 }
 
-// Rows [begin, end) of one group: target = packed, its first rotary_dim dims rotated by cos_sin.
+// Dims [first_dim, end_dim) of rows [begin, end) of one group: target = packed.
+static CHOREO_INLINE void copy_dims(const float* packed, int begin, int end, int first_dim,
+                                    int end_dim, float* target) {
+  for (int d = first_dim; d < end_dim; ++d) {
+    for (int r = begin; r < end; ++r) target[d * kMaxRows + r] = packed[d * kMaxRows + r];
+  }
+}
+
+// Rows [begin, end) of one group: target = packed, rotary_dim dims from `offset` on rotated by
+// cos_sin.
 static CHOREO_INLINE void rotate_group(const float* packed, int begin, int end, int head_size,
-                                       const float* cos_sin, int rotary_dim, bool is_neox,
-                                       float* target) {
+                                       int offset, const float* cos_sin, int rotary_dim,
+                                       bool is_neox, float* target) {
   const int half = rotary_dim / 2;
   for (int i = 0; i < half; ++i) {
-    const int first = (is_neox ? i : 2 * i) * kMaxRows;
-    const int second = (is_neox ? i + half : 2 * i + 1) * kMaxRows;
+    const int first = (offset + (is_neox ? i : 2 * i)) * kMaxRows;
+    const int second = (offset + (is_neox ? i + half : 2 * i + 1)) * kMaxRows;
     const float cos = cos_sin[i];
     const float sin = cos_sin[half + i];
     for (int r = begin; r < end; ++r) {
@@ -49,25 +58,25 @@ static CHOREO_INLINE void rotate_group(const float* packed, int begin, int end, 
       target[second + r] = y * cos + x * sin;
     }
   }
-  for (int d = rotary_dim; d < head_size; ++d) {
-    for (int r = begin; r < end; ++r) target[d * kMaxRows + r] = packed[d * kMaxRows + r];
-  }
+  copy_dims(packed, begin, end, 0, offset, target);
+  copy_dims(packed, begin, end, offset + rotary_dim, head_size, target);
 }
 
 // Rotates `num_rows` rows from `first_row` on; cos_sin [rotary_dim], or rotary_dim 0 to copy.
 static void rotate_rows(const float* packed, int first_row, int num_rows, int head_size,
-                        const float* cos_sin, int rotary_dim, bool is_neox, float* target) {
+                        int rotary_offset, const float* cos_sin, int rotary_dim, bool is_neox,
+                        float* target) {
   const int last_row = first_row + num_rows;
   for (int g = first_row / kMaxRows; g * kMaxRows < last_row; ++g) {
-    const int64_t offset = static_cast<int64_t>(g) * head_size * kMaxRows;
+    const int64_t at = static_cast<int64_t>(g) * head_size * kMaxRows;
     const int begin = first_row > g * kMaxRows ? first_row - g * kMaxRows : 0;
     const int end = last_row - g * kMaxRows;
     if (begin == 0 && end >= kMaxRows) {  // the compiler unrolls what it knows
-      rotate_group(packed + offset, 0, kMaxRows, head_size, cos_sin, rotary_dim, is_neox,
-                   target + offset);
+      rotate_group(packed + at, 0, kMaxRows, head_size, rotary_offset, cos_sin, rotary_dim, is_neox,
+                   target + at);
     } else {
-      rotate_group(packed + offset, begin, end < kMaxRows ? end : kMaxRows, head_size, cos_sin,
-                   rotary_dim, is_neox, target + offset);
+      rotate_group(packed + at, begin, end < kMaxRows ? end : kMaxRows, head_size, rotary_offset,
+                   cos_sin, rotary_dim, is_neox, target + at);
     }
   }
 }

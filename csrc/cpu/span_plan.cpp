@@ -156,8 +156,9 @@ void SpanPlan::copy_reads(const Arrays& reads, int64_t first_chosen) {
 void SpanPlan::check_cache(const CacheView& cache) const {
   TORCH_CHECK_VALUE(cache.block_size == step_.block_size, "kv_cache has block size ",
                     cache.block_size, ", the batch ", step_.block_size);
-  TORCH_CHECK_VALUE(step_.rotary_dim <= cache.head_size, "cos_sin must be [num_spans, rotary_dim]",
-                    " with a rotary_dim of at most the head size ", cache.head_size);
+  const int most = cache.head_size - cache.rotary_offset();
+  TORCH_CHECK_VALUE(step_.rotary_dim <= most, "cos_sin must be [num_spans, rotary_dim]",
+                    " with a rotary_dim of at most ", most, ", the dims of a head that may rotate");
   if (step_.num_spans == 0) return;
   check_block(lowest_block_, cache.num_blocks);
   check_block(highest_block_, cache.num_blocks);

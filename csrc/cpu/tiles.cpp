@@ -147,7 +147,7 @@ void split_tiles(const LayerShape& shape, const Step& step, Tiles& tiles) {
 }  // namespace
 
 int64_t partial_stride(const LayerShape& shape, const Member& member) {
-  return round_to_line(partial_floats(member.num_queries * shape.group_heads(), shape.head_size));
+  return round_to_line(partial_floats(member.num_queries * shape.group_heads(), shape.value_size));
 }
 
 Tiles make_tiles(const LayerShape& shape, const Step& step) {

@@ -19,14 +19,15 @@ struct LayerShape {
   int num_heads;
   int num_kv_heads;
   int head_size;
+  int value_size;
   int num_threads;
   int window;
 
   int group_heads() const { return num_heads / num_kv_heads; }
   bool operator==(const LayerShape& other) const {
     return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads &&
-           head_size == other.head_size && num_threads == other.num_threads &&
-           window == other.window;
+           head_size == other.head_size && value_size == other.value_size &&
+           num_threads == other.num_threads && window == other.window;
   }
 };
 

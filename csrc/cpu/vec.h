@@ -158,6 +158,28 @@ static CHOREO_INLINE Vec swap_lanes(Vec v) {
   return __builtin_shuffle(v, lanes);
 }
 
+// Lane j of v[i] becomes lane i of v[j].
+template <int step = kWidth / 2>
+static CHOREO_INLINE void transpose(Vec (&v)[kWidth]) {
+  if constexpr (step > 0) {
+    // Of each square of 2 * step rows and lanes, the two halves off the diagonal change places.
+    IntVec low, high;
+    for (int i = 0; i < kWidth; ++i) {
+      low[i] = i & step ? kWidth + i - step : i;
+      high[i] = i & step ? kWidth + i : i + step;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i) {
+      if (i & step) continue;
+      const Vec a = v[i];
+      const Vec b = v[i + step];
+      v[i] = __builtin_shuffle(a, b, low);
+      v[i + step] = __builtin_shuffle(a, b, high);
+    }
+    transpose<step / 2>(v);
+  }
+}
+
 template <int step = kWidth / 2>
 static CHOREO_INLINE float reduce_max(Vec v) {
   if constexpr (step > 0) return reduce_max<step / 2>(max(v, swap_lanes<step>(v)));

@@ -176,7 +176,9 @@ class Witness:
         self._compare(oracle, stored, computed, first - seen, new_offset - own, request)
         if call is not None and call.is_internal:
             return
-        spans = tuple((p.message_id, p.start, p.stop, p.offset) for p in plan.parents) if call else ()
+        spans = (
+            tuple((p.message_id, p.start, p.stop, p.offset) for p in plan.parents) if call else ()
+        )
         witnessed = Witnessed(
             stored.token_ids, spans, new_offset, encoded.logprobs(), request.num_preemptions > 0
         )

@@ -31,7 +31,11 @@ from vllm_choreo.testing.models.tiny import model_class
 
 # Model types whose rotary embedding pairs neighbouring components (2i, 2i+1) instead of the two
 # halves (i, i + rotary_dim / 2).
-_INTERLEAVED_TYPES = frozenset({"glm", "glm4", "gptj", "cohere", "cohere2"})
+_INTERLEAVED_TYPES = frozenset({"glm", "glm4", "gptj", "cohere", "cohere2", "deepseek_v2"})
+# With MLA HuggingFace caches the latent in place of keys, and the rotated key, which all heads
+# share, in place of values. Here the rotated one is the key. Of both it makes keys and values of
+# each head.
+_LATENT_TYPES = frozenset({"deepseek_v2", "deepseek_v3"})
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,8 @@ class Encoded:
     Attributes:
         token_ids: the n tokens.
         position: position of the first token; keys are rotated to `position + i`.
-        keys: one tensor per layer, float32 `[num_kv_heads, n, head_size]`.
-        values: one tensor per layer, float32 `[num_kv_heads, n, head_size]`.
+        keys: one tensor per layer, float32 `[num_kv_heads, n, head_size]`; with MLA what rotates.
+        values: one tensor per layer, float32 `[num_kv_heads, n, head_size]`; with MLA latents.
         logits: float32 `[n, vocab_size]`; row i predicts the token after token i.
     """
 
@@ -113,6 +117,7 @@ class Oracle:
         # Then a shift of everything changes the result.
         self.scales_queries = bool(getattr(config, "llama_4_scaling", None))
         self.interleaved = config.model_type in _INTERLEAVED_TYPES
+        self.is_latent = config.model_type in _LATENT_TYPES
         self.uses_alibi = config.model_type == "bloom"
         if self.uses_alibi:
             # HuggingFace's BLOOM approximates GELU by tanh, vLLM's does not: up to 2e-3 in
@@ -151,16 +156,20 @@ class Oracle:
             if hasattr(rotary, f"{prefix}inv_freq")
         }
         is_doubled = self.model.config.model_type != "gpt_oss"
+        is_complex = self.model.config.model_type == "deepseek_v2"
 
         def forward(
             x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
-        ) -> tuple[torch.Tensor, ...]:
+        ) -> tuple[torch.Tensor, ...] | torch.Tensor:
             # M-RoPE takes sections of three rows of positions, which are equal in text.
             rows = position_ids[0] if position_ids.dim() == 3 else position_ids
             angles = rows[..., None] * inv_freq[layer_type]
-            if is_doubled:
+            if is_doubled and not is_complex:
                 angles = torch.cat((angles, angles), dim=-1)
             scaling = getattr(rotary, f"{names[layer_type]}attention_scaling")
+            if is_complex:
+                unit = torch.polar(torch.ones_like(angles), angles)
+                return (unit * scaling).to(torch.complex64)
             return (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)
 
         rotary.forward = forward
@@ -193,6 +202,12 @@ class Oracle:
             rotated = torch.cat((rotated_first, rotated_second), dim=-1)
         return torch.cat((rotated.to(keys.dtype), keys[..., rotary_dim:]), dim=-1)
 
+    def as_stored(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys in the order of vLLM's components: HuggingFace takes DeepSeek V3's pairs apart."""
+        if not self.is_latent or self.interleaved:
+            return keys
+        return torch.stack(keys.chunk(2, dim=-1), dim=-1).flatten(-2)
+
     def _gather(self, parents: Sequence[Parent]) -> transformers.DynamicCache:
         """A cache that holds the parents' keys, each rotated to where it is seen, and values."""
         cache = transformers.DynamicCache()
@@ -208,7 +223,8 @@ class Oracle:
                     key = self.rotate(key, parent.offset - seen_from, layer)
                 keys.append(key)
                 values.append(parent.message.values[layer][:, part])
-            cache.update(torch.cat(keys, 1)[None], torch.cat(values, 1)[None], layer)
+            found = torch.cat(keys, 1)[None], torch.cat(values, 1)[None]
+            cache.update(*(reversed(found) if self.is_latent else found), layer)
         return cache
 
     def _mask(self, positions: torch.Tensor, key_positions: torch.Tensor) -> Any:
@@ -261,6 +277,8 @@ class Oracle:
         ).logits[0]
         keys = tuple(layer.keys[0, :, num_past:] for layer in cache.layers)
         values = tuple(layer.values[0, :, num_past:] for layer in cache.layers)
+        if self.is_latent:
+            keys, values = values, keys
         return Encoded(tuple(token_ids), new_offset, keys, values, logits)
 
     def repair(

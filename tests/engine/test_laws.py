@@ -33,14 +33,14 @@ class Subject:
         return torch.randint(20, self.vocab_size, (num_tokens,), generator=generator).tolist()
 
 
-@pytest.fixture(scope="module", params=["llama", "bloom", "embedded"])
+@pytest.fixture(scope="module", params=["llama", "bloom", "deepseek_v3", "embedded"])
 def subject(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],
     tiny_model_path: Callable[[str], Path],
     tiny_oracle: Callable[[str], Oracle],
 ) -> Subject:
-    """RoPE, ALiBi, and a real model in turn."""
+    """RoPE, ALiBi, MLA, and a real model in turn."""
     if request.param == "embedded":
         path = request.getfixturevalue("embedded_model_path")
         return Subject(engine_slot(path), Oracle(path), 49000)

@@ -48,6 +48,7 @@ class Case:
     window: int | None = None
     sinks: torch.Tensor | None = None
     quantized: QuantizedKV | None = None
+    value_size: int | None = None
 
     def plan(
         self,
@@ -69,14 +70,17 @@ class Case:
             None if tensor is None else tensor.to(device)
             for tensor in (self.alibi_slopes, self.sinks)
         )
-        given = (self.window, sinks, self.layout, self.quantized)
-        return LayerAttention(self.scale, self.rotation.is_neox, self.softcap, slopes, *given)
+        return LayerAttention(
+            self.scale, self.rotation.is_neox, self.softcap, slopes, self.window, sinks,
+            self.layout, self.quantized, self.value_size,
+        )  # fmt: skip
 
 
 def run(case: Case, impl: str, reads: SharedReads | None = None) -> torch.Tensor:
     """The output of an implementation, where it runs, from queries in host memory."""
     device = GPU if impl in ("triton", "xformers") else torch.device("cpu")
-    output = torch.full_like(case.query, 7.0, device=device)
+    size = (*case.query.shape[:2], case.value_size or case.query.shape[2])
+    output = torch.full(size, 7.0, dtype=case.query.dtype, device=device)
     plan, layer = case.plan(reads, device=device), case.layer(device)
     span_attention(case.query.to(device), case.kv_cache.to(device), output, plan, layer, impl)
     return output.cpu()
@@ -91,8 +95,11 @@ def make_rotation(rotary_dim: int, is_neox: bool) -> Rotation:
     return Rotation(10000.0 ** (-dims / max(rotary_dim, 1)), is_neox)
 
 
-def make_cache(num_blocks, num_kv_heads, block_size, head_size, dtype) -> torch.Tensor:
-    return torch.randn(num_blocks, num_kv_heads, block_size, 2 * head_size).to(dtype)
+def make_cache(
+    num_blocks, num_kv_heads, block_size, head_size, dtype, is_latent=False
+) -> torch.Tensor:
+    width = head_size if is_latent else 2 * head_size
+    return torch.randn(num_blocks, num_kv_heads, block_size, width).to(dtype)
 
 
 def make_batch(rng: random.Random, requests: list[tuple[int, int, list[int]]], block_size: int,
@@ -188,6 +195,7 @@ def make_case(
     window: int | None = None,
     sinks: bool = False,
     reweighted: bool = False,
+    value_size: int | None = None,
 ) -> Case:
     torch.manual_seed(seed)
     num_heads = num_kv_heads * group_heads
@@ -198,7 +206,7 @@ def make_case(
     num_tokens = int(batch.query_start_loc[-1])
     return Case(
         query=torch.randn(num_tokens, num_heads, head_size).to(dtype),
-        kv_cache=make_cache(40, num_kv_heads, block_size, head_size, dtype),
+        kv_cache=make_cache(40, num_kv_heads, block_size, head_size, dtype, value_size is not None),
         batch=batch,
         rotation=make_rotation(head_size if rotary_dim is None else rotary_dim, is_neox),
         scale=head_size**-0.5,
@@ -206,6 +214,8 @@ def make_case(
         alibi_slopes=0.1 * torch.rand(num_heads) if alibi else None,
         window=window,
         sinks=3.0 * torch.randn(num_heads) if sinks else None,
+        layout=Layout.KEYS_TRANSPOSED if value_size is None else Layout.LATENT,
+        value_size=value_size,
     )
 
 
@@ -250,7 +260,7 @@ def dense_attention(case: Case) -> torch.Tensor:
     Unlike the operation it rotates the *keys*, back by the delta, one token at a time.
     """
     batch, cache = case.batch, case.kv_cache
-    head_size, num_kv_heads, block_size = cache.shape[3] // 2, cache.shape[1], batch.block_size
+    head_size, num_kv_heads, block_size = case.query.shape[2], cache.shape[1], batch.block_size
     keys, values, key_positions, query_positions = [], [], [], []
     for r in range(batch.num_reqs):
         for j in range(int(batch.span_start_loc[r]), int(batch.span_start_loc[r + 1])):
@@ -258,10 +268,17 @@ def dense_attention(case: Case) -> torch.Tensor:
             for token in range(int(batch.num_tokens[j])):
                 slot = int(batch.first_slot[j]) + token
                 block = cache[int(batch.block_table[r, slot // block_size])].double().flatten(1)
-                key = block[:, slot % block_size : head_size * block_size : block_size]
-                start = head_size * (block_size + slot % block_size)
-                keys.append(turn(key, angles, case.rotation.is_neox))
-                values.append(block[:, start : start + head_size])
+                if case.value_size is None:
+                    key = block[:, slot % block_size : head_size * block_size : block_size]
+                    start = head_size * (block_size + slot % block_size)
+                    keys.append(turn(key, angles, case.rotation.is_neox))
+                    values.append(block[:, start : start + head_size])
+                else:
+                    start = head_size * (slot % block_size)
+                    middle, end = start + case.value_size, start + head_size
+                    turned = turn(block[:, middle:end], angles, case.rotation.is_neox)
+                    keys.append(torch.cat([block[:, start:middle], turned], dim=-1))
+                    values.append(block[:, start:middle])
                 delta = int(batch.position_delta[j])
                 key_positions.append(int(batch.stored_position[j]) + token - delta)
         q_len = int(batch.query_start_loc[r + 1] - batch.query_start_loc[r])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.ops.cases import TOLERANCE, ints, make_cache, make_rotation, turn
-from vllm_choreo.ops import reposition_keys
+from vllm_choreo.ops import Layout, reposition_keys
 from vllm_choreo.ops.layout import key_view, read_kv, value_view, write_kv
 
 VARIANTS = [(64, 64, True), (64, 64, False), (80, 32, True), (96, 96, True), (128, 16, False)]
@@ -107,3 +107,26 @@ def test_nothing_to_move(impl):
     before = cache.clone()
     move(cache, [], [], [], make_rotation(32, True), impl)
     assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("is_neox", [True, False], ids=["neox", "interleaved"])
+@pytest.mark.parametrize("sizes", [(96, 48, 32), (576, 512, 64)], ids=str)
+def test_of_a_latent_row_the_columns_behind_the_value_rotate(impl, sizes, is_neox, dtype):
+    """Against complex numbers, token by token; in place and as a copy."""
+    size, value_size, rotary_dim = sizes
+    torch.manual_seed(size)
+    rotation = make_rotation(rotary_dim, is_neox)
+    cache = make_cache(6, 1, 16, size, dtype, is_latent=True)
+    before, expected = cache.clone(), cache.clone()
+    moves = [(1, 0, 900), (1, 5, -20), (4, 4, 3)]
+    for src, dst, delta in moves:
+        rotated = turn(before[src, ..., value_size:].double(), delta * rotation.inv_freq, is_neox)
+        expected[dst, ..., :value_size] = before[src, ..., :value_size]
+        expected[dst, ..., value_size:] = rotated.to(dtype)
+    src, dst, deltas = (ints(list(column)) for column in zip(*moves, strict=True))
+    cos_sin = rotation.cos_sin(deltas)
+    reposition_keys(cache, src, dst, cos_sin, is_neox, impl, Layout.LATENT, value_size)
+    torch.testing.assert_close(cache, expected, **TOLERANCE[dtype])
+    assert torch.equal(cache[[1, 2, 3]], before[[1, 2, 3]])
+    assert torch.equal(cache[..., :value_size], expected[..., :value_size])

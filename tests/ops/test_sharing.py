@@ -35,7 +35,10 @@ VARIANTS = {
     "many heads each": {"num_kv_heads": 1, "group_heads": 14},
     "block of 16": {"block_size": 16},
     "reweighted": {"reweighted": True},
-}
+    "latent": {
+        "head_size": 80, "value_size": 48, "rotary_dim": 32, "num_kv_heads": 1, "group_heads": 5
+    },
+}  # fmt: skip
 
 
 # However little: what does not pay must be right as well, and small cases have more groups.
@@ -66,7 +69,7 @@ def shared_case(seed: int, workload: str, **options) -> Case:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-@pytest.mark.parametrize("variant", ["plain", "softcap", "alibi", "window", "reweighted"])
+@pytest.mark.parametrize("variant", ["plain", "softcap", "alibi", "window", "reweighted", "latent"])
 def test_reference_equals_dense_float64(workload, variant):
     case = shared_case(1, workload, **VARIANTS[variant])
     reads = shared_reads(case.batch)

@@ -22,6 +22,7 @@ WORKLOADS = {
     "chunked prefill": [(40, 60, [33, 64])],
     "mixed": [(1, 300, []), (9, 2, [20, 20, 5]), (0, 4, [3]), (64, 0, []), (1, 0, [500])],
 }
+_ONE_KV_HEAD = {"num_kv_heads": 1, "group_heads": 5}
 VARIANTS = {
     "plain": {},
     "interleaved": {"is_neox": False},
@@ -41,7 +42,16 @@ VARIANTS = {
     "window of one and sinks": {"window": 1, "sinks": True},
     "block of 128": {"block_size": 128},
     "block of 16": {"block_size": 16},
-}
+    "latent": {"head_size": 80, "value_size": 48, "rotary_dim": 32, **_ONE_KV_HEAD},
+    "latent of DeepSeek": {
+        "head_size": 576, "value_size": 512, "rotary_dim": 64, "is_neox": False, "block_size": 16,
+        **_ONE_KV_HEAD,
+    },
+    "latent, no rotary": {"head_size": 80, "value_size": 64, "rotary_dim": 0, **_ONE_KV_HEAD},
+    "latent, rotary in part": {
+        "head_size": 96, "value_size": 48, "rotary_dim": 32, "reweighted": True, **_ONE_KV_HEAD
+    },
+}  # fmt: skip
 HEAD_SIZES = [32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
 
 
@@ -50,7 +60,8 @@ HEAD_SIZES = [32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
     "variant",
     ["plain", "interleaved", "partial rotary", "softcap", "alibi", "window",
      "window, alibi and softcap", "sinks", "window of one and sinks", "reweighted",
-     "reweighted, softcap and sinks", "reweighted, alibi and window"],
+     "reweighted, softcap and sinks", "reweighted, alibi and window", "latent",
+     "latent of DeepSeek", "latent, no rotary", "latent, rotary in part"],
 )  # fmt: skip
 def test_reference_equals_dense_float64(workload, variant):
     case = make_case(1, WORKLOADS[workload], **VARIANTS[variant])

@@ -8,14 +8,15 @@ installed vLLM is a version for which they were read.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine import batch_runner, command_line, cpu_kernels
+from vllm_choreo.engine import batch_runner, command_line, cpu_kernels, mla
 from vllm_choreo.engine.compat import check_version
-from vllm_choreo.kv_dtype import adopt_declared, quantized_name
 from vllm_choreo.engine.orphan import end_with_parent
 from vllm_choreo.errors import UnsupportedOptionError
+from vllm_choreo.kv_dtype import adopt_declared, quantized_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,7 +94,8 @@ def _hook_configuration(platform: type[Platform]) -> None:
             log.info_once("vllm-choreo is installed and not active: --plugin choreo turns it on.")
             return check_and_update(vllm_config)
         configure_before(vllm_config)
-        check_and_update(vllm_config)
+        with mla.keeping_chunks(vllm_config) if _has_mla(vllm_config) else nullcontext():
+            check_and_update(vllm_config)
         configure_after(vllm_config)
         batch_runner.hook(command_line.PLUGIN)
 
@@ -106,14 +108,21 @@ def _applies(vllm_config: VllmConfig) -> bool:
     return model is not None and model.runner_type == "generate" and not model.is_encoder_decoder
 
 
+def _has_mla(vllm_config: VllmConfig) -> bool:
+    return _applies(vllm_config) and vllm_config.model_config.use_mla
+
+
 def configure_before(vllm_config: VllmConfig) -> None:
     """Choose block size or attention backend where the user chose none."""
     from vllm.platforms import current_platform
 
-    if not _applies(vllm_config) or vllm_config.model_config.use_mla:
+    if not _applies(vllm_config):
         return
     adopt_declared(vllm_config)
-    if current_platform.is_cuda():
+    if _has_mla(vllm_config):
+        if current_platform.is_cpu():
+            mla.choose_backend(vllm_config)
+    elif current_platform.is_cuda():
         _choose_backend(vllm_config, current_platform.get_device_capability())
     elif not vllm_config.cache_config.user_specified_block_size:
         vllm_config.cache_config.block_size = CPU_BLOCK_SIZE
@@ -175,7 +184,6 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     speculative = vllm_config.speculative_config
     scheduler_cls = vllm_config.scheduler_config.scheduler_cls
     refused = {
-        "use_mla": model.use_mla,
         "is_hybrid": model.is_hybrid or model.is_attention_free,
         "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
         "speculative_config.method": speculative is not None and speculative.method != "ngram",
@@ -193,6 +201,10 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
                 parameter=name,
                 value=model.model if name.startswith(("uses", "use_", "is_")) else "set",
             )
+    if model.use_mla:
+        from vllm.platforms import current_platform
+
+        mla.refuse_unsupported(vllm_config, current_platform.is_cpu())
     if parallel.data_parallel_size > 1:
         raise UnsupportedOptionError(
             "a session and its messages live in one engine, and vLLM would spread their calls over "
@@ -223,6 +235,8 @@ def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
             "on GPUs vLLM rounds queries to 8 bits as well, before choreography turns them for "
             "each parent: use 'auto'"
         )
+    elif vllm_config.model_config.use_mla:
+        reason = "the rows of MLA are choreographed in the dtype of the model alone: use 'auto'"
     elif cache.kv_cache_dtype_skip_layers:
         found = "kv_cache_dtype_skip_layers", ",".join(cache.kv_cache_dtype_skip_layers)
         reason = "a message lies in blocks of one dtype in all layers: leave it out"

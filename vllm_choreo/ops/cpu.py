@@ -99,7 +99,7 @@ def _arrays(owner: SpanBatch | SharedReads | Reweighting) -> dict[str, torch.Ten
 
 
 def _make_layer(layer: LayerAttention) -> object:
-    _check_layout(layer.layout)
+    _check_layout(layer.layout, layer.value_size)
     quantized = layer.quantized
     return _kernels().LayerAttention(
         scale=layer.scale,
@@ -111,6 +111,7 @@ def _make_layer(layer: LayerAttention) -> object:
         quantized=quantized.name if quantized else "",
         key_scale=quantized.key_scale if quantized else 1.0,
         value_scale=quantized.value_scale if quantized else 1.0,
+        latent_value_size=layer.value_size,
     )
 
 
@@ -126,10 +127,11 @@ def reposition_keys(
     cos_sin: torch.Tensor,
     is_neox: bool,
     layout: Layout,
+    value_size: int | None = None,
 ) -> None:
     """Run ``vllm_choreo.ops.reposition_keys``."""
-    _check_layout(layout)
-    _kernels().reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox)
+    _check_layout(layout, value_size)
+    _kernels().reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox, value_size)
 
 
 def add_adapter(
@@ -150,9 +152,15 @@ def add_adapter(
 _adapters: WeakKeyDictionary[AdapterFactors, Any] = WeakKeyDictionary()
 
 
-def _check_layout(layout: Layout) -> None:
-    if layout is not Layout.KEYS_TRANSPOSED:
+def _check_layout(layout: Layout, value_size: int | None) -> None:
+    if layout not in (Layout.KEYS_TRANSPOSED, Layout.LATENT):
         raise ValueError(
-            f"impl='cpu' reads caches with {Layout.KEYS_TRANSPOSED.value}, not those with "
-            f"{layout.value}: use impl='reference' or 'triton'"
+            f"impl='cpu' reads caches with {Layout.KEYS_TRANSPOSED.value} or "
+            f"{Layout.LATENT.value}, not those with {layout.value}: use impl='reference' or "
+            "'triton'"
+        )
+    if (layout is Layout.LATENT) != (value_size is not None):
+        raise ValueError(
+            f"value_size is {value_size} and the layout {layout.value!r}: caches of "
+            f"{Layout.LATENT.value!r} need one, others have none"
         )

@@ -13,7 +13,7 @@ import torch
 
 from vllm_choreo.ops import cpu
 from vllm_choreo.ops.adapter_factors import AdapterFactors
-from vllm_choreo.ops.layout import Layout
+from vllm_choreo.ops.layout import Layout, head_sizes
 from vllm_choreo.ops.plan import LayerAttention, SpanPlan
 
 logger = logging.getLogger(__name__)
@@ -69,9 +69,11 @@ def span_attention(
     Args:
         query: ``[num_tokens, num_heads, head_size]``, float32, bfloat16 or (not on CPU) float16;
             rows beyond the plan's ``query_start_loc[-1]`` are ignored.
-        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, same dtype, or uint8
-            where the layer is quantized. The own tokens are stored already.
-        output: like ``query``, or ``[num_tokens, num_heads * head_size]``; written in place.
+        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, in a latent layout
+            ``[num_blocks, num_kv_heads, block_size, head_size]``, same dtype, or uint8 where the
+            layer is quantized. The own tokens are stored already.
+        output: ``[num_tokens, num_heads, value_size]``, or its last two dims as one; written in
+            place. Values are as long as keys where the layer does not say otherwise.
         plan: spans to read.
         layer: scoring of keys: scale, caps, window and the like.
         impl: None takes ``default_impl()`` of the query's device.
@@ -81,8 +83,8 @@ def span_attention(
         RuntimeError: the implementation is not installed.
     """
     module = _load(impl or default_impl(query.device.type))
-    if output.dim() == 2 and output.numel() == query.numel():
-        output = output.view(query.shape)
+    if output.dim() == 2 and query.dim() == 3 and output.shape[1] % query.shape[1] == 0:
+        output = output.view(len(output), query.shape[1], -1)
     if module is not cpu:  # the extension's binding checks the same, in less time
         _check_attention(query, kv_cache, output, plan, layer)
     module.span_attention(query, kv_cache, output, plan, layer)
@@ -96,12 +98,12 @@ def reposition_keys(
     is_neox: bool = True,
     impl: Impl | None = None,
     layout: Layout = Layout.KEYS_TRANSPOSED,
+    value_size: int | None = None,
 ) -> None:
     """Rotate the keys of whole blocks by a delta per block, in place or into other blocks.
 
     Args:
-        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, dtype as for
-            ``span_attention``, never quantized; changed in place.
+        kv_cache: shape and dtype as for ``span_attention``, never quantized; changed in place.
         src_blocks: int32 ``[n]``, blocks to read.
         dst_blocks: int32 ``[n]``, blocks to write, all different. Where it equals the source
             the keys are rotated in place; elsewhere the values are copied too and the source
@@ -110,6 +112,7 @@ def reposition_keys(
         is_neox: pairing of dims by the rotary embedding, see ``Rotation``.
         impl: None takes ``default_impl()`` of the cache's device.
         layout: layout of ``kv_cache``.
+        value_size: numbers of a value in a latent cache, see ``LayerAttention``.
 
     Raises:
         ValueError: arguments that do not fit together.
@@ -123,8 +126,9 @@ def reposition_keys(
             "lie, for they would be rounded again; rotate queries"
         )
     _check_blocks(src_blocks, dst_blocks, kv_cache.shape[0])
-    _check_cos_sin(cos_sin, src_blocks.numel(), kv_cache.shape[-1] // 2)
-    module.reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox, layout)
+    head_size = head_sizes(kv_cache, layout, value_size)[0]
+    _check_cos_sin(cos_sin, src_blocks.numel(), head_size - (value_size or 0))
+    module.reposition_keys(kv_cache, src_blocks, dst_blocks, cos_sin, is_neox, layout, value_size)
 
 
 def add_adapter(
@@ -171,7 +175,7 @@ def _check_attention(
             f"kv_cache has block size {kv_cache.shape[2]}, the batch {plan.spans.block_size}"
         )
     _check_cache(kv_cache, layer.layout)
-    _check_rows(query, kv_cache, output)
+    _check_rows(query, kv_cache, output, layer)
     _check_dtypes(query, kv_cache, output, layer)
     if layer.softcap < 0:
         raise ValueError(f"softcap is {layer.softcap}; use 0 for none")
@@ -180,7 +184,8 @@ def _check_attention(
     _check_per_head("alibi_slopes", layer.alibi_slopes, query.shape[1])
     _check_per_head("sinks", layer.sinks, query.shape[1])
     if plan.cos_sin is not None:
-        _check_cos_sin(plan.cos_sin, plan.spans.num_spans, query.shape[2])
+        most = query.shape[2] - (layer.value_size or 0)
+        _check_cos_sin(plan.cos_sin, plan.spans.num_spans, most)
 
 
 def _check_per_head(name: str, given: torch.Tensor | None, num_heads: int) -> None:
@@ -192,23 +197,27 @@ def _check_per_head(name: str, given: torch.Tensor | None, num_heads: int) -> No
         )
 
 
-def _check_rows(query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor) -> None:
+def _check_rows(
+    query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, layer: LayerAttention
+) -> None:
     """Check the shapes of query and output against each other and the cache."""
     if query.dim() != 3:
         raise ValueError(f"query has shape {tuple(query.shape)}; expected [tokens, heads, size]")
     num_heads, head_size = query.shape[1:]
     num_kv_heads = kv_cache.shape[1]
-    if kv_cache.shape[3] != 2 * head_size:
+    key_size, value_size = head_sizes(kv_cache, layer.layout, layer.value_size)
+    if key_size != head_size:
+        wanted = head_size if layer.layout is Layout.LATENT else 2 * head_size
         raise ValueError(
             f"query has head size {head_size}, so the last dim of kv_cache must be "
-            f"{2 * head_size}, not {kv_cache.shape[3]}"
+            f"{wanted}, not {kv_cache.shape[3]}"
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
-    if output.shape != query.shape:
+    if output.shape != (*query.shape[:2], value_size):
         raise ValueError(
             f"output has shape {tuple(output.shape)}, which does not match query "
-            f"{tuple(query.shape)}"
+            f"{tuple(query.shape)} and values of {value_size}"
         )
 
 
@@ -224,13 +233,13 @@ def _check_dtypes(
 
 
 def _check_cache(kv_cache: torch.Tensor, layout: Layout) -> None:
-    if kv_cache.dim() != 4 or kv_cache.shape[3] % 2:
+    if kv_cache.dim() != 4 or (kv_cache.shape[3] % 2 and layout is not Layout.LATENT):
         raise ValueError(
             f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, num_kv_heads, "
             "block_size, 2 * head_size]"
         )
     is_dense = kv_cache.stride(3) == 1 and kv_cache.stride(2) == kv_cache.shape[3]
-    if layout is Layout.KEYS_TRANSPOSED and not is_dense:
+    if layout is not Layout.SIDE_BY_SIDE and not is_dense:
         raise ValueError("kv_cache must be contiguous within each (block, head)")
 
 

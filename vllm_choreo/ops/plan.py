@@ -65,6 +65,8 @@ class LayerAttention:
         sinks: float32 ``[num_heads]``, as scores after ``scale``, never capped; or None.
         layout: layout of the layer's KV cache.
         quantized: meaning of the bytes of a KV cache in 8 bits; None: it is of the queries' dtype.
+        value_size: numbers of a value in a latent cache, with which each key begins; those behind
+            them rotate. None: values are as long as keys, whose first numbers rotate.
     """
 
     scale: float
@@ -75,3 +77,4 @@ class LayerAttention:
     sinks: torch.Tensor | None = None
     layout: Layout = Layout.KEYS_TRANSPOSED
     quantized: QuantizedKV | None = None
+    value_size: int | None = None

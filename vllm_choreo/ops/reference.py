@@ -21,27 +21,28 @@ _MIN_ADAPTER_ROWS = 16
 _QUERIES_AT_ONCE = 64  # scores of so many are in memory together
 
 
-def rotate(x: torch.Tensor, cos_sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """Rotate the leading ``rotary_dim`` entries of the last dim of ``x``.
+def rotate(x: torch.Tensor, cos_sin: torch.Tensor, is_neox: bool, offset: int = 0) -> torch.Tensor:
+    """Rotate ``rotary_dim`` entries of the last dim of ``x``, from ``offset`` on.
 
     Args:
         x: float32 ``[..., head_size]``.
         cos_sin: float32, ``[..., rotary_dim]`` broadcastable against ``x``: cosines, then sines.
         is_neox: True pairs halves, False pairs neighbours.
+        offset: entries before the first that rotates.
 
     Returns:
         A new tensor shaped as ``x``.
     """
-    rotary_dim = cos_sin.shape[-1]
+    end = offset + cos_sin.shape[-1]
     cos, sin = cos_sin.chunk(2, dim=-1)
-    head, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    before, head, rest = x[..., :offset], x[..., offset:end], x[..., end:]
     if is_neox:
         first, second = head.chunk(2, dim=-1)
     else:
         first, second = head[..., 0::2], head[..., 1::2]
     turned = (first * cos - second * sin, second * cos + first * sin)
     head = torch.cat(turned, dim=-1) if is_neox else torch.stack(turned, dim=-1).flatten(-2)
-    return torch.cat([head, rest], dim=-1)
+    return torch.cat([before, head, rest], dim=-1)
 
 
 def span_attention(
@@ -111,7 +112,7 @@ def _shared(queries: _Queries, reads: SharedReads, output: torch.Tensor) -> None
 
 # Scores and values of `_Queries.read`.
 Scored = tuple[torch.Tensor, torch.Tensor]
-# Output [q_len, num_heads, head_size] of a softmax over some of the keys, and the natural
+# Output [q_len, num_heads, value_size] of a softmax over some of the keys, and the natural
 # log-sum-exp [q_len, num_heads] of their scores.
 Partial = tuple[torch.Tensor, torch.Tensor]
 
@@ -143,13 +144,14 @@ class _Queries:
         is_own: bool = False,
         part: slice = _ALL,
     ) -> Scored:
-        """Scores ``[group, q_len, num_kv_heads, n]`` and values ``[n, num_kv_heads, d]``.
+        """Scores ``[group, q_len, num_kv_heads, n]`` and values ``[n, num_kv_heads, value_size]``.
 
         Args:
             part: range of the request's queries.
         """
         batch, cos_sin, layer = self.plan.spans, self.plan.cos_sin, self.layer
-        keys, values = read_kv(self.kv_cache, _slots(batch, r, j, begin, num_tokens), layer.layout)
+        slots = _slots(batch, r, j, begin, num_tokens)
+        keys, values = read_kv(self.kv_cache, slots, layer.layout, layer.value_size)
         if layer.quantized is not None:
             keys, values = layer.quantized.keys(keys), layer.quantized.values(values)
         rows = self.query[self.rows(r)]
@@ -161,7 +163,7 @@ class _Queries:
         num_kv_heads = keys.shape[1]
         delta = int(batch.position_delta[j])
         if cos_sin is not None and delta != 0:
-            q = rotate(q, cos_sin[j], layer.is_neox)
+            q = rotate(q, cos_sin[j], layer.is_neox, layer.value_size or 0)
         q = q.view(q_len, num_kv_heads, num_heads // num_kv_heads, head_size)
         scores = layer.scale * torch.einsum("qhgd,khd->gqhk", q, keys.float())
         if layer.softcap:
@@ -185,14 +187,17 @@ class _Queries:
     def attend(self, r: int, scored: Sequence[Scored]) -> Partial:
         """Attend by one softmax over all scores and values; zeros for a query that sees none."""
         rows = self.query[self.rows(r)]
+        shape = (*rows.shape[:2], self.layer.value_size or rows.shape[2])
         if not scored:
-            return torch.zeros_like(rows).float(), rows.new_full(rows.shape[:2], -torch.inf).float()
+            return torch.zeros(shape, device=rows.device), torch.full(
+                shape[:2], -torch.inf, device=rows.device
+            )
         scores = torch.cat([s for s, _ in scored], dim=-1)
         values = torch.cat([v for _, v in scored])
         lse = torch.logsumexp(scores, dim=-1, keepdim=True)
         weights = torch.softmax(scores, dim=-1).masked_fill(lse == -torch.inf, 0.0)
         result = torch.einsum("gqhk,khd->qhgd", weights, values)
-        return result.reshape(rows.shape), lse.permute(1, 2, 0, 3).reshape(rows.shape[:2])
+        return result.reshape(shape), lse.permute(1, 2, 0, 3).reshape(rows.shape[:2])
 
     def store(
         self,
@@ -244,11 +249,12 @@ def reposition_keys(
     cos_sin: torch.Tensor,
     is_neox: bool,
     layout: Layout,
+    value_size: int | None = None,
 ) -> None:
     """Run ``vllm_choreo.ops.reposition_keys``, with arithmetic in float32 and one rounding."""
     src, dst = src_blocks.long(), dst_blocks.long()
-    keys, values = key_view(kv_cache, layout), value_view(kv_cache, layout)
-    turned = rotate(keys[src].float(), cos_sin[:, None, None, :], is_neox)
+    keys, values = key_view(kv_cache, layout), value_view(kv_cache, layout, value_size)
+    turned = rotate(keys[src].float(), cos_sin[:, None, None, :], is_neox, value_size or 0)
     copied = values[src]
     keys[dst] = turned.to(kv_cache.dtype)
     values[dst] = copied

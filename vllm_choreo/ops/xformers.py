@@ -215,6 +215,7 @@ def reposition_keys(
     cos_sin: torch.Tensor,
     is_neox: bool,
     layout: Layout,
+    value_size: int | None = None,
 ) -> None:
     """Refuse to reposition keys: xformers has no such operation.
 

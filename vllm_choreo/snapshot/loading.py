@@ -350,7 +350,7 @@ class _Reader:
             return key and workers("choreo_write_hidden", piece, key, layers, *rows)
         if not place["blocks"]:
             return None
-        heads = [count for count, _ in shape.layers]
+        heads = [count for count, *_ in shape.layers]
         where = place["blocks"], place["in_host"]
         return workers("choreo_write_kv", piece, heads, where, parts, *rows)
 

@@ -38,10 +38,10 @@ def _stride(origin: Origin) -> int:
 
 
 def all_heads(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> list[list[int]]:
-    """`[num_kv_heads, head_size]` of each layer, in all workers together."""
+    """`[num_kv_heads, key_size, value_size]` of each layer, in all workers together."""
     apart = shapes[:: _stride(origin)]
     return [
-        [sum(heads for heads, _ in sizes), sizes[0][1]]
+        [sum(heads for heads, *_ in sizes), *sizes[0][1:]]
         for sizes in zip(*(shape["layers"] for shape in apart), strict=True)
     ]
 

@@ -3,7 +3,7 @@
 
     8 bytes    length of the header
     header     JSON: dtype, shape and place of every tensor; whose weights made them
-    data       layers.0.keys, layers.0.values, ...    each [num_tokens, num_kv_heads, head_size]
+    data       layers.0.keys, layers.0.values, ...    each [num_tokens, num_kv_heads, size]
                layers.8.hidden, ...                   each [num_tokens, hidden_size]: what the
                                                       layer was given, if that is kept
 
@@ -47,7 +47,8 @@ class KVShape:
 
     Attributes:
         dtype: dtype of keys and values by torch's name, such as "float32".
-        layers: `(num_kv_heads, head_size)` of each layer.
+        layers: `(num_kv_heads, key_size, value_size)` of each layer; of MLA the key is the rotated
+            part of the row, and the value its latent.
         scales: of keys and values in 8 bits, `(key_scale, value_scale)` of each layer: a key is
             what is stored times its scale. Empty for other dtypes.
         hidden_dtype, hidden_size: dtype and size of the hidden states that a layer is given.
@@ -55,7 +56,7 @@ class KVShape:
     """
 
     dtype: str
-    layers: tuple[tuple[int, int], ...]
+    layers: tuple[tuple[int, int, int], ...]
     scales: tuple[tuple[float, float], ...] = ()
     hidden_dtype: str = "float32"
     hidden_size: int = 0
@@ -86,7 +87,7 @@ class KVShape:
                     parameter="dtype",
                     value=found,
                 )
-        sizes = tuple((int(heads), int(size)) for heads, size in layers)
+        sizes = tuple((int(heads), int(key), int(value)) for heads, key, value in layers)
         return cls(dtype, sizes, tuple((float(k), float(v)) for k, v in scales), *hidden)
 
     def keeping(self, hidden: Sequence[int]) -> KVShape:
@@ -114,7 +115,10 @@ class KVShape:
 
     def part_shape(self, part: int) -> tuple[int, ...]:
         """Shape of one token in a part."""
-        return (self.hidden_size,) if part >= self.num_kv_parts else self.layers[part // 2]
+        if part >= self.num_kv_parts:
+            return (self.hidden_size,)
+        heads, *sizes = self.layers[part // 2]
+        return heads, sizes[part % 2]
 
     def part_dtype(self, part: int) -> tuple[str, int]:
         """Dtype of a part as a file names it, and the bytes of a number."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-BLOCK_SIZE = 32
-# Of the tiny models: 3 layers of 2 heads, keys and values of 32 floats.
-BLOCK_BYTES = 3 * 2 * BLOCK_SIZE * 64 * 4
+# Floats of a token in the tiny models, 3 layers of 2 heads, keys and values of 32 floats; with MLA
+# of one row of 576.
+_TOKEN_FLOATS, _LATENT_FLOATS = 3 * 2 * 64, 3 * 576
 HIDDEN_ROW = 128 * 4  # bytes of a token in a layer
 
 # What engines may have, by the names of `Configuration.options`.
@@ -57,8 +57,20 @@ class Configuration:
         return option in self.options
 
     @property
+    def has_mla(self) -> bool:
+        return self.model.startswith("deepseek")
+
+    @property
+    def block_size(self) -> int:
+        return 16 if self.has_mla else 32
+
+    @property
+    def block_bytes(self) -> int:
+        return 4 * self.block_size * (_LATENT_FLOATS if self.has_mla else _TOKEN_FLOATS)
+
+    @property
     def max_model_len(self) -> int:
-        return BLOCK_SIZE * (self.num_blocks - 1)
+        return self.block_size * (self.num_blocks - 1)
 
     @property
     def hidden_bytes(self) -> int:
@@ -72,7 +84,7 @@ class Configuration:
         """For vLLM's `LLM`."""
         choreo: dict[str, Any] = {"pinned_share": 0.3}
         if "host" in self:
-            choreo["host_memory_gib"] = (self.host_blocks + 0.5) * BLOCK_BYTES / 2**30
+            choreo["host_memory_gib"] = (self.host_blocks + 0.5) * self.block_bytes / 2**30
         if "hidden" in self:
             choreo["hidden_memory_gib"] = self.hidden_bytes / 2**30
         if "in_place" in self:
@@ -80,7 +92,7 @@ class Configuration:
         if "share" in self:
             choreo["tenant_share"] = 0.3
         options: dict[str, Any] = {
-            "block_size": BLOCK_SIZE,
+            "block_size": self.block_size,
             "num_gpu_blocks_override": self.num_blocks,
             "max_model_len": self.max_model_len,
             "max_num_batched_tokens": 128,
@@ -101,6 +113,10 @@ class Configuration:
         if "priority" in self:
             options["scheduling_policy"] = "priority"
         return options
+
+
+def _latent(name: str, options: str, num_blocks: int, **sizes: Any) -> Configuration:
+    return Configuration(name, frozenset(options.split()), num_blocks, **sizes)
 
 
 def _made(name: str, options: str, num_blocks: int, **sizes: Any) -> Configuration:
@@ -124,6 +140,8 @@ CONFIGURATIONS = {
         _made("tight", "adapters drafts host hidden chunks", 13, host_blocks=4, hidden_rows=256),
         _made("crowd", "host share window hidden", 29, host_blocks=3),
         _made("twins", "host", 21, host_blocks=40, begins_full=True),
+        _latent("latent", "host hidden chunks priority", 41, host_blocks=12, model="deepseek_v3"),
+        _latent("moved rows", "in_place drafts share host few", 37, model="deepseek_v2"),
     )
 }
 

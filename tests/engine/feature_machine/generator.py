@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.engine.feature_machine.configurations import BLOCK_SIZE, CONFIGURATIONS, Configuration
+from tests.engine.feature_machine.configurations import CONFIGURATIONS, Configuration
 from tests.engine.feature_machine.program import (
     Abort,
     Asks,
@@ -262,7 +262,8 @@ class _Generator:
 
     def _blocks_held(self) -> int:
         """Of all messages that the program has made and not freed, about."""
-        return sum(-(-n // BLOCK_SIZE) for names in self._names.values() for n in names.values())
+        size = self._configuration.block_size
+        return sum(-(-n // size) for names in self._names.values() for n in names.values())
 
     # -- situations ------------------------------------------------------------------------
 
@@ -287,7 +288,7 @@ class _Generator:
         while blocks > 0:
             count = self._rng.choice((32, 64, 96, 90))
             self._call(session, [], 0, (self._rng.randrange(_NUM_TEXTS), count))
-            blocks -= -(-count // BLOCK_SIZE)
+            blocks -= -(-count // self._configuration.block_size)
         self._steps(0, 2, 4)
 
     def _evict_and_read(self) -> None:
@@ -501,7 +502,8 @@ class _Generator:
         names = [name for name in self._names[session] if name not in self._decodes]
         if names and rng.random() < 0.6:
             reads = [Read(rng.choice(names))]
-            length -= BLOCK_SIZE * -(-self._names[session][reads[0].name] // BLOCK_SIZE)
+            size = self._configuration.block_size
+            length -= size * -(-self._names[session][reads[0].name] // size)
         text = rng.randrange(_NUM_TEXTS), max(1, length)
         self._call(session, reads, rng.choice((0, 1, 3)), text, exact=False, keep=())
 

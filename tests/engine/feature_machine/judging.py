@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from tests.engine.feature_machine.invariants import Broken
-from tests.engine.feature_machine.ledger import BLOCK_SIZE, Ledger, Made, is_exact
+from tests.engine.feature_machine.ledger import Ledger, Made, is_exact
 from tests.engine.feature_machine.program import TENANTS, Ordinary
 from tests.engine.feature_machine.truth import Truth
 from tests.engine.oracle import Parent
@@ -103,7 +103,7 @@ class Judge:
             return listed
         if isinstance(rule, ByLayers):
             if rule.ranges == ((0, truth.num_layers),):
-                return truth.repaired(adapter, listed, AllTokens().runs(_seen(made), BLOCK_SIZE))
+                return truth.repaired(adapter, listed, self._runs(AllTokens(), made))
             return truth.by_layers(adapter, listed, [range(*ends) for ends in rule.ranges])
         if isinstance(rule, ByAttention):
             if not rule.share:
@@ -120,7 +120,12 @@ class Judge:
                 return None
             self._ledger.link(made, runs)
             return truth.repaired(adapter, listed, runs)
-        return truth.repaired(adapter, listed, rule.runs(_seen(made), BLOCK_SIZE))
+        return truth.repaired(adapter, listed, self._runs(rule, made))
+
+    def _runs(self, rule: Any, made: Made) -> Any:
+        """What a rule has a call encode anew of its parents."""
+        seen = [Seen(start, stop) for start, stop, _ in made.spans]
+        return rule.runs(seen, self._ledger.limits.block_size)
 
     def _check_contents(self) -> None:
         """The keys and values of all messages that lie in the pool are those of the oracle."""
@@ -137,24 +142,21 @@ class Judge:
                 count, parts = own.num_tokens, (0, 2 * truth.num_layers)
                 blocks = [block.block_id for block in own.blocks]
                 data = np.frombuffer(runner.choreo_read_kv(blocks, parts, 0, count), np.float32)
-                found = torch.from_numpy(data.copy()).view(2 * truth.num_layers, count, -1)
-                self._check_content(made, found, own.stored_position)
+                self._check_content(made, torch.from_numpy(data.copy()), own.stored_position)
 
     def _check_content(self, made: Made, found: torch.Tensor, position: int) -> None:
-        truth, count = self._truth, found.shape[1]
+        """Compare keys and values, of one layer after the other, with those of the oracle."""
+        truth = self._truth
         for layer in range(truth.num_layers):
             keys = truth.rotated_keys(made.encoded, layer, position)
             for part, expected in ((0, keys), (1, made.encoded.values[layer])):
-                rows = expected.transpose(0, 1).reshape(count, -1)
-                difference = float((found[2 * layer + part] - rows).abs().max())
+                rows = expected.transpose(0, 1).flatten()
+                difference = float((found[: len(rows)] - rows).abs().max())
+                found = found[len(rows) :]
                 if not difference < CONTENT_TOLERANCE:
                     what = ("keys", "values")[part]
                     detail = f"{made.call!r}: {what} of layer {layer} by {difference:.1e}"
                     raise Broken("a message lies in the pool with other keys and values", detail)
-
-
-def _seen(made: Made) -> list[Seen]:
-    return [Seen(start, stop) for start, stop, _ in made.spans]
 
 
 def _compare(completion: Any, encoded: Any, num_header: int, is_greedy: bool, what: Any) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from tests.engine.feature_machine.program import TENANTS, Call, Read
 from vllm_choreo.repair.rules import ByAttention, ByLayers, Reweighted, Rule, Seen, rule_of
 
-BLOCK_SIZE = 32
 NUM_LAYERS = 3  # of the tiny models
 
 
@@ -28,6 +27,7 @@ class Limits:
         hidden_bytes: for hidden states; 0: it keeps none.
         row_bytes: of a token in a layer.
         min_run_tokens: that a repaired run needs.
+        block_size: tokens of a block.
     """
 
     num_blocks: int
@@ -35,6 +35,11 @@ class Limits:
     hidden_bytes: int
     row_bytes: int
     min_run_tokens: int
+    block_size: int
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-num_tokens // self.block_size)
 
 
 @dataclass(eq=False)
@@ -231,7 +236,9 @@ class Ledger:
 
     def hidden_bytes_of(self, made: Made) -> int:
         tokens = min(made.most_tokens, self.limits.max_model_len)
-        return blocks_of(tokens) * BLOCK_SIZE * self.limits.row_bytes * len(made.call.keep)
+        limits = self.limits
+        rows = limits.blocks_of(tokens) * limits.block_size
+        return rows * limits.row_bytes * len(made.call.keep)
 
     # -- lengths and places ----------------------------------------------------------------
 
@@ -289,7 +296,8 @@ class Ledger:
             made.must.add("OffsetError")
         if made.call.exact:
             spans = [(0, stop - start, offset) for start, stop, offset in spans]
-        base = BLOCK_SIZE * sum(blocks_of(stop) - start // BLOCK_SIZE for start, stop, _ in spans)
+        size = limits.block_size
+        base = size * sum(limits.blocks_of(stop) - start // size for start, stop, _ in spans)
         # One slot is for the token that vLLM samples; the last generated one takes another.
         rooms = {1, 2} if made.is_decode else {1}
         for room in rooms:
@@ -319,7 +327,7 @@ class Ledger:
             return
         seen = [Seen(start, stop) for start, stop, _ in made.spans]
         try:
-            runs = rule.runs(seen, BLOCK_SIZE)
+            runs = rule.runs(seen, limits.block_size)
         except ValueError:
             made.must.add("RepairError")
             return
@@ -334,7 +342,8 @@ class Ledger:
         is_unknown = isinstance(rule, (ByAttention, Reweighted)) or "RepairError" in made.must
         if rule is None or is_unknown:
             return [()] * len(made.spans)
-        return rule.runs([Seen(start, stop) for start, stop, _ in made.spans], BLOCK_SIZE)
+        seen = [Seen(start, stop) for start, stop, _ in made.spans]
+        return rule.runs(seen, self.limits.block_size)
 
     def link(self, made: Made, runs: Sequence[Any]) -> None:
         """Decide `links`."""
@@ -384,6 +393,7 @@ class Ledger:
 
     def blocks_needed(self, made: Made) -> int:
         # Drafts, and the token that is sampled when the last one is encoded.
+        blocks_of = self.limits.blocks_of
         own = blocks_of(min(made.most_tokens + 8, self.limits.max_model_len))
         behind = ancestors(made)
         needed = own + sum(blocks_of(one.most_tokens) for one in behind)
@@ -450,10 +460,6 @@ def _is_untrusted(link: tuple[Any, int, int]) -> bool:
         return any(map(_is_untrusted, parts[3]))
     # Patches are made of what they are laid over, and of what is read before that.
     return kind is not None and any(map(_is_untrusted, parts[2])) | parts[1].is_untrusted
-
-
-def blocks_of(num_tokens: int) -> int:
-    return -(-num_tokens // BLOCK_SIZE)
 
 
 def _is_text(spans: Sequence[tuple[int, int, int]], position: int) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tests.engine.feature_machine.configurations import (
-    BLOCK_SIZE,
     Configuration,
     scheduling_of,
 )
@@ -99,4 +98,4 @@ def start_machine(
     with scheduling_of(configuration):
         llm = start_engine(model_path, **configuration.engine_options())
     requests = [adapter.request for adapter in adapters]
-    return Machine(configuration, llm, Truth(oracles, BLOCK_SIZE), requests)
+    return Machine(configuration, llm, Truth(oracles, configuration.block_size), requests)

@@ -70,6 +70,7 @@ class Run:
             configuration.hidden_bytes,
             HIDDEN_ROW,
             2 if "drafts" in configuration else 1,
+            configuration.block_size,
         )
         self._ledger = Ledger(limits)
         self._judge = Judge(truth, self._ledger, self._core, counts)

@@ -118,11 +118,11 @@ class Truth:
         return chosen
 
     def rotated_keys(self, encoded: Encoded, layer: int, position: int) -> Any:
-        """The keys of a message as they are when its first one is rotated to `position`."""
+        """The keys of a message as an engine has them whose first one is rotated to `position`."""
         oracle, keys = self._oracles[0], encoded.keys[layer]
         if not oracle.layer_has_rope[layer]:
             return keys
-        return oracle.rotate(keys, position - encoded.position, layer)
+        return oracle.as_stored(oracle.rotate(keys, position - encoded.position, layer))
 
     @property
     def num_layers(self) -> int:

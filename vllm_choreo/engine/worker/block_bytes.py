@@ -2,7 +2,7 @@
 """A worker's share of keys and values that are saved and loaded: bytes of blocks.
 
 The bytes are those of a chunk of `snapshot/tensors.py`: parts one after the other, each
-`[num_tokens, num_kv_heads, head_size]`. A worker reads the heads that it has; it is handed all.
+`[num_tokens, num_kv_heads, size]`. A worker reads the heads that it has; it is handed all.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class BlockBytes:
     """Reader and writer of the bytes of KV cache blocks.
 
     Args:
-        caches: one per layer, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`: the KV
-            cache, or the copies in host memory.
+        caches: one per layer, `[num_blocks, num_kv_heads, block_size, ...]`: the KV cache, or the
+            copies in host memory.
         layout: layout of all caches.
         rank, num_ranks: the worker's number, and the number of workers that share the heads.
         quantized: meaning of the bytes of each layer's cache; empty if they hold numbers.
+        value_size: numbers of a value in latent caches; keys are what is behind it.
     """
 
     def __init__(
@@ -44,18 +45,25 @@ class BlockBytes:
         rank: int = 0,
         num_ranks: int = 1,
         quantized: Sequence[QuantizedKV] = (),
+        value_size: int | None = None,
     ) -> None:
         self._caches = caches
         self._quantized = quantized
         self._layout = layout
         self._rank, self._num_ranks = rank, num_ranks
+        self._value_size = value_size
 
     def shape(self) -> dict[str, Any]:
-        """`dtype`, `layers`: `[num_kv_heads, head_size]` of each in this worker, and `scales`.
+        """Bytes of a token: `dtype`, `layers` and `scales`.
 
-        The latter are `[key_scale, value_scale]` of each layer if the cache is in 8 bits, else none.
+        `layers` are `[num_kv_heads, key_size, value_size]` of each in this worker, `scales`
+        `[key_scale, value_scale]` of each if the cache is in 8 bits, else none.
         """
-        sizes = [[cache.shape[1], cache.shape[3] // 2] for cache in self._caches]
+        parts = range(0, 2 * len(self._caches), 2)
+        sizes = [
+            [self._part(part).shape[1], *(self._part(p).shape[3] for p in (part, part + 1))]
+            for part in parts
+        ]
         scales = [[q.key_scale, q.value_scale] for q in self._quantized]
         dtype = self._quantized[0].dtype if self._quantized else self._caches[0].dtype
         return {"dtype": str(dtype).removeprefix("torch."), "layers": sizes, "scales": scales}
@@ -94,9 +102,13 @@ class BlockBytes:
             rest = rest[size:]
 
     def _part(self, part: int) -> torch.Tensor:
-        """View `[num_blocks, num_kv_heads, block_size, head_size]` of a layer's keys or values."""
-        view = value_view if part % 2 else key_view
-        return view(self._caches[part // 2], self._layout)
+        """View `[num_blocks, num_kv_heads, block_size, size]` of a layer's keys or values."""
+        cache = self._caches[part // 2]
+        if part % 2:
+            return value_view(cache, self._layout, self._value_size)
+        keys = key_view(cache, self._layout)
+        # The beginnings of keys in a latent cache are the values.
+        return keys[..., self._value_size or 0 :]
 
     def _own(self, rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Rows of the heads that this worker has."""
@@ -104,7 +116,7 @@ class BlockBytes:
         return rows[:, first : first + target.shape[1]]
 
     def _where(self, blocks: Sequence[int], start: int, stop: int) -> tuple[_Bits, slice, _Bits]:
-        """Index of tokens in any part, which gives `[num_tokens, num_kv_heads, head_size]`."""
+        """Index of tokens in any part, which gives `[num_tokens, num_kv_heads, size]`."""
         cache = self._caches[0]
         tokens, size = torch.arange(start, stop), cache.shape[2]
         ids, offsets = torch.tensor(blocks)[tokens // size], tokens % size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backend on CPU: vLLM's own, which hands choreographed batches to our operation."""
+"""The attention backends on CPU: vLLM's own, which hand choreographed batches to our operation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from vllm_choreo.engine.worker.attention import ChoreoImpl
+from vllm_choreo.engine.worker.mla import ChoreoMLAImpl, ChoreoMLAMetadataBuilder
 from vllm_choreo.ops import Layout
 
 if TYPE_CHECKING:
@@ -58,3 +60,22 @@ class ChoreoCPUImpl(ChoreoImpl, CPUAttentionBackendImpl):
     """Implementation with our C++ kernels; in plain PyTorch where those are missing."""
 
     layout = Layout.KEYS_TRANSPOSED
+
+
+class ChoreoCPUMLABackend(CPUMLABackend):
+    """vLLM's CPU backend of MLA with another implementation class, and its metadata."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUMLAImpl]:
+        return ChoreoCPUMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[ChoreoMLAMetadataBuilder]:
+        return ChoreoMLAMetadataBuilder
+
+
+class ChoreoCPUMLAImpl(ChoreoMLAImpl, CPUMLAImpl):
+    """Implementation with our C++ kernels; in plain PyTorch where those are missing."""
+
+    # vLLM's gathers what is computed by an operator that CPUs lack.
+    reads_context = False

@@ -14,7 +14,8 @@ class ChoreoCPUWorker(ChoreoWorker, CPUWorker):
     """Worker of CPU engines, with vLLM's runner V1, or V2 where vLLM has Triton for CPUs."""
 
     backends = {  # noqa: RUF012
-        AttentionBackendEnum.CPU_ATTN: "vllm_choreo.engine.worker.cpu_backend.ChoreoCPUBackend"
+        AttentionBackendEnum.CPU_ATTN: "vllm_choreo.engine.worker.cpu_backend.ChoreoCPUBackend",
+        AttentionBackendEnum.CPU_MLA: "vllm_choreo.engine.worker.cpu_backend.ChoreoCPUMLABackend",
     }
 
     @property

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.step import BlockMove, ChoreoStep, with_attention
-from vllm_choreo.engine.worker.attention import ChoreoImpl
+from vllm_choreo.engine.worker.attention import SpanReader
 from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
+from vllm_choreo.engine.worker.cpu_rotary import correct_rotary
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.partial_runs import PartialRuns
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
@@ -90,13 +91,16 @@ class ChoreoModelRunner:
             UnsupportedModelError: the model cannot be choreographed; says why.
             UnsupportedLayoutError: the KV cache cannot be read; says what was found.
         """
-        self.layers = layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        self.layers = layers = _attention_layers(self.vllm_config)
         block_size = self.cache_config.block_size
         for name, layer in layers.items():
             _check_layer(name, layer, block_size)
+            layer.impl.layer_name = name
             self._check_layout(layer)
         if self.lora_config:
             correct_adapters(self.lora_manager)
+        if self.device.type == "cpu" and self.vllm_config.model_config.use_mla:
+            correct_rotary(self.get_model())
         self.layer_positions = probe_positions(
             self.get_model(), self.vllm_config, list(layers), self.device, self._use_adapter
         )
@@ -149,16 +153,21 @@ class ChoreoModelRunner:
         return LayerKind(rotation, LayerShape(*heads, dtype, layer.sliding_window))
 
     def _make_host_blocks(self, config: ChoreoConfig) -> HostBlocks | None:
-        caches = [layer.kv_cache for layer in self.layers.values()]
+        caches = self.kv_caches_by_layer
         block_bytes = sum(cache[0].numel() * cache.element_size() for cache in caches)
         num_blocks = config.num_host_blocks(block_bytes)
         return HostBlocks(caches, num_blocks) if num_blocks else None
+
+    @property
+    def kv_caches_by_layer(self) -> list[torch.Tensor]:
+        """KV caches, in the order of `layers`, `[num_blocks, num_kv_heads, block_size, ...]`."""
+        return [layer.impl.kv_cache_of(layer) for layer in self.layers.values()]
 
     def _check_layout(self, layer: Attention) -> None:
         def write(
             keys: torch.Tensor, values: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
         ) -> None:
-            layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, slots)
+            layer.impl.store(layer, keys, values, kv_cache, slots)
 
         detect_layout(
             write,
@@ -169,6 +178,7 @@ class ChoreoModelRunner:
             device=self.device,
             readable=(layer.impl.layout,),
             quantized=quantized_kv(layer),
+            value_size=layer.impl.value_size,
         )
 
     @property
@@ -229,9 +239,16 @@ class ChoreoModelRunner:
     def _lay_out(self, step: StepBatch, positions: torch.Tensor) -> None:
         """Hand the spans of a step to the layers, and the positions of own tokens to the model."""
         self.batcher.place(step, positions)
-        self.batcher.running = self.batcher.batch(step)
+        self.batcher.running = self.batcher.batch(step, always=self._has_context(step))
         if self.partial_runs is not None:
             self.partial_runs.batch = step
+
+    def _has_context(self, step: StepBatch) -> bool:
+        """Return whether prompts go on behind what is computed, which vLLM's attention cannot."""
+        if all(layer.impl.reads_context for layer in self.layers.values()):
+            return False
+        lengths = step.query_start_loc.diff()
+        return bool(((lengths > 1) & (step.seq_lens > lengths)).any())
 
     def _move_keys(self, moves: Sequence[BlockMove]) -> None:
         """Rotate keys of whole blocks in every layer, in place first, then into copies."""
@@ -255,14 +272,21 @@ class ChoreoModelRunner:
             for layer in self.layers.values():
                 rotation = layer.impl.rotation or _NO_ROTATION
                 reposition_keys(
-                    layer.kv_cache,
+                    layer.impl.kv_cache_of(layer),
                     src,
                     dst,
                     cos_sin[rotation],
                     rotation.is_neox,
                     impl=layer.impl.kernels,
                     layout=layer.impl.layout,
+                    value_size=layer.impl.value_size,
                 )
+
+
+def _attention_layers(vllm_config: VllmConfig) -> dict[str, Attention]:
+    """Layers with attention, those with MLA included, by their names."""
+    dense = get_layers_from_vllm_config(vllm_config, Attention)
+    return {**dense, **get_layers_from_vllm_config(vllm_config, MLAAttention)}
 
 
 def _started_blocks(output: SchedulerOutput) -> dict[str, Sequence[int]]:
@@ -282,16 +306,16 @@ def _check_layer(name: str, layer: Attention, block_size: int) -> None:
         UnsupportedModelError: it cannot.
     """
     impl = layer.impl
-    if not isinstance(impl, ChoreoImpl):
+    if not isinstance(impl, SpanReader):
         found = f"the backend {type(impl).__name__}"
-    elif layer.kv_sharing_target_layer_name is not None:
+    elif getattr(layer, "kv_sharing_target_layer_name", None) is not None:
         found = "keys and values shared with another layer"
     elif getattr(layer, "attention_chunk_size", None):
         found = f"attention in chunks of {layer.attention_chunk_size} tokens"
     elif getattr(impl, "use_alibi_sqrt", False) or getattr(impl, "chunk_lookback", -1) >= 0:
         found = "chunks, or biases by the root of the distance"
-    elif layer.kv_cache.shape[2] != block_size:
-        found = f"blocks of {layer.kv_cache.shape[2]} tokens where the engine has {block_size}"
+    elif (num_tokens := impl.kv_cache_of(layer).shape[2]) != block_size:
+        found = f"blocks of {num_tokens} tokens where the engine has {block_size}"
     else:
         return
     raise UnsupportedModelError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.forward_context import set_forward_context
@@ -25,7 +25,6 @@ from vllm_choreo.ops.reference import rotate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.model_executor.layers.attention import Attention
 
 # Relative error of a rotated query, by dtype: a few units in the last place of its largest
 # entries, after a rotation computed by the model in its own precision. Angles in float32 carry
@@ -44,15 +43,22 @@ class QueryRecorder:
     """Stand-in for attention metadata that records queries and keys, and passes values through.
 
     Attributes:
-        queries, keys: per layer, float32 `[num_tokens, heads, head_size]`, in host memory.
+        num_actual_tokens: tokens of the run.
+        queries, keys: per layer, float32 `[num_tokens, heads, head_size]`, in host memory; what
+            rotates comes first.
     """
 
+    num_actual_tokens: int
+    # As layers with MLA see it: all tokens are a prompt's.
+    num_decodes: ClassVar[int] = 0
+    num_decode_tokens: ClassVar[int] = 0
+    num_prefills: ClassVar[int] = 1
     queries: dict[str, torch.Tensor] = field(default_factory=dict)
     keys: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def record(
         self,
-        layer: Attention,
+        layer: str,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -61,11 +67,12 @@ class QueryRecorder:
         """Record a layer's query and key, and write its value to `output`.
 
         Args:
+            layer: name of the layer.
             query, output: `[num_tokens, num_heads, head_size]`.
             key, value: `[num_tokens, num_kv_heads, head_size]`.
         """
-        self.queries[layer.layer_name] = query.detach().to("cpu", torch.float32, copy=True)
-        self.keys[layer.layer_name] = key.detach().to("cpu", torch.float32, copy=True)
+        self.queries[layer] = query.detach().to("cpu", torch.float32, copy=True)
+        self.keys[layer] = key.detach().to("cpu", torch.float32, copy=True)
         group = query.shape[1] // value.shape[1]
         output.copy_(value.repeat_interleave(group, dim=1).view_as(output))
         return output
@@ -220,7 +227,7 @@ def _record(
     device: torch.device,
 ) -> QueryRecorder:
     """Run a token at each of the positions and record every layer's queries and keys."""
-    recorder = QueryRecorder()
+    recorder = QueryRecorder(len(positions))
     # Of the dtype that vLLM's runners give: a compiled model takes no other.
     token_id = min(7, vllm_config.model_config.get_vocab_size() - 1)
     tokens = torch.full((len(positions),), token_id, dtype=torch.int32, device=device)

@@ -47,7 +47,7 @@ def prove_stages(
     tolerance = _TOLERANCE[vllm_config.model_config.dtype]
 
     def recorded(run: Callable[[], None], eager: bool = True) -> QueryRecorder:
-        recorder = QueryRecorder()
+        recorder = QueryRecorder(_NUM_TOKENS)
         before_run(_NUM_TOKENS, None)
         metadata = dict.fromkeys(layer_names, recorder)
         with set_forward_context(

@@ -112,8 +112,10 @@ class StageWriter:
             if self._num_rows:
                 positions = positions.expand(self._num_rows, -1).clone()  # as in text
             batcher.running = batcher.batch(step, always=True)
+            reader = next(iter(self._layers.values())).impl
+            metadata = reader.step_metadata(step.query_start_loc)
             with set_forward_context(
-                None,
+                metadata and dict.fromkeys(self._layers, metadata),
                 self._vllm_config,
                 num_tokens=len(indices),
                 slot_mapping=dict.fromkeys(self._layers, to_device(slots, device)),

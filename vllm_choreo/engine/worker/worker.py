@@ -121,10 +121,11 @@ class ChoreoWorker:
     def _block_bytes(self, in_host: bool) -> BlockBytes:
         runner, parallel = self.runner, self.runner.vllm_config.parallel_config
         layers = list(runner.layers.values())
-        caches = [layer.kv_cache for layer in layers]
+        caches = runner.kv_caches_by_layer
         if in_host:
             assert runner.host_blocks is not None, "the scheduler has a host tier"
             caches = runner.host_blocks.copies
         size, impls = parallel.tensor_parallel_size, [layer.impl for layer in layers]
         quantized = [impl.attention.quantized for impl in impls if impl.attention.quantized]
-        return BlockBytes(caches, impls[0].layout, parallel.rank % size, size, quantized)
+        layout, value_size = impls[0].layout, impls[0].value_size
+        return BlockBytes(caches, layout, parallel.rank % size, size, quantized, value_size)

@@ -78,25 +78,25 @@ def make_tiles(
 
 
 def _partials(
-    plan: SpanPlan, num_partials: int, query: torch.Tensor
+    plan: SpanPlan, num_partials: int, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for partial outputs and their log-sum-exps, flat float32.
 
-    The outputs are ``[num_partials, num_heads, head_size]``, log-sum-exps lack the last dim.
+    The outputs are ``[num_partials, num_heads, value_size]``, log-sum-exps lack the last dim.
     """
-    num_rows = num_partials * query.shape[1]
-    sizes = (num_rows * query.shape[2], num_rows)
+    num_rows = num_partials * output.shape[1]
+    sizes = (num_rows * output.shape[2], num_rows)
     workspace = plan.workspace
     # Spans that count by other weights leave partial results, however many they are.
     if workspace is None or (plan.spans.reweighting and workspace.numel() < sum(sizes)):
-        workspace = query.new_empty(sum(sizes), dtype=torch.float32)
+        workspace = output.new_empty(sum(sizes), dtype=torch.float32)
     elif workspace.numel() < sum(sizes):
         raise ValueError(
             f"workspace has {workspace.numel()} numbers, but partial results take {sum(sizes)}: "
             f"make it {PARTIAL_BYTES} bytes, or leave it out"
         )
-    output, lse = workspace[: sum(sizes)].split(sizes)
-    return output, lse
+    partial_output, lse = workspace[: sum(sizes)].split(sizes)
+    return partial_output, lse
 
 
 def span_attention(
@@ -112,7 +112,7 @@ def span_attention(
     ``tiles`` the rest of the plan's spans lies in host memory.
     """
     _, num_heads, head_size = query.shape
-    num_kv_heads = kv_cache.shape[1]
+    num_kv_heads, value_size = kv_cache.shape[1], output.shape[2]
     if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"query is {query.dtype}; impl='triton' has kernels for float32, bfloat16 and float16"
@@ -135,9 +135,10 @@ def span_attention(
     encoding, unit = _FORMATS[quantized.dtype] if quantized else (0, 1.0)
     key_scale = quantized.key_scale * unit if quantized else 1.0
     value_scale = quantized.value_scale * unit if quantized else 1.0
-    keys, values = key_view(kv_cache, layer.layout), value_view(kv_cache, layer.layout)
-    partial_output, partial_lse = _partials(plan, tiles.num_partials, query)
-    padded = triton.next_power_of_2(head_size)
+    keys = key_view(kv_cache, layer.layout)
+    values = value_view(kv_cache, layer.layout, layer.value_size)
+    partial_output, partial_lse = _partials(plan, tiles.num_partials, output)
+    padded, padded_value = map(triton.next_power_of_2, (head_size, value_size))
     for tile_class in tiles.classes:
         grid = (tile_class.items.shape[0], num_kv_heads)
         attend_tiles[grid](
@@ -154,6 +155,9 @@ def span_attention(
             GROUP_HEADS=num_heads // num_kv_heads,
             HEAD_SIZE=head_size,
             PADDED_HEAD_SIZE=padded,
+            VALUE_SIZE=value_size,
+            PADDED_VALUE_SIZE=padded_value,
+            ROTARY_OFFSET=layer.value_size or 0,
             ROTARY_DIM=0 if cos_sin is None else cos_sin.shape[1],
             IS_NEOX=layer.is_neox,
             HAS_SOFTCAP=layer.softcap > 0,
@@ -174,6 +178,7 @@ def span_attention(
             output, *output.stride()[:2], partial_output, partial_lse,
             tiles.merged_query, tiles.partial_start_loc, tiles.partial, layer.sinks,
             tiles.merged_request, tiles.merged_chosen, weights and weights.factor,
-            HEAD_SIZE=head_size, PADDED_HEAD_SIZE=padded, HAS_SINKS=layer.sinks is not None,
+            VALUE_SIZE=value_size, PADDED_VALUE_SIZE=padded_value,
+            HAS_SINKS=layer.sinks is not None,
             HAS_TEMPERATURE=weights is not None, num_warps=1,
         )  # fmt: skip

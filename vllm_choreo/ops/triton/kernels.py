@@ -15,7 +15,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _pair(dims, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr):
-    """The dim with which each dim rotates, the index of their angle, and the sine's sign."""
+    """The dim with which each dim rotates, the index of their angle, and the sine's sign.
+
+    Dims are counted from the first that rotates.
+    """
     half: tl.constexpr = ROTARY_DIM // 2
     if IS_NEOX:
         is_first = dims < half
@@ -36,11 +39,13 @@ def _load_queries(rows_ptr, has_query, dims, HEAD_SIZE: tl.constexpr):
 
 @triton.jit
 def _rotate(queries, rows_ptr, has_query, cos_sin_ptr, span, dims,
-            HEAD_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr):  # fmt: skip
+            ROTARY_OFFSET: tl.constexpr, ROTARY_DIM: tl.constexpr,
+            IS_NEOX: tl.constexpr):  # fmt: skip
     """Queries [rows, dims] turned by the delta of each row's span."""
-    other, angle, sign = _pair(dims, ROTARY_DIM, IS_NEOX)
-    turns = has_query[:, None] & (dims < ROTARY_DIM)[None, :]
-    partner = tl.load(rows_ptr[:, None] + other[None, :], mask=turns, other=0.0)
+    rotary = dims - ROTARY_OFFSET
+    other, angle, sign = _pair(rotary, ROTARY_DIM, IS_NEOX)
+    turns = has_query[:, None] & ((rotary >= 0) & (rotary < ROTARY_DIM))[None, :]
+    partner = tl.load(rows_ptr[:, None] + ROTARY_OFFSET + other[None, :], mask=turns, other=0.0)
     at = cos_sin_ptr + span[:, None] * ROTARY_DIM + angle[None, :]
     cos = tl.load(at, mask=turns, other=1.0)
     sin = tl.load(at + ROTARY_DIM // 2, mask=turns, other=0.0)
@@ -79,18 +84,19 @@ def _decode(stored, FORMAT: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes,
             key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
-            table_ptr, first_slot, begin, end, dims, scale, softcap,
+            table_ptr, first_slot, begin, end, dims, value_dims, scale, softcap,
             window, inverse_temperature, IS_OWN: tl.constexpr, HEAD_SIZE: tl.constexpr,
-            HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
-            HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
-            PRECISION: tl.constexpr, WIDEN: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
+            VALUE_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+            HAS_WINDOW: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+            CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+            FORMAT: tl.constexpr):  # fmt: skip
     """Take tokens begin .. end - 1, from `first_slot` on, into the running softmax of each row.
 
     `distance` is the seen position of token 0 minus the position of the row's query; of an own
     span a row sees the tokens up to `last_visible`, in a window those beyond `-window`. Scores are
     multiplied by `inverse_temperature`.
     """
-    is_dim = dims < HEAD_SIZE
+    is_dim, is_value_dim = dims < HEAD_SIZE, value_dims < VALUE_SIZE
     for start in range(begin, end, CHUNK):
         token = start + tl.arange(0, CHUNK)
         is_token = token < end
@@ -122,8 +128,8 @@ def _attend(accumulator, maximum, total, queries, last_visible, distance, slopes
         shrink = tl.exp2(maximum - safe)
         values = tl.load(
             value_ptr + (block * value_block + offset * value_slot)[:, None]
-            + dims[None, :] * value_dim,
-            mask=is_token[:, None] & is_dim[None, :], other=0,
+            + value_dims[None, :] * value_dim,
+            mask=is_token[:, None] & is_value_dim[None, :], other=0,
         )  # fmt: skip
         values = _decode(values, FORMAT, queries.dtype)
         accumulator = accumulator * shrink[:, None]
@@ -145,7 +151,8 @@ def attend_tiles(
     own_first_slot_ptr, own_tokens_ptr, own_position_ptr, query_end_ptr, temperature_ptr,
     scale, softcap, window, value_scale,
     NUM_ROWS: tl.constexpr, GROUP_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PADDED_VALUE_SIZE: tl.constexpr,
+    ROTARY_OFFSET: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, FORMAT: tl.constexpr,
@@ -168,7 +175,7 @@ def attend_tiles(
     has_query = query >= 0
     request = tl.load(tile_request_ptr + entry, mask=has_query, other=0)
     column = tl.load(tile_column_ptr + entry, mask=has_query, other=0)
-    dims = tl.arange(0, PADDED_HEAD_SIZE)
+    dims, value_dims = tl.arange(0, PADDED_HEAD_SIZE), tl.arange(0, PADDED_VALUE_SIZE)
     rows_ptr = query_ptr + query * query_token + head * query_head
     queries = _load_queries(rows_ptr, has_query, dims, HEAD_SIZE)
 
@@ -184,7 +191,7 @@ def attend_tiles(
         slopes = tl.load(slopes_ptr + head, mask=has_query, other=0.0)
     maximum = tl.full([NUM_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([NUM_ROWS], tl.float32)
-    accumulator = tl.zeros([NUM_ROWS, PADDED_HEAD_SIZE], tl.float32)
+    accumulator = tl.zeros([NUM_ROWS, PADDED_VALUE_SIZE], tl.float32)
     key_ptr += kv_head.to(tl.int64) * key_head
     value_ptr += kv_head.to(tl.int64) * value_head
 
@@ -202,7 +209,7 @@ def attend_tiles(
         if ROTARY_DIM > 0:
             span = tl.load(read_span_ptr + read, mask=has_query, other=0)
             turned = _rotate(queries, rows_ptr, has_query, cos_sin_ptr, span, dims,
-                             HEAD_SIZE, ROTARY_DIM, IS_NEOX)  # fmt: skip
+                             ROTARY_OFFSET, ROTARY_DIM, IS_NEOX)  # fmt: skip
         distance = position
         if HAS_ALIBI or HAS_WINDOW:
             seen = tl.load(read_position_ptr + read, mask=has_query, other=0)
@@ -210,9 +217,9 @@ def attend_tiles(
         accumulator, maximum, total = _attend(
             accumulator, maximum, total, turned, index, distance, slopes,
             key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
-            blocks_ptr, tl.load(segment_ptr + 2), 0, tl.load(segment_ptr + 3), dims, scale, softcap,
-            window, inverse_temperature, False, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW,
-            HAS_TEMPERATURE, BLOCK_SIZE, CHUNK, PRECISION, WIDEN, FORMAT,
+            blocks_ptr, tl.load(segment_ptr + 2), 0, tl.load(segment_ptr + 3), dims, value_dims,
+            scale, softcap, window, inverse_temperature, False, HEAD_SIZE, VALUE_SIZE, HAS_SOFTCAP,
+            HAS_ALIBI, HAS_WINDOW, HAS_TEMPERATURE, BLOCK_SIZE, CHUNK, PRECISION, WIDEN, FORMAT,
         )  # fmt: skip
 
     if own_request >= 0:
@@ -229,9 +236,9 @@ def attend_tiles(
             key_ptr, key_block, key_slot, key_dim, value_ptr, value_block, value_slot, value_dim,
             table_ptr + own_request.to(tl.int64) * table_row,
             tl.load(own_first_slot_ptr + own_request), begin,
-            tl.minimum(begin + per_share, num_visible), dims, scale, softcap,
-            window, 1.0, True, HEAD_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW, False, BLOCK_SIZE,
-            CHUNK, PRECISION, WIDEN, FORMAT,
+            tl.minimum(begin + per_share, num_visible), dims, value_dims, scale, softcap,
+            window, 1.0, True, HEAD_SIZE, VALUE_SIZE, HAS_SOFTCAP, HAS_ALIBI, HAS_WINDOW, False,
+            BLOCK_SIZE, CHUNK, PRECISION, WIDEN, FORMAT,
         )  # fmt: skip
 
     if HAS_SINKS and first_partial < 0:
@@ -242,16 +249,18 @@ def attend_tiles(
     result = accumulator / total[:, None]
     if FORMAT != 0:
         result = result * value_scale
-    is_stored = has_query[:, None] & (dims < HEAD_SIZE)[None, :]
+    is_stored = has_query[:, None] & (value_dims < VALUE_SIZE)[None, :]
     if first_partial < 0:
         at = output_ptr + query * output_token + head * output_head
         tl.store(
-            at[:, None] + dims[None, :], result.to(output_ptr.dtype.element_ty), mask=is_stored
+            at[:, None] + value_dims[None, :],
+            result.to(output_ptr.dtype.element_ty),
+            mask=is_stored,
         )
     else:
         num_heads = tl.num_programs(1) * GROUP_HEADS
         partial = (first_partial + slot).to(tl.int64) * num_heads + head
-        tl.store(partial_output_ptr + partial[:, None] * HEAD_SIZE + dims[None, :], result,
+        tl.store(partial_output_ptr + partial[:, None] * VALUE_SIZE + value_dims[None, :], result,
                  mask=is_stored)  # fmt: skip
         tl.store(partial_lse_ptr + partial, maximum + tl.log2(total), mask=has_query)
 
@@ -261,7 +270,7 @@ def merge_partials(
     output_ptr, output_token, output_head, partial_output_ptr, partial_lse_ptr,
     merged_query_ptr, partial_start_ptr, partial_ptr, sinks_ptr,
     merged_request_ptr, merged_chosen_ptr, factor_ptr,
-    HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, PADDED_VALUE_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
     """The output of one head of one query from its partial results.
@@ -272,8 +281,8 @@ def merge_partials(
     merged, head = tl.program_id(0), tl.program_id(1)
     query = tl.load(merged_query_ptr + merged).to(tl.int64)
     begin, end = tl.load(partial_start_ptr + merged), tl.load(partial_start_ptr + merged + 1)
-    dims = tl.arange(0, PADDED_HEAD_SIZE)
-    is_dim = dims < HEAD_SIZE
+    dims = tl.arange(0, PADDED_VALUE_SIZE)
+    is_dim = dims < VALUE_SIZE
     shift = 0.0
     end_chosen = begin
     if HAS_TEMPERATURE:
@@ -297,14 +306,14 @@ def merge_partials(
     total = 0.0
     if HAS_SINKS:  # an output of zero
         total = tl.exp2(tl.load(sinks_ptr + head) * LOG2_E - maximum)
-    result = tl.zeros([PADDED_HEAD_SIZE], tl.float32)
+    result = tl.zeros([PADDED_VALUE_SIZE], tl.float32)
     for i in range(begin, end):
         at = tl.load(partial_ptr + i).to(tl.int64) * tl.num_programs(1) + head
         lse = tl.load(partial_lse_ptr + at) + tl.where(i < end_chosen, shift, 0.0)
         weight = tl.exp2(lse - maximum)
         total += weight
         result += weight * tl.load(
-            partial_output_ptr + at * HEAD_SIZE + dims, mask=is_dim, other=0.0
+            partial_output_ptr + at * VALUE_SIZE + dims, mask=is_dim, other=0.0
         )
     at = output_ptr + query * output_token + head * output_head
     tl.store(at + dims, (result / total).to(output_ptr.dtype.element_ty), mask=is_dim)

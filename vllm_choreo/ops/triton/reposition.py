@@ -17,12 +17,13 @@ def reposition_keys(
     cos_sin: torch.Tensor,
     is_neox: bool,
     layout: Layout,
+    value_size: int | None = None,
 ) -> None:
     """Run ``vllm_choreo.ops.reposition_keys``; all tensors lie on the cache's device."""
     num_moves, rotary_dim = cos_sin.shape
     if num_moves == 0:
         return
-    keys, values = key_view(kv_cache, layout), value_view(kv_cache, layout)
+    keys, values = key_view(kv_cache, layout), value_view(kv_cache, layout, value_size)
     _, num_kv_heads, block_size, head_size = keys.shape
     _move_block[(num_moves, num_kv_heads)](
         keys, *keys.stride(), values, *values.stride(), src_blocks, dst_blocks, cos_sin,
@@ -30,6 +31,7 @@ def reposition_keys(
         PADDED_BLOCK_SIZE=triton.next_power_of_2(block_size),
         HEAD_SIZE=head_size,
         PADDED_HEAD_SIZE=triton.next_power_of_2(head_size),
+        ROTARY_OFFSET=value_size or 0,
         HALF=rotary_dim // 2,
         PADDED_HALF=triton.next_power_of_2(max(rotary_dim // 2, 1)),
         IS_NEOX=is_neox,
@@ -42,7 +44,7 @@ def _move_block(
     value_ptr, value_block, value_head, value_slot, value_dim,
     src_ptr, dst_ptr, cos_sin_ptr,
     BLOCK_SIZE: tl.constexpr, PADDED_BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr, ROTARY_OFFSET: tl.constexpr,
     HALF: tl.constexpr, PADDED_HALF: tl.constexpr, IS_NEOX: tl.constexpr,
 ):  # fmt: skip
     """One KV head of one block. Names without a suffix are strides, in elements."""
@@ -58,8 +60,8 @@ def _move_block(
         first_dims, second_dims = angles, angles + HALF
     else:
         first_dims, second_dims = 2 * angles, 2 * angles + 1
-    at_first = at_key + first_dims[None, :] * key_dim
-    at_second = at_key + second_dims[None, :] * key_dim
+    at_first = at_key + (ROTARY_OFFSET + first_dims)[None, :] * key_dim
+    at_second = at_key + (ROTARY_OFFSET + second_dims)[None, :] * key_dim
     first = tl.load(at_first + src * key_block, mask=is_turned, other=0.0)
     second = tl.load(at_second + src * key_block, mask=is_turned, other=0.0)
     at_angle = cos_sin_ptr + move * 2 * HALF + angles
@@ -73,13 +75,15 @@ def _move_block(
 
     if src != dst:
         dims = tl.arange(0, PADDED_HEAD_SIZE)
-        is_kept = is_slot[:, None] & ((dims >= 2 * HALF) & (dims < HEAD_SIZE))[None, :]
+        is_rotated = (dims >= ROTARY_OFFSET) & (dims < ROTARY_OFFSET + 2 * HALF)
+        is_kept = is_slot[:, None] & (~is_rotated & (dims < HEAD_SIZE))[None, :]
         at_kept = at_key + dims[None, :] * key_dim
         kept = tl.load(at_kept + src * key_block, mask=is_kept, other=0.0)
         tl.store(at_kept + dst * key_block, kept, mask=is_kept)
         at_value = (
             value_ptr + head * value_head + slots[:, None] * value_slot + dims[None, :] * value_dim
         )
-        is_value = is_slot[:, None] & (dims < HEAD_SIZE)[None, :]
+        # Values of a latent cache are the beginnings of the keys, which are copied already.
+        is_value = is_slot[:, None] & (dims < HEAD_SIZE)[None, :] & (ROTARY_OFFSET == 0)
         copied = tl.load(at_value + src * value_block, mask=is_value, other=0.0)
         tl.store(at_value + dst * value_block, copied, mask=is_value)

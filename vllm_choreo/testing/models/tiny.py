@@ -219,6 +219,59 @@ def _ministral3() -> transformers.PretrainedConfig:
     )
 
 
+_MLA = {
+    **_GQA,
+    "num_key_value_heads": _GQA["num_attention_heads"],
+    # The only sizes that vLLM's CPU attention has of MLA.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 48,
+    # The first layer is dense.
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}
+
+
+def _deepseek_v2() -> transformers.PretrainedConfig:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.9,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": MAX_MODEL_LEN // 4,
+    }
+    return transformers.DeepseekV2Config(
+        **_MLA,
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        rope_parameters=rope,
+    )
+
+
+def _deepseek_v3() -> transformers.PretrainedConfig:
+    return transformers.DeepseekV3Config(
+        **_MLA,
+        q_lora_rank=96,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=True,
+        num_mtp_layers=0,
+        # By which vLLM knows how experts are chosen.
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+
+
 def _local(name: str, config: Callable[[], transformers.PretrainedConfig], why: str) -> TinyModel:
     return TinyModel(name, config, why, is_trainable=False, is_local=True)
 
@@ -243,13 +296,16 @@ TINY_MODELS = {
         _local("gpt_oss", _gpt_oss, "alternating windows, sinks, YaRN, experts"),
         TinyModel("ministral3", _ministral3, "queries scaled by their position", False),
         TinyModel("paddleocr_vl", _paddleocr_vl, "M-RoPE, given text alone", False),
+        TinyModel("deepseek_v2", _deepseek_v2, "MLA, YaRN that scales scores, experts", False),
+        TinyModel("deepseek_v3", _deepseek_v3, "MLA with compressed queries, experts", False),
     )
 }
 
 
 def _gain(name: str) -> float:
     """Gain of one weight matrix; see the module's docstring."""
-    is_attention_input = any(part in name for part in ("q_proj", "k_proj", "query_key_value"))
+    parts = ("q_proj", "k_proj", "query_key_value", "q_b_proj", "kv_a_proj")
+    is_attention_input = any(part in name for part in parts)
     return ATTENTION_GAIN if is_attention_input else 1.0
 
 
