@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine import batch_runner, command_line, cpu_kernels
 from vllm_choreo.engine.compat import check_version
-from vllm_choreo.kv_dtype import adopt_declared, quantized_name
 from vllm_choreo.engine.orphan import end_with_parent
 from vllm_choreo.errors import UnsupportedOptionError
+from vllm_choreo.kv_dtype import adopt_declared, quantized_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

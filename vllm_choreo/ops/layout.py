@@ -7,9 +7,8 @@ any strides of blocks, heads and slots. The contents of a (block, head) differ::
     KEYS_TRANSPOSED   K transposed [head_size, block_size], then V [block_size, head_size]
     SIDE_BY_SIDE      [block_size, K and V of a token]
 
-Source: vLLM 0.32.0, CPU attention (instruction sets ``vec`` and ``vec16``, float32, bfloat16 and, in
-bytes, 8 bits);
-its FlashAttention and Triton attention backends.
+Source: vLLM 0.32.0, CPU attention (instruction sets ``vec`` and ``vec16``, float32, bfloat16 and 8
+bits); its FlashAttention and Triton attention backends.
 """
 
 from __future__ import annotations

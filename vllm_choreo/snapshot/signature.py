@@ -26,8 +26,8 @@ def signature(vllm_config: VllmConfig) -> dict[str, Any]:
 
     Returns:
         `name`, for a reader; `weights`, `tokenizer`: digests, see `ModelIdentity`; `architecture`;
-        `dtype`, `kv_dtype`, `quantization`; `is_dummy`: the weights are drawn at random; `rotation`: the
-        parameters of RoPE.
+        `dtype`, `kv_dtype`, `quantization`; `is_dummy`: the weights are drawn at random;
+        `rotation`: the parameters of RoPE.
     """
     model = vllm_config.model_config
     base = _base_model(model.model)

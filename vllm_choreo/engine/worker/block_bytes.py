@@ -53,7 +53,7 @@ class BlockBytes:
     def shape(self) -> dict[str, Any]:
         """`dtype`, `layers`: `[num_kv_heads, head_size]` of each in this worker, and `scales`.
 
-        The latter are `[key_scale, value_scale]` of each layer if the cache is in 8 bits, else none.
+        These are `[key_scale, value_scale]` of each layer if the cache is in 8 bits, else none.
         """
         sizes = [[cache.shape[1], cache.shape[3] // 2] for cache in self._caches]
         scales = [[q.key_scale, q.value_scale] for q in self._quantized]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_choreo.kv_dtype import quantized_name
 from vllm_choreo.errors import UnsupportedModelError
+from vllm_choreo.kv_dtype import quantized_name
 from vllm_choreo.ops import QuantizedKV
 
 if TYPE_CHECKING:
