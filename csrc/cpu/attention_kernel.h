@@ -358,8 +358,8 @@ static void attend_tile_as(const AttentionArgs& a, const Tile& tile, float* scra
                            float* const* partials) {
   TileState s = make_state(a, tile, scratch);
   const float scale = a.scale * a.key_scale * kUnit<T>;
-  const float factor = a.softcap != 0.0f ? scale / a.softcap
-                                         : scale * kLog2e * tile_inverse_temperature(a, tile);
+  const float factor =
+      a.softcap != 0.0f ? scale / a.softcap : scale * kLog2e * tile_inverse_temperature(a, tile);
   for (int m = 0; m < tile.num_members; ++m) {
     pack_queries<Q>(a, tile.kv_head, tile.members[m], factor, s.base);
   }

@@ -173,7 +173,8 @@ class Witness:
         oracle = self.oracles[lora.lora_int_id if lora else 0]
         encoded, computed = dense_pass(oracle, stored, parents, new_offset + seen, weights)
         self.num_requests += 1
-        self._compare(oracle, stored, computed, first - seen, new_offset - own, request)
+        shift, name = new_offset - own, request.request_id
+        self.compare(oracle, stored, computed, first - seen, shift, name)
         if call is not None and call.is_internal:
             return
         spans = (
@@ -188,17 +189,25 @@ class Witness:
             # vLLM adds a random part to the ids of requests.
             self.by_request[request.request_id.rpartition("-")[0]] = witnessed
 
-    def _compare(
+    def compare(
         self,
         oracle: Oracle,
         stored: Encoded,
         computed: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
         first: int,
         shift: int,
-        request: Any,
+        name: str,
+        layers: Sequence[int] | None = None,
     ) -> None:
-        """Compare what was written from token `first` on with what was to be stored."""
-        for number, layer in enumerate(self._layers):
+        """Compare what was written from token `first` on with what was to be stored.
+
+        Args:
+            shift: positions by which keys were computed beyond where they are stored.
+            name: of the request, for failures.
+            layers: layers that count; None: all.
+        """
+        for number in range(len(self._layers)) if layers is None else layers:
+            layer = self._layers[number]
             keys, values = (part[number][:, first:] for part in computed)
             if oracle.layer_has_rope[number]:
                 keys = oracle.rotate(keys, -shift, number)
@@ -220,7 +229,7 @@ class Witness:
                 if bool(wrong.any()):
                     token = int(wrong.nonzero()[0, 1]) + first
                     self.failures.append(
-                        f"{request.request_id}: {int(wrong.sum())} of {found.numel()} {what} of "
+                        f"{name}: {int(wrong.sum())} of {found.numel()} {what} of "
                         f"layer {number} are stored otherwise, first of token {token}"
                     )
                     return

@@ -44,7 +44,7 @@ def fp8_case(fmt, *args, scales=None, **options):
 
 @of_all_formats
 def test_what_a_byte_stands_for(fmt):
-    """Of all 256, torch's numbers are those of the definition, with the scales of keys or values."""
+    """Of all 256, torch's numbers are those of the definition, with the scale of keys or values."""
     numbers = torch.tensor([number_of(byte, fmt) for byte in range(256)])
     stored = torch.arange(256, dtype=torch.uint8)
     quantized = QuantizedKV(fmt, **SCALES)
