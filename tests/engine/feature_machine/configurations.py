@@ -137,7 +137,7 @@ CONFIGURATIONS = {
         _made("tight", "adapters drafts host hidden chunks", 13, host_blocks=4, hidden_rows=256),
         _made("crowd", "host share window hidden", 29, host_blocks=3),
         _latent("latent", "host hidden chunks priority", 41, host_blocks=12, model="deepseek_v3"),
-        _latent("moved rows", "in_place drafts share host few", 37, model="deepseek_v2"),
+        _latent("moved", "in_place drafts share host few", 37, model="deepseek_v2"),
     )
 }
 
