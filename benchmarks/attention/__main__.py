@@ -26,7 +26,7 @@ from vllm import _custom_ops as vllm_ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_choreo.ops import LayerAttention, SpanBatch, SpanPlan, span_attention
+from vllm_choreo.ops import LayerAttention, Layout, SpanBatch, SpanPlan, span_attention
 from vllm_choreo.ops import cpu as choreo_cpu
 from vllm_choreo.ops.layout import write_kv
 
@@ -38,7 +38,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 @dataclass(frozen=True)
 class Shape:
     """One workload: num_reqs requests of q_len queries over kv_len tokens each, all of which are
-    seen, or those in a sliding window.
+    seen, or those in a sliding window. Latents (MLA) have values of another size.
     """
 
     num_reqs: int
@@ -50,6 +50,11 @@ class Shape:
     block_size: int
     dtype: torch.dtype
     window: int | None = None
+    value_size: int | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.KEYS_TRANSPOSED if self.value_size is None else Layout.LATENT
 
     def label(self) -> str:
         kind = "decode" if self.q_len == 1 else "prefill"
@@ -69,24 +74,37 @@ def all_shapes(dtypes: list[torch.dtype], block_sizes: list[int]) -> list[Shape]
     # Of gpt-oss and of Gemma 3.
     work += [(n, q, 4096, window) for window in (128, 512) for n, q in ((8, 1), (1, 256))]
     heads = [(9, 3, 64), (32, 8, 128)]
-    return [
+    # Of DeepSeek V2 Lite and of V3, in the blocks that vLLM's kernel takes; it decodes alone.
+    latents = [
+        Shape(n, 1, kv, num_heads, 1, 576, 16, dtype, value_size=512)
+        for dtype in dtypes
+        for num_heads in (16, 128)
+        for n, kv in ((1, 512), (1, 4096), (8, 512), (8, 4096))
+    ]
+    dense = [
         Shape(n, q, kv, *h, block, dtype, window)
         for dtype in dtypes
         for block in block_sizes
         for h in heads
         for n, q, kv, window in work
     ]
+    return dense + latents
 
 
 def make_inputs(s: Shape) -> Inputs:
     """Query, a filled cache and its block table, blocks in random order."""
     blocks = -(-s.kv_len // s.block_size)
     table = torch.randperm(s.num_reqs * blocks).view(s.num_reqs, blocks).to(torch.int32)
-    cache = torch.zeros(table.numel(), s.num_kv_heads, s.block_size, 2 * s.head_size, dtype=s.dtype)
+    width = 2 * s.head_size if s.value_size is None else s.head_size
+    cache = torch.zeros(table.numel(), s.num_kv_heads, s.block_size, width, dtype=s.dtype)
     slots = torch.arange(table.numel() * s.block_size)
     for part in slots.split(8192):
         shape = (part.numel(), s.num_kv_heads, s.head_size)
-        write_kv(cache, part, torch.randn(shape).to(s.dtype), torch.randn(shape).to(s.dtype))
+        keys = torch.randn(shape).to(s.dtype)
+        values = (
+            torch.randn(shape).to(s.dtype) if s.value_size is None else keys[..., : s.value_size]
+        )
+        write_kv(cache, part, keys, values, s.layout)
     query = torch.randn(s.num_reqs * s.q_len, s.num_heads, s.head_size).to(s.dtype)
     return query, cache, table
 
@@ -107,7 +125,9 @@ def make_ours(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
     )
     batch.validate(cache.shape[0])
     plan = SpanPlan(batch, cos_sin=None)
-    layer = LayerAttention(scale=s.head_size**-0.5, window=s.window)
+    layer = LayerAttention(
+        scale=s.head_size**-0.5, window=s.window, layout=s.layout, value_size=s.value_size
+    )
     return partial(span_attention, query, cache, output, plan, layer, impl="cpu")
 
 
@@ -115,6 +135,10 @@ def make_vllm(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
     query, cache, table = inputs
     starts = torch.arange(s.num_reqs + 1, dtype=torch.int32) * s.q_len
     seq_lens = torch.full((s.num_reqs,), s.kv_len, dtype=torch.int32)
+    if s.value_size is not None:
+        rows, scale = cache.squeeze(1), s.head_size**-0.5
+        decode = vllm_ops.mla_decode_kvcache_cpu
+        return partial(decode, output, query, rows, scale, table, seq_lens)
     window = s.window or -1  # none
     isa = _get_attn_isa(s.dtype, s.block_size, s.head_size)
     metadata = vllm_ops.cpu_attn_get_scheduler_metadata(
@@ -162,7 +186,8 @@ def measure(s: Shape, rounds: int) -> dict[str, Any]:
     """Compare the outputs, then time both sides in turn, ``rounds`` times."""
     torch.manual_seed(0)
     inputs = make_inputs(s)
-    outputs = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+    size = (*inputs[0].shape[:2], s.value_size or s.head_size)
+    outputs = torch.empty(size, dtype=s.dtype), torch.zeros(size, dtype=s.dtype)
     ours = make_ours(s, inputs, outputs[0])
     theirs = make_vllm(s, inputs, outputs[1])
     ours()

@@ -20,8 +20,11 @@ from benchmarks.attention.tables import TABLES
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.tables import as_text
 
-# Readers, tokens of all messages, query heads, KV heads, head size (SmolLM2-135M, Llama-3.1-8B).
-SHAPES = [(n, 4000, *heads) for heads in ((9, 3, 64), (32, 8, 128)) for n in (2, 4, 8, 16, 32)]
+# Query heads, KV heads, head size (SmolLM2-135M, Llama-3.1-8B), and that of values in latents
+# (DeepSeek V2 Lite).
+HEADS: list[tuple[int, ...]] = [(9, 3, 64), (32, 8, 128), (16, 1, 576, 512)]
+# Readers, tokens of all messages, heads.
+SHAPES = [(n, 4000, *heads) for heads in HEADS for n in (2, 4, 8, 16, 32)]
 
 
 def main() -> int:
@@ -42,7 +45,9 @@ def main() -> int:
 
 
 def _row(shape: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    readers, tokens, heads, kv_heads, size = shape
+    readers, tokens, heads, kv_heads, size, *latent = shape
+    value_size = latent[0] if latent else size
+    key_and_value = size if latent else 2 * size  # numbers that are stored
     seconds = measure(make_work(*shape), rounds)
     ratios = [a / b for a, b in zip(seconds["alone"], seconds["together"], strict=True)]
     first, _, third = statistics.quantiles(ratios, n=4)
@@ -56,8 +61,8 @@ def _row(shape: tuple[int, ...], rounds: int) -> dict[str, Any]:
         "ratio": round(statistics.median(ratios), 3),
         "ratio_q1": round(first, 3),
         "ratio_q3": round(third, 3),
-        "gflops": round(4e-9 * readers * heads * size * tokens / together, 1),
-        "gb_s": round(8e-9 * tokens * kv_heads * size / together, 2),
+        "gflops": round(2e-9 * readers * heads * (size + value_size) * tokens / together, 1),
+        "gb_s": round(4e-9 * tokens * kv_heads * key_and_value / together, 2),
     }
 
 

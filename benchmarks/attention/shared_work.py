@@ -13,6 +13,7 @@ from vllm_choreo.engine.step import RequestSpans
 from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
 from vllm_choreo.ops import (
     LayerAttention,
+    Layout,
     Rotation,
     SpanBatch,
     SpanPlan,
@@ -35,21 +36,34 @@ class Work:
     caches: list[torch.Tensor]
     batch: SpanBatch
     cos_sin: torch.Tensor
+    layer: LayerAttention
 
 
-def make_work(readers: int, tokens: int, heads: int, kv_heads: int, size: int) -> Work:
+def make_work(
+    readers: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    value_size: int | None = None,
+) -> Work:
+    """Work of a shape; a size of values is that of latents (MLA)."""
     per_message = -(-tokens // MESSAGES // BLOCK_SIZE)
     num_blocks = MESSAGES * per_message + readers
-    layer_bytes = num_blocks * kv_heads * BLOCK_SIZE * 2 * size * 4
+    width, rotary_dim = (2 * size, size) if value_size is None else (size, size - value_size)
+    layer_bytes = num_blocks * kv_heads * BLOCK_SIZE * width * 4
     num_layers = max(2, round(CACHE_BYTES / layer_bytes))
-    shape = (num_blocks, kv_heads, BLOCK_SIZE, 2 * size)
-    rotation = Rotation(1e5 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size), True)
+    shape = (num_blocks, kv_heads, BLOCK_SIZE, width)
+    dims = torch.arange(0, rotary_dim, 2, dtype=torch.float64)
+    rotation = Rotation(1e5 ** (-dims / rotary_dim), True)
+    layout = Layout.KEYS_TRANSPOSED if value_size is None else Layout.LATENT
     batch = make_batch(readers, tokens // MESSAGES, per_message)
     return Work(
         query=torch.randn(readers, heads, size),
         caches=[torch.randn(shape) for _ in range(num_layers)],
         batch=batch,
         cos_sin=rotation.cos_sin(batch.position_delta),
+        layer=LayerAttention(scale=size**-0.5, layout=layout, value_size=value_size),
     )
 
 
@@ -83,11 +97,11 @@ def measure(work: Work, rounds: int) -> dict[str, list[float]]:
         "alone": SpanPlan(work.batch, work.cos_sin),
     }
     sides = tuple(plans)
-    layer = LayerAttention(scale=work.query.shape[-1] ** -0.5)
-    outputs = {name: torch.empty_like(work.query) for name in sides}
+    size = (*work.query.shape[:2], work.layer.value_size or work.query.shape[2])
+    outputs = {name: torch.empty(size) for name in sides}
 
     def attend(name: str, cache: torch.Tensor) -> None:
-        span_attention(work.query, cache, outputs[name], plans[name], layer)
+        span_attention(work.query, cache, outputs[name], plans[name], work.layer)
 
     for cache in work.caches:
         for name in sides:

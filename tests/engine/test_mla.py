@@ -210,7 +210,7 @@ def test_saved_messages_are_loaded_without_encoding(full: Any, tmp_path: Path) -
         docs = [c.prefill(random_tokens(rng, 50), save_as=f"doc{i}") for i in range(2)]
         _answers(c, docs)
         before = _answers(c, docs)
-        c.save(docs, str(tmp_path / "kept"))
+        c.save(docs, str(tmp_path / "kept"), encodings=True)
     with Choreography(full) as c:
         docs = c.load(str(tmp_path / "kept"))
         assert all(m["num_encoded"] == m["num_tokens"] for m in c.stats()["messages"])

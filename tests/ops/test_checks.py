@@ -102,6 +102,27 @@ def test_bad_arguments_are_refused(message, impl):
         span_attention(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("value_size is None", {"value_size": None}),
+        ("value_size is 48 and the layout", {"layout": Layout.KEYS_TRANSPOSED}),
+        ("value_size is 96|at most that", {"value_size": 96}),
+        ("output has|output and kv_cache differ", {"value_size": 64}),
+        ("rotary_dim", {"value_size": 64, "output": 64}),
+    ],
+)
+def test_latent_caches_need_a_size_of_values_that_fits(message, changes, impl):
+    """Keys of 80 numbers begin with values of 48, behind which 32 rotate."""
+    changes = dict(changes)
+    options = {"head_size": 80, "value_size": 48, "rotary_dim": 32, "num_kv_heads": 1}
+    case = make_case(1, [(4, 0, [5])], **options)
+    output = torch.zeros(*case.query.shape[:2], changes.pop("output", 48))
+    layer = dataclasses.replace(case.layer(), **changes)
+    with pytest.raises(ValueError, match=message):
+        span_attention(case.query, case.kv_cache, output, case.plan(), layer, impl)
+
+
 def test_unknown_implementation_is_refused():
     case = make_case(1, [(4, 0, [5])])
     with pytest.raises(ValueError, match="choose 'reference', 'cpu', 'triton', 'xformers' or None"):

@@ -141,7 +141,7 @@ CONFIGURATIONS = {
         _made("crowd", "host share window hidden", 29, host_blocks=3),
         _made("twins", "host", 21, host_blocks=40, begins_full=True),
         _latent("latent", "host hidden chunks priority", 41, host_blocks=12, model="deepseek_v3"),
-        _latent("moved rows", "in_place drafts share host few", 37, model="deepseek_v2"),
+        _latent("moved", "in_place drafts share host few", 37, model="deepseek_v2"),
     )
 }
 
