@@ -25,10 +25,13 @@ from tests.ops.cases import (
 )
 from tests.ops.test_sharing import WORKLOADS as SHARED
 from tests.ops.test_sharing import shared_case, shared_reads
-from tests.ops.test_span_attention import HEAD_SIZES, VARIANTS, WORKLOADS
+from tests.ops.test_span_attention import HEAD_SIZES, WORKLOADS
+from tests.ops.test_span_attention import VARIANTS as ALL_VARIANTS
 from vllm_choreo.ops import Layout, QuantizedKV, SpanBatch, reposition_keys, span_attention
 from vllm_choreo.ops.layout import key_view, value_view
 
+# Latent caches are refused: what is a key and a value at once would have two scales.
+VARIANTS = {name: v for name, v in ALL_VARIANTS.items() if "value_size" not in v}
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 # Powers of two are no test of where scales are applied: these are none.
 SCALES = {"key_scale": 0.37, "value_scale": 1.9}
@@ -191,6 +194,9 @@ def test_what_is_refused(impl):
         run(dataclasses.replace(case, kv_cache=torch.zeros(40, 2, 32, 128)), impl)
     with pytest.raises(ValueError, match=r"uint8|Byte"):
         run(dataclasses.replace(case, quantized=None), impl)
+    latent = dataclasses.replace(case, layout=Layout.LATENT, value_size=32)
+    with pytest.raises(ValueError, match="a latent cache is not quantized"):
+        run(latent, impl)
     with pytest.raises(ValueError, match="cannot be rotated where they lie"):
         reposition_keys(case.kv_cache, ints([0]), ints([0]), torch.ones(1, 64), impl=impl)
 

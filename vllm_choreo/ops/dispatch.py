@@ -175,8 +175,8 @@ def _check_attention(
             f"kv_cache has block size {kv_cache.shape[2]}, the batch {plan.spans.block_size}"
         )
     _check_cache(kv_cache, layer.layout)
-    _check_rows(query, kv_cache, output, layer)
     _check_dtypes(query, kv_cache, output, layer)
+    _check_rows(query, kv_cache, output, layer)
     if layer.softcap < 0:
         raise ValueError(f"softcap is {layer.softcap}; use 0 for none")
     if layer.window is not None and layer.window < 1:
@@ -224,6 +224,11 @@ def _check_rows(
 def _check_dtypes(
     query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, layer: LayerAttention
 ) -> None:
+    if layer.quantized is not None and layer.value_size is not None:
+        raise ValueError(
+            "a latent cache is not quantized: its rows, which are keys and values at once, would "
+            "have a scale of each; leave quantized out"
+        )
     of_cache = query.dtype if layer.quantized is None else torch.uint8
     if kv_cache.dtype != of_cache or output.dtype != query.dtype:
         raise ValueError(
