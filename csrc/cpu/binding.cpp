@@ -113,6 +113,9 @@ std::unique_ptr<LayerAttention> make_layer(double scale, bool is_neox, double so
                                            const std::string& quantized, double key_scale,
                                            double value_scale,
                                            std::optional<int64_t> latent_value_size) {
+  TORCH_CHECK_VALUE(quantized.empty() || !latent_value_size,
+                    "a latent cache is not quantized: its rows, which are keys and values at once, "
+                    "would have a scale of each");
   TORCH_CHECK_VALUE(softcap >= 0, "softcap is ", softcap, "; use 0 for none");
   TORCH_CHECK_VALUE(!window || *window >= 1, "window is ", *window, "; use None for none");
   const choreo::Layer layer = {is_neox,

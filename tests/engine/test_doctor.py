@@ -24,6 +24,11 @@ from vllm_choreo.cli.main import main
         ("glm4", "0-2       rotary, 16 dims, neighbours paired"),
         pytest.param("smollm3", "1         no rotation", marks=pytest.mark.exhaustive),
         ("gpt_oss", "0         rotary, 32 dims, halves paired, window of 8, sinks"),
+        pytest.param(
+            "deepseek_v3",
+            "0-2       rotary, 64 dims, neighbours paired",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_the_doctor_finds_the_positions_and_agrees_with_huggingface(
@@ -36,7 +41,7 @@ def test_the_doctor_finds_the_positions_and_agrees_with_huggingface(
     out = capsys.readouterr().out
     assert row in out
     assert out.count("8/8") == 7 and "WRONG" not in out
-    assert "Block size: 32" in out
+    assert f"Block size: {16 if name == 'deepseek_v3' else 32}" in out
 
 
 def test_the_doctor_notices_a_wrong_answer(

@@ -57,7 +57,7 @@ def save(uri: str, token: int, content: bytes = b"new") -> None:
 
 
 MODEL = {"name": "m", "weights": "w", "tokenizer": "t"}
-SHAPE = KVShape.of("float32", [[1, 4]])
+SHAPE = KVShape.of("float32", [[1, 4, 4]])
 
 
 def save_whole(uri: str, token: int) -> None:

@@ -67,7 +67,7 @@ from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.repaired import repaired_chain
 from vllm_choreo.store.store import MessageStore
 
-SHAPE = KVShape.of("float32", [[2, 8], [1, 4], [2, 8]], ("bfloat16", 24)).keeping([1, 2])
+SHAPE = KVShape.of("float32", [[2, 8, 8], [1, 4, 4], [2, 8, 8]], ("bfloat16", 24)).keeping([1, 2])
 
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_chunks_are_all_of_an_encoding_in_the_order_of_its_file(tokens: int, mos
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, -math.nan, None], ids=str)
 def test_numbers_of_a_chunk_are_finite(name: str, wrong: float | None) -> None:
-    dtype, shape = getattr(torch, name), KVShape.of(name, [[1, 8]])
+    dtype, shape = getattr(torch, name), KVShape.of(name, [[1, 8, 8]])
     (chunk,) = chunks(shape, 3)
     numbers = torch.randn(48).to(dtype)
     numbers[:2] = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min])
@@ -109,22 +109,29 @@ def test_files_are_safetensors_and_come_back_as_they_were(
 ) -> None:
     """Written by two workers that share the heads, read by one and by four."""
     tokens, size, blocks = 9, 4, [3, 0, 5]
-    shape = KVShape.of(str(dtype).removeprefix("torch."), [[2, 8], [2, 8]])
+    # Of latents a file has what rotates as keys, and the latents as values.
+    is_latent = layout is Layout.LATENT
+    sizes, width = ([3, 8], 11) if is_latent else ([8, 8], 16)
+    value_size = 8 if is_latent else None
+    shape = KVShape.of(str(dtype).removeprefix("torch."), [[2, *sizes], [2, *sizes]])
     generator = torch.Generator().manual_seed(1)
-    wanted = torch.randn(4, tokens, 2, 8, generator=generator).to(dtype)
+    wanted = [
+        torch.randn(tokens, 2, size, generator=generator).to(dtype) for size in (*sizes, *sizes)
+    ]
     slots = torch.tensor([blocks[i // size] * size + i % size for i in range(tokens)])
 
     def caches(heads: int) -> list[torch.Tensor]:
-        return [torch.zeros(6, heads, size, 16, dtype=dtype) for _ in range(2)]
+        return [torch.zeros(6, heads, size, width, dtype=dtype) for _ in range(2)]
 
     halves = [caches(1), caches(1)]
     for rank, own in enumerate(halves):
         for layer, cache in enumerate(own):
-            parts = wanted[2 * layer : 2 * layer + 2, :, rank : rank + 1]
-            write_kv(cache, slots, parts[0], parts[1], layout)
-    writers = [BlockBytes(own, layout, rank, 2) for rank, own in enumerate(halves)]
+            key, value = (part[:, rank : rank + 1] for part in wanted[2 * layer : 2 * layer + 2])
+            key = torch.cat([value, key], dim=-1) if is_latent else key
+            write_kv(cache, slots, key, value, layout)
+    writers = [BlockBytes(own, layout, rank, 2, value_size) for rank, own in enumerate(halves)]
     origin = Origin("s", "t", {}, num_ranks=2, num_heads=2)
-    assert all_heads([writer.shape() for writer in writers], origin) == [[2, 8], [2, 8]]
+    assert all_heads([writer.shape() for writer in writers], origin) == [[2, *sizes]] * 2
     path = tmp_path / "one.safetensors"
     content = header_bytes(shape, tokens, {"model": "m"})
     for chunk in chunks(shape, tokens, 700):
@@ -140,14 +147,15 @@ def test_files_are_safetensors_and_come_back_as_they_were(
 
     for ranks in (1, 4):
         heads = max(1, 2 // ranks)
-        readers = [BlockBytes(caches(heads), layout, rank, ranks) for rank in range(ranks)]
+        readers = [
+            BlockBytes(caches(heads), layout, rank, ranks, value_size) for rank in range(ranks)
+        ]
         _write(readers, path, shape, tokens, blocks)
         for rank, reader in enumerate(readers):
             first = rank * 2 // ranks
-            mine = wanted[:, :, first : first + heads].contiguous()
-            assert (
-                reader.read(blocks, (0, 4), 0, tokens) == mine.view(torch.uint8).numpy().tobytes()
-            )
+            mine = [part[:, first : first + heads].contiguous() for part in wanted]
+            expected = b"".join(part.view(torch.uint8).numpy().tobytes() for part in mine)
+            assert reader.read(blocks, (0, 4), 0, tokens) == expected
 
 
 def _write(
@@ -169,9 +177,9 @@ def _write(
 
 def test_heads_that_workers_have_twice_are_kept_once() -> None:
     origin = Origin("s", "t", {}, num_ranks=4, num_heads=2)
-    shapes = [{"layers": [[1, 3]]}] * 4
+    shapes = [{"layers": [[1, 3, 3]]}] * 4
     shape = KVShape.of("float16", all_heads(shapes, origin))
-    assert shape.layers == ((2, 3),)
+    assert shape.layers == ((2, 3, 3),)
     (chunk,) = chunks(shape, 2)
     given = [bytes([rank]) * 24 for rank in range(4)]  # 2 parts, 2 tokens, a head of 6 bytes
     rows = np.frombuffer(concat_heads(given, chunk, shape, origin), np.uint8).reshape(2, 2, 2, 6)
@@ -293,7 +301,7 @@ class _Engine:
             "choreo_kv_shape": [
                 {
                     "dtype": "float32",
-                    "layers": [[1, 4]],
+                    "layers": [[1, 4, 4]],
                     "scales": [],
                     "hidden": ["float32", 0],
                 },
