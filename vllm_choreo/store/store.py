@@ -24,6 +24,7 @@ from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.residency import Residency
 from vllm_choreo.store.session_copies import SessionCopies
+from vllm_choreo.store.states import States
 
 # Messages that will never be complete are known by their names, of all sessions together.
 MAX_FAILED = 10_000
@@ -41,6 +42,7 @@ class MessageStore:
         clock: tells the time in seconds, for pins.
         session_copies: how many copies of its messages a session may have; None: as many as it
             makes.
+        states: states of layers without keys; None: the model has none.
 
     Attributes:
         tier: memory outside the KV cache for evicted encodings, or None.
@@ -59,8 +61,9 @@ class MessageStore:
         is_placed: bool = False,
         clock: Callable[[], float] = time.monotonic,
         session_copies: SessionCopies | None = None,
+        states: States | None = None,
     ) -> None:
-        self.residency = Residency(pool, block_size)
+        self.residency = Residency(pool, block_size, states)
         self.block_size = block_size
         self.engine = engine
         self.is_placed = is_placed
@@ -74,6 +77,11 @@ class MessageStore:
         self.on_final: Callable[[Encoding], None] = lambda encoding: None
         self._sessions: dict[str, dict[str, StoredMessage]] = {}
         self._failed: dict[StoredMessage, None] = {}  # in the order in which they failed
+
+    @property
+    def states(self) -> States | None:
+        """States of layers without keys; None: the model has none, and reads in any order."""
+        return self.residency.states
 
     # -- names -----------------------------------------------------------------------------
 
@@ -264,6 +272,8 @@ class MessageStore:
         """Begin to plan the next step."""
         self.step += 1
         self.residency.block_copies.begin()
+        if self.states:
+            self.states.copies.begin()
 
     def take_block_copies(self) -> PlannedCopies:
         """End the planning; return the copies of blocks with which the step begins."""
@@ -278,6 +288,32 @@ class MessageStore:
     def on_written(self, encoding: Encoding, run: TokenRange) -> None:
         """Note that the step being planned writes the last tokens of a run."""
         self.residency.on_written(encoding, run, self.step)
+
+    def hold_state(self, encoding: Encoding, request_id: str) -> None:
+        """Make the state of a request what an encoding leaves, see `States.hold`."""
+        if self.states:
+            self.states.hold(encoding, request_id, self.step)
+
+    def can_begin_behind(self, encoding: Encoding | None) -> bool:
+        """Return whether the step being planned can begin with the state that an encoding left.
+
+        It is copied before the step runs, so it was written in an earlier one.
+
+        Args:
+            encoding: None: there is nothing behind which it begins.
+        """
+        if self.states is None or encoding is None:
+            return True
+        return encoding.state is not None and encoding.state_step < self.step
+
+    def evict_state(self, needed: Collection[Encoding]) -> bool:
+        """Give up one state, see `States.victim`; return whether there was one."""
+        assert self.states is not None
+        victim = self.states.victim(needed, self.clock())
+        if victim is not None:
+            self.totals["evicted_states"] += 1
+            self.states.drop(victim)
+        return victim is not None
 
     def is_settled(self, encoding: Encoding) -> bool:
         """Return whether all keys were written before the step that is being planned."""
@@ -334,6 +370,8 @@ class MessageStore:
         """
         self.duplicates.clear()
         for encoding in self.residency.holding():
+            if self.states:
+                self.states.drop(encoding)
             if not encoding.num_readers:
                 self.residency.drop(encoding)
         if self.tier:

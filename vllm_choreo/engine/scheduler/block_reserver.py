@@ -122,7 +122,9 @@ class BlockReserver:
             self._call_table.adopt_encoders(call)
         for wanted in self._lacks(call):
             encoding = self._lacking(wanted)
-            restored = self._restore(wanted, call, most - taken)
+            # What lies in host memory has no state.
+            begins = wanted is self._call_table.origin(call)
+            restored = 0 if begins else self._restore(wanted, call, most - taken)
             if not restored and encoding is not wanted and not encoding.is_resident:
                 restored = self._restore(encoding, call, most - taken)
             if restored:
@@ -279,6 +281,9 @@ class BlockReserver:
             return []
         if self._lacks_hidden(encoding) and not self._capture_again(encoding, serves):
             return []
+        if self._store.states and encoding.is_resident and not encoding.num_readers:
+            # It is encoded again for its state: its keys and values come with that.
+            self._store.evict(encoding, into_host=False)
         self.has_begun = True
         if is_first:
             self._call_table.count_served(serves.beneficiary)
@@ -287,7 +292,8 @@ class BlockReserver:
         if encoding.patch:
             return [] if encoding.patch.layers else self._write_runs(encoding, serves)
         self._store.totals["encoded_again_messages"] += 1
-        self._store.totals["encoded_again_tokens"] += encoding.num_tokens - encoding.num_encoded
+        num_there = 0 if self._store.states else encoding.num_encoded
+        self._store.totals["encoded_again_tokens"] += encoding.num_tokens - num_there
         request = self._internal.make(encoding, serves.request)
         call = self._call_table.open_encode(request, encoding, serves)
         self._enqueue(request, serves.request)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -40,6 +41,7 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.session_copies import SessionCopies
+from vllm_choreo.store.states import States
 from vllm_choreo.store.store import MessageStore
 
 # Ten seconds at least in an engine core's process: vLLM sleeps 1 ms after an idle step there.
@@ -69,6 +71,7 @@ class _Choreographed(Scheduler):
             session_copies=SessionCopies(
                 limits.max_copies_per_session, limits.max_copied_tokens_per_session
             ),
+            states=self._states(),
         )
         self.store.tier = self._host_tier()
         self.store.hidden = self._hidden_index()
@@ -123,6 +126,13 @@ class _Choreographed(Scheduler):
         rotation = getattr(model.hf_text_config, "rope_parameters", None)
         parts = (model.model, model.revision, model.dtype, cache.cache_dtype, rotation)
         return repr(parts).encode()
+
+    def _states(self) -> States | None:
+        if not self.vllm_config.model_config.is_hybrid:
+            return None
+        num_tokens = self.kv_cache_config.num_blocks * self.block_size
+        num_states = self.choreo_config.num_states(num_tokens)
+        return States(BlockPool(num_states, enable_caching=False, hash_block_size=self.block_size))
 
     def _host_tier(self) -> HostTier | None:
         # Per worker: the specification is that of one worker's share of the heads.
@@ -219,6 +229,21 @@ class _Choreographed(Scheduler):
             self._captures(calls[r] for r in spans),
             hidden.take_forgotten() if hidden else (),
             self.adapters.take_reloads(),
+            *self._states_of(started),
+        )
+
+    def _states_of(
+        self, started: Iterable[str]
+    ) -> tuple[dict[str, int], tuple[tuple[int, int], ...]]:
+        """States of the requests that start, and the copies that these begin with."""
+        states = self.store.states
+        if states is None:
+            return {}, ()
+        found = {request_id: states.find(request_id) for request_id in started}
+        copies = states.copies.take().moves
+        return (
+            {request_id: state.block_id for request_id, state in found.items() if state},
+            tuple((source, target) for source, target, _ in copies),
         )
 
     def _captures(self, started: Iterable[ScheduledCall]) -> dict[str, HiddenCapture]:

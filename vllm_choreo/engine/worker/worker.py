@@ -51,6 +51,10 @@ class ChoreoWorker:
         self.runner.prepare_choreography()
         return super().compile_or_warm_up_model()  # type: ignore[misc]
 
+    def determine_available_memory(self) -> int:
+        """Extend vLLM's method: leave room for states beside keys and values."""
+        return self.runner.memory_for_keys(super().determine_available_memory())  # type: ignore[misc]
+
     @property
     def runner(self) -> ChoreoModelRunner:
         assert isinstance(self.model_runner, ChoreoModelRunner)

@@ -219,6 +219,22 @@ def _ministral3() -> transformers.PretrainedConfig:
     )
 
 
+def _granite_hybrid() -> transformers.PretrainedConfig:
+    return transformers.GraniteMoeHybridConfig(
+        **{**_GQA, "num_hidden_layers": 4},
+        layer_types=["mamba", "attention", "mamba", "attention"],
+        position_embedding_type="rope",
+        attention_multiplier=_HEAD_SIZE**-0.5,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=192,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_chunk_size=16,
+    )
+
+
 def _local(name: str, config: Callable[[], transformers.PretrainedConfig], why: str) -> TinyModel:
     return TinyModel(name, config, why, is_trainable=False, is_local=True)
 
@@ -246,6 +262,12 @@ TINY_MODELS = {
     )
 }
 
+# Models with layers that have a state in place of keys and values: they read chains alone.
+HYBRID_MODELS = {
+    model.name: model
+    for model in (TinyModel("granite_hybrid", _granite_hybrid, "Mamba2, rotary", False),)
+}
+
 
 def _gain(name: str) -> float:
     """Gain of one weight matrix; see the module's docstring."""
@@ -268,6 +290,9 @@ def _draw_weights(model: transformers.PreTrainedModel, generator: torch.Generato
         elif parameter.dim() == 1 and name.endswith("weight"):
             # Norms: near one, but not one, so that a norm left out or applied twice shows.
             noise = 1.0 + 0.1 * noise
+        elif name.endswith("A_log"):
+            # A state forgets a few per cent a token: it carries what is many tokens away.
+            noise = 0.3 * noise - 3.0
         elif parameter.dim() == 1:
             noise *= 0.1
         if "word_embeddings_layernorm" in name:
@@ -314,12 +339,12 @@ def make_tiny_model(
     The same name gives the same weights.
 
     Args:
-        config: configuration of a model that has no entry in `TINY_MODELS`.
+        config: configuration of a model that is none of `TINY_MODELS` and `HYBRID_MODELS`.
 
     Raises:
         KeyError: there is no tiny model of that name.
     """
-    config = config or TINY_MODELS[name].config()
+    config = config or (TINY_MODELS | HYBRID_MODELS)[name].config()
     config.dtype = dtype
     model = model_class(config)(config)
     seed = sum(ord(letter) for letter in name)
