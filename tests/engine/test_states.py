@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from vllm import SamplingParams
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from tests.engine.feature_machine import invariants
+from tests.engine.feature_machine.configurations import Configuration, scheduling_of
 from tests.engine.oracle import private_model_class
 from tests.engine.test_exact import Program, _text
 from tests.grids import sampled
@@ -105,6 +107,42 @@ def test_chain_and_branches(c: Choreography, oracle: TextOracle) -> None:
     oracle.check([*a.token_ids, *headers[1]], alone)
 
 
+def test_another_session_shares_a_whole_message(llm: Any, oracle: TextOracle) -> None:
+    rng = random.Random(4)
+    tokens, header = _tokens(rng, 70), _tokens(rng, 5)
+    with Choreography(llm) as first, Choreography(llm) as second:
+        a = first.prefill(tokens)
+        said = first.decode(header, parents=[a], sampling_params=_greedy())
+        b = second.prefill(tokens)
+        assert b.usage.encoded_tokens == 0
+        again = second.prefill(said.token_ids, parents=[b])
+        assert again.usage.encoded_tokens == 0
+        answer = second.decode(header, parents=[b, again], sampling_params=_greedy())
+        oracle.check([*tokens, *said.token_ids, *header], answer)
+        first.free(a, said)
+        oracle.check(
+            [*tokens, *said.token_ids, *header],
+            second.decode(header, parents=[b, again], sampling_params=_greedy()),
+        )
+        stats = second.stats()
+        # The last answer's last token has yet to run.
+        assert [m["has_state"] for m in stats["messages"]] == [True, True, True, False]
+        assert stats["num_states_used"] == 4
+
+
+def test_an_answer_cut_by_its_client(c: Choreography, oracle: TextOracle) -> None:
+    """A stop string is found some tokens later; nothing begins with a state that is beyond it."""
+    rng = random.Random(5)
+    a, header = c.prefill(_tokens(rng, 40)), _tokens(rng, 5)
+    whole = c.decode(header, parents=[a], sampling_params=_greedy(12))
+    word = f"t{whole.generated_token_ids[5]}"
+    cut = c.decode(header, parents=[a], sampling_params=_greedy(12, stop=[word]))
+    assert len(cut.generated_token_ids) <= 6
+    more = _tokens(rng, 3)
+    answer = c.decode(more, parents=[a, cut], sampling_params=_greedy())
+    oracle.check([*a.token_ids, *cut.token_ids, *more], answer)
+
+
 def test_other_orders_are_refused_by_name(c: Choreography) -> None:
     rng = random.Random(2)
     a, b = c.prefill(_tokens(rng, 40)), c.prefill(_tokens(rng, 33))
@@ -172,7 +210,10 @@ class Tree:
             made = c.prefill(calls)
         else:
             calls = [{"header": t, "parents": p} for t, p in zip(tokens, chains, strict=True)]
-            made = c.decode(calls, sampling_params=_greedy(self.rng.randrange(1, 6)))
+            # Ends that are not foreseen: with asynchronous scheduling their last token has run.
+            stop = self.rng.sample(range(3, 511), 60) if self.rng.random() < 0.5 else None
+            params = _greedy(self.rng.randrange(1, 12), stop_token_ids=stop)
+            made = c.decode(calls, sampling_params=params)
             for header, chain, answer in zip(tokens, chains, made, strict=True):
                 text = [t for message in chain for t in message.token_ids]
                 assert answer.usage.exact
@@ -183,23 +224,33 @@ class Tree:
 
 
 _SEEDS = [range(first, first + 10) for first in range(0, 100, 10)]
+_ASYNC = Configuration("", frozenset({"async"}), 25)
 
 
-@pytest.mark.parametrize("seeds", sampled(_SEEDS, 2), ids=str)
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+@pytest.mark.parametrize("seeds", sampled(_SEEDS, 1), ids=str)
 def test_random_trees_with_little_room(
     name: str,
     engine_slot: Callable[..., Any],
     tiny_model_path: Callable[[str], Path],
     oracle: TextOracle,
+    is_async: bool,
     seeds: range,
 ) -> None:
-    """24 blocks and 5 states: encodings lose both, and states alone."""
-    llm = engine_slot(
-        tiny_model_path(name),
-        num_gpu_blocks_override=25,
-        max_model_len=24 * 32,
-        additional_config={"choreo": {"tokens_per_state": 160}},
-    )
+    """24 blocks and 5 states: encodings lose both, and states alone; long prompts run in parts.
+
+    With asynchronous scheduling a step is planned before its first token is known, and an answer
+    may have run its last one when it is found to be that.
+    """
+    room = {
+        "num_gpu_blocks_override": 25,
+        "max_model_len": 24 * 32,
+        "additional_config": {"choreo": {"tokens_per_state": 160}},
+    }
+    parts = {"max_num_batched_tokens": 48, "scheduling_policy": "priority"}
+    with scheduling_of(_ASYNC) if is_async else nullcontext():
+        llm = engine_slot(tiny_model_path(name), **room, **(parts if is_async else {}))
+    assert _scheduler(llm).scheduler_config.async_scheduling == is_async
     for seed in seeds:
         with Choreography(llm) as c:
             tree = Tree(random.Random(seed))

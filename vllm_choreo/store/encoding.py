@@ -140,7 +140,7 @@ class Encoding:
         blocks: KV blocks that hold tokens `0 … num_encoded-1`, from its first slot on.
         stored_position: position to which the first key is rotated now.
         unwritten: runs of a patch whose step has not been planned yet.
-        state: what it leaves to whoever begins right behind it, in layers without keys; None in
+        state: state of layers without keys behind its last token, for whoever begins there; None in
             models that have none, and where it was given up.
         state_step: the step in which that was written, at the latest.
         held_in_step: the step in which its blocks last changed.

@@ -229,6 +229,8 @@ class MessageStore:
         """Start from the full blocks of an encoding of the same digest, if one holds any.
 
         The last block stays private: at least one token must run, for vLLM to run the request.
+        With states all or nothing is shared, for none is kept inside a message: what the request
+        runs then is nobody's.
         Traces of `denied` messages are not shared: what was reused would tell their tokens.
         """
         assert encoding.plan is not None and encoding.digest is not None
@@ -240,11 +242,26 @@ class MessageStore:
             is_allowed = not denied or (is_own and not duplicate.trace.holds_any(denied_ids))
             return is_allowed and duplicate.stored_position == position
 
-        if duplicate := self.duplicates.most_resident(encoding, may_share):
+        if self.states is not None:
+            self._share_whole(encoding, may_share)
+        elif duplicate := self.duplicates.most_resident(encoding, may_share):
             num_shared = min(duplicate.num_encoded, encoding.num_tokens - 1)
             num_shared -= num_shared % self.block_size
             self.hold(encoding, duplicate.blocks, num_shared)
         self.duplicates.add(encoding)
+
+    def _share_whole(self, encoding: Encoding, may_share: Callable[[Encoding], bool]) -> None:
+        """Share all blocks, and the state, of an encoding of the same digest that has both."""
+        assert self.states is not None
+
+        def is_whole(duplicate: Encoding) -> bool:
+            has_all = duplicate.is_resident and self.can_begin_behind(duplicate)
+            return has_all and may_share(duplicate)
+
+        duplicate = self.duplicates.most_resident(encoding, is_whole)
+        if duplicate is not None and duplicate.state is not None:
+            self.hold(encoding, duplicate.blocks, encoding.num_tokens)
+            self.states.share(encoding, duplicate.state, duplicate.state_step)
 
     def end(self, message: StoredMessage, num_tokens: int) -> dict[str, Any] | None:
         """Complete a message of which the client keeps the first `num_tokens` tokens.

@@ -325,8 +325,6 @@ class CallTable:
         is_new = not call.is_internal or encoding.num_unreported > 0
         # What somebody else encoded ran without its hidden states being captured.
         is_new = is_new and not encoding.hidden_layers
-        # A request runs all tokens for the sake of the state behind them.
-        is_new = is_new and self.store.states is None
         if encoding.is_known and not encoding.num_encoded and is_new:
             self.store.share(encoding, params.deny if params else ())
             call.num_shared = encoding.num_encoded
@@ -335,8 +333,8 @@ class CallTable:
 
     def own_blocks(self, call: ScheduledCall) -> list[Block]:
         """Full blocks of the call's own encoding that exist already, and that it can go on from."""
-        if self.store.states is not None:
-            return []
+        if self.store.states is not None and call.encoding.state is None:
+            return []  # it runs all tokens, for the sake of the state behind them
         # At least one token is left to run: a request without any cannot be scheduled.
         num_reused = max(0, min(call.encoding.num_encoded, call.encoding.num_tokens - 1))
         return call.encoding.blocks[: num_reused // self.block_size]

@@ -61,6 +61,7 @@ class ChoreoModelRunner:
     lora_config: LoRAConfig | None
     lora_manager: WorkerLoRAManager
     device: torch.device
+    kv_cache_config: KVCacheConfig
     kv_cache_dtype: torch.dtype
     get_model: Callable[[], torch.nn.Module]
     add_lora: Callable[[LoRARequest], bool]
@@ -93,15 +94,6 @@ class ChoreoModelRunner:
         others = {name: spec for name, spec in specs.items() if name not in states}
         return widen_windows(others, self.vllm_config)
 
-    def initialize_kv_cache(
-        self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
-    ) -> None:
-        """Extend vLLM's method: allocate the states, too."""
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
-        if self.states is not None:
-            num_tokens = kv_cache_config.num_blocks * self.cache_config.block_size
-            self.states.allocate(ChoreoConfig.from_vllm(self.vllm_config).num_states(num_tokens))
-
     def memory_for_keys(self, available: int) -> int:
         """Bytes that are left for keys and values beside the states that come with them.
 
@@ -117,7 +109,7 @@ class ChoreoModelRunner:
         return int((available - self.states.state_bytes) * of_a_token / (of_a_token + of_states))
 
     def prepare_choreography(self) -> None:
-        """Probe the loaded model, and check what the KV cache looks like.
+        """Probe the loaded model, check what the KV cache looks like, and make room for states.
 
         Raises:
             UnsupportedModelError: the model cannot be choreographed; says why.
@@ -130,12 +122,14 @@ class ChoreoModelRunner:
             self._check_layout(layer)
         if self.lora_config:
             correct_adapters(self.lora_manager)
+        config = ChoreoConfig.from_vllm(self.vllm_config)
+        if self.states is not None:
+            self.states.allocate(config.num_states(self.kv_cache_config.num_blocks * block_size))
         self.layer_positions = probe_positions(
             *(self.get_model(), self.vllm_config, list(layers), self.device),
             *(self._use_adapter, self.states),
         )
         kinds = {p.layer: self._kind(layers[p.layer], p.rotation) for p in self.layer_positions}
-        config = ChoreoConfig.from_vllm(self.vllm_config)
         is_tiled = any(layer.impl.resolved_kernels() == "triton" for layer in layers.values())
         self.batcher = SpanBatcher(
             block_size,

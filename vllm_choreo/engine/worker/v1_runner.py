@@ -50,7 +50,7 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
 
     def _build_attention_metadata(
         self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
+    ) -> tuple[dict[str, object], object]:
         if self._in_step:
             step = StepBatch(
                 self.input_batch.req_ids[:num_reqs],

@@ -235,6 +235,37 @@ def _granite_hybrid() -> transformers.PretrainedConfig:
     )
 
 
+def _lfm2() -> transformers.PretrainedConfig:
+    config = transformers.Lfm2Config(
+        **{**_GQA, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+    )
+    # By the names that vLLM reads.
+    config.block_dim = config.conv_dim = _GQA["hidden_size"]
+    config.block_ff_dim = _GQA["intermediate_size"]
+    return config
+
+
+def _qwen3_next() -> transformers.PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    return transformers.Qwen3NextConfig(
+        **{**_GQA, "num_hidden_layers": 4},
+        head_dim=64,
+        rope_parameters=rope,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        # vLLM's kernel on CPU takes heads of 128, in bfloat16.
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        # All experts run, so that no choice between them turns on a rounding.
+        mlp_only_layers=[0, 1, 2],
+        num_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+
+
 def _local(name: str, config: Callable[[], transformers.PretrainedConfig], why: str) -> TinyModel:
     return TinyModel(name, config, why, is_trainable=False, is_local=True)
 
@@ -265,7 +296,11 @@ TINY_MODELS = {
 # Models with layers that have a state in place of keys and values: they read chains alone.
 HYBRID_MODELS = {
     model.name: model
-    for model in (TinyModel("granite_hybrid", _granite_hybrid, "Mamba2, rotary", False),)
+    for model in (
+        TinyModel("granite_hybrid", _granite_hybrid, "Mamba2", False),
+        TinyModel("lfm2", _lfm2, "short convolutions", False),
+        TinyModel("qwen3_next", _qwen3_next, "gated delta rule, partial rotary", False),
+    )
 }
 
 
