@@ -17,52 +17,28 @@ from vllm import SamplingParams
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from tests.engine.feature_machine import invariants
 from tests.engine.feature_machine.configurations import Configuration, scheduling_of
-from tests.engine.oracle import private_model_class
 from tests.engine.test_exact import Program, _text
+from tests.engine.text_oracle import TextOracle
 from tests.grids import sampled
 from vllm_choreo import Choreography
-from vllm_choreo.errors import ChainError, RepairError
+from vllm_choreo.errors import ChainError, RepairError, UnsupportedOptionError
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.testing.models.tiny import make_tiny_model
 
-MODELS = ["granite_hybrid"]
-
-
-class TextOracle:
-    """Log-probabilities of a text by a dense pass of a HuggingFace model in float32."""
-
-    def __init__(self, model_path: Path) -> None:
-        model = private_model_class(model_path).from_pretrained(
-            model_path, dtype=torch.float32, attn_implementation="eager"
-        )
-        self.model = model.eval()
-
-    @torch.inference_mode()
-    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """float32 `[len(token_ids), vocab_size]`; row i predicts the token after token i."""
-        return self.model(torch.tensor([list(token_ids)])).logits[0].log_softmax(-1)
-
-    def check(self, text: Sequence[int], message: Message) -> float:
-        """Check a generated message behind `text`, its header included; returns the error."""
-        found = self.logprobs([*text, *message.generated_token_ids])[len(text) - 1 :]
-        error = 0.0
-        for row, token, logprobs in zip(
-            found, message.generated_token_ids, message.logprobs, strict=False
-        ):
-            assert float(row[token]) > float(row.max()) - TIE_MARGIN
-            differences = (abs(entry.logprob - float(row[t])) for t, entry in logprobs.items())
-            error = max(error, *differences)
-        assert error < LOGPROB_TOLERANCE
-        return error
+MODELS = ["granite_hybrid", "lfm2"]
+# vLLM 0.32's kernel for rotary embeddings on CPU turns queries of LFM2's form, with a dim for
+# heads, by positions of other tokens: without the plugin, too, by up to 2.7 in log-probability.
+OPTIONS = {"lfm2": {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=sampled(MODELS, 1))
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
 def llm(name: str, engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
-    return engine_slot(tiny_model_path(name))
+    return engine_slot(tiny_model_path(name), **OPTIONS.get(name, {}))
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +119,22 @@ def test_an_answer_cut_by_its_client(c: Choreography, oracle: TextOracle) -> Non
     oracle.check([*a.token_ids, *cut.token_ids, *more], answer)
 
 
+def test_saved_messages_are_recipes(llm: Any, oracle: TextOracle, tmp_path: Path) -> None:
+    rng = random.Random(7)
+    with Choreography(llm) as c:
+        a = c.prefill(_tokens(rng, 40), save_as="a")
+        c.prefill(_tokens(rng, 20), parents=[a], save_as="b")
+        c.save(["a", "b"], tmp_path / "kept")
+        with pytest.raises(UnsupportedOptionError, match="encodings=False"):
+            c.save(["a", "b"], tmp_path / "more", encodings=True)
+    with Choreography(llm) as c:
+        chain = c.load(tmp_path / "kept")
+        header = _tokens(rng, 4)
+        answer = c.decode(header, parents=chain, sampling_params=_greedy())
+        oracle.check([*(t for message in chain for t in message.token_ids), *header], answer)
+        assert answer.usage.exact
+
+
 def test_other_orders_are_refused_by_name(c: Choreography) -> None:
     rng = random.Random(2)
     a, b = c.prefill(_tokens(rng, 40)), c.prefill(_tokens(rng, 33))
@@ -158,7 +150,7 @@ def test_other_orders_are_refused_by_name(c: Choreography) -> None:
 
 
 def test_random_programs_in_exact_mode(llm: Any, oracle: TextOracle) -> None:
-    for seed in range(4):
+    for seed in range(2):
         with Choreography(llm, mode="exact") as c:
             program = Program(random.Random(seed), ("exact",))
             for _ in range(6):
@@ -205,11 +197,14 @@ class Tree:
             for _ in range(self.rng.choice((1, 1, 2, 4)))
         ]
         tokens = [_tokens(self.rng, self.rng.choice((1, 3, 20, 32, 33, 50))) for _ in chains]
+        calls: list[dict[str, Any]] = [{"parents": chain} for chain in chains]
+        for call in calls:
+            if not call["parents"] and self.rng.random() < 0.3:
+                call["new_offset"] = 57  # and is read from 0 on: a shift changes nothing
         if self.rng.random() < 0.4:
-            calls = [{"tokens": t, "parents": p} for t, p in zip(tokens, chains, strict=True)]
-            made = c.prefill(calls)
+            made = c.prefill([{"tokens": t, **p} for t, p in zip(tokens, calls, strict=True)])
         else:
-            calls = [{"header": t, "parents": p} for t, p in zip(tokens, chains, strict=True)]
+            calls = [{"header": t, **p} for t, p in zip(tokens, calls, strict=True)]
             # Ends that are not foreseen: with asynchronous scheduling their last token has run.
             stop = self.rng.sample(range(3, 511), 60) if self.rng.random() < 0.5 else None
             params = _greedy(self.rng.randrange(1, 12), stop_token_ids=stop)
@@ -223,34 +218,56 @@ class Tree:
             c.evict(*self.rng.choice(self.nodes))
 
 
-_SEEDS = [range(first, first + 10) for first in range(0, 100, 10)]
+_SEEDS = [range(5), *(range(first, first + 5) for first in range(5, 100, 5))]
 _ASYNC = Configuration("", frozenset({"async"}), 25)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
-@pytest.mark.parametrize("seeds", sampled(_SEEDS, 1), ids=str)
-def test_random_trees_with_little_room(
+@pytest.fixture(params=[False, True], ids=["", "async"])
+def small(
+    request: pytest.FixtureRequest,
     name: str,
     engine_slot: Callable[..., Any],
     tiny_model_path: Callable[[str], Path],
-    oracle: TextOracle,
-    is_async: bool,
-    seeds: range,
-) -> None:
-    """24 blocks and 5 states: encodings lose both, and states alone; long prompts run in parts.
+) -> Any:
+    """Engine of 24 blocks and 4 states; long prompts run in parts, keys are moved.
 
     With asynchronous scheduling a step is planned before its first token is known, and an answer
     may have run its last one when it is found to be that.
     """
-    room = {
-        "num_gpu_blocks_override": 25,
-        "max_model_len": 24 * 32,
-        "additional_config": {"choreo": {"tokens_per_state": 160}},
-    }
-    parts = {"max_num_batched_tokens": 48, "scheduling_policy": "priority"}
+    is_async = request.param
+    options = {**OPTIONS.get(name, {}), "num_gpu_blocks_override": 25, "max_model_len": 24 * 32}
+    choreo = {"tokens_per_state": 160, "reposition": "in_place" if is_async else "query"}
+    if is_async:
+        options |= {"max_num_batched_tokens": 48, "scheduling_policy": "priority"}
     with scheduling_of(_ASYNC) if is_async else nullcontext():
-        llm = engine_slot(tiny_model_path(name), **room, **(parts if is_async else {}))
+        llm = engine_slot(tiny_model_path(name), **options, additional_config={"choreo": choreo})
     assert _scheduler(llm).scheduler_config.async_scheduling == is_async
+    return llm
+
+
+def test_preempted_calls_begin_again(small: Any, oracle: TextOracle) -> None:
+    rng, scheduler, seen = random.Random(8), _scheduler(small), []
+    preempt = scheduler._preempt_request
+    scheduler._preempt_request = lambda *args, **kwargs: (seen.append(1), preempt(*args, **kwargs))
+    with Choreography(small) as c:
+        a = c.prefill(_tokens(rng, 64))
+        headers = [_tokens(rng, 5) for _ in range(4)]
+        calls = [{"header": header, "parents": [a]} for header in headers]
+        answers = c.decode(calls, sampling_params=_greedy(220))
+        for header, answer in zip(headers, answers, strict=True):
+            oracle.check([*a.token_ids, *header], answer)
+        more = _tokens(rng, 3)
+        last = c.decode(more, parents=[a, answers[0]], sampling_params=_greedy())
+        oracle.check([*a.token_ids, *answers[0].token_ids, *more], last)
+    del scheduler._preempt_request
+    assert seen
+    invariants.check_nothing_is_left(scheduler)
+
+
+@pytest.mark.parametrize("seeds", sampled(_SEEDS, 1), ids=str)
+def test_random_trees_with_little_room(small: Any, oracle: TextOracle, seeds: range) -> None:
+    """Encodings lose both blocks and states, and states alone."""
+    llm = small
     for seed in seeds:
         with Choreography(llm) as c:
             tree = Tree(random.Random(seed))
@@ -260,3 +277,83 @@ def test_random_trees_with_little_room(
         invariants.check_nothing_is_left(_scheduler(llm))
     totals = _scheduler(llm).store.totals
     assert totals["evicted_states"] and totals["encoded_again_messages"]
+
+
+def test_states_come_back_from_host_memory(
+    name: str,
+    engine_slot: Callable[..., Any],
+    tiny_model_path: Callable[[str], Path],
+    oracle: TextOracle,
+) -> None:
+    options = {**OPTIONS.get(name, {}), "num_gpu_blocks_override": 25, "max_model_len": 24 * 32}
+    choreo = {"tokens_per_state": 160, "host_memory_gib": 0.02}
+    llm = engine_slot(tiny_model_path(name), **options, additional_config={"choreo": choreo})
+    rng = random.Random(6)
+    with Choreography(llm) as c:
+        a = c.prefill(_tokens(rng, 40))
+        b = c.prefill(_tokens(rng, 50), parents=[a])
+        text = [*a.token_ids, *b.token_ids]
+        for _ in range(2):
+            c.evict(a, b)
+            invariants.check(_scheduler(llm))
+            header = _tokens(rng, 5)
+            answer = c.decode(header, parents=[a, b], sampling_params=_greedy())
+            oracle.check([*text, *header], answer)
+        # Others push the states out of the pool, and blocks with them.
+        others = [c.prefill(_tokens(rng, 60)) for _ in range(12)]
+        header = _tokens(rng, 5)
+        oracle.check([*text, *header], c.decode(header, parents=[a, b], sampling_params=_greedy()))
+        oracle.check(
+            [*others[0].token_ids, *header],
+            c.decode(header, parents=others[:1], sampling_params=_greedy()),
+        )
+        totals = _scheduler(llm).store.totals
+        assert totals["restored_states"] >= 3
+        assert not totals["encoded_again_messages"]
+    for seed in range(2):
+        with Choreography(llm) as c:
+            tree = Tree(random.Random(200 + seed))
+            for _ in range(6):
+                tree.step(c, oracle)
+                invariants.check(_scheduler(llm))
+    invariants.check_nothing_is_left(_scheduler(llm))
+
+
+# -- in bfloat16 -------------------------------------------------------------------------------
+
+
+def _squares(oracle: TextOracle, text: Sequence[int], tokens: Any, logprobs: Any) -> list[float]:
+    found = oracle.logprobs([*text, *tokens])[len(text) - 1 :]
+    return [
+        (entry.logprob - float(row[token])) ** 2
+        for row, entries in zip(found, logprobs, strict=False)
+        for token, entry in entries.items()
+    ]
+
+
+@pytest.mark.exhaustive
+def test_delta_rule_is_as_near_to_float32_as_ordinary_requests(
+    engine_slot: Callable[..., Any], tmp_path: Path
+) -> None:
+    """vLLM runs gated delta rules on CPU in bfloat16 alone, so both are judged by one float32."""
+    path = make_tiny_model("qwen3_next", tmp_path, dtype=torch.bfloat16)
+    llm, oracle, rng = engine_slot(path, dtype="bfloat16"), TextOracle(path), random.Random(0)
+    chained: list[float] = []
+    ordinary: list[float] = []
+    with Choreography(llm) as c:
+        for _ in range(24):
+            lengths = [rng.choice((1, 7, 31, 33, 64, 90)) for _ in range(3)]
+            chain: list[Message] = []
+            for length in lengths:
+                chain.append(c.prefill(_tokens(rng, length), parents=chain))
+            chain.append(c.decode(_tokens(rng, 4), parents=chain, sampling_params=_greedy(4)))
+            header = _tokens(rng, 3)
+            answer = c.decode(header, parents=chain, sampling_params=_greedy())
+            text = [*(t for message in chain for t in message.token_ids), *header]
+            chained += _squares(oracle, text, answer.generated_token_ids, answer.logprobs)
+            (output,) = llm.generate([{"prompt_token_ids": text}], _greedy(), use_tqdm=False)
+            said = output.outputs[0]
+            ordinary += _squares(oracle, text, said.token_ids, said.logprobs)
+    far = (sum(chained) / len(chained)) ** 0.5 / (sum(ordinary) / len(ordinary)) ** 0.5
+    # Of 24 requests each; another choice of tokens moves it by as much.
+    assert far < 1.15, far

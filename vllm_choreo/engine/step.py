@@ -130,7 +130,8 @@ class ChoreoStep:
         reloads: vLLM's requests of adapters whose weights have been replaced, to load before all.
         states: number of the state of each request that starts, or starts again, in models that
             have states; empty in others.
-        state_copies: states to copy before the step runs, as `(source, target)`.
+        state_saves, state_loads: states to copy before that to and from host memory, likewise.
+        state_copies: states to copy then, before the step runs, as `(source, target)`.
     """
 
     started: dict[str, RequestSpans]
@@ -142,6 +143,8 @@ class ChoreoStep:
     forgotten: tuple[int, ...] = ()
     reloads: tuple[AdapterRequest, ...] = ()
     states: Mapping[str, int] = field(default_factory=dict)
+    state_saves: tuple[tuple[int, int], ...] = ()
+    state_loads: tuple[tuple[int, int], ...] = ()
     state_copies: tuple[tuple[int, int], ...] = ()
 
 

@@ -16,12 +16,13 @@ that begins right behind it, for which its tokens are encoded again. Imports nei
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection
 from typing import Protocol
 
 from vllm_choreo.store.block_copies import Block, BlockCopies, BlockPool
 from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.host_tier import HostTier
 
 
 class StatePool(BlockPool, Protocol):
@@ -37,16 +38,22 @@ class StatePool(BlockPool, Protocol):
 class States:
     """States of requests and of encodings, with one reference for each of their holders.
 
+    Args:
+        num_in_host: states of evicted encodings that host memory has room for.
+
     Attributes:
         copies: the copies of states that the next step begins with.
+        tier: states of evicted encodings in host memory, or None.
     """
 
-    def __init__(self, pool: StatePool) -> None:
+    def __init__(self, pool: StatePool, num_in_host: int = 0) -> None:
         self.pool = pool
         self.copies = BlockCopies(pool)
+        self.tier = HostTier(num_in_host, self.copies, _state_of) if num_in_host else None
         self._of_request: dict[str, Block] = {}
-        # Encodings that hold a state, least recently used first.
+        # Encodings that hold a state, least recently used first; and how many hold each.
         self._holding: OrderedDict[Encoding, None] = OrderedDict()
+        self._num_holders: Counter[int] = Counter()
 
     @property
     def num_states(self) -> int:
@@ -102,13 +109,35 @@ class States:
         self.drop(encoding)
         encoding.state, encoding.state_step = state, step
         self._holding[encoding] = None
+        self._num_holders[state.block_id] += 1
 
     def drop(self, encoding: Encoding) -> None:
         """Give the state of an encoding back, if it has one."""
         if encoding.state is not None:
             state, encoding.state = encoding.state, None
             del self._holding[encoding]
+            self._num_holders[state.block_id] -= 1
             self._free(state)
+
+    def evict(self, encoding: Encoding, step: int) -> None:
+        """Give the state of an encoding back; a copy stays in host memory, if there is room.
+
+        Args:
+            step: the step that is being planned, or was planned last.
+        """
+        # What that step writes, or brings back, cannot be copied before it.
+        is_written = not self.copies.is_planning or encoding.state_step < step
+        if self.tier and encoding.state is not None and is_written:
+            self.tier.save(encoding)
+        self.drop(encoding)
+
+    def restore(self, encoding: Encoding, step: int) -> None:
+        """Bring the state of an encoding back from host memory, before the step being planned."""
+        assert self.tier is not None
+        states = self.pool.get_new_blocks(1)
+        self.share(encoding, states[0], step - 1)  # calls may begin with it in the very step
+        self.pool.free_blocks(states)  # the encoding holds its own reference
+        self.tier.load(encoding, states)
 
     def use(self, encoding: Encoding) -> None:
         """Mark the state of an encoding as most recently used."""
@@ -122,14 +151,18 @@ class States:
     def victim(self, needed: Collection[Encoding], now: float) -> Encoding | None:
         """Encoding whose state is given up next, pinned ones last, or None if none may be.
 
+        Room is made when all encodings that share a state have given it up.
+
         Args:
             needed: encodings behind which calls are about to begin.
             now: the time, on the clock of the store.
         """
         pinned = None
         for encoding in self._holding:
-            # One that its request still holds would make no room.
-            if encoding in needed or encoding.state is None or encoding.state.ref_cnt > 1:
+            state = encoding.state
+            assert state is not None
+            # One that a request holds, or that is copied before the step, would make no room.
+            if encoding in needed or state.ref_cnt > self._num_holders[state.block_id]:
                 continue
             if not encoding.is_pinned(now):
                 return encoding
@@ -139,9 +172,14 @@ class States:
     def check(self) -> None:
         """Count everything anew; for tests. Raises AssertionError."""
         assert all(encoding.state is not None for encoding in self._holding)
-        states = [e.state for e in self._holding if e.state] + [*self._of_request.values()]
-        assert all(state.ref_cnt > 0 for state in states)
+        held = [encoding.state for encoding in self._holding if encoding.state is not None]
+        assert Counter(state.block_id for state in held) == +self._num_holders
+        assert all(state.ref_cnt > 0 for state in (*held, *self._of_request.values()))
 
     def _free(self, state: Block) -> None:
         self.pool.free_blocks([state])
         self.copies.on_freed([state])
+
+
+def _state_of(encoding: Encoding) -> list[Block]:
+    return [encoding.state] if encoding.state is not None else []

@@ -294,8 +294,8 @@ class MessageStore:
 
     def take_block_copies(self) -> PlannedCopies:
         """End the planning; return the copies of blocks with which the step begins."""
-        if self.tier:
-            self.tier.on_planned()
+        for tier in self._tiers():
+            tier.on_planned()
         return self.residency.block_copies.take()
 
     def hold(self, encoding: Encoding, blocks: Sequence[Block], num_encoded: int) -> None:
@@ -329,7 +329,7 @@ class MessageStore:
         victim = self.states.victim(needed, self.clock())
         if victim is not None:
             self.totals["evicted_states"] += 1
-            self.states.drop(victim)
+            self.states.evict(victim, self.step)
         return victim is not None
 
     def is_settled(self, encoding: Encoding) -> bool:
@@ -348,6 +348,8 @@ class MessageStore:
             self.totals["evicted_tokens"] += encoding.num_encoded
             if self.tier and into_host and self.is_settled(encoding):
                 self.tier.save(encoding)
+        if self.states and into_host:
+            self.states.evict(encoding, self.step)
         self.residency.drop(encoding)
 
     def evict_one(
@@ -379,6 +381,12 @@ class MessageStore:
         self.totals["restored_messages"] += 1
         self.totals["restored_tokens"] += num_encoded
 
+    def restore_state(self, encoding: Encoding) -> None:
+        """Bring a state back from host memory, for calls that begin in the step being planned."""
+        assert self.states is not None
+        self.states.restore(encoding, self.step)
+        self.totals["restored_states"] += 1
+
     def empty(self) -> None:
         """Drop all keys and values that no running call reads, host memory included.
 
@@ -391,10 +399,14 @@ class MessageStore:
                 self.states.drop(encoding)
             if not encoding.num_readers:
                 self.residency.drop(encoding)
-        if self.tier:
-            self.tier.clear()
+        for tier in self._tiers():
+            tier.clear()
         if self.hidden:
             self.hidden.clear()
+
+    def _tiers(self) -> list[HostTier]:
+        """Host memory of blocks and of states, as far as there is any."""
+        return [tier for tier in (self.tier, self.states and self.states.tier) if tier]
 
     # -- pins and the end ------------------------------------------------------------------
 
@@ -475,8 +487,8 @@ class MessageStore:
             self.duplicates.discard(encoding)
             if not encoding.in_use and not encoding.num_wanting:
                 self.residency.drop(encoding)
-                if self.tier:
-                    self.tier.discard(encoding)
+                for tier in self._tiers():
+                    tier.discard(encoding)
                 if self.hidden:
                     self.hidden.release(encoding)
         if encoding.patch is not None:

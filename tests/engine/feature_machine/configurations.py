@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from vllm_choreo.testing.models.tiny import HYBRID_MODELS
+
 BLOCK_SIZE = 32
 # Of the tiny models: 3 layers of 2 heads, keys and values of 32 floats.
 BLOCK_BYTES = 3 * 2 * BLOCK_SIZE * 64 * 4
@@ -40,7 +42,7 @@ class Configuration:
         options: of `OPTIONS`.
         num_blocks: of the pool; one of them is vLLM's own.
         host_blocks, hidden_rows: of "host", and of "hidden" (of one layer).
-        model: of `TINY_MODELS`.
+        model: of `TINY_MODELS` or `HYBRID_MODELS`.
     """
 
     name: str
@@ -56,6 +58,11 @@ class Configuration:
     @property
     def max_model_len(self) -> int:
         return BLOCK_SIZE * (self.num_blocks - 1)
+
+    @property
+    def has_states(self) -> bool:
+        """True if the model reads chains alone: then all calls are in exact mode."""
+        return self.model in HYBRID_MODELS
 
     @property
     def hidden_bytes(self) -> int:
@@ -74,6 +81,8 @@ class Configuration:
             choreo["hidden_memory_gib"] = self.hidden_bytes / 2**30
         if "in_place" in self:
             choreo["reposition"] = "in_place"
+        if self.has_states:
+            choreo["tokens_per_state"] = 128
         if "share" in self:
             choreo["tenant_share"] = 0.3
         options: dict[str, Any] = {
@@ -120,6 +129,10 @@ CONFIGURATIONS = {
         _made("chunks", "chunks few hidden share window drafts priority", 19, hidden_rows=320),
         _made("tight", "adapters drafts host hidden chunks", 13, host_blocks=4, hidden_rows=256),
         _made("crowd", "host share window hidden", 29, host_blocks=3),
+        Configuration("states", frozenset({"host", "priority"}), 21, model="granite_hybrid"),
+        Configuration(
+            "states async", frozenset({"async", "chunks", "few"}), 17, model="granite_hybrid"
+        ),
     )
 }
 

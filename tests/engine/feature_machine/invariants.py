@@ -48,7 +48,7 @@ def check(scheduler: Any) -> None:
 def check_nothing_is_left(scheduler: Any) -> None:
     """All sessions were closed, and everything was answered. Raises Broken."""
     store, tier, hidden = scheduler.store, scheduler.store.tier, scheduler.store.hidden
-    snapshots = scheduler.snapshots
+    snapshots, states = scheduler.snapshots, store.states
     left = {
         "messages": store.messages(),
         "encodings hold blocks": store.residency.holding(),
@@ -56,6 +56,7 @@ def check_nothing_is_left(scheduler: Any) -> None:
         "requests": scheduler.requests,
         "duplicates": list(store.duplicates),
         "host blocks": tier.num_used if tier else 0,
+        "states in host memory": states.tier.num_used if states and states.tier else 0,
         "hidden states": hidden.num_bytes if hidden else 0,
         "keys of hidden states": hidden._keys if hidden else (),
         "tickets of saves": (*snapshots._described, *snapshots._held),
@@ -69,7 +70,6 @@ def check_nothing_is_left(scheduler: Any) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     if pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
         raise Broken("left at the end: blocks", pool.get_num_free_blocks())
-    states = scheduler.store.states
     if states is not None and states.num_free != states.num_states:
         raise Broken("left at the end: states", states.num_free)
 
@@ -128,6 +128,9 @@ def _check_states(scheduler: Any) -> None:
         if request_id not in scheduler.requests:
             raise Broken("a request that has ended holds a state", request_id)
     held.update(source.block_id for source, _ in states.copies._moves.values())
+    held.update(source.block_id for source in states.copies._saves.values())
+    if states.tier is not None:
+        _check_host(states.tier, states.copies)
     for state in states.pool.blocks:
         if not state.is_null and state.ref_cnt != held[state.block_id]:
             detail = f"state {state.block_id}: {state.ref_cnt}, not {held[state.block_id]}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -132,14 +133,18 @@ class _Choreographed(Scheduler):
             return None
         num_tokens = self.kv_cache_config.num_blocks * self.block_size
         num_states = self.choreo_config.num_states(num_tokens)
-        return States(BlockPool(num_states, enable_caching=False, hash_block_size=self.block_size))
+        pool = BlockPool(num_states, enable_caching=False, hash_block_size=self.block_size)
+        num_in_host = self.choreo_config.num_host_blocks(self._block_bytes()) * self.block_size
+        return States(pool, num_in_host // self.choreo_config.tokens_per_state)
 
     def _host_tier(self) -> HostTier | None:
-        # Per worker: the specification is that of one worker's share of the heads.
-        groups = self.kv_cache_config.kv_cache_groups
-        block_bytes = sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
-        num_blocks = self.choreo_config.num_host_blocks(block_bytes)
+        num_blocks = self.choreo_config.num_host_blocks(self._block_bytes())
         return HostTier(num_blocks, self.store.residency.block_copies) if num_blocks else None
+
+    def _block_bytes(self) -> int:
+        """Bytes of a block in all layers of a worker, whose share of the heads the specs have."""
+        groups = self.kv_cache_config.kv_cache_groups
+        return sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
 
     def _hidden_index(self) -> HiddenStateIndex | None:
         model, max_bytes = self.vllm_config.model_config, self.choreo_config.hidden_bytes
@@ -220,7 +225,7 @@ class _Choreographed(Scheduler):
         moves = [BlockMove(*move) for move in copies.moves]
         moves += self.mover.take_moves() if self.mover else []
         hidden, stages = self.store.hidden, self.patcher.stager.take()
-        return ChoreoStep(
+        step = ChoreoStep(
             spans,
             tuple(moves),
             copies.saves,
@@ -229,21 +234,22 @@ class _Choreographed(Scheduler):
             self._captures(calls[r] for r in spans),
             hidden.take_forgotten() if hidden else (),
             self.adapters.take_reloads(),
-            *self._states_of(started),
         )
+        return self._with_states(step, started)
 
-    def _states_of(
-        self, started: Iterable[str]
-    ) -> tuple[dict[str, int], tuple[tuple[int, int], ...]]:
-        """States of the requests that start, and the copies that these begin with."""
+    def _with_states(self, step: ChoreoStep, started: Iterable[str]) -> ChoreoStep:
+        """Add the states of requests that start, and the copies that these begin with."""
         states = self.store.states
         if states is None:
-            return {}, ()
+            return step
         found = {request_id: states.find(request_id) for request_id in started}
-        copies = states.copies.take().moves
-        return (
-            {request_id: state.block_id for request_id, state in found.items() if state},
-            tuple((source, target) for source, target, _ in copies),
+        copies = states.copies.take()
+        return replace(
+            step,
+            states={request_id: state.block_id for request_id, state in found.items() if state},
+            state_saves=copies.saves,
+            state_loads=copies.loads,
+            state_copies=tuple((source, target) for source, target, _ in copies.moves),
         )
 
     def _captures(self, started: Iterable[ScheduledCall]) -> dict[str, HiddenCapture]:

@@ -179,6 +179,9 @@ class ChoreoModelRunner:
         caches = [layer.kv_cache for layer in self.layers.values()]
         block_bytes = sum(cache[0].numel() * cache.element_size() for cache in caches)
         num_blocks = config.num_host_blocks(block_bytes)
+        if self.states is not None:
+            num_tokens = num_blocks * self.cache_config.block_size
+            self.states.allocate_in_host(num_tokens // config.tokens_per_state)
         return HostBlocks(caches, num_blocks) if num_blocks else None
 
     def _check_layout(self, layer: Attention) -> None:
@@ -216,6 +219,7 @@ class ChoreoModelRunner:
         self.batcher.update(step.started, scheduler_output.finished_req_ids, block_ids)
         if self.states is not None:
             self.states.update(step.states, scheduler_output.finished_req_ids)
+            self.states.copy_in_host(step.state_saves, step.state_loads)
             self.states.copy(step.state_copies)
         if self.host_blocks is not None:
             self.host_blocks.copy(step.saves, step.loads)

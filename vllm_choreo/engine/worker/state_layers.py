@@ -22,6 +22,7 @@ from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_s
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
+from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.tensors import to_device
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class StateLayers:
         self._layers = {name: layers[name] for name in specs}
         self._states: dict[str, int] = {}  # numbers, by request
         self._builders: list[tuple[list[str], AttentionMetadataBuilder]] = []
+        self._in_host: HostBlocks | None = None
         self.num_states = 0
 
     @property
@@ -109,6 +111,18 @@ class StateLayers:
         for request_id in finished:
             self._states.pop(request_id, None)
         self._states.update(started)
+
+    def allocate_in_host(self, num_states: int) -> None:
+        """Make room in host memory for the states of evicted messages."""
+        tensors = [states for layer in self._layers.values() for states in layer.kv_cache]
+        self._in_host = HostBlocks(tensors, num_states) if num_states else None
+
+    def copy_in_host(
+        self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]
+    ) -> None:
+        """Copy states to host memory, then back, see `HostBlocks.copy`."""
+        if self._in_host is not None:
+            self._in_host.copy(saves, loads)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states, `(source, target)` each, all from what lies there now."""

@@ -67,6 +67,10 @@ class ChoreoWorker:
             for found in self.runner.layer_positions
         ]
 
+    def choreo_states(self) -> list[dict[str, object]]:
+        """Kind and size of the state of each layer that has one, for `vllm-choreo doctor`."""
+        return self.runner.states.describe() if self.runner.states is not None else []
+
     # -- keys and values that are saved and loaded -------------------------------------------
 
     def choreo_kv_shape(self) -> dict[str, Any]:
