@@ -30,6 +30,7 @@ _Switch = Annotated[bool, Meta(description="choose true or false")]
 REPOSITION_POLICIES = ("query", "in_place")
 _PATH = "additional_config.choreo"
 _BYTES_PER_GIB = 2**30
+_MIN_STATES = 2
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class ChoreoConfig:
             are encoded again.
         hidden_memory_gib: memory of each worker for hidden states that calls have kept
             (`keep_hidden`), for repair by layers, in GiB; 0: neither is possible.
+        tokens_per_state: in models with states in place of keys and values, the tokens of the KV
+            cache for each state that the engine keeps, of a message or of a running request.
         max_copies_per_session, max_copied_tokens_per_session: copies, and their tokens, that the
             engine keeps for exact and repaired calls of a session; a parent of a copy counts as a
             token. Beyond that, copies that were not read for longest make room, and are encoded
@@ -113,6 +116,7 @@ class ChoreoConfig:
     pinned_share: _ShareOr0 = 0.5
     host_memory_gib: _NumberOr0 = 0.0
     hidden_memory_gib: _NumberOr0 = 0.0
+    tokens_per_state: _Count = 256
     max_copies_per_session: _Count = 10_000
     max_copied_tokens_per_session: _Count = 10_000_000
     keep_key: str = ""
@@ -134,6 +138,25 @@ class ChoreoConfig:
             block_bytes: bytes of one block in all layers of a worker.
         """
         return int(self.host_memory_gib * _BYTES_PER_GIB) // block_bytes
+
+    def num_states(self, num_tokens: int) -> int:
+        """Number of states, one more than can be used.
+
+        Args:
+            num_tokens: tokens that the KV cache has room for.
+
+        Raises:
+            ChoreoError: there is no room for a message's state beside that of a call behind it.
+        """
+        num_states = num_tokens // self.tokens_per_state
+        if num_states < _MIN_STATES:
+            raise ChoreoError(
+                f"a KV cache of {num_tokens} tokens has room for {num_states} states so, and "
+                f"{_MIN_STATES} are needed: choose fewer tokens, or give it more memory",
+                parameter=f"{_PATH}.tokens_per_state",
+                value=self.tokens_per_state,
+            )
+        return num_states + 1
 
     @property
     def hidden_bytes(self) -> int:

@@ -68,6 +68,13 @@ class SpanError(ChoreoError):
     """A sub-span `(message, start, stop)` does not lie inside its message."""
 
 
+class ChainError(ChoreoError):
+    """A parent that was not encoded right behind those before it, in a model that reads no other.
+
+    Such a model keeps a state in place of the keys of some layers.
+    """
+
+
 class RepairError(ChoreoError):
     """`repair` names no rule, or runs that its parents do not have."""
 
@@ -166,6 +173,7 @@ _BY_NAME: dict[str, type[ChoreoError]] = {
         FreedMessageError,
         OffsetError,
         SpanError,
+        ChainError,
         RepairError,
         PrefixError,
         EmptyTokensError,

@@ -2,7 +2,9 @@
 """`vllm-choreo doctor`: is choreography right for this model, on this machine?
 
 Three questions: how do positions enter each attention layer (the probe that every engine runs at
-its start); which attention kernel runs; and do choreographed calls give what HuggingFace gives?
+its start); which attention kernel runs; and do choreographed calls give what HuggingFace gives? Of
+a model with states in place of keys these calls are chains: a message run behind another one's
+state is compared with the text of both.
 
 The last one knows nothing of rotations, neither the probe's nor anybody's: see `reference`.
 """
@@ -14,6 +16,7 @@ import os
 import random
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -92,10 +95,13 @@ def main(args: argparse.Namespace) -> int:
         positions = llm.collective_rpc("choreo_positions")[0]
         block_size = llm.llm_engine.vllm_config.cache_config.block_size
         print(f"\n{positions_table(positions)}\n\n{_kernel()}\nBlock size: {block_size} tokens\n")
-        cases = _run_cases(llm)
+        states = llm.collective_rpc("choreo_states")[0]
+        if states:
+            print(f"{states_table(states)}\n")
+        cases = _run_chains(llm) if states else _run_cases(llm)
     finally:
         llm.llm_engine.engine_core.shutdown()
-    verdicts = _compare(model, cases)
+    verdicts = _compare(model, cases, is_text=bool(states))
     print(verdicts_table(verdicts))
     if all(verdict.is_right for verdict in verdicts):
         print("\nChoreography is right for this model.")
@@ -160,6 +166,14 @@ def positions_table(positions: Sequence[dict[str, Any]]) -> str:
         error = max(layer["max_error"] for layer in layers)
         lines.append(f"{where:<10}{_describe(kind):<56}{length:>19}{error:>10.1e}")
         start = stop + 1
+    return "\n".join(lines)
+
+
+def states_table(states: Sequence[dict[str, Any]]) -> str:
+    """One row per kind of layers with states; see `StateLayers.describe`."""
+    lines = [f"{'State layers':<32}{'Bytes of a state, each':>24}"]
+    kinds = Counter((layer["state"], layer["state_bytes"]) for layer in states)
+    lines += [f"{f'{n} of {kind}':<32}{size:>24,}" for (kind, size), n in kinds.items()]
     return "\n".join(lines)
 
 
@@ -231,20 +245,53 @@ def _run_cases(llm: LLM) -> list[tuple[str, CaseRun]]:
         ]
 
 
+def _run_chains(llm: LLM) -> list[tuple[str, CaseRun]]:
+    """Run some calls that read chains; each stands for a text, which is what is compared."""
+    from vllm import SamplingParams
+
+    from vllm_choreo import Choreography
+
+    rng = random.Random(0)
+    special = set(llm.get_tokenizer().all_special_ids)
+    usable = [i for i in range(llm.model_config.get_vocab_size()) if i not in special]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, logprobs=5, detokenize=False
+    )
+    with Choreography(llm) as c:
+
+        def answer(*parents: Message, mode: str = "choreo") -> CaseRun:
+            header = rng.choices(usable, k=4)
+            message = c.decode(header, parents=parents, mode=mode, sampling_params=params)
+            read = [token for parent in parents for token in parent.token_ids]
+            return CaseRun(message, Made((*read, *message.token_ids)))
+
+        a = c.prefill(rng.choices(usable, k=45))
+        b = c.prefill(rng.choices(usable, k=70), parents=[a])
+        in_order = answer(a, b)
+        first_branch, second_branch = answer(a, b, in_order.message), answer(a, b, in_order.message)
+        return [
+            ("a chain", in_order),
+            ("behind an answer", first_branch),
+            ("another branch", second_branch),
+            ("another order, mode exact", answer(b, a, mode="exact")),
+        ]
+
+
 # -- HuggingFace's answers -------------------------------------------------------------------------
 
 
-def _compare(model: str, cases: Sequence[tuple[str, CaseRun]]) -> list[Verdict]:
+def _compare(model: str, cases: Sequence[tuple[str, CaseRun]], is_text: bool) -> list[Verdict]:
+    """Compare cases, each of which is a text where `is_text` says so."""
     reference = Reference(model)
-    return [_verdict(name, asked, reference) for name, asked in cases]
+    return [_verdict(name, asked, reference, is_text) for name, asked in cases]
 
 
-def _verdict(name: str, run: CaseRun, reference: Reference) -> Verdict:
-    message = run.message
+def _verdict(name: str, run: CaseRun, reference: Reference, is_text: bool) -> Verdict:
+    message, made = run.message, run.made
     generated = message.generated_token_ids
-    logits = reference.logits(run.made)
+    logits = reference.text_logits(made.token_ids) if is_text else reference.logits(made)
     logprobs = logits.log_softmax(-1)
-    num_header = message.num_tokens - len(generated)
+    num_header = len(made.token_ids) - len(generated)
     difference = 0.0
     assert message.logprobs is not None, "its sampling parameters ask for them"
     for row, entries in zip(logprobs[num_header - 1 :], message.logprobs, strict=False):

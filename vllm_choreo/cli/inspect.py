@@ -120,6 +120,12 @@ def block_map(stats: Mapping[str, Any]) -> str:
         "itself included.",
         "Slots: filled / held. Used by: calls that read it + calls that wait for it.",
     ]
+    if num_states := stats.get("num_states"):
+        names = [_name(m["id"]) for m in stats["messages"] if m["has_state"]]
+        lines.append(
+            f"{stats['num_states_used']} of {num_states:,} states; calls can begin at once behind: "
+            f"{' '.join(names) or '-'}."
+        )
     if any(message.get("is_copy") for message in stats["messages"]):
         lines.append(
             "(copy): a message encoded once more, after what stands under Attends to: calls in "

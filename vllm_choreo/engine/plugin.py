@@ -100,6 +100,23 @@ def _hook_configuration(platform: type[Platform]) -> None:
         batch_runner.hook(command_line.PLUGIN)
 
     platform.check_and_update_config = classmethod(check_and_update_config)
+    update_block_size = platform.update_block_size_for_backend
+
+    def update_block_size_for_backend(cls: type[Platform], vllm_config: VllmConfig) -> None:
+        cache = vllm_config.cache_config
+        block_size = cache.block_size
+        update_block_size(vllm_config)
+        if keeps_states(vllm_config):
+            # vLLM has made a block as large as a state; ours lie elsewhere.
+            cache.block_size, cache.mamba_page_size_padded = block_size, None
+
+    platform.update_block_size_for_backend = classmethod(update_block_size_for_backend)
+
+
+def keeps_states(vllm_config: VllmConfig) -> bool:
+    """Return whether a choreographed engine keeps states of layers, outside the KV cache."""
+    scheduler = str(vllm_config.scheduler_config.scheduler_cls)
+    return scheduler.startswith(_ENGINE) and vllm_config.model_config.is_hybrid
 
 
 def _applies(vllm_config: VllmConfig) -> bool:
@@ -162,8 +179,8 @@ def configure_after(vllm_config: VllmConfig) -> None:
     """Name our scheduler and worker; refuse what they cannot serve."""
     if not _applies(vllm_config):
         return
-    _refuse_unsupported(vllm_config)
     config = ChoreoConfig.from_vllm(vllm_config)  # a wrong setting fails here, not in a worker
+    _refuse_unsupported(vllm_config)
     _refuse_quantized(vllm_config, config)
     from vllm_choreo.engine import graphs
 
@@ -171,6 +188,9 @@ def configure_after(vllm_config: VllmConfig) -> None:
     name = "ChoreoAsyncScheduler" if scheduler.async_scheduling else "ChoreoScheduler"
     scheduler.scheduler_cls = f"{_ENGINE}.scheduler.scheduler.{name}"
     parallel.worker_cls = _WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+    if keeps_states(vllm_config):
+        cache, max_model_len = vllm_config.cache_config, vllm_config.model_config.max_model_len
+        cache.mamba_cache_mode, cache.mamba_block_size = "none", max_model_len
     graphs.warn_of_eager_steps(vllm_config)
 
 
@@ -184,15 +204,21 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     speculative = vllm_config.speculative_config
     scheduler_cls = vllm_config.scheduler_config.scheduler_cls
     refused = {
-        "is_hybrid": model.is_hybrid or model.is_attention_free,
+        "is_attention_free": model.is_attention_free,
         "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
-        "speculative_config.method": speculative is not None and speculative.method != "ngram",
+        "speculative_config.method": speculative is not None
+        and (speculative.method != "ngram" or model.is_hybrid),
         "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size": parallel.prefill_context_parallel_size > 1,
         "enable_dbo": parallel.enable_dbo,
         "worker_cls": parallel.worker_cls not in (*_WORKERS, *_WORKERS.values()),
         "scheduler_cls": scheduler_cls is not None and not str(scheduler_cls).startswith(_ENGINE),
     }
+    if model.is_hybrid:
+        config = ChoreoConfig.from_vllm(vllm_config)
+        refused["additional_config.choreo.hidden_memory_gib"] = bool(config.hidden_bytes)
+        # It would load keys and values of a prefix, and no states.
+        refused["kv_transfer_config"] = vllm_config.kv_transfer_config is not None
     for name, is_refused in refused.items():
         if is_refused:
             raise UnsupportedOptionError(
@@ -237,6 +263,8 @@ def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
         )
     elif vllm_config.model_config.use_mla:
         reason = "the rows of MLA are choreographed in the dtype of the model alone: use 'auto'"
+    elif vllm_config.model_config.is_hybrid:
+        reason = "models with states are choreographed in their own dtype alone: use 'auto'"
     elif cache.kv_cache_dtype_skip_layers:
         found = "kv_cache_dtype_skip_layers", ",".join(cache.kv_cache_dtype_skip_layers)
         reason = "a message lies in blocks of one dtype in all layers: leave it out"

@@ -128,6 +128,10 @@ class ChoreoStep:
         captures: hidden states to store of the requests that start, or start again.
         forgotten: keys of hidden states that are needed no longer when the stages have run.
         reloads: vLLM's requests of adapters whose weights have been replaced, to load before all.
+        states: number of the state of each request that starts, or starts again, in models that
+            have states; empty in others.
+        state_saves, state_loads: states to copy before that to and from host memory, likewise.
+        state_copies: states to copy then, before the step runs, as `(source, target)`.
     """
 
     started: dict[str, RequestSpans]
@@ -138,6 +142,10 @@ class ChoreoStep:
     captures: Mapping[str, HiddenCapture] = field(default_factory=dict)
     forgotten: tuple[int, ...] = ()
     reloads: tuple[AdapterRequest, ...] = ()
+    states: Mapping[str, int] = field(default_factory=dict)
+    state_saves: tuple[tuple[int, int], ...] = ()
+    state_loads: tuple[tuple[int, int], ...] = ()
+    state_copies: tuple[tuple[int, int], ...] = ()
 
     def written_blocks(self) -> set[int]:
         """Blocks that are written before the step itself, and those that stage runs read."""

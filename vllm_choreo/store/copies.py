@@ -62,13 +62,18 @@ class Context:
     def encodings(self) -> tuple[Encoding, ...]:
         return tuple(link.encoding for link in self.chain)
 
-    def has(self, link: Link, position: int) -> bool:
+    def has(self, link: Link, position: int, whole: bool = False) -> bool:
         """Return whether a link's tokens, the first at `position`, were encoded in this context.
 
         A shift of everything changes nothing, unless plans are placed, and a prefix does not
         depend on what follows it.
+
+        Args:
+            whole: whether that is asked of whole messages alone, see `exact_chain`.
         """
         encoding, plan = link.encoding, link.encoding.plan
+        if whole and link.num_tokens != encoding.num_tokens:
+            return False
         assert plan is not None, "the parents of a call that is planned have their plans"
         if encoding.patch or plan.weights or link.start != 0 or encoding.adapter != self.adapter:
             return False

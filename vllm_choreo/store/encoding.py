@@ -140,6 +140,9 @@ class Encoding:
         blocks: KV blocks that hold tokens `0 … num_encoded-1`, from its first slot on.
         stored_position: position to which the first key is rotated now.
         unwritten: runs of a patch whose step has not been planned yet.
+        state: state of layers without keys behind its last token, for whoever begins there; None in
+            models that have none, and where it was given up.
+        state_step: the step in which that was written, at the latest.
         held_in_step: the step in which its blocks last changed.
         num_readers: running calls that read it; its blocks must stay.
         num_waiting: calls that wait for it or will read it.
@@ -167,6 +170,8 @@ class Encoding:
     num_encoded: int = 0
     stored_position: int = 0
     unwritten: list[TokenRange] = field(default_factory=list)
+    state: Block | None = None
+    state_step: int = -1
     held_in_step: int = -1
     num_readers: int = 0
     num_waiting: int = 0

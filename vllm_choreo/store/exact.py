@@ -33,6 +33,7 @@ def is_exact(
     new_offset: int,
     adapter: Adapter | None = None,
     from_zero: bool = False,
+    whole: bool = False,
 ) -> bool:
     """Return whether a call gives what an ordinary request on the concatenated text gives.
 
@@ -41,11 +42,25 @@ def is_exact(
         offsets, new_offset: positions of their first tokens, and of the call's own.
         adapter: the one that encodes the call.
         from_zero: whether text gives the same at position 0 alone, see `is_text`.
+        whole: whether the parents must be whole messages, see `exact_chain`.
     """
-    return is_text([link.num_tokens for link in links], offsets, new_offset, from_zero) and all(
-        Context(links[:j], offsets[:j], adapter).has(link, offsets[j])
-        for j, link in enumerate(links)
-    )
+    lengths = [link.num_tokens for link in links]
+    num_chained = num_in_chain(links, offsets, adapter, whole)
+    return num_chained == len(links) and is_text(lengths, offsets, new_offset, from_zero)
+
+
+def num_in_chain(
+    links: Sequence[Link], offsets: Sequence[int], adapter: Adapter | None, whole: bool = False
+) -> int:
+    """Number of first parents each of which was encoded with exactly those before it.
+
+    Args:
+        links, offsets, adapter, whole: see `is_exact`.
+    """
+    for number, (link, offset) in enumerate(zip(links, offsets, strict=True)):
+        if not Context(links[:number], offsets[:number], adapter).has(link, offset, whole):
+            return number
+    return len(links)
 
 
 def exact_chain(links: Sequence[Link], adapter: Adapter | None, store: MessageStore) -> list[Link]:
@@ -54,11 +69,13 @@ def exact_chain(links: Sequence[Link], adapter: Adapter | None, store: MessageSt
     Args:
         links: the parents of the call; their tokens and plans are known.
         adapter: the one that encodes the call.
-        store: keeps copies, so that each is encoded once.
+        store: keeps copies, so that each is encoded once. If its model has states, these are kept
+            at the ends of messages alone, so that the beginning of one is read as a copy, too.
 
     Returns:
         One link per parent, of the same tokens, beginning with the first token of its message.
     """
+    whole = store.states is not None
     chain: list[Link] = []
     for link in links:
         lengths = [before.num_tokens for before in chain]
@@ -66,6 +83,6 @@ def exact_chain(links: Sequence[Link], adapter: Adapter | None, store: MessageSt
         context = Context(chain, offsets, adapter, exact=True)
         chain = [
             *chain,
-            link if context.has(link, position) else context.copy(link, position, store),
+            link if context.has(link, position, whole) else context.copy(link, position, store),
         ]
     return chain

@@ -13,7 +13,7 @@ This module knows what lies where; the copying is queued in `block_copies.py`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_choreo.store.block_copies import Block, BlockCopies
@@ -35,11 +35,19 @@ class HostTier:
     Args:
         num_blocks: blocks of the host's memory, each as large as one of the KV cache.
         copies: the queue of copies of blocks.
+        blocks_of: tells what is saved of an encoding: its blocks, or its state as the one block of
+            another pool.
     """
 
-    def __init__(self, num_blocks: int, copies: BlockCopies) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        copies: BlockCopies,
+        blocks_of: Callable[[Encoding], Sequence[Block]] = lambda encoding: encoding.blocks,
+    ) -> None:
         self.num_blocks = num_blocks
         self._copies = copies
+        self._blocks_of = blocks_of
         self._free = list(range(num_blocks))
         self._saved: OrderedDict[Encoding, _Saved] = OrderedDict()
         self._protected: set[Encoding] = set()
@@ -63,7 +71,8 @@ class HostTier:
             self._saved.move_to_end(encoding)
             return
         self.discard(encoding)
-        need = len(encoding.blocks)
+        blocks = self._blocks_of(encoding)
+        need = len(blocks)
         staying = self._protected | self._filling
         if need > self.num_blocks - sum(map(self.num_blocks_of, staying)):
             return
@@ -71,7 +80,7 @@ class HostTier:
             self.discard(next(other for other in self._saved if other not in staying))
         host_blocks = [self._free.pop() for _ in range(need)]
         self._saved[encoding] = _Saved(host_blocks, encoding.num_encoded, encoding.stored_position)
-        self._copies.save(encoding.blocks, host_blocks)
+        self._copies.save(blocks, host_blocks)
 
     def reserve(
         self, encoding: Encoding, num_blocks: int, num_encoded: int, stored_position: int

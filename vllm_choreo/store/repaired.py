@@ -24,18 +24,6 @@ from vllm_choreo.store.hidden import check_entries
 from vllm_choreo.store.store import MessageStore
 
 
-def num_unchanged(links: Sequence[Link], offsets: Sequence[int], adapter: Adapter | None) -> int:
-    """Number of first parents that a call reads as they are, whatever is repaired of the rest.
-
-    Args:
-        links, offsets, adapter: see `repaired_chain`.
-    """
-    for number, (link, offset) in enumerate(zip(links, offsets, strict=True)):
-        if not Context(links[:number], offsets[:number], adapter).has(link, offset):
-            return number
-    return len(links)
-
-
 def repaired_chain(
     links: Sequence[Link],
     offsets: Sequence[int],

@@ -15,6 +15,7 @@ from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.store.block_copies import Block, BlockCopies, BlockPool
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.eviction import choose_victim, over_share
+from vllm_choreo.store.states import States
 
 
 class Residency:
@@ -31,14 +32,16 @@ class Residency:
             block that two of them share counts twice.
         num_blocks_of: blocks that are held, by tenant, counted in the same way.
         block_copies: the copies that the next step begins with.
+        states: states of layers without keys; None: the model has none.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, states: States | None = None) -> None:
         self.pool = pool
         self.block_size = block_size
         self.num_idle_blocks = 0
         self.num_blocks_of: Counter[str] = Counter()
         self.block_copies = BlockCopies(pool)
+        self.states = states
         # Encodings that hold blocks, least recently used first.
         self._holding: OrderedDict[Encoding, None] = OrderedDict()
 
@@ -53,14 +56,19 @@ class Residency:
         held = list(blocks[: -(-num_encoded // self.block_size)])
         position = encoding.stored_position if encoding.blocks else encoding.plan.own_position
         self.pool.touch(held)
-        self.drop(encoding)
+        self._drop_blocks(encoding)
         with self._changing(encoding):
             encoding.blocks, encoding.num_encoded = held, num_encoded
         encoding.stored_position, encoding.held_in_step = position, step
         self.use(encoding)
 
     def drop(self, encoding: Encoding) -> None:
-        """Give all blocks of an encoding back."""
+        """Give all blocks of an encoding back, and its state."""
+        if self.states:
+            self.states.drop(encoding)
+        self._drop_blocks(encoding)
+
+    def _drop_blocks(self, encoding: Encoding) -> None:
         assert not encoding.num_readers, "what is read stays where it is"
         self._free(encoding.blocks)
         with self._changing(encoding):
@@ -69,7 +77,9 @@ class Residency:
         self._holding.pop(encoding, None)
 
     def cut(self, encoding: Encoding, num_tokens: int) -> None:
-        """Give back the blocks behind the first `num_tokens` tokens."""
+        """Give back the blocks behind the first `num_tokens` tokens; the state was another's."""
+        if self.states:
+            self.states.drop(encoding)
         if encoding.num_encoded <= num_tokens:
             return
         assert not encoding.num_readers, "what is read stays where it is"
@@ -181,6 +191,8 @@ class Residency:
             assert min(encoding.num_readers, encoding.num_waiting) >= 0
             assert len(encoding.blocks) == -(-encoding.num_encoded // self.block_size)
         assert counted == +self.num_blocks_of
+        if self.states:
+            self.states.check()
 
     def _free(self, blocks: Sequence[Block]) -> None:
         # Reversed, as vLLM frees: the tail of a message is reused first.

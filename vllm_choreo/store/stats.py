@@ -69,6 +69,7 @@ def _describe(store: MessageStore, encoding: Encoding) -> dict[str, Any]:
         "num_encoded": encoding.num_encoded,
         "stored_position": encoding.stored_position,
         "is_pinned": encoding.is_pinned(store.clock()),
+        "has_state": encoding.state is not None,
         "is_untrusted": encoding.is_untrusted,
         "parents": [parent.message.id for parent in encoding.parents],
         "num_readers": encoding.num_readers,

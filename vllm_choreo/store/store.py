@@ -24,6 +24,7 @@ from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.residency import Residency
 from vllm_choreo.store.session_copies import SessionCopies
+from vllm_choreo.store.states import States
 
 # Messages that will never be complete are known by their names, of all sessions together.
 MAX_FAILED = 10_000
@@ -41,6 +42,7 @@ class MessageStore:
         clock: tells the time in seconds, for pins.
         session_copies: how many copies of its messages a session may have; None: as many as it
             makes.
+        states: states of layers without keys; None: the model has none.
 
     Attributes:
         tier: memory outside the KV cache for evicted encodings, or None.
@@ -59,8 +61,9 @@ class MessageStore:
         is_placed: bool = False,
         clock: Callable[[], float] = time.monotonic,
         session_copies: SessionCopies | None = None,
+        states: States | None = None,
     ) -> None:
-        self.residency = Residency(pool, block_size)
+        self.residency = Residency(pool, block_size, states)
         self.block_size = block_size
         self.engine = engine
         self.is_placed = is_placed
@@ -74,6 +77,11 @@ class MessageStore:
         self.on_final: Callable[[Encoding], None] = lambda encoding: None
         self._sessions: dict[str, dict[str, StoredMessage]] = {}
         self._failed: dict[StoredMessage, None] = {}  # in the order in which they failed
+
+    @property
+    def states(self) -> States | None:
+        """States of layers without keys; None: the model has none, and reads in any order."""
+        return self.residency.states
 
     # -- names -----------------------------------------------------------------------------
 
@@ -221,6 +229,8 @@ class MessageStore:
         """Start from the full blocks of an encoding of the same digest, if one holds any.
 
         The last block stays private: at least one token must run, for vLLM to run the request.
+        With states all or nothing is shared, for none is kept inside a message: what the request
+        runs then is nobody's.
         Traces of `denied` messages are not shared: what was reused would tell their tokens.
         """
         assert encoding.plan is not None and encoding.digest is not None
@@ -232,11 +242,26 @@ class MessageStore:
             is_allowed = not denied or (is_own and not duplicate.trace.holds_any(denied_ids))
             return is_allowed and duplicate.stored_position == position
 
-        if duplicate := self.duplicates.most_resident(encoding, may_share):
+        if self.states is not None:
+            self._share_whole(encoding, may_share)
+        elif duplicate := self.duplicates.most_resident(encoding, may_share):
             num_shared = min(duplicate.num_encoded, encoding.num_tokens - 1)
             num_shared -= num_shared % self.block_size
             self.hold(encoding, duplicate.blocks, num_shared)
         self.duplicates.add(encoding)
+
+    def _share_whole(self, encoding: Encoding, may_share: Callable[[Encoding], bool]) -> None:
+        """Share all blocks, and the state, of an encoding of the same digest that has both."""
+        assert self.states is not None
+
+        def is_whole(duplicate: Encoding) -> bool:
+            has_all = duplicate.is_resident and self.can_begin_behind(duplicate)
+            return has_all and may_share(duplicate)
+
+        duplicate = self.duplicates.most_resident(encoding, is_whole)
+        if duplicate is not None and duplicate.state is not None:
+            self.hold(encoding, duplicate.blocks, encoding.num_tokens)
+            self.states.share(encoding, duplicate.state, duplicate.state_step)
 
     def end(self, message: StoredMessage, num_tokens: int) -> dict[str, Any] | None:
         """Complete a message of which the client keeps the first `num_tokens` tokens.
@@ -264,11 +289,13 @@ class MessageStore:
         """Begin to plan the next step."""
         self.step += 1
         self.residency.block_copies.begin()
+        if self.states:
+            self.states.copies.begin()
 
     def take_block_copies(self) -> PlannedCopies:
         """End the planning; return the copies of blocks with which the step begins."""
-        if self.tier:
-            self.tier.on_planned()
+        for tier in self._tiers():
+            tier.on_planned()
         return self.residency.block_copies.take()
 
     def hold(self, encoding: Encoding, blocks: Sequence[Block], num_encoded: int) -> None:
@@ -278,6 +305,32 @@ class MessageStore:
     def on_written(self, encoding: Encoding, run: TokenRange) -> None:
         """Note that the step being planned writes the last tokens of a run."""
         self.residency.on_written(encoding, run, self.step)
+
+    def hold_state(self, encoding: Encoding, request_id: str) -> None:
+        """Make the state of a request what an encoding leaves, see `States.hold`."""
+        if self.states:
+            self.states.hold(encoding, request_id, self.step)
+
+    def can_begin_behind(self, encoding: Encoding | None) -> bool:
+        """Return whether the step being planned can begin with the state that an encoding left.
+
+        It is copied before the step runs, so it was written in an earlier one.
+
+        Args:
+            encoding: None: there is nothing behind which it begins.
+        """
+        if self.states is None or encoding is None:
+            return True
+        return encoding.state is not None and encoding.state_step < self.step
+
+    def evict_state(self, needed: Collection[Encoding]) -> bool:
+        """Give up one state, see `States.victim`; return whether there was one."""
+        assert self.states is not None
+        victim = self.states.victim(needed, self.clock())
+        if victim is not None:
+            self.totals["evicted_states"] += 1
+            self.states.evict(victim, self.step)
+        return victim is not None
 
     def is_settled(self, encoding: Encoding) -> bool:
         """Return whether all keys were written before the step that is being planned."""
@@ -295,6 +348,8 @@ class MessageStore:
             self.totals["evicted_tokens"] += encoding.num_encoded
             if self.tier and into_host and self.is_settled(encoding):
                 self.tier.save(encoding)
+        if self.states and into_host:
+            self.states.evict(encoding, self.step)
         self.residency.drop(encoding)
 
     def evict_one(
@@ -326,6 +381,12 @@ class MessageStore:
         self.totals["restored_messages"] += 1
         self.totals["restored_tokens"] += num_encoded
 
+    def restore_state(self, encoding: Encoding) -> None:
+        """Bring a state back from host memory, for calls that begin in the step being planned."""
+        assert self.states is not None
+        self.states.restore(encoding, self.step)
+        self.totals["restored_states"] += 1
+
     def empty(self) -> None:
         """Drop all keys and values that no running call reads, host memory included.
 
@@ -334,12 +395,18 @@ class MessageStore:
         """
         self.duplicates.clear()
         for encoding in self.residency.holding():
+            if self.states:
+                self.states.drop(encoding)
             if not encoding.num_readers:
                 self.residency.drop(encoding)
-        if self.tier:
-            self.tier.clear()
+        for tier in self._tiers():
+            tier.clear()
         if self.hidden:
             self.hidden.clear()
+
+    def _tiers(self) -> list[HostTier]:
+        """Host memory of blocks and of states, as far as there is any."""
+        return [tier for tier in (self.tier, self.states and self.states.tier) if tier]
 
     # -- pins and the end ------------------------------------------------------------------
 
@@ -420,8 +487,8 @@ class MessageStore:
             self.duplicates.discard(encoding)
             if not encoding.in_use and not encoding.num_wanting:
                 self.residency.drop(encoding)
-                if self.tier:
-                    self.tier.discard(encoding)
+                for tier in self._tiers():
+                    tier.discard(encoding)
                 if self.hidden:
                     self.hidden.release(encoding)
         if encoding.patch is not None:

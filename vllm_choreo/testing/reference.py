@@ -70,6 +70,14 @@ class Reference:
         """A message's logits, float32 `[n, vocab_size]`; row i predicts the token after token i."""
         return self._encode(made, made.new_offset)[1]
 
+    def text_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Logits of a text in one pass, float32 `[n, vocab_size]`; also of models with states."""
+        import torch
+
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(input_ids=torch.tensor([list(token_ids)])).logits[0]
+        return logits
+
     def forget(self) -> None:
         """Let go of what was encoded so far."""
         self._memo.clear()

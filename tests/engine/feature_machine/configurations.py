@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from vllm_choreo.testing.models.tiny import HYBRID_MODELS
+
 # Floats of a token in the tiny models, 3 layers of 2 heads, keys and values of 32 floats; with MLA
 # of one row of 576.
 _TOKEN_FLOATS, _LATENT_FLOATS = 3 * 2 * 64, 3 * 576
@@ -40,7 +42,7 @@ class Configuration:
         options: of `OPTIONS`.
         num_blocks: of the pool; one of them is vLLM's own.
         host_blocks, hidden_rows: of "host", and of "hidden" (of one layer).
-        model: of `TINY_MODELS`.
+        model: of `TINY_MODELS` or `HYBRID_MODELS`.
         begins_full: whether programs begin with repaired calls in a pool that is full of messages,
             some of which share blocks.
     """
@@ -73,6 +75,11 @@ class Configuration:
         return self.block_size * (self.num_blocks - 1)
 
     @property
+    def has_states(self) -> bool:
+        """True if the model reads chains alone: then all calls are in exact mode."""
+        return self.model in HYBRID_MODELS
+
+    @property
     def hidden_bytes(self) -> int:
         return self.hidden_rows * HIDDEN_ROW if "hidden" in self else 0
 
@@ -89,6 +96,8 @@ class Configuration:
             choreo["hidden_memory_gib"] = self.hidden_bytes / 2**30
         if "in_place" in self:
             choreo["reposition"] = "in_place"
+        if self.has_states:
+            choreo["tokens_per_state"] = 128
         if "share" in self:
             choreo["tenant_share"] = 0.3
         options: dict[str, Any] = {
@@ -142,6 +151,10 @@ CONFIGURATIONS = {
         _made("twins", "host", 21, host_blocks=40, begins_full=True),
         _latent("latent", "host hidden chunks priority", 41, host_blocks=12, model="deepseek_v3"),
         _latent("moved", "in_place drafts share host few", 37, model="deepseek_v2"),
+        Configuration("states", frozenset({"host", "priority"}), 21, model="granite_hybrid"),
+        Configuration(
+            "states async", frozenset({"async", "chunks", "few"}), 17, model="granite_hybrid"
+        ),
     )
 }
 

@@ -159,6 +159,8 @@ class _Generator:
             reads = self._reads(session, generate > 0)
         text = text or self._text(40 if generate else 97)
         options = {**self._options(session, reads, generate), **options}
+        if self._configuration.has_states:
+            options["exact"] = True
         if options.get("exact"):
             options.pop("repair", None)
             reads = [Read(read.name, read.start, read.stop) for read in reads]
@@ -424,10 +426,9 @@ class _Generator:
             if rng.random() < 0.8:
                 self._add(Settle())
             chosen = rng.sample(names, rng.randint(1, min(3, len(names))))
-            key = rng.choice("xy")
-            self._add(
-                Save(session, key, tuple(chosen), rng.random() < 0.8, rng.choice((99, 99, 2, 4)))
-            )
+            key, has_keys = rng.choice("xy"), rng.random() < 0.8
+            has_keys = has_keys and not self._configuration.has_states
+            self._add(Save(session, key, tuple(chosen), has_keys, rng.choice((99, 99, 2, 4))))
             self._kept[key] = session, chosen
             if rng.random() < 0.4:
                 self._forget(session, chosen)
@@ -463,7 +464,7 @@ class _Generator:
                 self._call(session, [], 0, self._text(97, 40))
             self._add(Settle())
             chosen = rng.sample(list(self._names[session]), 1)
-            self._add(Save(session, "x", tuple(chosen)))
+            self._add(Save(session, "x", tuple(chosen), not self._configuration.has_states))
             self._kept["x"] = session, chosen
             if rng.random() < 0.7:
                 self._forget(session, chosen)
@@ -591,5 +592,6 @@ class _Generator:
                         (3, 2),
                         (Read(name),),
                         generate=rng.choice((1, 2)),
+                        exact=self._configuration.has_states,
                     )
                 )

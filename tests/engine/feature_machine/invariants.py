@@ -24,6 +24,8 @@ def check(scheduler: Any) -> None:
     store = scheduler.store
     encodings = _all_encodings(scheduler)
     _check_blocks(scheduler)
+    if store.states is not None:
+        _check_states(scheduler)
     try:
         store.residency.check()
     except AssertionError as error:
@@ -37,7 +39,7 @@ def check(scheduler: Any) -> None:
     sources = {e.patch.source for e in encodings if e.patch and e.in_use}
     for encoding in encodings - sources:
         if encoding.is_given_up and not encoding.in_use:
-            if encoding.blocks:
+            if encoding.blocks or encoding.state:
                 raise Broken("what is given up and idle holds blocks", encoding.message.id)
             if store.tier is not None and encoding in store.tier:
                 raise Broken("what is given up and idle lies in host memory", encoding.message.id)
@@ -46,7 +48,7 @@ def check(scheduler: Any) -> None:
 def check_nothing_is_left(scheduler: Any) -> None:
     """All sessions were closed, and everything was answered. Raises Broken."""
     store, tier, hidden = scheduler.store, scheduler.store.tier, scheduler.store.hidden
-    snapshots = scheduler.snapshots
+    snapshots, states = scheduler.snapshots, store.states
     left = {
         "messages": store.messages(),
         "encodings hold blocks": store.residency.holding(),
@@ -54,6 +56,7 @@ def check_nothing_is_left(scheduler: Any) -> None:
         "requests": scheduler.requests,
         "duplicates": list(store.duplicates),
         "host blocks": tier.num_used if tier else 0,
+        "states in host memory": states.tier.num_used if states and states.tier else 0,
         "hidden states": hidden.num_bytes if hidden else 0,
         "keys of hidden states": hidden._keys if hidden else (),
         "tickets of saves": (*snapshots._described, *snapshots._held),
@@ -67,6 +70,8 @@ def check_nothing_is_left(scheduler: Any) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     if pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
         raise Broken("left at the end: blocks", pool.get_num_free_blocks())
+    if states is not None and states.num_free != states.num_states:
+        raise Broken("left at the end: states", states.num_free)
 
 
 # -- what is counted -----------------------------------------------------------------------------
@@ -109,6 +114,27 @@ def _check_blocks(scheduler: Any) -> None:
     num_free = sum(block.ref_cnt == 0 and not block.is_null for block in pool.blocks)
     if pool.get_num_free_blocks() != num_free:
         raise Broken("the free blocks are not those without references")
+
+
+def _check_states(scheduler: Any) -> None:
+    """Each reference on a state is an encoding's, a running request's, or a queued copy's."""
+    states, held = scheduler.store.states, Counter[int]()
+    for encoding in states.holding():
+        held[encoding.state.block_id] += 1
+        if not encoding.is_resident:
+            raise Broken("an encoding has a state, and not its keys", encoding.message.id)
+    for request_id, state in states._of_request.items():
+        held[state.block_id] += 1
+        if request_id not in scheduler.requests:
+            raise Broken("a request that has ended holds a state", request_id)
+    held.update(source.block_id for source, _ in states.copies._moves.values())
+    held.update(source.block_id for source in states.copies._saves.values())
+    if states.tier is not None:
+        _check_host(states.tier, states.copies)
+    for state in states.pool.blocks:
+        if not state.is_null and state.ref_cnt != held[state.block_id]:
+            detail = f"state {state.block_id}: {state.ref_cnt}, not {held[state.block_id]}"
+            raise Broken("a state's references are not its holders", detail)
 
 
 def _queued(scheduler: Any) -> Iterable[Any]:

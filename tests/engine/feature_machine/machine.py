@@ -19,7 +19,8 @@ from tests.engine.feature_machine.configurations import (
 )
 from tests.engine.feature_machine.program import Operation
 from tests.engine.feature_machine.running import Run
-from tests.engine.feature_machine.truth import Truth
+from tests.engine.feature_machine.truth import TextTruth, Truth
+from tests.engine.text_oracle import TextOracle
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Machine:
 
     configuration: Configuration
     llm: Any
-    truth: Truth
+    truth: Truth | TextTruth
     adapters: Sequence[Any] = ()
     counts: Counter[str] = field(default_factory=Counter)
     is_clean: bool = True
@@ -94,8 +95,13 @@ def start_machine(
     adapters = []
     for number in range(1, configuration.num_adapters + 1):
         adapters.append(Adapter(model_path, Path(tempfile.mkdtemp(dir=folder)), number))
-    oracles = [oracle(model_path), *(adapter.oracle for adapter in adapters)]
+    truth: Truth | TextTruth
+    if configuration.has_states:
+        truth = TextTruth(TextOracle(model_path))
+    else:
+        oracles = [oracle(model_path), *(adapter.oracle for adapter in adapters)]
+        truth = Truth(oracles, configuration.block_size)
     with scheduling_of(configuration):
         llm = start_engine(model_path, **configuration.engine_options())
     requests = [adapter.request for adapter in adapters]
-    return Machine(configuration, llm, Truth(oracles, configuration.block_size), requests)
+    return Machine(configuration, llm, truth, requests)

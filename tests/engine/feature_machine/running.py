@@ -33,7 +33,7 @@ from tests.engine.feature_machine.program import (
     Steps,
     Unpin,
 )
-from tests.engine.feature_machine.truth import Truth
+from tests.engine.feature_machine.truth import TextTruth, Truth
 from vllm_choreo.errors import ChoreoError
 
 # Steps without an answer. What a call reads and what that was made of takes some dozens.
@@ -54,7 +54,7 @@ class Run:
         self,
         llm: Any,
         configuration: Configuration,
-        truth: Truth,
+        truth: Truth | TextTruth,
         adapters: Sequence[Any],
         counts: Counter[str],
     ) -> None:

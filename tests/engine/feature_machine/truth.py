@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from tests.engine.attention_oracle import AttentionOracle
 from tests.engine.layer_oracle import LayerOracle
 from tests.engine.oracle import Encoded, Oracle, Parent
+from tests.engine.text_oracle import TextOracle
 from tests.engine.weighed_oracle import WeighedOracle
 from vllm_choreo.repair.runs import merge_ranges
 
@@ -162,6 +166,47 @@ class Truth:
     def _named(self, parents: Sequence[Parent]) -> tuple[tuple[int, int, int, int], ...]:
         numbers = self._numbers
         return tuple((numbers[id(p.message)], p.offset, p.start, p.stop) for p in parents)
+
+
+@dataclass(frozen=True, eq=False)
+class TextEncoded:
+    """A message of a model with states: what it says behind the text of its parents."""
+
+    token_ids: tuple[int, ...]
+    rows: torch.Tensor
+
+    def logprobs(self) -> torch.Tensor:
+        """float32 `[n, vocab_size]`, as those of `Encoded`."""
+        return self.rows
+
+
+class TextTruth:
+    """What calls give whose model reads chains: that of their text, by a dense pass."""
+
+    def __init__(self, oracle: TextOracle) -> None:
+        self._oracle = oracle
+        self.num_layers = oracle.num_layers
+
+    def clear(self) -> None:
+        """Between programs: there is nothing to forget."""
+
+    def encode(
+        self,
+        adapter: int,
+        tokens: Sequence[int],
+        parents: Sequence[Parent],
+        new_offset: int,
+        weights: Sequence[float] | None = None,
+    ) -> TextEncoded:
+        """A message behind the text of `parents`; where the text begins makes no difference."""
+        assert not adapter and weights is None
+        text = [t for p in parents for t in p.message.token_ids[p.start : p.stop]]
+        rows = self._oracle.logprobs([*text, *tokens])[len(text) :]
+        return TextEncoded(tuple(tokens), rows)
+
+    def exact(self, adapter: int, parents: Sequence[Parent]) -> list[Parent]:
+        """The same tokens: of parents nothing else counts."""
+        return list(parents)
 
 
 def _chosen(

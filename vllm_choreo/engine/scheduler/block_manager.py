@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 
 from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
+from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 
 
 class ChoreoKVCacheManager(KVCacheManager):
@@ -28,6 +29,8 @@ class ChoreoKVCacheManager(KVCacheManager):
         # From vLLM 0.33 on a bound may follow, for engines that hand out hidden states.
         call = self.call_table.calls.get(request.request_id)
         if call is None:
+            # vLLM's prefix cache has keys and values; where there are states it lacks those.
+            request.skip_reading_prefix_cache |= self.call_table.store.states is not None
             return super().get_computed_blocks(request, *args, **kwargs)
         if call.run is not None:  # its slots exist; it adopts all blocks when it is scheduled
             return self.empty_kv_cache_blocks, self.call_table.run_blocks(call)[1], 0
@@ -45,11 +48,15 @@ class ChoreoKVCacheManager(KVCacheManager):
             # vLLM hashes and registers blocks here unless told that they are not written yet.
             kwargs["delay_cache_blocks"] = True
         starting = call if call is not None and not call.is_scheduled else None
-        if starting and starting.run is not None:
-            self.inherit(request, self.call_table.run_blocks(starting)[0])
         # With nothing else running, waiting calls would wait for one another: take from the last.
         is_waiting = "has_scheduled_reqs" in kwargs
         is_alone = not kwargs["has_scheduled_reqs"] if is_waiting else self.runs_alone(request)
+        states = self.call_table.store.states
+        is_stateless = states is not None and states.find(request.request_id) is None
+        if is_stateless and not self._start_state(request, call, is_alone):
+            return None
+        if starting and starting.run is not None:
+            self.inherit(request, self.call_table.run_blocks(starting)[0])
         while True:
             blocks = super().allocate_slots(
                 request, num_new_tokens, num_new_computed_tokens, **kwargs
@@ -63,12 +70,41 @@ class ChoreoKVCacheManager(KVCacheManager):
                 break
         if blocks is None and starting and starting.run is not None:
             self.free(request)
+        if blocks is None and is_stateless:
+            self._release_state(request)  # it holds none while it waits
         if call is not None and blocks is not None:
             if self.mover and starting and starting.run is None:
                 self.mover.commit(call)
             up_to = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
             self.call_table.on_scheduled(call, self.get_blocks(request.request_id).blocks[0], up_to)
         return blocks
+
+    def _start_state(self, request: Request, call: ScheduledCall | None, is_alone: bool) -> bool:
+        """Give a request that starts a state; False: there is no room."""
+        store = self.call_table.store
+        assert store.states is not None
+        origin = self.call_table.origin(call) if call is not None else None
+        while not store.states.num_free:
+            its_own = set() if origin is None else {origin}
+            is_freed = store.evict_state(self.call_table.origins() | its_own)
+            if not is_freed and not (is_alone and store.evict_state(its_own)):
+                return False
+        store.states.start(request.request_id, origin)
+        return True
+
+    def free(self, request: Request) -> None:
+        """Extend vLLM's method: the request's state is free, too, unless a message holds it."""
+        super().free(request)
+        self._release_state(request)
+
+    def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:
+        """Extend vLLM's method, as `free`: what runs after the steps under way waits for them."""
+        self._release_state(request)
+        return super().pop_blocks_for_free(request)
+
+    def _release_state(self, request: Request) -> None:
+        if self.call_table.store.states:
+            self.call_table.store.states.release(request.request_id)
 
     def inherit(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
         """Give a request, which has none, these blocks, the last one partly filled, uncopied."""

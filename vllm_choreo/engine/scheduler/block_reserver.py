@@ -122,7 +122,12 @@ class BlockReserver:
             self._call_table.adopt_encoders(call)
         for wanted in self._lacks(call):
             encoding = self._lacking(wanted)
-            restored = self._restore(wanted, call, most - taken)
+            if wanted is self._call_table.origin(call) and wanted.state is None:
+                restored = self._restore_whole(wanted, call, most - taken)
+                if restored is None:
+                    continue  # a call that runs has to end first
+            else:
+                restored = self._restore(wanted, call, most - taken)
             if not restored and encoding is not wanted and not encoding.is_resident:
                 restored = self._restore(encoding, call, most - taken)
             if restored:
@@ -208,6 +213,30 @@ class BlockReserver:
         self._pool.free_blocks(blocks)  # the store holds its own references
         return need
 
+    def _restore_whole(self, encoding: Encoding, reader: ScheduledCall, most: int) -> int | None:
+        """Bring back from host memory what a call that begins behind an encoding needs of it.
+
+        Returns:
+            Number of blocks that it takes, one at least for the state, which is counted as one; 0:
+            it has to be encoded again. None: there is no state for it yet.
+        """
+        states, tier = self._store.states, self._store.tier
+        if states is None or states.tier is None or encoding not in states.tier:
+            return 0
+        if not encoding.is_resident and (tier is None or encoding not in tier):
+            return 0
+        states.tier.protect(encoding)
+        while not states.num_free:
+            is_freed = self._store.evict_state(self._call_table.origins())
+            if not is_freed and not (not self._running() and self._store.evict_state(())):
+                return None
+        need = 0
+        if not encoding.is_resident and not (need := self._restore(encoding, reader, most)):
+            return 0
+        self._store.restore_state(encoding)
+        self.has_begun = True
+        return max(1, need)
+
     def _lacking(self, encoding: Encoding) -> Encoding:
         """Encoding that has to be there first: a patch's source, if it is not, or itself."""
         if encoding.patch is None:
@@ -279,6 +308,9 @@ class BlockReserver:
             return []
         if self._lacks_hidden(encoding) and not self._capture_again(encoding, serves):
             return []
+        if self._store.states and encoding.is_resident and not encoding.num_readers:
+            # It is encoded again for its state: its keys and values come with that.
+            self._store.evict(encoding, into_host=False)
         self.has_begun = True
         if is_first:
             self._call_table.count_served(serves.beneficiary)
@@ -287,7 +319,8 @@ class BlockReserver:
         if encoding.patch:
             return [] if encoding.patch.layers else self._write_runs(encoding, serves)
         self._store.totals["encoded_again_messages"] += 1
-        self._store.totals["encoded_again_tokens"] += encoding.num_tokens - encoding.num_encoded
+        num_there = 0 if self._store.states else encoding.num_encoded
+        self._store.totals["encoded_again_tokens"] += encoding.num_tokens - num_there
         request = self._internal.make(encoding, serves.request)
         call = self._call_table.open_encode(request, encoding, serves)
         self._enqueue(request, serves.request)

@@ -246,11 +246,26 @@ class CallTable:
             return True
         if call.run is not None and call.encoding.unwritten[:1] != [call.run]:
             return False  # runs are written in their order, for each reads those before it
-        return call.plan is not None and all(parent.is_resident for parent in call.parents)
+        is_there = call.plan is not None and all(parent.is_resident for parent in call.parents)
+        return is_there and self.store.can_begin_behind(self.origin(call))
+
+    def origin(self, call: ScheduledCall) -> Encoding | None:
+        """Encoding whose state a call begins with; None: it begins a text, or there are none."""
+        return call.parents[-1] if self.store.states and call.parents else None
 
     def missing(self, call: ScheduledCall) -> list[Encoding]:
         """Parents that must be encoded again, and that no call encodes yet."""
-        return [p for p in call.parents if p.is_known and not p.is_resident and not p.encoders]
+        origin = self.origin(call)
+        return [
+            parent
+            for parent in call.parents
+            if parent.is_known and not parent.encoders
+            if not parent.is_resident or (parent is origin and parent.state is None)
+        ]
+
+    def origins(self) -> set[Encoding]:
+        """Encodings behind which calls that wait are about to begin."""
+        return {origin for c in self.waiting.values() if (origin := self.origin(c)) is not None}
 
     def adopt_encoders(self, call: ScheduledCall) -> None:
         """Have what others' calls encode for themselves, and `call` waits for, serve it first.
@@ -317,7 +332,9 @@ class CallTable:
                 encoding.num_unreported = encoding.num_tokens - encoding.num_encoded
 
     def own_blocks(self, call: ScheduledCall) -> list[Block]:
-        """Full blocks of the call's own encoding that exist already."""
+        """Full blocks of the call's own encoding that exist already, and that it can go on from."""
+        if self.store.states is not None and call.encoding.state is None:
+            return []  # it runs all tokens, for the sake of the state behind them
         # At least one token is left to run: a request without any cannot be scheduled.
         num_reused = max(0, min(call.encoding.num_encoded, call.encoding.num_tokens - 1))
         return call.encoding.blocks[: num_reused // self.block_size]
@@ -363,9 +380,12 @@ class CallTable:
         if call.run is not None:
             if num_encoded >= call.run[1] and call.run in encoding.unwritten:
                 self.store.on_written(encoding, call.run)
-        elif encoding.is_known and not encoding.is_resident and num_encoded >= encoding.num_tokens:
-            own = blocks[call.plan.base // self.block_size :]
-            self.store.hold(encoding, own, encoding.num_tokens)
+        elif encoding.is_known and num_encoded >= encoding.num_tokens:
+            if not encoding.is_resident:
+                own = blocks[call.plan.base // self.block_size :]
+                self.store.hold(encoding, own, encoding.num_tokens)
+            if encoding.state is None:
+                self.store.hold_state(encoding, call.id)
 
     def _mark_scheduled(self, call: ScheduledCall, stored_positions: Sequence[int] | None) -> None:
         if stored_positions is None:
@@ -388,7 +408,9 @@ class CallTable:
 
         With priorities, a call may lose its place in the step that encodes its last tokens.
         """
-        encoding = call.encoding
+        encoding, states = call.encoding, self.store.states
+        if states is not None and encoding.state_step == self.store.step:
+            states.drop(encoding)
         if not encoding.is_known or encoding.held_in_step != self.store.step:
             return
         if call.run is None:
@@ -483,4 +505,26 @@ class CallTable:
         if not call.is_scheduled:
             return
         num_encoded = min(request.num_computed_tokens, request.num_tokens - 1) - base
+        if self.has_run_all(call):
+            num_encoded = encoding.num_tokens
         self.store.hold(encoding, blocks[base // self.block_size :], num_encoded)
+        if encoding.is_resident:
+            self.store.hold_state(encoding, call.id)
+
+    def has_run_all(self, call: ScheduledCall) -> bool:
+        """Return whether a request that has generated has run its last token, too, and no more.
+
+        With asynchronous scheduling that is in the step that was planned before the token was
+        known. Then its state is the one behind that token, and must not be changed by it again.
+        """
+        num_run, num_tokens = call.request.num_computed_tokens, call.request.num_tokens
+        return self.store.states is not None and num_run == num_tokens
+
+    def lacks_last_token(self, call: ScheduledCall) -> bool:
+        """Return whether the last token alone is missing of what a call has generated.
+
+        With states, a request that has run further than that cannot be turned back: its message is
+        encoded anew when a call is to begin behind it.
+        """
+        num_run, num_tokens = call.request.num_computed_tokens, call.request.num_tokens
+        return self.store.states is None or num_run == num_tokens - 1

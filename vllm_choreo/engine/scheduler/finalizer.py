@@ -66,7 +66,8 @@ class Finalizer:
         with self._call_table.passing_on(call):
             self._call_table.close(call, self._refusals.reason(call.id) or failure)
             # An open message is not known: it has no last token yet.
-            if call.is_decode and encoding.is_known and encoding.num_encoded and not message.freed:
+            is_begun = call.is_decode and encoding.is_known and encoding.num_encoded
+            if is_begun and not message.freed and self._call_table.lacks_last_token(call):
                 self._encode_last_token(call, blocks)
         return report
 
@@ -88,4 +89,6 @@ class Finalizer:
         request.num_computed_tokens = finished.plan.base + encoding.num_encoded
         num_blocks = -(-request.num_computed_tokens // self._call_table.block_size)
         self._manager.inherit(request, blocks[:num_blocks])
+        if self._call_table.store.states:
+            self._call_table.store.states.pass_on(finished.id, request.request_id)
         self._enqueue(request)

@@ -158,7 +158,7 @@ class Operations:
         self._store.empty()
 
     def _pool_stats(self) -> dict[str, int]:
-        tier, hidden = self._store.tier, self._store.hidden
+        tier, hidden, states = self._store.tier, self._store.hidden, self._store.states
         waiting = self._call_table.waiting.values()
         return {
             "num_free_blocks": self._pool.get_num_free_blocks(),
@@ -166,6 +166,8 @@ class Operations:
             "block_bytes": self._block_bytes,
             "num_host_blocks": tier.num_blocks if tier else 0,
             "num_host_blocks_used": tier.num_used if tier else 0,
+            "num_states": states.num_states if states else 0,
+            "num_states_used": states.num_states - states.num_free if states else 0,
             "num_hidden_bytes": hidden.num_bytes if hidden else 0,
             "max_hidden_bytes": hidden.max_bytes if hidden else 0,
             "num_calls": len(self._call_table.calls),

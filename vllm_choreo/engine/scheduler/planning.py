@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall, Watching
-from vllm_choreo.errors import RepairError
+from vllm_choreo.errors import ChainError, RepairError
 from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.rules import ByAttention, ByLayers, Reweighted, Rule, Seen
 from vllm_choreo.semantics.positions import (
@@ -20,10 +20,10 @@ from vllm_choreo.semantics.positions import (
     virtual_tokens,
 )
 from vllm_choreo.store.copies import Context, Link
-from vllm_choreo.store.encoding import Encoding
-from vllm_choreo.store.exact import exact_chain, is_exact
+from vllm_choreo.store.encoding import Adapter, Encoding
+from vllm_choreo.store.exact import exact_chain, is_exact, num_in_chain
 from vllm_choreo.store.hidden import asked_layers, needed
-from vllm_choreo.store.repaired import num_unchanged, repaired_chain
+from vllm_choreo.store.repaired import repaired_chain
 from vllm_choreo.store.store import MessageStore
 
 
@@ -79,7 +79,7 @@ def watching_of(call: ScheduledCall, store: MessageStore, max_model_len: int) ->
     _check_repairable(rule, store)
     needed(store.hidden, "repair", rule.to_json())
     listed = _listed(call, store, max_model_len)
-    if num_unchanged(listed.links, listed.offsets, call.encoding.adapter) == len(listed.links):
+    if num_in_chain(listed.links, listed.offsets, call.encoding.adapter) == len(listed.links):
         return None
     return Watching(listed.plan)
 
@@ -105,12 +105,44 @@ def plan_call(
         links, num_repaired = repaired_chain(links, offsets, runs, adapter, store, layers)
     plan = replace(
         Context(links, offsets, adapter).plan(new_offset, store),
-        exact=is_exact(links, offsets, new_offset, adapter, from_zero=store.is_placed),
+        exact=is_exact(
+            *(links, offsets, new_offset, adapter),
+            from_zero=store.is_placed,
+            whole=store.states is not None,
+        ),
         repaired_tokens=num_repaired,
     )
+    if store.states is not None and not plan.exact:
+        raise _chain_error(links, offsets, adapter)
     if isinstance(params.repair, Reweighted) and len(links) > 1:
         plan = replace(plan, exact=False, weights=params.repair.weights)
     return plan, tuple(link.encoding for link in links)
+
+
+def _chain_error(
+    links: Sequence[Link], offsets: Sequence[int], adapter: Adapter | None
+) -> ChainError:
+    """Error of a call whose parents are no chain, to a model that reads chains alone."""
+    number = num_in_chain(links, offsets, adapter, whole=True)
+    way_out = (
+        "this model keeps a state, and reads messages in the order of their encoding alone; call "
+        "with mode='exact', which encodes anew what does not follow"
+    )
+    if number == len(links):
+        return ChainError(
+            f"there is a gap or an overlap between the parents, or behind them: {way_out}, and "
+            "without offsets",
+            parameter="offsets",
+            value=list(offsets),
+        )
+    link = links[number]
+    is_part = link.num_tokens != link.encoding.num_tokens
+    found = "only a part of it is named" if is_part else "it was not encoded right behind these"
+    return ChainError(
+        f"parent {number + 1} does not continue the chain of those before it ({found}): {way_out}",
+        parameter="parents",
+        value=link.encoding.message.id,
+    )
 
 
 def _seen(call: ScheduledCall, links: Sequence[Link], offsets: Sequence[int]) -> list[Seen]:
@@ -119,13 +151,20 @@ def _seen(call: ScheduledCall, links: Sequence[Link], offsets: Sequence[int]) ->
     if call.watching is None:
         return seen
     assert call.watching.attention is not None, "it is planned when it has looked"
-    first = num_unchanged(links, offsets, call.encoding.adapter)
+    first = num_in_chain(links, offsets, call.encoding.adapter)
     changed = zip(seen[first:], call.watching.attention[first:], strict=True)
     return seen[:first] + [s._replace(attention=attention) for s, attention in changed]
 
 
 def _check_repairable(rule: Rule, store: MessageStore) -> None:
     """Check that calls to this model can be repaired, or raise a RepairError."""
+    if store.states is not None:
+        raise RepairError(
+            "this model keeps a state that all tokens have changed, so that none can be encoded "
+            "anew between others; call without repair, or with mode='exact'",
+            parameter="repair",
+            value=rule.to_json(),
+        )
     if store.is_placed:
         raise RepairError(
             "this model scales queries by their position, so that tokens encoded elsewhere "

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
 )
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,6 +48,7 @@ from vllm_choreo.kv_dtype import is_quantized, kv_dtype
 from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.session_copies import SessionCopies
+from vllm_choreo.store.states import States
 from vllm_choreo.store.store import MessageStore
 
 # Ten seconds at least in an engine core's process: vLLM sleeps 1 ms after an idle step there.
@@ -75,6 +78,7 @@ class _Choreographed(Scheduler):
             session_copies=SessionCopies(
                 limits.max_copies_per_session, limits.max_copied_tokens_per_session
             ),
+            states=self._states(),
         )
         self.store.tier = self._host_tier()
         self.store.hidden = self._hidden_index()
@@ -139,14 +143,23 @@ class _Choreographed(Scheduler):
         parts = (model.model, model.revision, model.dtype, kv_dtype(self.vllm_config), rotation)
         return repr(parts).encode()
 
-    def _block_bytes(self) -> int:
-        """Bytes of a block in all layers, of one worker's share of the heads."""
-        groups = self.kv_cache_config.kv_cache_groups
-        return sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
+    def _states(self) -> States | None:
+        if not self.vllm_config.model_config.is_hybrid:
+            return None
+        num_tokens = self.kv_cache_config.num_blocks * self.block_size
+        num_states = self.choreo_config.num_states(num_tokens)
+        pool = BlockPool(num_states, enable_caching=False, hash_block_size=self.block_size)
+        num_in_host = self.choreo_config.num_host_blocks(self._block_bytes()) * self.block_size
+        return States(pool, num_in_host // self.choreo_config.tokens_per_state)
 
     def _host_tier(self) -> HostTier | None:
         num_blocks = self.choreo_config.num_host_blocks(self._block_bytes())
         return HostTier(num_blocks, self.store.residency.block_copies) if num_blocks else None
+
+    def _block_bytes(self) -> int:
+        """Bytes of a block in all layers of a worker, whose share of the heads the specs have."""
+        groups = self.kv_cache_config.kv_cache_groups
+        return sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
 
     def _hidden_index(self) -> HiddenStateIndex | None:
         model, max_bytes = self.vllm_config.model_config, self.choreo_config.hidden_bytes
@@ -253,7 +266,7 @@ class _Choreographed(Scheduler):
         moves = [BlockMove(*move) for move in copies.moves]
         moves += self.mover.take_moves() if self.mover else []
         hidden, stages = self.store.hidden, self.patcher.stager.take()
-        return ChoreoStep(
+        step = ChoreoStep(
             spans,
             tuple(moves),
             copies.saves,
@@ -262,6 +275,22 @@ class _Choreographed(Scheduler):
             self._captures(calls[r] for r in spans),
             hidden.take_forgotten() if hidden else (),
             self.adapters.take_reloads(),
+        )
+        return self._with_states(step, started)
+
+    def _with_states(self, step: ChoreoStep, started: Iterable[str]) -> ChoreoStep:
+        """Add the states of requests that start, and the copies that these begin with."""
+        states = self.store.states
+        if states is None:
+            return step
+        found = {request_id: states.find(request_id) for request_id in started}
+        copies = states.copies.take()
+        return replace(
+            step,
+            states={request_id: state.block_id for request_id, state in found.items() if state},
+            state_saves=copies.saves,
+            state_loads=copies.loads,
+            state_copies=tuple((source, target) for source, target, _ in copies.moves),
         )
 
     def _captures(self, started: Iterable[ScheduledCall]) -> dict[str, HiddenCapture]:

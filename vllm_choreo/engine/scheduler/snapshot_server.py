@@ -21,7 +21,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from vllm_choreo.engine.lora import check_loadable
 from vllm_choreo.engine.scheduler.adapters import Adapters
-from vllm_choreo.errors import AdapterError, ChoreoError
+from vllm_choreo.errors import AdapterError, ChoreoError, UnsupportedOptionError
 from vllm_choreo.semantics.other_model import OTHER_MODEL, OtherModel
 from vllm_choreo.semantics.positions import check_length
 from vllm_choreo.store.block_copies import Block
@@ -109,7 +109,18 @@ class SnapshotServer:
         Returns:
             `ticket`, `blocks`: their ids, `stored_position`, and `hidden`: the key of the hidden
             states, or None. None: the encoding, or hidden states of it, are not there any more.
+
+        Raises:
+            UnsupportedOptionError: the model has states, of which files keep none.
         """
+        if self._store.states is not None:
+            raise UnsupportedOptionError(
+                "this model keeps a state at the end of every message, and files have keys and "
+                "values alone: save messages with encodings=False, as recipes, which are encoded "
+                "when they are read",
+                parameter="encodings",
+                value=True,
+            )
         encoding, layers = self._described[ticket][number]
         hidden = self._hidden_key(encoding)
         if not encoding.is_resident or (layers and hidden is None):

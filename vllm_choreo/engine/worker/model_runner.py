@@ -12,6 +12,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_choreo.config import ChoreoConfig
@@ -25,6 +26,7 @@ from vllm_choreo.engine.worker.partial_runs import PartialRuns
 from vllm_choreo.engine.worker.probe import LayerPositions, probe_positions
 from vllm_choreo.engine.worker.quantized import quantized_kv
 from vllm_choreo.engine.worker.span_batcher import LayerKind, LayerShape, SpanBatcher, StepBatch
+from vllm_choreo.engine.worker.state_layers import StateLayers
 from vllm_choreo.engine.worker.tensors import to_device
 from vllm_choreo.engine.worker.warmup import warm_up
 from vllm_choreo.engine.worker.windows import widen_windows
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.core.sched.output import GrammarOutput
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _NO_ROTATION = Rotation(inv_freq=torch.empty(0, dtype=torch.float64), is_neox=True)
 
@@ -62,6 +64,7 @@ class ChoreoModelRunner:
     lora_config: LoRAConfig | None
     lora_manager: WorkerLoRAManager
     device: torch.device
+    kv_cache_config: KVCacheConfig
     get_model: Callable[[], torch.nn.Module]
     add_lora: Callable[[LoRARequest], bool]
     _set_active_loras: Callable[[tuple[int, ...], tuple[int, ...], set[LoRARequest]], None]
@@ -71,6 +74,7 @@ class ChoreoModelRunner:
     layer_positions: Sequence[LayerPositions]
     host_blocks: HostBlocks | None
     partial_runs: PartialRuns | None = None
+    states: StateLayers | None = None
     _in_step = False
     _attention: Mapping[str, Sequence[Sequence[float]]] = {}  # for the next output
     _workspace: torch.Tensor | None = None
@@ -81,11 +85,33 @@ class ChoreoModelRunner:
         raise NotImplementedError
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Extend vLLM's method: layers with sliding windows have room for all tokens, too."""
-        return widen_windows(super().get_kv_cache_spec(), self.vllm_config)  # type: ignore[misc]
+        """Extend vLLM's method: layers with sliding windows have room for all tokens, too.
+
+        Those with states are left out: their memory is `states`.
+        """
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        states = {name: spec for name, spec in specs.items() if isinstance(spec, MambaSpec)}
+        if states:
+            self.states = StateLayers(states, self.vllm_config, self.device)
+        others = {name: spec for name, spec in specs.items() if name not in states}
+        return widen_windows(others, self.vllm_config)
+
+    def memory_for_keys(self, available: int) -> int:
+        """Bytes that are left for keys and values beside the states that come with them.
+
+        Args:
+            available: bytes for both.
+        """
+        if self.states is None:
+            return available
+        specs = self.get_kv_cache_spec().values()
+        of_a_token = sum(spec.page_size_bytes / spec.block_size for spec in specs)
+        per_state = ChoreoConfig.from_vllm(self.vllm_config).tokens_per_state
+        of_states = self.states.state_bytes / per_state
+        return int((available - self.states.state_bytes) * of_a_token / (of_a_token + of_states))
 
     def prepare_choreography(self) -> None:
-        """Probe the loaded model, and check what the KV cache looks like.
+        """Probe the loaded model, check what the KV cache looks like, and make room for states.
 
         Raises:
             UnsupportedModelError: the model cannot be choreographed; says why.
@@ -101,11 +127,14 @@ class ChoreoModelRunner:
             correct_adapters(self.lora_manager)
         if self.device.type == "cpu" and self.vllm_config.model_config.use_mla:
             correct_rotary(self.get_model())
+        config = ChoreoConfig.from_vllm(self.vllm_config)
+        if self.states is not None:
+            self.states.allocate(config.num_states(self.kv_cache_config.num_blocks * block_size))
         self.layer_positions = probe_positions(
-            self.get_model(), self.vllm_config, list(layers), self.device, self._use_adapter
+            *(self.get_model(), self.vllm_config, list(layers), self.device),
+            *(self._use_adapter, self.states),
         )
         kinds = {p.layer: self._kind(layers[p.layer], p.rotation) for p in self.layer_positions}
-        config = ChoreoConfig.from_vllm(self.vllm_config)
         is_tiled = any(layer.impl.resolved_kernels() == "triton" for layer in layers.values())
         self.batcher = SpanBatcher(
             block_size,
@@ -156,6 +185,9 @@ class ChoreoModelRunner:
         caches = self.kv_caches_by_layer
         block_bytes = sum(cache[0].numel() * cache.element_size() for cache in caches)
         num_blocks = config.num_host_blocks(block_bytes)
+        if self.states is not None:
+            num_tokens = num_blocks * self.cache_config.block_size
+            self.states.allocate_in_host(num_tokens // config.tokens_per_state)
         return HostBlocks(caches, num_blocks) if num_blocks else None
 
     @property
@@ -201,6 +233,10 @@ class ChoreoModelRunner:
             get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
         block_ids = _started_blocks(scheduler_output)
         self.batcher.update(step.started, scheduler_output.finished_req_ids, block_ids)
+        if self.states is not None:
+            self.states.update(step.states, scheduler_output.finished_req_ids)
+            self.states.copy_in_host(step.state_saves, step.state_loads)
+            self.states.copy(step.state_copies)
         if self.host_blocks is not None:
             self.host_blocks.copy(step.saves, step.loads)
         self._move_keys(step.moves)

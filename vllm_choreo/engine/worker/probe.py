@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The position probe, which finds the rotary embedding of each layer.
 
-One token is run through the loaded model, at several positions at once. With every token alone,
-attention is the identity on values, so nothing in the model depends on the position but the
-rotation of queries and keys: between two positions they must differ exactly by one of the
-rotations that the model's modules declare, or not at all. The length of queries may differ where
-the model's configuration says that it scales them. Whatever does not fit is refused.
+One token, a text of its own, is run through the loaded model, at several positions at once. With
+every token alone, attention is the identity on values, and a state is what one token leaves. So
+nothing in the model depends on the position but the rotation of queries and keys: between two
+positions they must differ exactly by one of the rotations that the model's modules declare, or not
+at all. The length of queries may differ where the model's configuration says that it scales them.
+Whatever does not fit is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +26,8 @@ from vllm_choreo.ops.reference import rotate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_choreo.engine.worker.state_layers import StateLayers
 
 # Relative error of a rotated query, by dtype: a few units in the last place of its largest
 # entries, after a rotation computed by the model in its own precision. Angles in float32 carry
@@ -177,6 +180,7 @@ def probe_positions(
     layers: Sequence[str],
     device: torch.device,
     before_run: Callable[[int], None] = lambda num_tokens: None,
+    states: StateLayers | None = None,
 ) -> list[LayerPositions]:
     """Find out, and prove, the rotation of every attention layer.
 
@@ -184,19 +188,23 @@ def probe_positions(
         model: the loaded model; its attention layers run our backend.
         layers: names of its attention layers.
         before_run: called with the number of tokens before the model is run.
+        states: its layers with states, which know no positions; None: it has none.
 
     Raises:
         UnsupportedModelError: a layer in which positions act in any other way.
     """
     config = vllm_config.model_config
     max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    if states is not None:
+        max_tokens = min(max_tokens, states.num_states - 1)
 
     def run(positions: Sequence[int]) -> list[QueryRecorder]:
         records = []
         for i in range(0, len(positions), max_tokens):
             part = positions[i : i + max_tokens]
             before_run(len(part))
-            records.append(_record(model, vllm_config, part, layers, device))
+            metadata = states.alone_metadata(len(part)) if states is not None else {}
+            records.append(_record(model, vllm_config, part, layers, device, metadata))
         return records
 
     candidates: list[Rotation | None] = [None, *declared_rotations(model, config.max_model_len)]
@@ -225,13 +233,18 @@ def _record(
     positions: Sequence[int],
     layers: Sequence[str],
     device: torch.device,
+    of_states: Mapping[str, object],
 ) -> QueryRecorder:
-    """Run a token at each of the positions and record every layer's queries and keys."""
+    """Run a token at each of the positions and record every layer's queries and keys.
+
+    Args:
+        of_states: metadata of layers with states, for texts of one token.
+    """
     recorder = QueryRecorder(len(positions))
     # Of the dtype that vLLM's runners give: a compiled model takes no other.
     token_id = min(7, vllm_config.model_config.get_vocab_size() - 1)
     tokens = torch.full((len(positions),), token_id, dtype=torch.int32, device=device)
-    metadata = dict.fromkeys(layers, recorder)
+    metadata = {**dict.fromkeys(layers, recorder), **of_states}
     where = torch.tensor(positions, device=device)
     if rows := mrope_num_dims(vllm_config.model_config.hf_config):
         where = where.expand(rows, -1)  # as in text

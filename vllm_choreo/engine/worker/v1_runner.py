@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import StepBatch
+from vllm_choreo.engine.worker.state_layers import StateBatch
 
 if TYPE_CHECKING:
     from vllm.forward_context import BatchDescriptor
@@ -49,7 +50,7 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
 
     def _build_attention_metadata(
         self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any
-    ) -> object:
+    ) -> tuple[dict[str, object], object]:
         if self._in_step:
             step = StepBatch(
                 self.input_batch.req_ids[:num_reqs],
@@ -60,7 +61,35 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
             )
             rows = self.mrope_positions.gpu if self.uses_mrope else self.positions
             self._lay_out(step, rows)
-        return super()._build_attention_metadata(num_tokens, num_reqs, *args, **kwargs)
+        metadata, common = super()._build_attention_metadata(num_tokens, num_reqs, *args, **kwargs)
+        if self.states is not None:
+            metadata |= self.states.metadata(
+                self._state_batch(num_reqs, kwargs.get("num_reqs_padded") or num_reqs)
+            )
+        return metadata, common
+
+    def _state_batch(self, num_reqs: int, num_padded: int) -> StateBatch:
+        """Batch of a step, or of a dummy run, for layers with states."""
+        inputs = self.input_batch
+        is_prefilling = (
+            inputs.num_computed_tokens_cpu_tensor[:num_padded]
+            < inputs.num_prompt_tokens_cpu_tensor[:num_padded]
+        )
+        is_prefilling[num_reqs:] = False  # rows of requests that have gone
+        return StateBatch(
+            inputs.req_ids[:num_reqs] if self._in_step else [],
+            self.query_start_loc.gpu[: num_padded + 1],
+            self.query_start_loc.cpu[: num_padded + 1],
+            self.seq_lens[:num_padded],
+            self.optimistic_seq_lens_cpu[:num_padded],
+            is_prefilling,
+        )
+
+    def calculate_reorder_batch_threshold(self) -> None:
+        """Extend vLLM's method: layers with states take requests that decode first in a batch."""
+        super().calculate_reorder_batch_threshold()
+        if self.states is not None:
+            self.reorder_batch_threshold = 1
 
 
 class ChoreoCPUModelRunner(ChoreoGPUModelRunner, CPUModelRunner):

@@ -53,15 +53,15 @@ class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
     """
 
     def prepare_choreography(self) -> None:
-        """Refuse models with M-RoPE, whose positions are built elsewhere; prepare others.
+        """Refuse models with M-RoPE or states, whose inputs are built elsewhere; prepare others.
 
         Raises:
             UnsupportedModelError: the model cannot be choreographed; says why.
         """
         model = self.vllm_config.model_config
-        if model.uses_mrope:
+        if model.uses_mrope or self.states is not None:
             raise UnsupportedModelError(
-                "models with M-RoPE are choreographed by vLLM's model runner V1 alone: set "
+                "models with M-RoPE or states are choreographed by vLLM's model runner V1: set "
                 "VLLM_USE_V2_MODEL_RUNNER=0, or run this model without the plugin "
                 '(VLLM_PLUGINS="")',
                 parameter="model",

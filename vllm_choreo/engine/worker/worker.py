@@ -51,6 +51,10 @@ class ChoreoWorker:
         self.runner.prepare_choreography()
         return super().compile_or_warm_up_model()  # type: ignore[misc]
 
+    def determine_available_memory(self) -> int:
+        """Extend vLLM's method: leave room for states beside keys and values."""
+        return self.runner.memory_for_keys(super().determine_available_memory())  # type: ignore[misc]
+
     @property
     def runner(self) -> ChoreoModelRunner:
         assert isinstance(self.model_runner, ChoreoModelRunner)
@@ -62,6 +66,10 @@ class ChoreoWorker:
             {**found.describe(), **self.runner.layers[found.layer].impl.describe()}
             for found in self.runner.layer_positions
         ]
+
+    def choreo_states(self) -> list[dict[str, object]]:
+        """Kind and size of the state of each layer that has one, for `vllm-choreo doctor`."""
+        return self.runner.states.describe() if self.runner.states is not None else []
 
     # -- keys and values that are saved and loaded -------------------------------------------
 

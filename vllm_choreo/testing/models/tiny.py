@@ -272,6 +272,53 @@ def _deepseek_v3() -> transformers.PretrainedConfig:
     )
 
 
+def _granite_hybrid() -> transformers.PretrainedConfig:
+    return transformers.GraniteMoeHybridConfig(
+        **{**_GQA, "num_hidden_layers": 4},
+        layer_types=["mamba", "attention", "mamba", "attention"],
+        position_embedding_type="rope",
+        attention_multiplier=_HEAD_SIZE**-0.5,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=192,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_chunk_size=16,
+    )
+
+
+def _lfm2() -> transformers.PretrainedConfig:
+    config = transformers.Lfm2Config(
+        **{**_GQA, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+    )
+    # By the names that vLLM reads.
+    config.block_dim = config.conv_dim = _GQA["hidden_size"]
+    config.block_ff_dim = _GQA["intermediate_size"]
+    return config
+
+
+def _qwen3_next() -> transformers.PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    return transformers.Qwen3NextConfig(
+        **{**_GQA, "num_hidden_layers": 4},
+        head_dim=64,
+        rope_parameters=rope,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        # vLLM's kernel on CPU takes heads of 128, in bfloat16.
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        # All experts run, so that no choice between them turns on a rounding.
+        mlp_only_layers=[0, 1, 2],
+        num_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+
+
 def _local(name: str, config: Callable[[], transformers.PretrainedConfig], why: str) -> TinyModel:
     return TinyModel(name, config, why, is_trainable=False, is_local=True)
 
@@ -301,6 +348,16 @@ TINY_MODELS = {
     )
 }
 
+# Models with layers that have a state in place of keys and values: they read chains alone.
+HYBRID_MODELS = {
+    model.name: model
+    for model in (
+        TinyModel("granite_hybrid", _granite_hybrid, "Mamba2", False),
+        TinyModel("lfm2", _lfm2, "short convolutions", False),
+        TinyModel("qwen3_next", _qwen3_next, "gated delta rule, partial rotary", False),
+    )
+}
+
 
 def _gain(name: str) -> float:
     """Gain of one weight matrix; see the module's docstring."""
@@ -324,6 +381,9 @@ def _draw_weights(model: transformers.PreTrainedModel, generator: torch.Generato
         elif parameter.dim() == 1 and name.endswith("weight"):
             # Norms: near one, but not one, so that a norm left out or applied twice shows.
             noise = 1.0 + 0.1 * noise
+        elif name.endswith("A_log"):
+            # A state forgets a few per cent a token: it carries what is many tokens away.
+            noise = 0.3 * noise - 3.0
         elif parameter.dim() == 1:
             noise *= 0.1
         if "word_embeddings_layernorm" in name:
@@ -370,12 +430,12 @@ def make_tiny_model(
     The same name gives the same weights.
 
     Args:
-        config: configuration of a model that has no entry in `TINY_MODELS`.
+        config: configuration of a model that is none of `TINY_MODELS` and `HYBRID_MODELS`.
 
     Raises:
         KeyError: there is no tiny model of that name.
     """
-    config = config or TINY_MODELS[name].config()
+    config = config or (TINY_MODELS | HYBRID_MODELS)[name].config()
     config.dtype = dtype
     model = model_class(config)(config)
     seed = sum(ord(letter) for letter in name)

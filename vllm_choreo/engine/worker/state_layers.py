@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that have a state in place of keys and values, and the states of all requests.
+
+vLLM would keep them in the blocks of keys and values, which it enlarges to the size of a state.
+Here they are tensors of their own: a state has a number, and under it a part of every layer.
+
+    layer.kv_cache   (convolution [num_states, ...], recurrence [num_states, ...], ...)
+
+To vLLM's metadata builders the number of a request's state is its block table, of one column, as
+where vLLM keeps no prefixes (`mamba_cache_mode` "none").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_ssu_backend
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+from vllm_choreo.engine.worker.host_blocks import HostBlocks
+from vllm_choreo.engine.worker.tensors import to_device
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class StateBatch(NamedTuple):
+    """Batch of a step, as layers with states need it.
+
+    Attributes:
+        request_ids: ids of the requests, in the order of the batch; further rows are padding.
+        query_start_loc, host_query_start_loc: int32 `[num_reqs + 1]`, on the device and in host
+            memory.
+        seq_lens, host_seq_lens: int32 `[num_reqs]`, tokens of the virtual sequences after this
+            step, likewise.
+        is_prefilling: bool `[num_reqs]`, in host memory: whether tokens of the prompt are run.
+    """
+
+    request_ids: Sequence[str]
+    query_start_loc: torch.Tensor
+    host_query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    host_seq_lens: torch.Tensor
+    is_prefilling: torch.Tensor
+
+
+class StateLayers:
+    """The layers with states of a model.
+
+    Args:
+        specs: vLLM's specifications of their states, by layer; one at least.
+    """
+
+    def __init__(
+        self, specs: Mapping[str, MambaSpec], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        self.specs = dict(specs)
+        self.device = device
+        self._vllm_config = vllm_config
+        layers = get_layers_from_vllm_config(vllm_config, MambaBase)
+        self._layers = {name: layers[name] for name in specs}
+        self._states: dict[str, int] = {}  # numbers, by request
+        self._builders: list[tuple[list[str], AttentionMetadataBuilder]] = []
+        self._in_host: HostBlocks | None = None
+        self.num_states = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state, in all layers of this worker."""
+        return sum(spec.state_content_size_bytes for spec in self.specs.values())
+
+    def describe(self) -> list[dict[str, object]]:
+        """Kind and size of each layer's state, as plain data."""
+        return [
+            {
+                "layer": name,
+                "state": spec.mamba_type.name.lower(),
+                "state_bytes": spec.state_content_size_bytes,
+            }
+            for name, spec in self.specs.items()
+        ]
+
+    def allocate(self, num_states: int) -> None:
+        """Make room for states, all zeros, and prepare vLLM's metadata builders and kernels."""
+        self.num_states = num_states
+        by_kind: dict[tuple[type[AttentionMetadataBuilder], MambaSpec], list[str]] = {}
+        for name, spec in self.specs.items():
+            layer = self._layers[name]
+            layer.kv_cache = tuple(
+                torch.zeros(num_states, *shape, dtype=dtype, device=self.device)
+                for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+            )
+            builder = layer.get_attn_backend().get_builder_cls()
+            by_kind.setdefault((builder, spec), []).append(name)
+        self._builders = [
+            (names, builder(spec, names, self._vllm_config, self.device))
+            for (builder, spec), names in by_kind.items()
+        ]
+        groups = [KVCacheGroupSpec(names, spec) for (_, spec), names in by_kind.items()]
+        initialize_mamba_ssu_backend(
+            self._vllm_config.mamba_config, KVCacheConfig(num_states, [], groups)
+        )
+
+    def update(self, started: Mapping[str, int], finished: Iterable[str]) -> None:
+        """Take in the states of requests that start, or start again; drop those that ended."""
+        for request_id in finished:
+            self._states.pop(request_id, None)
+        self._states.update(started)
+
+    def allocate_in_host(self, num_states: int) -> None:
+        """Make room in host memory for the states of evicted messages."""
+        tensors = [states for layer in self._layers.values() for states in layer.kv_cache]
+        self._in_host = HostBlocks(tensors, num_states) if num_states else None
+
+    def copy_in_host(
+        self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]
+    ) -> None:
+        """Copy states to host memory, then back, see `HostBlocks.copy`."""
+        if self._in_host is not None:
+            self._in_host.copy(saves, loads)
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy states, `(source, target)` each, all from what lies there now."""
+        if not copies:
+            return
+        sources, targets = to_device(torch.tensor(copies).t(), self.device)
+        for layer in self._layers.values():
+            for states in layer.kv_cache:
+                states[targets] = states[sources]
+
+    def metadata(self, batch: StateBatch) -> dict[str, object]:
+        """Attention metadata of a batch, by layer."""
+        numbers = [self._states.get(request_id, 0) for request_id in batch.request_ids]
+        return self._metadata(batch, numbers)
+
+    def alone_metadata(self, num_tokens: int) -> dict[str, object]:
+        """Attention metadata of `num_tokens` texts of one token each, in states of nobody yet."""
+        assert num_tokens < self.num_states, "each has a state"
+        starts = torch.arange(num_tokens + 1, dtype=torch.int32)
+        lengths = torch.ones(num_tokens, dtype=torch.int32)
+        on_device = (to_device(starts, self.device), to_device(lengths, self.device))
+        batch = StateBatch(
+            [], on_device[0], starts, on_device[1], lengths, torch.ones_like(lengths).bool()
+        )
+        return self._metadata(batch, list(range(1, num_tokens + 1)))
+
+    def _metadata(self, batch: StateBatch, numbers: Sequence[int]) -> dict[str, object]:
+        num_reqs = len(batch.host_seq_lens)
+        table = torch.zeros(num_reqs, 1, dtype=torch.int32)  # padding: state 0, which is nobody's
+        table[: len(numbers), 0] = torch.tensor(numbers, dtype=torch.int32)
+        num_tokens = int(batch.host_query_start_loc[-1])
+        common = CommonAttentionMetadata(
+            query_start_loc=batch.query_start_loc,
+            query_start_loc_cpu=batch.host_query_start_loc,
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu_upper_bound=batch.host_seq_lens,
+            num_reqs=num_reqs,
+            num_actual_tokens=num_tokens,
+            max_query_len=int(batch.host_query_start_loc.diff().max()),
+            max_seq_len=int(batch.host_seq_lens.max()),
+            block_table_tensor=to_device(table, self.device),
+            slot_mapping=torch.empty(
+                0, dtype=torch.int64, device=self.device
+            ),  # they have no slots
+            is_prefilling=batch.is_prefilling,
+        )
+        found: dict[str, object] = {}
+        for names, builder in self._builders:
+            found |= dict.fromkeys(names, builder.build(0, common))
+        return found

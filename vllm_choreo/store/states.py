@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of layers that have no keys: those of running requests, and those that messages left.
+
+A layer of Mamba2, of a gated delta rule, or of a short convolution, has one state, which every
+token changes. All states of a request lie under one number of a pool of their own, outside the
+blocks of keys and values: so messages need no more padding than in other models, and a state is
+kept at the end of every message, whatever its length.
+
+    start    a state is taken from the pool, and begins as a copy of what the last parent left
+    ...      the request's tokens change it
+    hold     it is what the message leaves at its end: from now on nothing changes it
+
+An encoding may have its keys and values and lack its state: it is read as ever, but for a call
+that begins right behind it, for which its tokens are encoded again. Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection
+from typing import Protocol
+
+from vllm_choreo.store.block_copies import Block, BlockCopies, BlockPool
+from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.host_tier import HostTier
+
+
+class StatePool(BlockPool, Protocol):
+    """A pool of states: vLLM's block pool, a block of which is all layers' states after a token."""
+
+    num_gpu_blocks: int
+
+    def get_num_free_blocks(self) -> int: ...
+
+    def get_new_blocks(self, num_blocks: int) -> list[Block]: ...
+
+
+class States:
+    """States of requests and of encodings, with one reference for each of their holders.
+
+    Args:
+        num_in_host: states of evicted encodings that host memory has room for.
+
+    Attributes:
+        copies: the copies of states that the next step begins with.
+        tier: states of evicted encodings in host memory, or None.
+    """
+
+    def __init__(self, pool: StatePool, num_in_host: int = 0) -> None:
+        self.pool = pool
+        self.copies = BlockCopies(pool)
+        self.tier = HostTier(num_in_host, self.copies, _state_of) if num_in_host else None
+        self._of_request: dict[str, Block] = {}
+        # Encodings that hold a state, least recently used first; and how many hold each.
+        self._holding: OrderedDict[Encoding, None] = OrderedDict()
+        self._num_holders: Counter[int] = Counter()
+
+    @property
+    def num_states(self) -> int:
+        """States that there are; one of the pool is nobody's."""
+        return self.pool.num_gpu_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.get_num_free_blocks()
+
+    # -- of requests -----------------------------------------------------------------------
+
+    def find(self, request_id: str) -> Block | None:
+        """State of a request; None: it does not run."""
+        return self._of_request.get(request_id)
+
+    def start(self, request_id: str, origin: Encoding | None) -> None:
+        """Give a request one of the free states, which begins where an encoding ends.
+
+        Args:
+            origin: the encoding, with its state; None: the request begins a text.
+        """
+        assert request_id not in self._of_request
+        (state,) = self.pool.get_new_blocks(1)
+        self._of_request[request_id] = state
+        if origin is not None:
+            assert origin.state is not None, "it ends somewhere"
+            self.copies.move(origin.state, state, 0)
+            self.use(origin)
+
+    def pass_on(self, request_id: str, heir: str) -> None:
+        """Let a request go on with the state of one that ends."""
+        self._of_request[heir] = self._of_request.pop(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Take the state of a request that ends, or starts again later."""
+        if (state := self._of_request.pop(request_id, None)) is not None:
+            self._free(state)
+
+    # -- of encodings ----------------------------------------------------------------------
+
+    def hold(self, encoding: Encoding, request_id: str, step: int) -> None:
+        """Make the state of a request, which has run all tokens, what their encoding leaves.
+
+        Args:
+            step: the step that is being planned, or was planned last.
+        """
+        self.share(encoding, self._of_request[request_id], step)
+
+    def share(self, encoding: Encoding, state: Block, step: int) -> None:
+        """Make a state what an encoding leaves, written in `step` at the latest."""
+        self.pool.touch([state])
+        self.drop(encoding)
+        encoding.state, encoding.state_step = state, step
+        self._holding[encoding] = None
+        self._num_holders[state.block_id] += 1
+
+    def drop(self, encoding: Encoding) -> None:
+        """Give the state of an encoding back, if it has one."""
+        if encoding.state is not None:
+            state, encoding.state = encoding.state, None
+            del self._holding[encoding]
+            self._num_holders[state.block_id] -= 1
+            self._free(state)
+
+    def evict(self, encoding: Encoding, step: int) -> None:
+        """Give the state of an encoding back; a copy stays in host memory, if there is room.
+
+        Args:
+            step: the step that is being planned, or was planned last.
+        """
+        # What that step writes, or brings back, cannot be copied before it.
+        is_written = not self.copies.is_planning or encoding.state_step < step
+        if self.tier and encoding.state is not None and is_written:
+            self.tier.save(encoding)
+        self.drop(encoding)
+
+    def restore(self, encoding: Encoding, step: int) -> None:
+        """Bring the state of an encoding back from host memory, before the step being planned."""
+        assert self.tier is not None
+        states = self.pool.get_new_blocks(1)
+        self.share(encoding, states[0], step - 1)  # calls may begin with it in the very step
+        self.pool.free_blocks(states)  # the encoding holds its own reference
+        self.tier.load(encoding, states)
+
+    def use(self, encoding: Encoding) -> None:
+        """Mark the state of an encoding as most recently used."""
+        if encoding in self._holding:
+            self._holding.move_to_end(encoding)
+
+    def holding(self) -> list[Encoding]:
+        """Encodings that hold a state, least recently used first."""
+        return list(self._holding)
+
+    def victim(self, needed: Collection[Encoding], now: float) -> Encoding | None:
+        """Encoding whose state is given up next, pinned ones last, or None if none may be.
+
+        Room is made when all encodings that share a state have given it up.
+
+        Args:
+            needed: encodings behind which calls are about to begin.
+            now: the time, on the clock of the store.
+        """
+        pinned = None
+        for encoding in self._holding:
+            state = encoding.state
+            assert state is not None
+            # One that a request holds, or that is copied before the step, would make no room.
+            if encoding in needed or state.ref_cnt > self._num_holders[state.block_id]:
+                continue
+            if not encoding.is_pinned(now):
+                return encoding
+            pinned = pinned or encoding
+        return pinned
+
+    def check(self) -> None:
+        """Count everything anew; for tests. Raises AssertionError."""
+        assert all(encoding.state is not None for encoding in self._holding)
+        held = [encoding.state for encoding in self._holding if encoding.state is not None]
+        assert Counter(state.block_id for state in held) == +self._num_holders
+        assert all(state.ref_cnt > 0 for state in (*held, *self._of_request.values()))
+
+    def _free(self, state: Block) -> None:
+        self.pool.free_blocks([state])
+        self.copies.on_freed([state])
+
+
+def _state_of(encoding: Encoding) -> list[Block]:
+    return [encoding.state] if encoding.state is not None else []
