@@ -20,17 +20,19 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_choreo.config import ChoreoConfig
+from vllm_choreo.engine.kv_cache import block_bytes
 from vllm_choreo.engine.query_scaling import scales_queries
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.admission import Admission
 from vllm_choreo.engine.scheduler.block_manager import ChoreoKVCacheManager
 from vllm_choreo.engine.scheduler.block_reserver import BlockReserver
 from vllm_choreo.engine.scheduler.call_table import CallTable
-from vllm_choreo.engine.scheduler.connectors import keep_calls_out
+from vllm_choreo.engine.scheduler.connectors import OrdinaryRequestsOnly, keep_calls_out
 from vllm_choreo.engine.scheduler.finalizer import Finalizer
 from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
@@ -40,7 +42,8 @@ from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
-from vllm_choreo.engine.step import BlockMove, ChoreoStep, HiddenCapture, attention_of
+from vllm_choreo.engine.speculation import has_layers
+from vllm_choreo.engine.step import BlockMove, ChoreoStep, HiddenCapture, add_step, attention_of
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
@@ -138,9 +141,7 @@ class _Choreographed(Scheduler):
 
     def _host_tier(self) -> HostTier | None:
         # Per worker: the specification is that of one worker's share of the heads.
-        groups = self.kv_cache_config.kv_cache_groups
-        block_bytes = sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
-        num_blocks = self.choreo_config.num_host_blocks(block_bytes)
+        num_blocks = self.choreo_config.num_host_blocks(block_bytes(self.kv_cache_config))
         return HostTier(num_blocks, self.store.residency.block_copies) if num_blocks else None
 
     def _hidden_index(self) -> HiddenStateIndex | None:
@@ -211,7 +212,7 @@ class _Choreographed(Scheduler):
         self.reserver.prepare_waiting()
         output = super().schedule(*args, **kwargs)
         if self.connector is None:
-            self._add_choreo_step(output)
+            add_step(output, self._choreo_step(output))
         if not output.num_scheduled_tokens and self.call_table.calls and not self._can_progress():
             self._refuse_what_never_fits()
         else:
@@ -222,7 +223,7 @@ class _Choreographed(Scheduler):
         self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
     ) -> KVConnectorMetadata:
         """Extend vLLM's method: a connector is told which blocks a step writes."""
-        self._add_choreo_step(scheduler_output)
+        add_step(scheduler_output, self._choreo_step(scheduler_output))
         return super()._build_kv_connector_meta(connector, scheduler_output)
 
     def _may_write_free_blocks(self) -> bool:
@@ -232,10 +233,6 @@ class _Choreographed(Scheduler):
         """
         connector = self.connector
         return connector is None or not (self.finished_req_ids or connector.has_pending_push_work())
-
-    def _add_choreo_step(self, output: SchedulerOutput) -> None:
-        """Add our part of a step, which travels to the workers with the rest."""
-        output.choreo = self._choreo_step(output)
 
     def _choreo_step(self, output: SchedulerOutput) -> ChoreoStep:
         started = [req.req_id for req in output.scheduled_new_reqs]
@@ -312,6 +309,60 @@ class _Choreographed(Scheduler):
             self.waiting, lambda status: not self._is_blocked_waiting_status(status)
         )
 
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Extend vLLM's method: what a drafter with layers drafts for calls is dropped."""
+        if has_layers(self.vllm_config.speculative_config):
+            calls = self.call_table.calls
+            drafts = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
+            draft_token_ids = DraftTokenIds(
+                draft_token_ids.req_ids, [[] if r in calls else tokens for r, tokens in drafts]
+            )
+        super().update_draft_token_ids(draft_token_ids)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        """Extend vLLM's method: padding of calls, for which nothing is drafted, is no draft."""
+        has_drafts = not has_layers(self.vllm_config.speculative_config)
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens if has_drafts or request_id not in self.call_table.calls else 0,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        )
+
+    def _keep_header_logprobs(self, logprobs_by_request: dict[str, LogprobsTensors | None]) -> None:
+        """Cut the prompt's log-probabilities of calls to those of the header, in place.
+
+        Workers have rows for the whole virtual sequence, and fill those of tokens that they run.
+        """
+        for request_id, logprobs in logprobs_by_request.items():
+            call = self.call_table.calls.get(request_id)
+            if call is not None and logprobs is not None:
+                # Its first token follows the parents, which are not run.
+                first = len(logprobs.logprobs) - (call.num_header_tokens - 1)
+                logprobs_by_request[request_id] = LogprobsTensors(
+                    logprobs.logprob_token_ids[first:],
+                    logprobs.logprobs[first:],
+                    logprobs.selected_token_ranks[first:],
+                )
+
+    def _count_drafts(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Count the drafted tokens of calls, and those that were right."""
+        invalid, totals = step.num_invalid_spec_tokens or {}, self.store.totals
+        for request_id, drafted in step.scheduled_spec_decode_tokens.items():
+            # vLLM pads requests that begin with one token.
+            if request_id in self.call_table.calls and drafted[0] != -1:
+                sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
+                totals["drafted_tokens"] += len(drafted) - invalid.get(request_id, 0)
+                totals["accepted_draft_tokens"] += max(len(sampled) - 1, 0)
+
     # -- the end of a request --------------------------------------------------------------
 
     def _free_request(
@@ -321,6 +372,13 @@ class _Choreographed(Scheduler):
         report = self.finalizer.finalize(call) if call is not None else None
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
         return ({**(kv_params or {}), **report} if report else kv_params), ec_params
+
+    def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Extend vLLM's method: no connector holds the blocks of calls."""
+        connector = self.connector
+        if isinstance(connector, OrdinaryRequestsOnly) and request.request_id in connector.call_ids:
+            return False, None
+        return super()._connector_finished(request)
 
     def _pending_last_tokens(self) -> list[ScheduledCall]:
         """Calls that encode the last token of an answer, and wait for their step."""
@@ -332,6 +390,8 @@ class _Choreographed(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         if attention := attention_of(model_runner_output):
             self.call_table.on_attention(attention)
+        self._count_drafts(scheduler_output, model_runner_output)
+        self._keep_header_logprobs(model_runner_output.prompt_logprobs_dict)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for per_client in outputs.values():
             per_client.outputs = [

@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_choreo.engine.speculation import has_layers
+from vllm_choreo.engine.worker.drafting import CallsAlone
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import StepBatch
 
@@ -34,6 +37,8 @@ class ChoreoDispatcher(CudagraphDispatcher):
 
 class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
     """The runner V1 on GPU, which takes part where vLLM builds the metadata of a batch."""
+
+    _alone: CallsAlone | None = None  # the calls of a step, as a drafter with layers sees them
 
     @property
     def graphs(self) -> ChoreoDispatcher:
@@ -60,7 +65,21 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
             )
             rows = self.mrope_positions.gpu if self.uses_mrope else self.positions
             self._lay_out(step, rows)
-        return super()._build_attention_metadata(num_tokens, num_reqs, *args, **kwargs)
+        built = super()._build_attention_metadata(num_tokens, num_reqs, *args, **kwargs)
+        self._alone = None
+        if not (self._in_step and has_layers(self.speculative_config)):
+            return built
+        calls = self.batcher.are_calls(self.input_batch.req_ids[:num_reqs])
+        if not any(calls):
+            return built
+        by_layer, for_drafter = built
+        self._alone = CallsAlone.of(for_drafter, calls)
+        return by_layer, self._alone.metadata
+
+    def _get_positions(self, num_tokens: int | torch.Tensor) -> torch.Tensor:
+        """Extend vLLM's method, by which a drafter gets positions: those of calls begin at 0."""
+        positions: torch.Tensor = super()._get_positions(num_tokens)
+        return positions if self._alone is None else self._alone.place(positions, num_tokens)
 
 
 class ChoreoCPUModelRunner(ChoreoGPUModelRunner, CPUModelRunner):
