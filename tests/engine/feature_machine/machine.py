@@ -97,6 +97,6 @@ def start_machine(
         adapters.append(Adapter(model_path, Path(tempfile.mkdtemp(dir=folder)), number))
     oracles = [oracle(model_path), *(adapter.oracle for adapter in adapters)]
     with scheduling_of(configuration):
-        llm = start_engine(model_path, **configuration.engine_options())
+        llm = start_engine(model_path, **configuration.engine_options(model_path))
     requests = [adapter.request for adapter in adapters]
     return Machine(configuration, llm, Truth(oracles, BLOCK_SIZE), requests)

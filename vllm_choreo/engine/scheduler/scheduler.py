@@ -287,8 +287,19 @@ class _Choreographed(Scheduler):
             or self.has_preempted  # vLLM starts nothing in such a step
             or self.reserver.has_begun
             or self.deferred_frees
+            or self._waits_for_connector()
             # What was preempted comes back when its last step has been processed.
             or any(request.num_in_flight_tokens for request in self.waiting)
+        )
+
+    def _waits_for_connector(self) -> bool:
+        """Return whether requests hold blocks until a KV connector has filled or sent them."""
+        return self.connector is not None and (
+            self.has_finished_requests()
+            or any(
+                request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+                for request in self.kv_holding_waiting
+            )
         )
 
     def _refuse_what_never_fits(self) -> None:
@@ -358,7 +369,8 @@ class _Choreographed(Scheduler):
         invalid, totals = step.num_invalid_spec_tokens or {}, self.store.totals
         for request_id, drafted in step.scheduled_spec_decode_tokens.items():
             # vLLM pads requests that begin with one token.
-            if request_id in self.call_table.calls and drafted[0] != -1:
+            is_drafted = request_id in self.call_table.calls and drafted[0] != -1
+            if is_drafted and output.sampled_token_ids:
                 sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
                 totals["drafted_tokens"] += len(drafted) - invalid.get(request_id, 0)
                 totals["accepted_draft_tokens"] += max(len(sampled) - 1, 0)

@@ -20,6 +20,7 @@ from vllm_choreo.engine.worker.span_batcher import StepBatch
 if TYPE_CHECKING:
     from vllm.forward_context import BatchDescriptor
     from vllm.v1.core.sched.output import GrammarOutput
+    from vllm.v1.outputs import LogprobsTensors
 
 
 class ChoreoDispatcher(CudagraphDispatcher):
@@ -84,6 +85,31 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
 
 class ChoreoCPUModelRunner(ChoreoGPUModelRunner, CPUModelRunner):
     """The runner V1 on CPU."""
+
+    num_prompt_logprobs: dict[str, int]  # vLLM's, of requests whose prompt is not done
+
+    def _get_prompt_logprobs_dict(
+        self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, LogprobsTensors | None]:
+        """Extend vLLM's method: with LoRA, one request at a time, by its own adapter.
+
+        Its rows are not those that the step samples from, for which adapters were set: where their
+        numbers differ, vLLM's kernels on CPU would end the engine.
+        """
+        if not self.lora_config:
+            return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
+        wanted, found = self.num_prompt_logprobs, {}
+        for request_id in [r for r in wanted if r in num_scheduled_tokens]:
+            request = self.requests[request_id]
+            num_left = len(request.prompt_token_ids or ()) - 1 - request.num_computed_tokens
+            num_rows = min(num_scheduled_tokens[request_id], num_left)
+            if num_rows > 0:
+                self._use_adapter(num_rows, request.lora_request)
+            self.num_prompt_logprobs = {request_id: wanted.pop(request_id)}
+            found.update(super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens))
+            wanted |= self.num_prompt_logprobs  # if more of the prompt is to come
+        self.num_prompt_logprobs = wanted
+        return found
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> object:
         """Extend vLLM's method: hide generators of requests whose prompt goes on in the next step.
