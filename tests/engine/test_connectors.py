@@ -111,6 +111,23 @@ def test_blocks_are_copied_out_before_calls_write_them(llm: Any, oracle: Oracle)
         assert copies().num_loaded - before == 15
 
 
+def test_calls_wait_for_blocks_that_a_connector_fills(llm: Any, oracle: Oracle) -> None:
+    """Nothing runs in the steps in which it does, and yet the call will get on."""
+    rng = random.Random(6)
+    tokens, prompt = random_tokens(rng, 9 * BLOCK_SIZE), random_tokens(rng, 15 * BLOCK_SIZE + 9)
+    _generate(llm, oracle, prompt)
+    _generate(llm, oracle, random_tokens(rng, 9))
+    _forget(llm)
+    with Choreography(llm) as c:
+        message = c.prefill(tokens)
+        params = [GREEDY, GREEDY.clone()]
+        params[1].extra_args = {"choreo": {"session": c.session, "parents": [message.id]}}
+        inputs = [{"prompt_token_ids": given} for given in (prompt, [5, 6])]
+        _, output = llm.generate(inputs, params, use_tqdm=False)
+        assert output.kv_transfer_params["choreo"]["reused_tokens"] == len(tokens)
+    assert copies().num_loaded == 15
+
+
 def test_loaded_messages_leave_alone_what_is_still_copied_out(
     llm: Any, oracle: Oracle, tmp_path: Path
 ) -> None:

@@ -175,9 +175,6 @@ BAD = {
     "parents no list": Bad({"parents": "doc"}, ChoreoError, "parents"),
     "parent of two entries": Bad({"parents": [["doc", 0]]}, ChoreoError, "parents"),
     "session no string": Bad({"session": 3}, ChoreoError, "session"),
-    "prompt logprobs": Bad(
-        {"parents": ["doc"]}, UnsupportedOptionError, "prompt_logprobs", {"prompt_logprobs": 1}
-    ),
 }
 
 
@@ -323,10 +320,6 @@ def _client_cases() -> dict[str, tuple[Callable[[Choreography, Any, Any], Any], 
         "tokens": (lambda c, m, o: c.decode("t5", parents=[m] * 8), TooLongError),
         "save_as taken": (lambda c, m, o: c.prefill("t5", save_as="doc"), NameTakenError),
         "itself": (lambda c, m, o: c.decode("t5", parents=["a"], save_as="a"), CyclicParentsError),
-        "prompt logprobs": (
-            lambda c, m, o: c.decode("t5", sampling_params=_greedy(prompt_logprobs=1)),
-            UnsupportedOptionError,
-        ),
         "n": (
             lambda c, m, o: c.decode("t5", sampling_params=SamplingParams(n=2)),
             UnsupportedOptionError,

@@ -87,7 +87,6 @@ BAD: dict[str, Callable[[Any], Any]] = {
     "far too much text": lambda c: c.prefill("word " * 100_000),
     "too long with parents": lambda c: c.prefill("x", parents=["doc"] * 300),
     "n": lambda c: c.decode("x", sampling_params=SamplingParams(n=2)),
-    "prompt logprobs": lambda c: c.decode("x", sampling_params=SamplingParams(prompt_logprobs=1)),
     "sampling of a prefill": lambda c: c.prefill([{"tokens": "x", "sampling_params": GREEDY}]),
     "sampling no parameters": lambda c: c.decode("x", sampling_params=3),
     "the engine's own arguments": lambda c: c.decode(
@@ -162,7 +161,7 @@ def test_a_call_that_fails_in_the_engine_leaves_the_others(remote: ChoreoClient)
 def test_all_sampling_options_of_the_server_can_be_sent() -> None:
     from vllm_choreo.server.schemas import SamplingBody
 
-    assert set(SamplingBody.model_fields) == SENT | {"prompt_logprobs"}
+    assert set(SamplingBody.model_fields) == SENT
 
 
 def test_an_unsupported_option_is_named(remote: ChoreoClient) -> None:

@@ -123,7 +123,6 @@ REFUSED: list[tuple[Any, str, str, str | None]] = [
     (sampling(logit_bias={"x": 1}), "ChoreoError", "sampling_params.logit_bias.x", "x"),
     (sampling(logit_bias={"999999999": 1}), "ChoreoError", "sampling_params.logit_bias", ""),
     (sampling(n=2), "UnsupportedOptionError", "sampling_params.n", "2"),
-    (sampling(prompt_logprobs=1), "UnsupportedOptionError", "sampling_params.prompt_logprobs", "1"),
     (
         sampling(extra_args={"choreo": {"session": "other"}}),
         *("UnsupportedOptionError", "sampling_params.extra_args.choreo", None),

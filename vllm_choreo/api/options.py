@@ -44,16 +44,14 @@ def checked_sampling_params(
 
 def _check_options(sampling_params: SamplingParams) -> None:
     """Refuse the options that do not make one message of known tokens."""
-    no_logprobs = "parents are not computed again and have no logprobs: use llm.generate on text"
     refused = {
-        "n": (sampling_params.n != 1, "each call makes one message: list the call n times"),
-        "prompt_logprobs": (
-            sampling_params.prompt_logprobs is not None,
-            no_logprobs,
+        "n": (
+            sampling_params.n != 1,
+            "one call makes one message: give a list of calls, [{...}], each of which makes n",
         ),
         "prompt_logprob_token_ids": (
             sampling_params.prompt_logprob_token_ids is not None,
-            no_logprobs,
+            "of prompts the likeliest tokens can be had, by prompt_logprobs",
         ),
         "extra_args": (
             "choreo" in (sampling_params.extra_args or {}),

@@ -14,7 +14,7 @@ from vllm_choreo.api import baseline
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.errors import ChoreoError, error_from_report
 from vllm_choreo.semantics.call import Result, ended
-from vllm_choreo.semantics.message import Message, Metrics, Usage
+from vllm_choreo.semantics.message import Message, Metrics, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -179,4 +179,14 @@ def message_from(call: PlannedCall, outcome: Outcome, report: Mapping[str, Any])
         offsets=call.params.offsets,
         new_offset=call.params.new_offset,
         role=call.role,
+        prompt_logprobs=_header_logprobs(outcome.output, len(call.token_ids)),
     )
+
+
+def _header_logprobs(
+    output: RequestOutput, num_tokens: int
+) -> list[Mapping[int, TokenLogprob] | None] | None:
+    """Logprobs of a header's tokens; behind text, as in a baseline call, that has none before."""
+    if output.prompt_logprobs is None:
+        return None
+    return [None, *output.prompt_logprobs[-num_tokens:][1:]]

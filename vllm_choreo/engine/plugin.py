@@ -15,6 +15,7 @@ from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine import batch_runner, command_line, cpu_kernels, mla
 from vllm_choreo.engine.compat import check_version
 from vllm_choreo.engine.orphan import end_with_parent
+from vllm_choreo.engine.speculation import check_speculation
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.kv_dtype import adopt_declared, quantized_name
 
@@ -194,6 +195,23 @@ def configure_after(vllm_config: VllmConfig) -> None:
     graphs.warn_of_eager_steps(vllm_config)
 
 
+def _check_front_end() -> None:
+    """Check that requests come through vLLM's Python front end.
+
+    Raises:
+        UnsupportedOptionError: they would not; nothing would tell tenants apart there.
+    """
+    from vllm import envs
+
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise UnsupportedOptionError(
+            "vLLM's front end in Rust has none of our routes, and lets every client name the "
+            "messages of all others: unset VLLM_USE_RUST_FRONTEND, or leave the plugin out",
+            parameter="VLLM_USE_RUST_FRONTEND",
+            value=True,
+        )
+
+
 def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Refuse engine options that choreography does not work with.
 
@@ -201,13 +219,12 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         UnsupportedOptionError: one of them is set.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
+    check_speculation(vllm_config)
+    _check_front_end()
     scheduler_cls = vllm_config.scheduler_config.scheduler_cls
     refused = {
         "is_attention_free": model.is_attention_free,
         "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
-        "speculative_config.method": speculative is not None
-        and (speculative.method != "ngram" or model.is_hybrid),
         "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size": parallel.prefill_context_parallel_size > 1,
         "enable_dbo": parallel.enable_dbo,

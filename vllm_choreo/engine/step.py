@@ -154,6 +154,20 @@ class ChoreoStep:
         return {*moved, *loaded, *(block for stage in self.stages for block in stage.blocks)}
 
 
+# Attribute of vLLM's `SchedulerOutput`, by which the scheduler sends it to the workers.
+_STEP = "choreo"
+
+
+def add_step(output: object, step: ChoreoStep) -> None:
+    """Add our part of a step to vLLM's."""
+    setattr(output, _STEP, step)
+
+
+def step_of(output: object) -> ChoreoStep | None:
+    """Part that `add_step` added to a step; None: it comes from no scheduler."""
+    return getattr(output, _STEP, None)
+
+
 # Attribute of the output of a step, by which a worker sends it to the scheduler.
 _ATTENTION = "choreo_attention"
 

@@ -12,7 +12,7 @@ message. Numbers are checked by `ChoreoParams`, and by the session what only it 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeGuard, TypeVar, cast
 
 from vllm_choreo.errors import ChoreoError, RepairError, UnsupportedOptionError
@@ -165,7 +165,7 @@ def asked(
             )
     items = [_item(item, options, ("tokens", "header")) for item in content]
     specs = (_spec(kind, _content(kind, given), item) for _, given, item in items)
-    return Asked(tuple(specs), True)
+    return Asked(tuple(answer for spec in specs for answer in _answers(spec)), True)
 
 
 def one_spec(
@@ -287,6 +287,28 @@ def _spec(
         role=options.get("role"),
         sampling_params=options.get("sampling_params"),
     )
+
+
+def _answers(spec: CallSpec) -> list[CallSpec]:
+    """A call for each of the `n` answers that a call of a list asks for, as vLLM makes them.
+
+    A seed counts on from one to the next, and so does a name: "a" becomes "a.0", "a.1" and so on.
+    """
+    given: Any = spec.sampling_params
+    is_fields = isinstance(given, Mapping)
+    count = given.get("n") if is_fields else getattr(given, "n", None)
+    if type(count) is not int or count <= 1:
+        return [spec]
+    seed = given.get("seed") if is_fields else given.seed
+    calls = []
+    for number in range(count):
+        own: dict[str, Any] = {"n": 1} if seed is None else {"n": 1, "seed": seed + number}
+        params: Any = {**given, **own} if is_fields else given.clone()
+        for field, value in () if is_fields else own.items():
+            setattr(params, field, value)
+        name = spec.save_as and f"{spec.save_as}.{number}"
+        calls.append(replace(spec, sampling_params=params, save_as=name))
+    return calls
 
 
 def _repair(options: Mapping[str, Any]) -> object:

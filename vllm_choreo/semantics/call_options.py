@@ -70,7 +70,9 @@ class DecodeOptions(ReadOptions, total=False):
     """Options of a call that generates.
 
     Attributes:
-        sampling_params: `vllm.SamplingParams`; over HTTP also a dict of their fields.
+        sampling_params: `vllm.SamplingParams`; over HTTP also a dict of their fields. In a list of
+            calls each makes `n` messages, which follow one another in the answer: vLLM's seeds
+            are counted on, and `save_as="a"` names them "a.0", "a.1" and so on.
     """
 
     sampling_params: SamplingParams | Mapping[str, Any] | None

@@ -133,6 +133,8 @@ _COUNTERS = {
     "evicted_tokens": "Tokens of messages that made room in the KV cache.",
     "encoded_again_messages": "Messages that were encoded again after they had been evicted.",
     "encoded_again_tokens": "Tokens that were encoded again after they had been evicted.",
+    "drafted_tokens": "Tokens that speculative decoding proposed for calls.",
+    "accepted_draft_tokens": "Those of them that the model would have sampled.",
     "scored_tokens": "Tokens of calls that were run to choose what is repaired for them.",
     "restored_messages": "Messages that came back from host memory.",
     "restored_tokens": "Tokens that came back from host memory.",

@@ -250,7 +250,8 @@ class SamplingBody(BodyModel):
         None, description="1: each call makes one message."
     )
     prompt_logprobs: Annotated[int, Field(ge=-1, le=_MAX_INT)] | None = Field(
-        None, description="Refused: parents are not computed again, and have no logprobs."
+        None,
+        description="Likeliest tokens to report at each token sent, but for the first.",
     )
 
 

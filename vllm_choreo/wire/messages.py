@@ -134,6 +134,10 @@ class MessageFields(ShortMessageAnswer, MessageContent):
         list[dict[str, LogprobAnswer]] | None,
         Doc("Of each generated token: from token ids to their logprobs; null: not asked."),
     ]
+    prompt_logprobs: Annotated[
+        list[dict[str, LogprobAnswer] | None] | None,
+        Doc("The same of each token that was sent, null for the first; null: not asked."),
+    ]
 
 
 class MessageAnswer(MessageFields):
@@ -181,6 +185,7 @@ def message_json(message: Message) -> MessageAnswer:
         **short_message_json(message),
         **record_json(message),
         "logprobs": _logprobs_json(message.logprobs),
+        "prompt_logprobs": _prompt_logprobs_json(message.prompt_logprobs),
         "usage": usage_json(message),
     }
 
@@ -251,19 +256,27 @@ def _logprobs_json(
     logprobs: Sequence[Mapping[int, TokenLogprob]] | None,
 ) -> list[dict[str, LogprobAnswer]] | None:
     """Logprobs of the generated tokens, as vLLM gives them: one map per token, from token ids."""
+    return None if logprobs is None else [_at_position_json(found) for found in logprobs]
+
+
+def _prompt_logprobs_json(
+    logprobs: Sequence[Mapping[int, TokenLogprob] | None] | None,
+) -> list[dict[str, LogprobAnswer] | None] | None:
+    """Logprobs of the tokens that were sent; None for those that have none."""
     if logprobs is None:
         return None
-    return [
-        {
-            str(token): {
-                "logprob": value.logprob if math.isfinite(value.logprob) else _LEAST_LOGPROB,
-                "rank": value.rank,
-                "decoded_token": value.decoded_token,
-            }
-            for token, value in at_position.items()
+    return [None if found is None else _at_position_json(found) for found in logprobs]
+
+
+def _at_position_json(at_position: Mapping[int, TokenLogprob]) -> dict[str, LogprobAnswer]:
+    return {
+        str(token): {
+            "logprob": value.logprob if math.isfinite(value.logprob) else _LEAST_LOGPROB,
+            "rank": value.rank,
+            "decoded_token": value.decoded_token,
         }
-        for at_position in logprobs
-    ]
+        for token, value in at_position.items()
+    }
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -293,6 +306,7 @@ def message_of(body: Mapping[str, Any], submitted: float) -> Message:
         offsets=None if body.get("offsets") is None else tuple(body["offsets"]),
         new_offset=body.get("new_offset"),
         role=body.get("role"),
+        prompt_logprobs=_prompt_logprobs_of(body.get("prompt_logprobs")),
     )
 
 
@@ -304,6 +318,16 @@ def _span_of(parent: Mapping[str, Any] | Sequence[Any]) -> ParentSpan:
 def _logprobs_of(
     entries: Sequence[Mapping[str, Mapping[str, Any]]] | None,
 ) -> list[dict[int, Logprob]] | None:
+    return None if entries is None else [_at_position_of(entry) for entry in entries]
+
+
+def _prompt_logprobs_of(
+    entries: Sequence[Mapping[str, Mapping[str, Any]] | None] | None,
+) -> list[dict[int, Logprob] | None] | None:
     if entries is None:
         return None
-    return [{int(token): Logprob(**found) for token, found in entry.items()} for entry in entries]
+    return [None if entry is None else _at_position_of(entry) for entry in entries]
+
+
+def _at_position_of(entry: Mapping[str, Mapping[str, Any]]) -> dict[int, Logprob]:
+    return {int(token): Logprob(**found) for token, found in entry.items()}

@@ -20,7 +20,7 @@ SENT = frozenset(
     "repetition_penalty stop stop_token_ids include_stop_str_in_output ignore_eos bad_words "
     "allowed_token_ids logit_bias logprobs logprob_token_ids skip_special_tokens "
     "spaces_between_special_tokens structured_outputs repetition_detection thinking_token_budget "
-    "extra_args n".split()
+    "extra_args n prompt_logprobs".split()
 )
 # Those that follow from others, or that every engine sets for itself.
 _IGNORED = frozenset(("output_kind", "output_text_buffer_length", "skip_clone"))

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
+from tests.engine.offloading import OFFLOADING
 from vllm_choreo.testing.models.tiny import HYBRID_MODELS
 
 # Floats of a token in the tiny models, 3 layers of 2 heads, keys and values of 32 floats; with MLA
@@ -21,17 +23,19 @@ OPTIONS = (
     "adapters",  # LoRA
     "async",  # a step is planned before the one before it was sampled
     "chunks",  # steps of few tokens, and long prompts in parts
+    "drafter",  # a draft model, which drafts for ordinary requests alone
     "drafts",  # n-gram speculation
     "few",  # two requests run at a time
     "hidden",  # memory for hidden states
     "host",  # host memory
     "in_place",  # keys are rotated, not queries
+    "offload",  # a KV connector, which stores and loads ordinary requests alone
     "priority",
     "share",  # of a tenant, of the pool
     "window",  # sliding windows
 )
-# vLLM takes no n-grams with asynchronous scheduling.
-IMPOSSIBLE = frozenset({("async", "drafts")})
+# vLLM takes no n-grams with asynchronous scheduling, and we no drafter; there is one at a time.
+IMPOSSIBLE = frozenset({("async", "drafts"), ("async", "drafter"), ("drafter", "drafts")})
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,8 @@ class Configuration:
     def num_adapters(self) -> int:
         return 2 if "adapters" in self else 0
 
-    def engine_options(self) -> dict[str, Any]:
-        """For vLLM's `LLM`."""
+    def engine_options(self, model_path: Path) -> dict[str, Any]:
+        """For vLLM's `LLM`; a drafter is the model itself, and always right."""
         choreo: dict[str, Any] = {"pinned_share": 0.3}
         if "host" in self:
             choreo["host_memory_gib"] = (self.host_blocks + 0.5) * self.block_bytes / 2**30
@@ -119,6 +123,14 @@ class Configuration:
                 "prompt_lookup_max": 3,
                 "prompt_lookup_min": 1,
             }
+        if "drafter" in self:
+            options["speculative_config"] = {
+                "method": "draft_model",
+                "model": str(model_path),
+                "num_speculative_tokens": 3,
+            }
+        if "offload" in self:
+            options["kv_transfer_config"] = OFFLOADING
         if "priority" in self:
             options["scheduling_policy"] = "priority"
         return options
@@ -155,6 +167,10 @@ CONFIGURATIONS = {
         Configuration(
             "states async", frozenset({"async", "chunks", "few"}), 17, model="granite_hybrid"
         ),
+        _made("drafter", "drafter offload adapters host hidden priority chunks", 19),
+        _made("offload", "offload in_place share window few async", 19),
+        _made("stored", "drafts offload host", 17),
+        _made("ahead", "drafter offload in_place share window few", 19),
     )
 }
 

@@ -55,6 +55,8 @@ class _Generator:
     def __init__(self, configuration: Configuration, seed: int) -> None:
         self._configuration = configuration
         self._rng = random.Random(f"{configuration.name} {seed}")
+        # What was added later is drawn by itself, so that the programs of old seeds are the same.
+        self._later = random.Random(f"{configuration.name} {seed} later")
         self._operations: list[Operation] = []
         self._names: dict[str, dict[str, int]] = {session: {} for session in "abc"}
         self._decodes: set[str] = set()
@@ -214,6 +216,8 @@ class _Generator:
             options["seed"] = rng.randrange(100)
         if generate and rng.random() < 0.1:
             options["stop_ids"] = 200
+        if self._later.random() < 0.2:
+            options["scores"] = self._later.choice((0, 2))
         if reads and rng.random() < 0.05 and self._names[session]:
             options["copy_of"] = rng.choice(list(self._names[session]))
         if rng.random() < 0.05 and self._names[session]:

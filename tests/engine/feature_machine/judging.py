@@ -86,6 +86,8 @@ class Judge:
         if made.is_decode:
             is_greedy = made.call.seed is None
             _compare(made.answer.outputs[0], made.encoded, len(made.call.tokens), is_greedy, made)
+        if made.call.scores is not None:
+            _compare_header(made.answer.prompt_logprobs, made.encoded, made)
         report = (made.answer.kv_transfer_params or {}).get("choreo")
         if report and report["exact"] != is_exact(made):
             raise Broken("exact is reported wrongly", f"{made.call!r} {report}")
@@ -180,3 +182,19 @@ def _compare(completion: Any, encoded: Any, num_header: int, is_greedy: bool, wh
             if not difference < LOGPROB_TOLERANCE:
                 detail = f"token {index} by {difference:.1e}: {what!r}"
                 raise Broken("an answer has other log-probabilities than the oracle's", detail)
+
+
+def _compare_header(reported: Any, encoded: Any, made: Made) -> None:
+    """Log-probabilities of a call's own tokens against the oracle's; the first one has none."""
+    tokens = made.call.tokens
+    if reported is None or len(reported) != len(tokens) or reported[0] is not None:
+        raise Broken("as many log-probabilities as own tokens, but for the first", f"{made.call!r}")
+    rows = encoded.logprobs()[: len(tokens) - 1]
+    for token, row, entries in zip(tokens[1:], rows, reported[1:], strict=True):
+        if token not in entries or len(entries) < made.call.scores:
+            raise Broken("own tokens are told their log-probabilities", f"{made.call!r}")
+        for other, entry in entries.items():
+            difference = abs(float(row[other]) - entry.logprob)
+            if not difference < LOGPROB_TOLERANCE:
+                detail = f"{token} by {difference:.1e}: {made.call!r}"
+                raise Broken("a header has other log-probabilities than the oracle's", detail)

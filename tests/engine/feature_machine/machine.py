@@ -102,6 +102,6 @@ def start_machine(
         oracles = [oracle(model_path), *(adapter.oracle for adapter in adapters)]
         truth = Truth(oracles, configuration.block_size)
     with scheduling_of(configuration):
-        llm = start_engine(model_path, **configuration.engine_options())
+        llm = start_engine(model_path, **configuration.engine_options(model_path))
     requests = [adapter.request for adapter in adapters]
     return Machine(configuration, llm, truth, requests)

@@ -63,6 +63,7 @@ class Call(_Printed):
         stop: stop strings.
         stop_ids: so many tokens end it.
         seed: greedy without.
+        scores: so many of the likeliest tokens are told at each of its own tokens; None: none.
         end_after: steps until the client tells where a call with stop strings ends.
     """
 
@@ -81,6 +82,7 @@ class Call(_Printed):
     stop: tuple[str, ...] = ()
     stop_ids: int = 0
     seed: int | None = None
+    scores: int | None = None
     priority: int = 0
     end_after: int = 0
 

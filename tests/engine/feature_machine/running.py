@@ -422,7 +422,9 @@ def _sampling(call: Call) -> Any:
     from vllm import SamplingParams
 
     if not call.generate:
-        return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        return SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=call.scores
+        )
     return SamplingParams(
         max_tokens=call.generate,
         temperature=0.0 if call.seed is None else 1.0,
@@ -431,5 +433,6 @@ def _sampling(call: Call) -> Any:
         stop_token_ids=list(range(3, 3 + call.stop_ids)) or None,
         detokenize=bool(call.stop),
         logprobs=2,
+        prompt_logprobs=call.scores,
         ignore_eos=True,
     )

@@ -79,7 +79,6 @@ def _check_options(request: Request) -> None:
             "only generation can be choreographed", parameter="pooling_params", value=None
         )
     unsupported = {
-        "prompt_logprobs": params.prompt_logprobs,
         "prompt_embeds": request.prompt_embeds,
         "mm_features": request.mm_features or None,
         "resumable": request.resumable or None,
@@ -95,7 +94,7 @@ def _check_options(request: Request) -> None:
             raise UnsupportedOptionError(
                 f"{reason}; leave it out",
                 parameter=name,
-                value=value if name == "prompt_logprobs" else "given",
+                value="given",
             )
 
 

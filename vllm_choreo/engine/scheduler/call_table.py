@@ -325,6 +325,8 @@ class CallTable:
         is_new = not call.is_internal or encoding.num_unreported > 0
         # What somebody else encoded ran without its hidden states being captured.
         is_new = is_new and not encoding.hidden_layers
+        # Nor is it known how likely its tokens were.
+        is_new = is_new and not call.wants_prompt_logprobs
         if encoding.is_known and not encoding.num_encoded and is_new:
             self.store.share(encoding, params.deny if params else ())
             call.num_shared = encoding.num_encoded

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
-from vllm_choreo.engine.step import ChoreoStep
+from vllm_choreo.engine.step import step_of
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value")
 
 
-class _OrdinaryRequestsOnly(KVConnectorBase_V1):
+class OrdinaryRequestsOnly(KVConnectorBase_V1):
     """Mixin of connectors in the scheduler, before vLLM's class: calls never reach that.
 
     Attributes:
@@ -34,6 +34,10 @@ class _OrdinaryRequestsOnly(KVConnectorBase_V1):
 
     is_call: Callable[[str], bool]
     call_ids: set[str]
+
+    def leave_out(self, is_call: Callable[[str], bool]) -> None:
+        """Begin to leave out the requests for which `is_call` returns True."""
+        self.is_call, self.call_ids = is_call, set()
 
     def on_new_request(self, request: Request) -> None:
         if self.is_call(request.request_id):
@@ -54,13 +58,6 @@ class _OrdinaryRequestsOnly(KVConnectorBase_V1):
         if request.request_id not in self.call_ids:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        if request.request_id in self.call_ids:
-            return False, None
-        return super().request_finished(request, block_ids)
-
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         shown = _without_calls(scheduler_output, self.call_ids)
         metadata = super().build_connector_meta(shown)
@@ -68,17 +65,6 @@ class _OrdinaryRequestsOnly(KVConnectorBase_V1):
         scheduler_output.new_block_ids_to_zero = shown.new_block_ids_to_zero
         self.call_ids -= scheduler_output.finished_req_ids
         return metadata
-
-
-class _OrdinaryRequestsOnlyInGroups(_OrdinaryRequestsOnly, SupportsHMA):
-    """Mixin of connectors that take several KV cache groups."""
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        if request.request_id in self.call_ids:
-            return False, None
-        return super().request_finished_all_groups(request, block_ids)
 
 
 def keep_calls_out(connector: KVConnectorBase_V1, is_call: Callable[[str], bool]) -> None:
@@ -89,11 +75,8 @@ def keep_calls_out(connector: KVConnectorBase_V1, is_call: Callable[[str], bool]
         is_call: returns whether the request of an id is a call, or one of ours.
     """
     parent = type(connector)
-    in_groups = isinstance(connector, SupportsHMA)
-    mixin = _OrdinaryRequestsOnlyInGroups if in_groups else _OrdinaryRequestsOnly
-    connector.__class__ = type(parent.__name__, (mixin, parent), {})
-    mixed = cast("_OrdinaryRequestsOnly", connector)
-    mixed.is_call, mixed.call_ids = is_call, set()
+    connector.__class__ = type(parent.__name__, (OrdinaryRequestsOnly, parent), {})
+    OrdinaryRequestsOnly.leave_out(cast(OrdinaryRequestsOnly, connector), is_call)
 
 
 def _without_calls(output: SchedulerOutput, call_ids: set[str]) -> SchedulerOutput:
@@ -102,8 +85,8 @@ def _without_calls(output: SchedulerOutput, call_ids: set[str]) -> SchedulerOutp
     A connector may still be reading blocks of requests that have ended: it looks for them among
     those that a step gives away or writes over.
     """
-    sent: Any = output
-    step: ChoreoStep = sent.choreo
+    step = step_of(output)
+    assert step is not None, "it is added before connectors are told"
     written = {*_call_blocks(output, call_ids), *step.written_blocks()}
     copies = [KVCacheBlockCopy(block, block) for block in sorted(written)]
     scheduled = _without(output.num_scheduled_tokens, call_ids)

@@ -110,6 +110,18 @@ class ScheduledCall:
         return self.params is not None and self.params.kind == "decode"
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """True if the caller asked for the log-probabilities of the new tokens."""
+        params = self.request.sampling_params
+        return params is not None and params.prompt_logprobs is not None
+
+    @property
+    def num_header_tokens(self) -> int:
+        """Number of new tokens in its prompt, which is the virtual sequence."""
+        assert self.plan is not None
+        return self.request.num_prompt_tokens - self.plan.base
+
+    @property
     def reads(self) -> tuple[Encoding, ...]:
         """Encodings that must stay in place while the call runs; a run reads its patch, too."""
         return self.parents if self.run is None else (*self.parents, self.encoding)

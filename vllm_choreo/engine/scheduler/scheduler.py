@@ -22,17 +22,19 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_choreo.config import ChoreoConfig
+from vllm_choreo.engine.kv_cache import block_bytes
 from vllm_choreo.engine.query_scaling import scales_queries
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.admission import Admission
 from vllm_choreo.engine.scheduler.block_manager import ChoreoKVCacheManager
 from vllm_choreo.engine.scheduler.block_reserver import BlockReserver
 from vllm_choreo.engine.scheduler.call_table import CallTable
-from vllm_choreo.engine.scheduler.connectors import keep_calls_out
+from vllm_choreo.engine.scheduler.connectors import OrdinaryRequestsOnly, keep_calls_out
 from vllm_choreo.engine.scheduler.finalizer import Finalizer
 from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
@@ -42,7 +44,8 @@ from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
-from vllm_choreo.engine.step import BlockMove, ChoreoStep, HiddenCapture, attention_of
+from vllm_choreo.engine.speculation import has_layers
+from vllm_choreo.engine.step import BlockMove, ChoreoStep, HiddenCapture, add_step, attention_of
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.kv_dtype import is_quantized, kv_dtype
 from vllm_choreo.store.hidden import HiddenStateIndex
@@ -131,7 +134,7 @@ class _Choreographed(Scheduler):
             pool,
             snapshots=snapshot_operations(self.snapshots),
             max_pinned_blocks=self._num_blocks(self.choreo_config.pinned_share),
-            block_bytes=self._block_bytes(),
+            block_bytes=block_bytes(self.kv_cache_config),
             pending_last_tokens=self._pending_last_tokens,
             finish=self.finish_requests,
         )
@@ -149,17 +152,15 @@ class _Choreographed(Scheduler):
         num_tokens = self.kv_cache_config.num_blocks * self.block_size
         num_states = self.choreo_config.num_states(num_tokens)
         pool = BlockPool(num_states, enable_caching=False, hash_block_size=self.block_size)
-        num_in_host = self.choreo_config.num_host_blocks(self._block_bytes()) * self.block_size
+        num_in_host = (
+            self.choreo_config.num_host_blocks(block_bytes(self.kv_cache_config)) * self.block_size
+        )
         return States(pool, num_in_host // self.choreo_config.tokens_per_state)
 
     def _host_tier(self) -> HostTier | None:
-        num_blocks = self.choreo_config.num_host_blocks(self._block_bytes())
+        # Per worker: the specification is that of one worker's share of the heads.
+        num_blocks = self.choreo_config.num_host_blocks(block_bytes(self.kv_cache_config))
         return HostTier(num_blocks, self.store.residency.block_copies) if num_blocks else None
-
-    def _block_bytes(self) -> int:
-        """Bytes of a block in all layers of a worker, whose share of the heads the specs have."""
-        groups = self.kv_cache_config.kv_cache_groups
-        return sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups)
 
     def _hidden_index(self) -> HiddenStateIndex | None:
         model, max_bytes = self.vllm_config.model_config, self.choreo_config.hidden_bytes
@@ -229,7 +230,7 @@ class _Choreographed(Scheduler):
         self.reserver.prepare_waiting()
         output = super().schedule(*args, **kwargs)
         if self.connector is None:
-            self._add_choreo_step(output)
+            add_step(output, self._choreo_step(output))
         if not output.num_scheduled_tokens and self.call_table.calls and not self._can_progress():
             self._refuse_what_never_fits()
         else:
@@ -240,7 +241,7 @@ class _Choreographed(Scheduler):
         self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
     ) -> KVConnectorMetadata:
         """Extend vLLM's method: a connector is told which blocks a step writes."""
-        self._add_choreo_step(scheduler_output)
+        add_step(scheduler_output, self._choreo_step(scheduler_output))
         return super()._build_kv_connector_meta(connector, scheduler_output)
 
     def _may_write_free_blocks(self) -> bool:
@@ -250,10 +251,6 @@ class _Choreographed(Scheduler):
         """
         connector = self.connector
         return connector is None or not (self.finished_req_ids or connector.has_pending_push_work())
-
-    def _add_choreo_step(self, output: Any) -> None:
-        """Add our part of a step, which travels to the workers with the rest."""
-        output.choreo = self._choreo_step(output)
 
     def _choreo_step(self, output: SchedulerOutput) -> ChoreoStep:
         started = [req.req_id for req in output.scheduled_new_reqs]
@@ -324,8 +321,19 @@ class _Choreographed(Scheduler):
             or self.has_preempted  # vLLM starts nothing in such a step
             or self.reserver.has_begun
             or self.deferred_frees
+            or self._waits_for_connector()
             # What was preempted comes back when its last step has been processed.
             or any(request.num_in_flight_tokens for request in self.waiting)
+        )
+
+    def _waits_for_connector(self) -> bool:
+        """Return whether requests hold blocks until a KV connector has filled or sent them."""
+        return self.connector is not None and (
+            self.has_finished_requests()
+            or any(
+                request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+                for request in self.kv_holding_waiting
+            )
         )
 
     def _refuse_what_never_fits(self) -> None:
@@ -346,6 +354,61 @@ class _Choreographed(Scheduler):
             self.waiting, lambda status: not self._is_blocked_waiting_status(status)
         )
 
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Extend vLLM's method: what a drafter with layers drafts for calls is dropped."""
+        if has_layers(self.vllm_config.speculative_config):
+            calls = self.call_table.calls
+            drafts = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
+            draft_token_ids = DraftTokenIds(
+                draft_token_ids.req_ids, [[] if r in calls else tokens for r, tokens in drafts]
+            )
+        super().update_draft_token_ids(draft_token_ids)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        """Extend vLLM's method: padding of calls, for which nothing is drafted, is no draft."""
+        has_drafts = not has_layers(self.vllm_config.speculative_config)
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens if has_drafts or request_id not in self.call_table.calls else 0,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        )
+
+    def _keep_header_logprobs(self, logprobs_by_request: dict[str, LogprobsTensors | None]) -> None:
+        """Cut the prompt's log-probabilities of calls to those of the header, in place.
+
+        Workers have rows for the whole virtual sequence, and fill those of tokens that they run.
+        """
+        for request_id, logprobs in logprobs_by_request.items():
+            call = self.call_table.calls.get(request_id)
+            if call is not None and logprobs is not None:
+                # Its first token follows the parents, which are not run.
+                first = len(logprobs.logprobs) - (call.num_header_tokens - 1)
+                logprobs_by_request[request_id] = LogprobsTensors(
+                    logprobs.logprob_token_ids[first:],
+                    logprobs.logprobs[first:],
+                    logprobs.selected_token_ranks[first:],
+                )
+
+    def _count_drafts(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Count the drafted tokens of calls, and those that were right."""
+        invalid, totals = step.num_invalid_spec_tokens or {}, self.store.totals
+        for request_id, drafted in step.scheduled_spec_decode_tokens.items():
+            # vLLM pads requests that begin with one token.
+            is_drafted = request_id in self.call_table.calls and drafted[0] != -1
+            if is_drafted and output.sampled_token_ids:
+                sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
+                totals["drafted_tokens"] += len(drafted) - invalid.get(request_id, 0)
+                totals["accepted_draft_tokens"] += max(len(sampled) - 1, 0)
+
     # -- the end of a request --------------------------------------------------------------
 
     def _free_request(
@@ -355,6 +418,13 @@ class _Choreographed(Scheduler):
         report = self.finalizer.finalize(call) if call is not None else None
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
         return ({**(kv_params or {}), **report} if report else kv_params), ec_params
+
+    def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Extend vLLM's method: no connector holds the blocks of calls."""
+        connector = self.connector
+        if isinstance(connector, OrdinaryRequestsOnly) and request.request_id in connector.call_ids:
+            return False, None
+        return super()._connector_finished(request)
 
     def _pending_last_tokens(self) -> list[ScheduledCall]:
         """Calls that encode the last token of an answer, and wait for their step."""
@@ -366,6 +436,8 @@ class _Choreographed(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         if attention := attention_of(model_runner_output):
             self.call_table.on_attention(attention)
+        self._count_drafts(scheduler_output, model_runner_output)
+        self._keep_header_logprobs(model_runner_output.prompt_logprobs_dict)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for per_client in outputs.values():
             per_client.outputs = [

@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine.step import BlockMove, ChoreoStep, with_attention
+from vllm_choreo.engine.kv_cache import block_bytes
+from vllm_choreo.engine.step import BlockMove, step_of, with_attention
 from vllm_choreo.engine.worker.attention import SpanReader
 from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
@@ -61,10 +62,10 @@ class ChoreoModelRunner:
     # Of vLLM's runners.
     vllm_config: VllmConfig
     cache_config: CacheConfig
+    kv_cache_config: KVCacheConfig
     lora_config: LoRAConfig | None
     lora_manager: WorkerLoRAManager
     device: torch.device
-    kv_cache_config: KVCacheConfig
     get_model: Callable[[], torch.nn.Module]
     add_lora: Callable[[LoRARequest], bool]
     _set_active_loras: Callable[[tuple[int, ...], tuple[int, ...], set[LoRARequest]], None]
@@ -117,7 +118,11 @@ class ChoreoModelRunner:
             UnsupportedModelError: the model cannot be choreographed; says why.
             UnsupportedLayoutError: the KV cache cannot be read; says what was found.
         """
-        self.layers = layers = _attention_layers(self.vllm_config)
+        # Without those of a drafter, which are no part of the model.
+        modules = set(self.get_model().modules())
+        found = _attention_layers(self.vllm_config)
+        _check_seen(self.kv_cache_config, self.vllm_config, found)
+        self.layers = layers = {n: layer for n, layer in found.items() if layer in modules}
         block_size = self.cache_config.block_size
         for name, layer in layers.items():
             _check_layer(name, layer, block_size)
@@ -182,12 +187,11 @@ class ChoreoModelRunner:
         return LayerKind(rotation, LayerShape(*heads, dtype, layer.sliding_window))
 
     def _make_host_blocks(self, config: ChoreoConfig) -> HostBlocks | None:
-        caches = self.kv_caches_by_layer
-        block_bytes = sum(cache[0].numel() * cache.element_size() for cache in caches)
-        num_blocks = config.num_host_blocks(block_bytes)
+        num_blocks = config.num_host_blocks(block_bytes(self.kv_cache_config))
         if self.states is not None:
             num_tokens = num_blocks * self.cache_config.block_size
             self.states.allocate_in_host(num_tokens // config.tokens_per_state)
+        caches = self.kv_caches_by_layer
         return HostBlocks(caches, num_blocks) if num_blocks else None
 
     @property
@@ -223,8 +227,8 @@ class ChoreoModelRunner:
         raise NotImplementedError
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object:
-        step: ChoreoStep | None = getattr(scheduler_output, "choreo", None)
-        if step is None:  # a dummy run or a warm-up: it comes from no scheduler
+        step = step_of(scheduler_output)
+        if step is None:  # a dummy run or a warm-up
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         for lora in step.reloads:
             self.add_lora(lora)
@@ -335,6 +339,27 @@ def _started_blocks(output: SchedulerOutput) -> dict[str, Sequence[int]]:
     }
 
 
+def _check_seen(
+    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, found: Mapping[str, Attention]
+) -> None:
+    """Check that all layers with keys and values are of vLLM's class `Attention`.
+
+    Raises:
+        UnsupportedModelError: one is not; what we do to layers would miss it.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    for group in kv_cache_config.kv_cache_groups:
+        for name in group.layer_names:
+            if name not in found:
+                raise UnsupportedModelError(
+                    f"layer {name} keeps what it reads of earlier tokens in a way of its own "
+                    f"({type(layers.get(name)).__name__}, not vLLM's Attention), which cannot be "
+                    'choreographed; run this model without the plugin (VLLM_PLUGINS="")',
+                    parameter="model",
+                    value=name,
+                )
+
+
 def _check_layer(name: str, layer: Attention, block_size: int) -> None:
     """Check that the layer's attention can read spans.
 
@@ -344,6 +369,8 @@ def _check_layer(name: str, layer: Attention, block_size: int) -> None:
     impl = layer.impl
     if not isinstance(impl, SpanReader):
         found = f"the backend {type(impl).__name__}"
+    elif getattr(layer.attn_backend, "supports_kv_cache_update_bypass", False):
+        found = "keys that its model stores itself, where they cannot be probed"
     elif getattr(layer, "kv_sharing_target_layer_name", None) is not None:
         found = "keys and values shared with another layer"
     elif getattr(layer, "attention_chunk_size", None):

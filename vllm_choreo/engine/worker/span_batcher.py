@@ -153,6 +153,10 @@ class SpanBatcher:
         found = (self._requests.get(request_id, _ORDINARY) for request_id in request_ids)
         return not all(spans.is_ordinary for spans in found)
 
+    def are_calls(self, request_ids: Iterable[str]) -> list[bool]:
+        """Return, of each request, whether it is a call, or one of ours."""
+        return [request_id in self._requests for request_id in request_ids]
+
     def batch(self, step: StepBatch, always: bool = False) -> list[SpanPlan] | None:
         """Plan a batch, once per kind; None if every request reads its own tokens only.
 

@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_choreo.engine.speculation import has_layers
+from vllm_choreo.engine.worker.drafting import CallsAlone
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import StepBatch
 from vllm_choreo.engine.worker.state_layers import StateBatch
@@ -18,6 +21,7 @@ from vllm_choreo.engine.worker.state_layers import StateBatch
 if TYPE_CHECKING:
     from vllm.forward_context import BatchDescriptor
     from vllm.v1.core.sched.output import GrammarOutput
+    from vllm.v1.outputs import LogprobsTensors
 
 
 class ChoreoDispatcher(CudagraphDispatcher):
@@ -35,6 +39,8 @@ class ChoreoDispatcher(CudagraphDispatcher):
 
 class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
     """The runner V1 on GPU, which takes part where vLLM builds the metadata of a batch."""
+
+    _alone: CallsAlone | None = None  # the calls of a step, as a drafter with layers sees them
 
     @property
     def graphs(self) -> ChoreoDispatcher:
@@ -61,12 +67,25 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
             )
             rows = self.mrope_positions.gpu if self.uses_mrope else self.positions
             self._lay_out(step, rows)
-        metadata, common = super()._build_attention_metadata(num_tokens, num_reqs, *args, **kwargs)
+        by_layer, for_drafter = super()._build_attention_metadata(
+            num_tokens, num_reqs, *args, **kwargs
+        )
         if self.states is not None:
-            metadata |= self.states.metadata(
-                self._state_batch(num_reqs, kwargs.get("num_reqs_padded") or num_reqs)
-            )
-        return metadata, common
+            num_padded = kwargs.get("num_reqs_padded") or num_reqs
+            by_layer |= self.states.metadata(self._state_batch(num_reqs, num_padded))
+        self._alone = None
+        if not (self._in_step and has_layers(self.speculative_config)):
+            return by_layer, for_drafter
+        calls = self.batcher.are_calls(self.input_batch.req_ids[:num_reqs])
+        if not any(calls):
+            return by_layer, for_drafter
+        self._alone = CallsAlone.of(for_drafter, calls)
+        return by_layer, self._alone.metadata
+
+    def _get_positions(self, num_tokens: int | torch.Tensor) -> torch.Tensor:
+        """Extend vLLM's method, by which a drafter gets positions: those of calls begin at 0."""
+        positions: torch.Tensor = super()._get_positions(num_tokens)
+        return positions if self._alone is None else self._alone.place(positions, num_tokens)
 
     def _state_batch(self, num_reqs: int, num_padded: int) -> StateBatch:
         """Batch of a step, or of a dummy run, for layers with states."""
@@ -94,6 +113,31 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
 
 class ChoreoCPUModelRunner(ChoreoGPUModelRunner, CPUModelRunner):
     """The runner V1 on CPU."""
+
+    num_prompt_logprobs: dict[str, int]  # vLLM's, of requests whose prompt is not done
+
+    def _get_prompt_logprobs_dict(
+        self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, LogprobsTensors | None]:
+        """Extend vLLM's method: with LoRA, one request at a time, by its own adapter.
+
+        Its rows are not those that the step samples from, for which adapters were set: where their
+        numbers differ, vLLM's kernels on CPU would end the engine.
+        """
+        if not self.lora_config:
+            return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
+        wanted, found = self.num_prompt_logprobs, {}
+        for request_id in [r for r in wanted if r in num_scheduled_tokens]:
+            request = self.requests[request_id]
+            num_left = len(request.prompt_token_ids or ()) - 1 - request.num_computed_tokens
+            num_rows = min(num_scheduled_tokens[request_id], num_left)
+            if num_rows > 0:
+                self._use_adapter(num_rows, request.lora_request)
+            self.num_prompt_logprobs = {request_id: wanted.pop(request_id)}
+            found.update(super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens))
+            wanted |= self.num_prompt_logprobs  # if more of the prompt is to come
+        self.num_prompt_logprobs = wanted
+        return found
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> object:
         """Extend vLLM's method: hide generators of requests whose prompt goes on in the next step.

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafters with layers: they draft for ordinary requests, and calls beside them change nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.choreographies import check, draw_choreography
+from tests.engine.conftest import start_engine, stop_engine
+from tests.engine.eagle_head import make_eagle_head
+from tests.engine.oracle import Oracle, Parent, assert_greedy, random_tokens, whole
+from tests.engine.suffix_cache import installed
+from vllm_choreo import Choreography
+from vllm_choreo.engine.speculation import check_speculation
+from vllm_choreo.errors import UnsupportedOptionError
+
+NUM_DRAFTED = 3
+
+
+class Subject(NamedTuple):
+    llm: Any
+    oracle: Oracle
+    is_right: bool
+
+
+# A model that drafts for itself is always right: a draft that is not shows a drafter that has read
+# or written at wrong places. An EAGLE head reads hidden states of the model, and is hardly ever.
+@pytest.fixture(scope="module", params=["llama", "ministral3", "llama eagle"])
+def subject(
+    request: pytest.FixtureRequest,
+    tiny_model_path: Callable[[str], Path],
+    tiny_oracle: Callable[[str], Oracle],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Subject]:
+    name, _, head = request.param.partition(" ")
+    path = drafter = tiny_model_path(name)
+    if head:
+        drafter = make_eagle_head(path, tmp_path_factory.mktemp("heads") / "head")
+    speculation = {
+        "method": head or "draft_model",
+        "model": str(drafter),
+        "num_speculative_tokens": NUM_DRAFTED,
+    }
+    # No prompt is cut: its second part may leave a step no tokens for the drafts of others.
+    options = {"num_gpu_blocks_override": 66, "max_num_batched_tokens": 2048}
+    llm = start_engine(path, speculative_config=speculation, disable_log_stats=False, **options)
+    yield Subject(llm, tiny_oracle(name), is_right=not head)
+    stop_engine(llm)
+
+
+def _num_drafted(llm: Any) -> tuple[int, int]:
+    """Drafted tokens, and those of them that were right, since the engine started."""
+    names = [f"vllm:spec_decode_num_{name}_tokens" for name in ("draft", "accepted")]
+    values = {metric.name: metric for metric in llm.get_metrics() if metric.name in names}
+    drafted, accepted = (values[name].value for name in names)
+    return drafted, accepted
+
+
+def _totals(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler.store.totals
+
+
+def test_random_choreographies(subject: Subject) -> None:
+    for seed in range(3000, 3003):
+        with Choreography(subject.llm) as choreography:
+            check(choreography, subject.oracle, draw_choreography(seed))
+
+
+def test_ordinary_requests_speculate_beside_calls(subject: Subject) -> None:
+    """As many drafts of theirs are right as without calls, and calls take none."""
+    llm, oracle, is_right = subject
+    rng = random.Random(5)
+    documents = [random_tokens(rng, n) for n in (70, 41)]
+    encoded = [oracle.encode(tokens) for tokens in documents]
+    greedy = SamplingParams(max_tokens=25, temperature=0.0, ignore_eos=True)
+    ordinary = [random_tokens(rng, 30 + 34 * number) for number in range(4)]
+    headers = [random_tokens(rng, 30 + 34 * number) for number in range(4)]
+    offsets = [0, 300, 700, 0]  # placed, or virtual indices that are far from positions
+    alone = _run(llm, ordinary, [greedy] * 4)
+    for prompt, generated in zip(ordinary, alone.answers, strict=True):
+        _assert_greedy(oracle, prompt, generated, [], 0)
+    assert llm.llm_engine.reset_prefix_cache()
+    with Choreography(llm) as c:
+        names = [c.prefill(tokens).id for tokens in documents]
+        asked = []
+        for offset in offsets:
+            call = {"session": c.session, "kind": "decode", "parents": names}
+            call |= {"offsets": [offset, offset + 90], "new_offset": offset + 140}
+            asked.append(greedy.clone())
+            asked[-1].extra_args = {"choreo": call}
+        beside = _run(llm, [*headers, *ordinary], [*asked, *[greedy] * 4])
+    assert beside.answers[4:] == alone.answers
+    assert (beside.drafted, beside.accepted) == (alone.drafted, alone.accepted)
+    assert alone.drafted >= 4 * 15 and (alone.accepted == alone.drafted) == is_right
+    for header, generated, offset in zip(headers, beside.answers, offsets, strict=False):
+        parents = [whole(encoded[0], offset), whole(encoded[1], offset + 90)]
+        _assert_greedy(oracle, header, generated, parents, offset + 140)
+    assert not _totals(llm)["drafted_tokens"]
+
+
+class _Ran(NamedTuple):
+    answers: list[list[int]]
+    drafted: int
+    accepted: int
+
+
+def _run(llm: Any, prompts: Sequence[Sequence[int]], params: list[SamplingParams]) -> _Ran:
+    before = _num_drafted(llm)
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    drafted, accepted = (b - a for a, b in zip(before, _num_drafted(llm), strict=True))
+    return _Ran([list(output.outputs[0].token_ids) for output in outputs], drafted, accepted)
+
+
+def _assert_greedy(
+    oracle: Oracle,
+    header: Sequence[int],
+    generated: Sequence[int],
+    parents: list[Parent],
+    new_offset: int,
+) -> None:
+    message = SimpleNamespace(
+        num_tokens=len(header) + len(generated),
+        token_ids=[*header, *generated],
+        generated_token_ids=generated,
+    )
+    assert_greedy(message, oracle, parents, new_offset)
+
+
+def test_suffixes_are_looked_up_for_calls(
+    tiny_model_path: Callable[[str], Path], tiny_oracle: Callable[[str], Oracle]
+) -> None:
+    """The same call twice: what the first one answered is drafted for the second, and right."""
+    oracle, rng = tiny_oracle("llama"), random.Random(8)
+    document = random_tokens(rng, 60)
+    greedy = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    with installed():
+        llm = start_engine(
+            tiny_model_path("llama"),
+            speculative_config={"method": "suffix", "num_speculative_tokens": NUM_DRAFTED},
+            num_gpu_blocks_override=66,
+        )
+    try:
+        with Choreography(llm) as c:
+            message = c.prefill(document)
+            answers = [
+                c.decode([5, 6, 7], parents=[message], sampling_params=greedy) for _ in range(2)
+            ]
+            for answer in answers:
+                assert_greedy(answer, oracle, [whole(oracle.encode(document), 0)], len(document))
+            check(c, oracle, draw_choreography(3010))
+        totals = _totals(llm)
+        assert totals["drafted_tokens"] >= totals["accepted_draft_tokens"] >= 20
+    finally:
+        stop_engine(llm)
+
+
+@pytest.mark.parametrize(
+    ("method", "v2", "asynchronous", "named"),
+    [
+        ("medusa", False, False, "speculative_config.method"),
+        ("draft_model", True, False, "VLLM_USE_V2_MODEL_RUNNER"),
+        ("eagle", False, True, "async_scheduling"),
+    ],
+)
+def test_what_cannot_draft_is_refused(
+    method: str, v2: bool, asynchronous: bool, named: str
+) -> None:
+    config: Any = SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method),
+        use_v2_model_runner=v2,
+        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+    )
+    with pytest.raises(UnsupportedOptionError, match=named):
+        check_speculation(config)
+    config.use_v2_model_runner = config.scheduler_config.async_scheduling = False
+    config.speculative_config.method = "draft_model"
+    check_speculation(config)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks at the start of an engine: what would pass our layers or routes by is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_choreo.engine.plugin import _choose_backend, configure_after
+from vllm_choreo.engine.worker.cpu_backend import ChoreoCPUBackend, ChoreoCPUImpl
+from vllm_choreo.engine.worker.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
+from vllm_choreo.engine.worker.model_runner import _check_layer, _check_seen
+from vllm_choreo.errors import UnsupportedModelError, UnsupportedOptionError
+
+
+def _config(**parts: Any) -> Any:
+    model = SimpleNamespace(runner_type="generate", is_encoder_decoder=False)
+    return SimpleNamespace(
+        model_config=model, parallel_config=None, speculative_config=None, **parts
+    )
+
+
+def test_the_front_end_in_rust(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(UnsupportedOptionError) as caught:
+        configure_after(_config())
+    assert caught.value.parameter == "VLLM_USE_RUST_FRONTEND"
+
+
+@pytest.mark.parametrize("name", ["TRITON_FLASH_ATTN", "TRITON_FLASHINFER"])
+def test_composite_backends(name: str) -> None:
+    chosen = SimpleNamespace(backend=AttentionBackendEnum[name])
+    with pytest.raises(UnsupportedOptionError, match="FLASH_ATTN and TRITON_ATTN") as caught:
+        _choose_backend(_config(attention_config=chosen), None)
+    assert caught.value.parameter == "attention_config.backend"
+
+
+class _OwnAttention:
+    """A layer of a model that does not use vLLM's `Attention`."""
+
+
+def test_layers_of_a_class_of_their_own() -> None:
+    """Families of models whose layers are written for one vendor."""
+    layers = {"model.layers.0": object(), "model.layers.1": _OwnAttention()}
+    groups = [SimpleNamespace(layer_names=list(layers))]
+    cache: Any = SimpleNamespace(kv_cache_groups=groups)
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    found: Any = {"model.layers.0": layers["model.layers.0"]}
+    with pytest.raises(UnsupportedModelError, match="_OwnAttention") as caught:
+        _check_seen(cache, config, found)
+    assert caught.value.value == "model.layers.1"
+    _check_seen(cache, config, layers)
+
+
+def test_keys_that_a_model_stores_itself() -> None:
+    layer: Any = SimpleNamespace(
+        impl=object.__new__(ChoreoCPUImpl),
+        attn_backend=SimpleNamespace(supports_kv_cache_update_bypass=True),
+        kv_sharing_target_layer_name=None,
+        kv_cache=SimpleNamespace(shape=(9, 2, 32, 64)),
+    )
+    with pytest.raises(UnsupportedModelError, match="stores itself"):
+        _check_layer("model.layers.0", layer, 32)
+    for backend in (ChoreoCPUBackend, ChoreoFlashAttentionBackend, ChoreoTritonBackend):
+        layer.attn_backend = backend
+        _check_layer("model.layers.0", layer, 32)

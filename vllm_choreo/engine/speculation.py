@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding: who drafts for whom.
+
+Drafts that are looked up in tokens (n-grams, suffixes) are as good for calls as for ordinary
+requests. A drafter with layers has keys and values of its own, which messages do not: it drafts for
+ordinary requests alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_choreo.errors import UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.speculative import SpeculativeConfig
+
+_LOOKED_UP = ("ngram", "suffix")
+_WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp")
+
+
+def has_layers(speculative: SpeculativeConfig | None) -> bool:
+    """Return whether a drafter has layers, with keys and values that messages lack."""
+    return speculative is not None and speculative.method in _WITH_LAYERS
+
+
+def check_speculation(vllm_config: VllmConfig) -> None:
+    """Check that the engine's drafter can work beside calls.
+
+    Raises:
+        UnsupportedOptionError: it cannot; says why.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return
+    if speculative.method not in (*_LOOKED_UP, *_WITH_LAYERS):
+        raise UnsupportedOptionError(
+            f"beside calls {', '.join((*_LOOKED_UP, *_WITH_LAYERS))} can draft; choose one of "
+            'them, or run vLLM without the plugin (VLLM_PLUGINS="")',
+            parameter="speculative_config.method",
+            value=speculative.method,
+        )
+    if not has_layers(speculative):
+        return
+    if vllm_config.use_v2_model_runner:
+        raise UnsupportedOptionError(
+            "vLLM's model runner V2 gives a drafter with layers the tokens of calls, too, which "
+            "it would read at wrong places: set VLLM_USE_V2_MODEL_RUNNER=0",
+            parameter="speculative_config.method",
+            value=speculative.method,
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        raise UnsupportedOptionError(
+            "with asynchronous scheduling drafts of a drafter with layers stay in the worker, and "
+            "calls would get some: set async_scheduling=False (--no-async-scheduling)",
+            parameter="async_scheduling",
+            value=True,
+        )
