@@ -22,7 +22,7 @@ from benchmarks.harness.tables import as_text
 _ORDER = list(POLICIES).index
 _DOCUMENTS_PER_ENGINE = 200
 # Sessions that begin at an engine in a second: the oracle's engines are then busy half the time.
-_PER_SECOND = 4.0
+_PER_SECOND = 3.0
 
 
 def main() -> int:

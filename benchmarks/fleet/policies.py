@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from benchmarks.fleet.rates import CAPACITY, ENCODE, GENERATE, RATES
@@ -51,6 +51,10 @@ class Policy(ABC):
     def enter(self, call: Call, engine: int) -> None:
         """Enter what a call has read, and what it makes, where it runs."""
 
+    @abstractmethod
+    def close(self, own: Sequence[int]) -> None:
+        """Let a session's messages go, if the engines can be told."""
+
     def _two(self) -> int:
         """The less loaded of two engines."""
         a, b = self._draw.randrange(self.num_engines), self._draw.randrange(self.num_engines)
@@ -77,6 +81,10 @@ class Ours(Policy):
 
     def _candidates(self, reads: Sequence[Read]) -> list[int]:
         return candidates_of(reads, self.loads, self.turn)
+
+    def close(self, own: Sequence[int]) -> None:
+        for key in own:
+            self.homes.remove(key)
 
     def enter(self, call: Call, engine: int) -> None:
         for part in (*call.reads, call.makes):
@@ -125,6 +133,9 @@ class Prefix(Policy):
             self.homes.add(key, engine, num_tokens)
         self.homes.add((last, call.makes.key), engine, call.makes.num_tokens)
 
+    def close(self, own: Sequence[int]) -> None:
+        pass  # a cache of prefixes knows of no such end
+
     def _engine(self, prefixes: Sequence[tuple[Hashable, int, int]], num_prompt: int) -> int:
         return self._two()
 
@@ -159,7 +170,7 @@ def _prefixes(call: Call) -> list[tuple[Hashable, int, int]]:
     return found
 
 
-POLICIES = {
+POLICIES: dict[str, Callable[[int], Policy]] = {
     "ours": Ours,
     "messages, two choices": TwoChoices,
     "prefixes, affinity": Affinity,

@@ -116,3 +116,5 @@ class Simulation:
         self.encoded += placed.encoded
         self.moved += placed.moved
         self._push(start + seconds, None, rest, engine, seconds)
+        if call.own:
+            self._policy.close(call.own)

@@ -11,7 +11,7 @@ import bisect
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 _NUM_ROLES = 40
@@ -37,6 +37,8 @@ class Call:
         out: tokens that it generates.
         makes: message that header and answer become.
         think: seconds between the answer before it and this call.
+        own: messages of its session, with this call's; set for the last call of a session, which
+            is then closed.
     """
 
     reads: Sequence[Part]
@@ -44,6 +46,7 @@ class Call:
     out: int
     makes: Part
     think: float
+    own: Sequence[int] = ()
 
     @property
     def num_prompt(self) -> int:
@@ -55,13 +58,15 @@ class _Session:
 
     def __init__(self, seed: int, number: int) -> None:
         self.draw = random.Random(seed << 40 | number)
-        self._keys = itertools.count(number * _MAX_MESSAGES + 1)
+        self._first = number * _MAX_MESSAGES + 1
+        self.keys: list[int] = []
 
     def around(self, mean: int) -> int:
         return max(8, int(self.draw.gauss(mean, mean / 4)))
 
     def made(self, num_tokens: int) -> Part:
-        return Part(next(self._keys), num_tokens)
+        self.keys.append(self._first + len(self.keys))
+        return Part(self.keys[-1], num_tokens)
 
     def call(self, reads: Sequence[Part], new: int, out: int, think: float) -> Call:
         return Call(tuple(reads), new, out, self.made(new + out), think)
@@ -86,7 +91,12 @@ class Workload:
         """Draw a session, each kind as likely as the others."""
         session = _Session(self._seed, number)
         kinds = (self._debate, self._retrieval, self._chat)
-        return session.draw.choice(kinds)(session)
+        calls = session.draw.choice(kinds)(session)
+        call = next(calls)
+        for following in calls:
+            yield call
+            call = following
+        yield replace(call, own=session.keys)
 
     def _debate(self, session: _Session) -> Iterator[Call]:
         """Three agents, two rounds: each reads its role, the task, and the last answers of all."""

@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.buckets import histogram_buckets
 
 from vllm_choreo import errors
-from vllm_choreo.engine.utility import call_async
+from vllm_choreo.engine.utility import totals_async
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.repair.pair_rule import REASONS, ChosenCell
 from vllm_choreo.semantics.message import Message
@@ -152,7 +152,7 @@ def start(sessions: Sessions, async_llm: AsyncLLM) -> None:
     overrides = async_llm.vllm_config.observability_config.custom_histogram_buckets
     add = partial(_add, REGISTRY, sessions.model)
     sessions.observers.append(CallMetrics(add, overrides))
-    totals = partial(call_async, async_llm, "totals")
+    totals = partial(totals_async, async_llm)
     sessions.in_background(EngineMetrics(add).poll(totals))
 
 
