@@ -67,11 +67,13 @@ class _Running:
         placed: the engine, and the work that the call adds there.
         known: what that engine has of the session.
         recipes: messages that the call names.
+        has_begun: True if the engine was handed the call.
     """
 
     placed: Placement
     known: _Known
     recipes: Sequence[CallRecipe]
+    has_begun: bool = False
 
     @property
     def engine(self) -> int:
@@ -123,7 +125,8 @@ class FleetRunner(AsyncRunner):
         self, handle: Pending, parents: Sequence[Pending], start: float
     ) -> Result:
         """Run a call up to its message; again, where its engine ends."""
-        for _ in range(_MAX_ENDS):
+        num_ends = 0
+        while num_ends < _MAX_ENDS:
             running = await self._placed(handle, parents)
             result = await self._run_on(running, handle, start)
             has_ended = self._fleet.life(running.engine) != running.known.life
@@ -132,6 +135,7 @@ class FleetRunner(AsyncRunner):
             )
             if not is_lost:
                 return result
+            num_ends += running.has_begun
             if not _may_run_again(handle):
                 return EngineRestartedError(
                     "the engine of this answer has ended, and another one cannot go on with what "
@@ -190,6 +194,7 @@ class FleetRunner(AsyncRunner):
             await self._prepare(running.engine, running.known, running.recipes)
             try:
                 handle._queue = await self._add_to(running.engine, running.known, call)
+                running.has_begun = True
                 outcome = await self._read(handle, handle._queue, start)
                 return choreo_result(call, outcome, await self._report(call, outcome))
             finally:

@@ -302,7 +302,8 @@ class EngineMetrics:
             self._gauges[name].set(value(totals))
         for name, counter in self._counters.items():
             key = f"{name}_total"  # left out until there is something to count
-            counter.inc(totals.get(key, 0) - self._last.get(key, 0))
+            # Of several engines, one that is started again counts from 0.
+            counter.inc(max(0, totals.get(key, 0) - self._last.get(key, 0)))
         self._last = totals
 
     def _hide(self) -> None:
