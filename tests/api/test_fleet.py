@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions over several engines that are played: each checks that it knows what a call names.
 
-What an engine makes of a call is a digest of all that the call reads, so an answer made from anything
-else than what its recipe says is another one.
+What an engine makes of a call is a digest of all that the call reads, so an answer made from
+anything else than what its recipe says is another one.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ class PlayedLLM:
             lora_config=None,
             speculative_config=None,
         )
+        self._answers: set[asyncio.Task[None]] = set()
         self.before_end: Any = lambda name, engine: None
 
     def get_tokenizer(self) -> Any:
@@ -164,7 +165,9 @@ class PlayedLLM:
         self, name: str, prompt: Any, params: Any, *, lora_request: Any, data_parallel_rank: int
     ) -> Queue:
         queue = Queue(name)
-        asyncio.create_task(self._answer(queue, prompt, params, data_parallel_rank))
+        answer = asyncio.create_task(self._answer(queue, prompt, params, data_parallel_rank))
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
         return queue
 
     async def _answer(self, queue: Queue, prompt: Any, params: Any, rank: int) -> None:

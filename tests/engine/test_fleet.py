@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import start_engine, stop_engine
-from tests.engine.workflows import draw_workflow, facts, greedy, run
+from tests.engine.workflows import draw_workflow, facts, run
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.engine.fleet_client import FleetClient
 
