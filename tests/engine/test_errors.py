@@ -19,7 +19,6 @@ import torch
 import transformers
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.grids import sampled
 from vllm_choreo import Choreography
@@ -460,18 +459,25 @@ def test_frequencies_that_vllm_fixes_at_start_are_accepted(
 # -- engine options --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [AsyncLLM.from_engine_args, AsyncEngineArgs.create_engine_config])
-def test_several_engines_behind_one_client_are_refused(
-    start: Callable[[AsyncEngineArgs], Any], tiny_model_path: Callable[[str], Path]
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        ("gpt_oss", {}, "share these"),
+        ("llama", {"data_parallel_backend": "ray"}, "processes of its machine"),
+        ("llama", {"data_parallel_size_local": 1}, "processes of its machine"),
+        ("llama", {"data_parallel_hybrid_lb": True}, "no balancer"),
+    ],
+)
+def test_engines_that_are_no_engines_of_their_own_are_refused(
+    model: str, options: dict[str, Any], reason: str, tiny_model_path: Callable[[str], Path]
 ) -> None:
-    """Calls of one session would come to engines that do not know its messages."""
-    options = AsyncEngineArgs(
-        str(tiny_model_path("llama")), dtype="float32", max_model_len=256, data_parallel_size=2
-    )
-    with pytest.raises(ValueError, match=r"data_parallel_size=2") as caught:
-        start(options)
-    for advice in ("live in one engine", "start an engine", 'VLLM_PLUGINS=""'):
-        assert advice in str(caught.value)
+    args = AsyncEngineArgs(
+        str(tiny_model_path(model)), dtype="float32", max_model_len=256, data_parallel_size=2,
+        **options,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=reason) as caught:
+        args.create_engine_config()
+    assert "start a server for each engine" in str(caught.value)
 
 
 # -- another vLLM ----------------------------------------------------------------------------------

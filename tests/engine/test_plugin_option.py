@@ -22,6 +22,7 @@ from tests.vllm_names import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 def configure(argv, has_parser):
+    args = None
     if has_parser:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
         args.model = args.model_tag
@@ -35,6 +36,7 @@ def configure(argv, has_parser):
         "scheduler": config.scheduler_config.scheduler_cls,
         "worker": config.parallel_config.worker_cls,
         "backend": AttentionBackendEnum.CPU_ATTN.get_path(),
+        "servers": getattr(args, "api_server_count", None),
         "names": os.environ.get("VLLM_PLUGINS"),
         "loaded": os.environ.get("OTHER_PLUGIN_LOADED"),
         "ours": any(name.startswith("vllm_choreo") for name in sys.modules),
@@ -77,6 +79,8 @@ def _case(*options: str, has_parser: bool = True, path: str = "", **env: str) ->
 _ALL: dict[str, dict[str, Any]] = {
     "no option": _case(),
     "option": _case("--plugin", "choreo"),
+    "servers": _case("--plugin", "choreo", "--api-server-count", "2"),
+    "servers before": _case("--api-server-count", "2", "--plugin", "choreo"),
     "twice": _case("--plugin=choreo", "--plugin", "choreo"),
     "variable": _case(VLLM_PLUGINS="choreo"),
     "config file": _case("--config", "CONFIG"),
@@ -209,3 +213,14 @@ def test_no_routes_are_added_unasked(result: Callable[[str], Result]) -> None:
     found, log = result("other has routes")
     assert found is None
     assert "other would be named too" in log
+
+
+@pytest.mark.parametrize(
+    ("case", "servers"), [("no option", None), ("option", 1), ("servers", 2), ("servers before", 2)]
+)
+def test_one_api_server_unless_others_are_asked_for(
+    case: str, servers: int | None, result: Callable[[str], Result]
+) -> None:
+    """vLLM would start one for each engine."""
+    found, log = result(case)
+    _assert_has(found, {"servers": servers}, log)

@@ -35,7 +35,7 @@ from vllm_choreo.server.answers import ResultsAnswer, results_json
 from vllm_choreo.server.errors import as_choreo_error, error_json, status_of
 from vllm_choreo.server.openai.auto_options import AutoOptions, read_options
 from vllm_choreo.server.page import MAX_MESSAGES, session_page
-from vllm_choreo.server.plugin import check_one_process
+from vllm_choreo.server.plugin import check_one_engine, check_one_process
 from vllm_choreo.server.schemas import SessionBody
 from vllm_choreo.server.tenants import TenantMiddleware, cache_salt, tenant_of, use_keys
 from vllm_choreo.wire.messages import MessageAnswer, message_json, usage_json
@@ -281,6 +281,15 @@ def test_several_api_servers_are_refused() -> None:
     with pytest.raises(UnsupportedOptionError) as refused:
         check_one_process(Namespace(api_server_count=2))
     assert refused.value.parameter == "--api-server-count" and refused.value.value == 2
+
+
+def test_what_one_engine_alone_can_do_is_refused_of_several() -> None:
+    asked = Namespace(choreo_keep="folder", choreo_load=None, choreo_pair=None)
+    check_one_engine(asked, 1)
+    check_one_engine(Namespace(), 2)
+    with pytest.raises(UnsupportedOptionError, match="neither saved nor loaded") as refused:
+        check_one_engine(asked, 2)
+    assert refused.value.parameter == "--choreo-keep"
 
 
 # -- chats that name no messages -------------------------------------------------------------------

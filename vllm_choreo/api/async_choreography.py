@@ -19,6 +19,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from vllm_choreo.api.async_runner import AsyncRunner
+from vllm_choreo.api.fleet import fleet_of, refuse_snapshots
+from vllm_choreo.api.fleet_runner import FleetRunner
 from vllm_choreo.api.outcomes import Outcome, check_ttl
 from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
@@ -85,7 +87,13 @@ class AsyncChoreography(AsyncCallMethods):
             lambda: async_llm.get_num_unfinished_requests(),
         )
         self._entries = self._session.entries
-        self._runner = AsyncRunner(async_llm, self._session)
+        # Text of the baseline goes to any engine.
+        fleet = None if self.mode == "baseline" else fleet_of(async_llm)
+        self._runner = (
+            AsyncRunner(async_llm, self._session)
+            if fleet is None
+            else FleetRunner(async_llm, self._session, fleet)
+        )
         self._snapshots = Snapshots(self._session, vllm_config)
         self._denied: tuple[str, ...] = ()
 
@@ -183,6 +191,17 @@ class AsyncChoreography(AsyncCallMethods):
         (call,) = self._session.plan([one_spec("decode", header, options, self._denied)])
         return self._runner.reserve(call)
 
+    async def place(self, pending: Pending) -> int | None:
+        """Choose the engine of a call that `begin` reserved, when its parents are complete.
+
+        Returns:
+            The `data_parallel_rank` that its request must have; None: there is one engine.
+
+        Raises:
+            ChoreoError: a parent failed, or cannot be had in that engine.
+        """
+        return await self._runner.place(pending)
+
     async def submitted(self, pending: Pending, queue: OutputQueue) -> None:
         """Tell that the engine has the request of a call that `begin` reserved.
 
@@ -235,7 +254,13 @@ class AsyncChoreography(AsyncCallMethods):
         encodings: bool = False,
         progress: bool | None = None,
     ) -> Saved:
-        """Keep messages in a folder: `Choreography.save`. Files are written in a thread."""
+        """Keep messages in a folder: `Choreography.save`. Files are written in a thread.
+
+        Raises:
+            UnsupportedOptionError: there are several engines.
+        """
+        if isinstance(self._runner, FleetRunner):
+            refuse_snapshots()
         steps = self._snapshots.save(
             messages, uri, encodings=encodings, progress=progress, denied=self._denied
         )
@@ -248,7 +273,13 @@ class AsyncChoreography(AsyncCallMethods):
         on_mismatch: str = "refuse",
         progress: bool | None = None,
     ) -> list[Message]:
-        """Load saved messages: `Choreography.load`. Files are read in a thread."""
+        """Load saved messages: `Choreography.load`. Files are read in a thread.
+
+        Raises:
+            UnsupportedOptionError: there are several engines.
+        """
+        if isinstance(self._runner, FleetRunner):
+            refuse_snapshots()
         steps = self._snapshots.load(uri, on_mismatch=on_mismatch, progress=progress)
         return await drive_async(steps, self._answer)
 

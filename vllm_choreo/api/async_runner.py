@@ -57,7 +57,7 @@ class AsyncRunner:
             start, parents = time.perf_counter(), self._pending_parents(handle.call)
             if self.mode != "baseline":
                 try:
-                    handle._queue = await self._add(handle.call, handle.call.token_ids)
+                    await self._hand_over(handle)
                 except BaseException:
                     await self.cancel(pending)
                     raise
@@ -77,6 +77,10 @@ class AsyncRunner:
         pending._future = asyncio.get_running_loop().create_future()
         self._pending[pending.id] = pending
         return pending
+
+    async def place(self, pending: Pending) -> int | None:
+        """Choose the engine of a reserved call: `AsyncChoreography.place`."""
+        return None
 
     async def submitted(self, pending: Pending, queue: OutputQueue) -> None:
         """Record that the engine has a reserved call: `AsyncChoreography.submitted`."""
@@ -136,15 +140,24 @@ class AsyncRunner:
             if self.mode == "baseline":
                 result = await self._baseline_result(handle, parents, start)
             else:
-                assert handle._queue is not None
-                outcome = await self._read(handle, handle._queue, start)
-                report = await self._report(handle.call, outcome)
-                result = choreo_result(handle.call, outcome, report)
+                result = await self._choreo_result(handle, parents, start)
         except ChoreoError as error:
             result = error
         finally:
             self._forget([handle], result)
         return result
+
+    async def _hand_over(self, handle: Pending) -> None:
+        """Hand a submitted call to the engine, before those that may name it."""
+        handle._queue = await self._add(handle.call, handle.call.token_ids)
+
+    async def _choreo_result(
+        self, handle: Pending, parents: Sequence[Pending], start: float
+    ) -> Result:
+        """Run a call that was handed over up to its message; the engine waits for its parents."""
+        assert handle._queue is not None
+        outcome = await self._read(handle, handle._queue, start)
+        return choreo_result(handle.call, outcome, await self._report(handle.call, outcome))
 
     async def _baseline_result(
         self, handle: Pending, parents: Sequence[Pending], start: float
@@ -173,10 +186,16 @@ class AsyncRunner:
             return report_of(outcome)
         return end_report(await self.utility("end", *end_arguments(call, outcome)))
 
-    async def _add(self, call: PlannedCall, prompt: Sequence[int]) -> OutputQueue:
+    async def _add(
+        self, call: PlannedCall, prompt: Sequence[int], engine: int | None = None
+    ) -> OutputQueue:
         params = engine_params(call, self.mode)
         queue: OutputQueue = await self._llm.add_request(
-            call.id, engine_prompt(prompt, self._salt), params, lora_request=call.adapter
+            call.id,
+            engine_prompt(prompt, self._salt),
+            params,
+            lora_request=call.adapter,
+            data_parallel_rank=engine,
         )
         return queue
 

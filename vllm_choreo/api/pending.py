@@ -45,6 +45,11 @@ class Pending:
         self._changed = asyncio.Event()
         self._future: asyncio.Future[Result] | None = None
 
+    @property
+    def is_task(self) -> bool:
+        """Return whether the session runs the call; False: somebody else reads its outputs."""
+        return isinstance(self._future, asyncio.Task)
+
     def __await__(self) -> Generator[Any, None, Message]:
         return self._message().__await__()
 

@@ -17,6 +17,7 @@ PLUGIN = "choreo"
 _AUTO = ("exact", "choreo", "off")
 _AUTO_CUTS = ("messages", "content")
 _VARIABLE = "VLLM_PLUGINS"
+_SERVERS = "api_server_count"
 # Set where a command line of vLLM is parsed, and inherited by the processes of its engines.
 _ONLY_IF_NAMED = "CHOREO_ONLY_IF_NAMED"
 _GENERAL = "vllm.general_plugins"
@@ -117,6 +118,8 @@ class _NamePlugin(argparse.Action):
             # General plugins have been loaded before, and have seen that they were not named.
             for plugin in entry_points(group=_GENERAL, name=values):
                 plugin.load()()
+        if values == PLUGIN and getattr(namespace, _SERVERS, 1) is None:
+            setattr(namespace, _SERVERS, 1)  # else vLLM starts one for each engine
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest) or ()), values])
 
 

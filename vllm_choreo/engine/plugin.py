@@ -54,7 +54,7 @@ def install() -> None:
     check_version()
     from vllm.platforms import current_platform
 
-    from vllm_choreo.engine import utility
+    from vllm_choreo.engine import fleet_client, utility
 
     end_with_parent()
     _hook_command_line(type(current_platform))
@@ -62,6 +62,7 @@ def install() -> None:
     if current_platform.is_cpu() or current_platform.is_cuda():
         _hook_configuration(type(current_platform))
         utility.install()
+        fleet_client.install(command_line.is_active)
     else:
         logger.warning(
             "vllm-choreo serves engines on CPUs and NVIDIA GPUs: on %s choreographed calls are not "
@@ -249,13 +250,7 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
 
         mla.refuse_unsupported(vllm_config, current_platform.is_cpu())
     if parallel.data_parallel_size > 1:
-        raise UnsupportedOptionError(
-            "a session and its messages live in one engine, and vLLM would spread their calls over "
-            "several: start an engine (or a server) for each, and give each session to one of "
-            'them; or run vLLM without the plugin (VLLM_PLUGINS="")',
-            parameter="data_parallel_size",
-            value=parallel.data_parallel_size,
-        )
+        _refuse_engines(vllm_config)
 
 
 def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
@@ -299,3 +294,45 @@ def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
         parameter=parameter,
         value=value,
     )
+
+
+def _refuse_engines(vllm_config: VllmConfig) -> None:
+    """Refuse several engines that are no engines of their own, all on this machine.
+
+    Raises:
+        UnsupportedOptionError: they share layers, or a client of ours cannot start them.
+    """
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    events = vllm_config.kv_events_config
+    reasons = {
+        "model": (
+            vllm_config.model_config.is_moe,
+            "engines of a model with experts share these, and end together",
+        ),
+        "data_parallel_backend": (
+            parallel.data_parallel_backend != "mp",
+            "engines of one server are processes of its machine",
+        ),
+        "data_parallel_size_local": (
+            parallel.data_parallel_size_local != parallel.data_parallel_size,
+            "engines of one server are processes of its machine",
+        ),
+        "data_parallel_external_lb": (
+            parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb,
+            "calls go where their messages are, which no balancer before the server knows",
+        ),
+        "enable_elastic_ep": (parallel.enable_elastic_ep, "the number of engines is fixed"),
+        "kv_transfer_config": (transfer is not None, "connectors know one engine"),
+        "kv_events_config": (
+            events is not None and events.enable_kv_cache_events,
+            "events are those of one engine",
+        ),
+    }
+    for name, (is_refused, reason) in reasons.items():
+        if is_refused:
+            raise UnsupportedOptionError(
+                f"{reason}: leave it out, or start a server for each engine (without "
+                "--data-parallel-size) and give each session to one of them",
+                parameter=name,
+                value=getattr(parallel, name, "set") if name != "model" else "with experts",
+            )

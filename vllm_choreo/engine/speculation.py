@@ -41,6 +41,15 @@ def check_speculation(vllm_config: VllmConfig) -> None:
             parameter="speculative_config.method",
             value=speculative.method,
         )
+    model = vllm_config.model_config
+    if model.is_hybrid or (model.use_mla and has_layers(speculative)):
+        kind = "states" if model.is_hybrid else "MLA, beside drafters with layers,"
+        raise UnsupportedOptionError(
+            f"models with {kind} do not speculate beside calls yet: leave it out, or run vLLM "
+            'without the plugin (VLLM_PLUGINS="")',
+            parameter="speculative_config.method",
+            value=speculative.method,
+        )
     if not has_layers(speculative):
         return
     if vllm_config.use_v2_model_runner:

@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_choreo.engine.fleet_client import FleetClient
+from vllm_choreo.errors import EngineRestartedError
+
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
 
 _Answer = TypeVar("_Answer")
 _METHOD = "choreo"
@@ -56,26 +60,80 @@ async def of_workers_async(async_llm: AsyncLLM, method: str, *args: object) -> l
     Raises:
         EngineDeadError: the engine has ended, and answers no more.
     """
-    answers: list[Any] = await _answer(async_llm, async_llm.collective_rpc(method, args=args))
+    asked = async_llm.collective_rpc(method, args=args)
+    answers: list[Any] = await _answer(async_llm.engine_core, asked)
     return answers
 
 
-async def call_async(async_llm: AsyncLLM, operation: str, *args: object) -> Any:
-    """Run an operation of the scheduler in the engine of an `AsyncLLM`, as `call` does.
+async def call_async(async_llm: AsyncLLM, operation: str, *args: object, engine: int = 0) -> Any:
+    """Run an operation of the scheduler in an engine of an `AsyncLLM`, as `call` does.
+
+    Args:
+        engine: number of the engine, where there are several.
 
     Raises:
         EngineDeadError: the engine has ended, and answers no more.
     """
-    asked = async_llm.engine_core.call_utility_async(_METHOD, operation, list(args))
-    return await _answer(async_llm, asked)
+    fleet = fleet_client_of(async_llm)
+    client = async_llm.engine_core if fleet is None else fleet.clients[engine]
+    if client is None:
+        raise EngineDeadError
+    asked = client.call_utility_async(_METHOD, operation, list(args))
+    return await _answer(client, asked)
 
 
-async def _answer(async_llm: AsyncLLM, asked: Coroutine[object, None, _Answer]) -> _Answer:
+async def call_engine(async_llm: AsyncLLM, engine: int, operation: str, *args: object) -> Any:
+    """Run an operation in one of several engines.
+
+    Raises:
+        EngineRestartedError: it has ended.
+    """
+    try:
+        return await call_async(async_llm, operation, *args, engine=engine)
+    except EngineDeadError:
+        raise EngineRestartedError(
+            "the engine has ended, and starts again", parameter="engine", value=engine
+        ) from None
+
+
+def fleet_client_of(async_llm: AsyncLLM) -> FleetClient | None:
+    """The client of several engines; None: there is one engine."""
+    client = async_llm.engine_core
+    return client if isinstance(client, FleetClient) else None
+
+
+async def totals_async(async_llm: AsyncLLM) -> dict[str, Any]:
+    """The operation "totals" of all engines that run, added up.
+
+    Raises:
+        EngineDeadError: no engine runs.
+    """
+    fleet = fleet_client_of(async_llm)
+    engines = [0] if fleet is None else fleet.alive
+    asked = [call_async(async_llm, "totals", engine=engine) for engine in engines]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    answers = [answer for answer in found if isinstance(answer, dict)]
+    if not answers:
+        raise EngineDeadError
+    return added(answers)
+
+
+def added(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Numbers of several engines, added up; of what is no number, the first one's."""
+    total = dict(answers[0])
+    for answer in answers[1:]:
+        for name, value in answer.items():
+            if isinstance(value, (int, float)):
+                total[name] += value
+    return total
+
+
+async def _answer(client: AsyncMPClient, asked: Coroutine[object, None, _Answer]) -> _Answer:
     """Await an engine-core utility, or raise an EngineDeadError: vLLM would wait for ever.
 
     A server whose request waits so never ends, and no supervisor starts it again.
     """
-    resources = async_llm.engine_core.resources
+    resources = client.resources
     answer = asyncio.ensure_future(asked)
     try:
         while not answer.done():

@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.buckets import histogram_buckets
 
 from vllm_choreo import errors
-from vllm_choreo.engine.utility import call_async
+from vllm_choreo.engine.utility import totals_async
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.repair.pair_rule import REASONS, ChosenCell
 from vllm_choreo.semantics.message import Message
@@ -154,7 +154,7 @@ def start(sessions: Sessions, async_llm: AsyncLLM) -> None:
     overrides = async_llm.vllm_config.observability_config.custom_histogram_buckets
     add = partial(_add, REGISTRY, sessions.model)
     sessions.observers.append(CallMetrics(add, overrides))
-    totals = partial(call_async, async_llm, "totals")
+    totals = partial(totals_async, async_llm)
     sessions.in_background(EngineMetrics(add).poll(totals))
 
 
@@ -304,7 +304,8 @@ class EngineMetrics:
             self._gauges[name].set(value(totals))
         for name, counter in self._counters.items():
             key = f"{name}_total"  # left out until there is something to count
-            counter.inc(totals.get(key, 0) - self._last.get(key, 0))
+            # Of several engines, one that is started again counts from 0.
+            counter.inc(max(0, totals.get(key, 0) - self._last.get(key, 0)))
         self._last = totals
 
     def _hide(self) -> None:

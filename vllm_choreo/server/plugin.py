@@ -52,7 +52,8 @@ class ChoreoEndpoints:
         """Set up the sessions of a server or a batch, and the handlers that choreograph.
 
         Raises:
-            UnsupportedOptionError: several API servers; a session lives in one.
+            UnsupportedOptionError: several API servers, of which a session lives in one; or an
+                option that several engines do not have.
             ChoreoError: what the command line asks for, or a wing, cannot be set up.
         """
         from vllm_choreo.config import ChoreoConfig
@@ -68,6 +69,7 @@ class ChoreoEndpoints:
         from vllm_choreo.server.wings import wings
 
         check_one_process(args)
+        check_one_engine(args, engine_client.vllm_config.parallel_config.data_parallel_size)
         use_keys(api_keys(args))
         settings = ChoreoConfig.from_vllm(engine_client.vllm_config)
         config = settings.server
@@ -115,14 +117,29 @@ def check_one_process(args: Namespace) -> None:
     """Check that there is one API server.
 
     Raises:
-        UnsupportedOptionError: there are several API servers. (Several engines are refused where
-            an engine is configured.)
+        UnsupportedOptionError: there are several API servers.
     """
     count = getattr(args, "api_server_count", None)
     if count is not None and count > 1:
         raise UnsupportedOptionError(
-            "a session lives in one API server: start several servers, and send each session to "
-            "one of them",
+            "a session lives in one API server: give --api-server-count 1, or start several "
+            "servers, and send each session to one of them",
             parameter="--api-server-count",
             value=count,
         )
+
+
+def check_one_engine(args: Namespace, num_engines: int) -> None:
+    """Check that nothing is asked for that one engine alone can do.
+
+    Raises:
+        UnsupportedOptionError: there are several engines, and it is.
+    """
+    for name in ("choreo_keep", "choreo_load", "choreo_pair"):
+        if num_engines > 1 and getattr(args, name, None) is not None:
+            raise UnsupportedOptionError(
+                "messages of several engines are neither saved nor loaded yet: leave the option "
+                "out, or --data-parallel-size",
+                parameter=f"--{name.replace('_', '-')}",
+                value=getattr(args, name),
+            )

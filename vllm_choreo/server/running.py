@@ -133,6 +133,10 @@ class Run:
         self.pending.append(pending)
         return pending
 
+    async def place(self, pending: Pending) -> int | None:
+        """Engine of a call that `begin` reserved: see `AsyncChoreography.place`."""
+        return await self._session.choreography.place(pending)
+
     async def submitted(self, pending: Pending, queue: OutputQueue) -> None:
         """Enter a call whose request the engine has; its outputs arrive in `queue`."""
         await self._session.choreography.submitted(pending, queue)

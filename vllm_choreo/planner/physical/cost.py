@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from vllm_choreo.fleet.placement import Rates
 from vllm_choreo.planner.physical.radix import TemplatedRadixTree
 
 DEFAULT_CAPACITY = 32_768  # tokens of KV cache of a worker, where nothing is known
@@ -41,6 +42,11 @@ class CostModel:
         """
         used = num_out * num_new + num_out * (num_out + 1) / 2
         return times * self.slowness.get(worker, 1.0) * used / self.capacity
+
+    def rates(self, num_out: float, times: float = 1.0) -> tuple[float, Rates]:
+        """Token steps of a call without its prompt, and of each token of that; see `usage`."""
+        own = times * num_out * (num_out + 1) / 2 / self.capacity
+        return own, Rates(encode=times * num_out / self.capacity, slowness=self.slowness)
 
     def delay(self, num_out: float, worker: int = 0) -> float:
         """Token steps from a call's end to the start of calls that read it: `d` of the paper."""

@@ -5,10 +5,12 @@ worker has more to do than moving costs.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
+from vllm_choreo.fleet.loads import Loads
+from vllm_choreo.fleet.placement import Read
+from vllm_choreo.fleet.placement import place as place_call
 from vllm_choreo.planner.physical.cost import Calls, CostModel
 from vllm_choreo.planner.physical.radix import TreeNode
 from vllm_choreo.planner.plan import Plan
@@ -27,21 +29,20 @@ class Router:
     """
 
     def __init__(self, calls: Calls, num_workers: int, model: CostModel) -> None:
-        self.loads = [0.0] * num_workers
+        self.loads = Loads(num_workers)
         self.worker: dict[int, int] = {}
         self._calls, self._model = calls, model
-        self._idle = [(0.0, worker) for worker in range(num_workers)]
         self._held: dict[TreeNode, set[int]] = {}
         self._latest: dict[TreeNode, list[int]] = {}  # the last few of those that hold a node
 
     def place(self, call: int) -> int:
         """Choose the worker of a call, and count the call as its load."""
         path = self._calls.tree.end[call].path()
+        new, rates = self._model.rates(self._calls.num_out[call], self._calls.times.get(call, 1.0))
+        reads = [Read(node, node.weight, self._held.get(node, ())) for node in path]
         candidates = self._candidates(call, path)
-        costs = {worker: self._cost(call, path, worker) for worker in candidates}
-        best = min(candidates, key=lambda worker: (self.loads[worker] + costs[worker], worker))
-        self.loads[best] += costs[best]
-        heapq.heappush(self._idle, (self.loads[best], best))
+        best, cost, _ = place_call(reads, new, candidates, self.loads.queue, rates)
+        self.loads.add(best, cost)
         self.worker[call] = best
         for node in path:
             held = self._held.setdefault(node, set())
@@ -51,7 +52,7 @@ class Router:
         return best
 
     def _candidates(self, call: int, path: Sequence[TreeNode]) -> list[int]:
-        found = {self._idlest(): None}
+        found = dict.fromkeys(self.loads.least(1))
         for other in self._calls.depends.get(call, ())[:_CANDIDATES]:
             found[self.worker[other]] = None
         for node in reversed(path):
@@ -59,17 +60,6 @@ class Router:
             if len(found) > _CANDIDATES:
                 break
         return list(found)
-
-    def _cost(self, call: int, path: Sequence[TreeNode], worker: int) -> float:
-        new = sum(node.weight for node in path if worker not in self._held.get(node, ()))
-        times = self._calls.times.get(call, 1.0)
-        return self._model.usage(new, self._calls.num_out[call], worker, times)
-
-    def _idlest(self) -> int:
-        """Worker with the least load; entries of old loads are dropped on the way."""
-        while self._idle[0][0] != self.loads[self._idle[0][1]]:
-            heapq.heappop(self._idle)
-        return self._idle[0][1]
 
 
 def place(plan: Plan) -> Plan:

@@ -125,8 +125,11 @@ class CallClient:
             header, sampling_params=params, adapter=adapter, **self._arguments
         )
         options["lora_request"] = pending.call.adapter
-        # Nothing else runs in between: who names the message as a parent comes to the engine later.
         self._pending, params = pending, pending.call.params.apply(params)
+        # With one engine nothing else runs from here on until that has the request: who names the
+        # message as a parent comes later. With several, who does waits until it is complete.
+        if (engine := await self._run.place(pending)) is not None:
+            options["data_parallel_rank"] = engine
         self._queue = await self._llm.add_request(request_id, prompt, params, **options)
         await self._run.submitted(pending, self._queue)
         self.settled.set()

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placement against a search over all engines, and the index of homes against one made anew."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Hashable
+
+import pytest
+
+from vllm_choreo.errors import LimitError
+from vllm_choreo.fleet.homes import Homes
+from vllm_choreo.fleet.loads import Loads
+from vllm_choreo.fleet.placement import Fetch, Rates, Read, candidates_of, place
+
+
+def _reads(draw: random.Random, num_engines: int) -> list[Read]:
+    return [
+        Read(
+            f"m{number}",
+            draw.randrange(1, 5000),
+            set(draw.sample(range(num_engines), draw.randrange(0, min(4, num_engines)))),
+        )
+        for number in range(draw.randrange(0, 6))
+    ]
+
+
+def _done(engine: int, reads: list[Read], new: float, queue: list[float], rates: Rates) -> float:
+    """When a call is done on an engine, by the definition."""
+    work = new
+    for read in {read.key: read for read in reads}.values():
+        if engine not in read.homes:
+            encoded = rates.encode * read.num_tokens
+            moved = rates.move_start + rates.move * read.num_tokens
+            work += min(encoded, moved) if read.homes else encoded
+    return queue[engine] + rates.slowness.get(engine, 1.0) * work
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_engine_is_the_one_where_the_call_is_done_first(seed: int) -> None:
+    draw = random.Random(seed)
+    num_engines = draw.randrange(1, 9)
+    queue = [draw.choice([0.0, draw.random() * 3]) for _ in range(num_engines)]
+    move = draw.choice([math.inf, 0.0, 1e-5])
+    rates = Rates(1e-4, move, draw.choice([0.0, 0.05]), draw.choice([{}, {0: 0.5}]))
+    reads = _reads(draw, num_engines)
+    found = place(reads, 0.2, range(num_engines), queue, rates)
+    best = min(range(num_engines), key=lambda e: (_done(e, reads, 0.2, queue, rates), e))
+    done = _done(best, reads, 0.2, queue, rates)
+    assert queue[found.engine] + found.cost == pytest.approx(done)
+    assert _done(found.engine, reads, 0.2, queue, rates) == pytest.approx(done)
+    missing = [read.key for read in reads if found.engine not in read.homes]
+    assert [fetch.key for fetch in found.fetches] == missing
+
+
+def test_what_is_missing_is_moved_if_that_is_cheaper() -> None:
+    rates = Rates(encode=1e-3, move=1e-4, move_start=0.1)
+    reads = [Read("long", 1000, {1, 2}), Read("short", 50, {1}), Read("nowhere", 9, set())]
+    found = place(reads, 0.0, [0], [0.0, 5.0, 4.0], rates)
+    assert found.fetches == (Fetch("long", 2), Fetch("short", None), Fetch("nowhere", None))
+    assert found.cost == pytest.approx(0.1 + 0.1 + 0.05 + 0.009)
+
+
+def test_a_message_that_is_read_twice_is_fetched_once() -> None:
+    read = Read("m", 100, set())
+    found = place([read, read], 0.0, [0], [0.0], Rates(1.0))
+    assert found.cost == 100 and found.fetches == (Fetch("m", None),)
+
+
+def test_without_an_engine_there_is_no_place() -> None:
+    with pytest.raises(ValueError, match="there is none"):
+        place([], 0.0, [], [], Rates(1.0))
+
+
+def test_a_hot_message_is_replicated_and_a_cold_one_is_not() -> None:
+    """Of 400 calls at once, all read `hot`, and each 10th one of ten cold messages."""
+    homes, loads, rates = Homes([10_000] * 8), Loads(8), Rates(encode=1e-3)
+    for number in range(400):
+        keys = ["hot"] if number % 10 else ["hot", f"cold{number // 10 % 10}"]
+        reads = [homes.read(key, 500) for key in keys]
+        found = place(reads, 0.05, candidates_of(reads, loads, number), loads.queue, rates)
+        loads.add(found.engine, found.cost)
+        for key in keys:
+            homes.add(key, found.engine, 500)
+        if number % 2:  # as much is done as comes
+            for engine in range(8):
+                loads.add(engine, -0.025)
+    assert len(homes.of("hot")) == 8
+    assert sum(len(homes.of(f"cold{number}")) for number in range(10)) <= 20
+
+
+# -- queues ----------------------------------------------------------------------------------------
+
+
+def test_the_idlest_engines_are_found_after_any_changes() -> None:
+    draw, loads = random.Random(1), Loads(20)
+    for _ in range(3000):
+        engine = draw.randrange(20)
+        loads.add(engine, draw.choice([0.5, -0.5, 1.0, -1.0]))
+        found = loads.least(4)
+        assert len(set(found)) == 4
+        assert [loads.queue[e] for e in found] == sorted(loads.queue)[:4]
+
+
+# -- homes -----------------------------------------------------------------------------------------
+
+
+class _Recount:
+    """Homes, counted anew from what was told."""
+
+    def __init__(self) -> None:
+        self.lies: dict[tuple[Hashable, int], tuple[int, str]] = {}
+
+    def check(self, homes: Homes, num_engines: int, room: int) -> None:
+        for engine in range(num_engines):
+            used = sum(n for (_, where), (n, _) in self.lies.items() if where == engine)
+            assert homes.used(engine) == used <= room
+        keys = {key for key, _ in self.lies}
+        assert len(homes) == len(keys)
+        for key in keys:
+            where = {engine for k, engine in self.lies if k == key}
+            read = homes.read(key, 1)
+            assert read.homes == homes.of(key) == set(read.order) == where
+            assert len(read.order) == len(where)
+
+
+@pytest.mark.parametrize("tenant_share", [1.0, 0.4])
+def test_homes_are_those_of_a_recount(tenant_share: float) -> None:
+    draw, recount = random.Random(2), _Recount()
+    homes = Homes([1000] * 3, tenant_share=tenant_share)
+    for _ in range(1500):
+        key, engine = f"k{draw.randrange(40)}", draw.randrange(3)
+        size, tenant = 20 + 10 * int(key[1:]) % 90, f"t{int(key[1:]) % 3}"
+        match draw.randrange(20):
+            case 0:
+                homes.remove(key)
+                recount.lies = {at: what for at, what in recount.lies.items() if at[0] != key}
+            case 1:
+                lost = homes.remove_engine(engine)
+                assert all(not homes.of(key) for key in lost)
+                recount.lies = {at: what for at, what in recount.lies.items() if at[1] != engine}
+            case _:
+                recount.lies.setdefault((key, engine), (size, tenant))
+                for dropped in homes.add(key, engine, size, tenant):
+                    del recount.lies[tuple(dropped)]
+        recount.check(homes, 3, 1000)
+        if tenant_share < 1:
+            for name in ("t0", "t1", "t2"):
+                assert sum(n for n, t in recount.lies.values() if t == name) <= 1200
+
+
+def test_the_oldest_goes_first_and_a_copy_before_it() -> None:
+    homes = Homes([300, 300])
+    for key in ("a", "b", "c"):
+        homes.add(key, 0, 100)
+    homes.add("a", 0, 100)  # used again
+    assert homes.add("d", 0, 100) == [("b", 0)]
+    homes.add("d", 1, 100)
+    assert homes.add("e", 0, 100) == [("d", 0)]  # which lies elsewhere, too
+    assert homes.of("c") == {0}
+
+
+def test_pins_count_over_the_fleet() -> None:
+    homes = Homes([300, 300], pinned_share=0.5)
+    for key in ("a", "b", "c", "d"):
+        homes.add(key, int(key in "cd"), 100)
+    homes.pin(["a", "b", "c", "a", "gone"])
+    with pytest.raises(LimitError, match="may hold 300 tokens"):
+        homes.pin(["d"])
+    homes.add("e", 0, 100)
+    assert homes.add("f", 0, 100) == [("e", 0)]
+    assert homes.of("a") == homes.of("b") == {0}
+    homes.unpin(["a"])
+    homes.pin(["d"])
+    assert homes.remove_engine(0) == ["f", "a", "b"] or not homes.of("b")
+    assert homes.of("c") == {1}
+
+
+def test_a_pinned_message_may_lose_its_copies() -> None:
+    homes = Homes([200, 200])
+    for engine in (0, 1):
+        homes.add("a", engine, 100)
+    homes.pin(["a"])
+    homes.add("b", 0, 100)
+    assert homes.add("c", 0, 100) == [("a", 0)]
+    assert homes.of("a") == {1}
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_engines", [10, 1000])
+def test_placing_takes_microseconds_however_many_engines(num_engines: int) -> None:
+    """At most 50 µs for 8 messages that are read, one of them everywhere: of processor time, and of
+    the best of some runs, for other work on the machine only adds to it.
+    """
+    homes, loads, rates = Homes([10**9] * num_engines), Loads(num_engines), Rates(1e-4, 1e-5, 1e-3)
+    for engine in range(num_engines):
+        homes.add("hot", engine, 500)
+        loads.add(engine, engine % 7)
+    draw = random.Random(3)
+    for number in range(2000):
+        homes.add(number, draw.randrange(num_engines), 300)
+    keys = [["hot", *(draw.randrange(2000) for _ in range(7))] for _ in range(50)]
+    times = []
+    for turn in range(20):
+        began = time.thread_time()
+        for named in keys:
+            reads = [homes.read(key, 300) for key in named]
+            found = place(reads, 0.1, candidates_of(reads, loads, turn), loads.queue, rates)
+            loads.add(found.engine, found.cost)
+        times.append((time.thread_time() - began) / len(keys))
+    assert min(times) < 50e-6
