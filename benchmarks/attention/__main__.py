@@ -6,6 +6,7 @@
 Outputs are compared before anything is timed; the two sides run in turn. The ratio is the median
 over rounds of (ours / vLLM's); `best` compares the fastest rounds, which is what remains
 meaningful while other programs run (there use --threads 1). Run it twice, on an idle machine.
+With --kv-cache-dtype fp8_e4m3 or fp8_e5m2 both read a cache in 8 bits; vLLM can on AVX-512 alone.
 """
 
 import argparse
@@ -26,12 +27,13 @@ from vllm import _custom_ops as vllm_ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_choreo.ops import LayerAttention, SpanBatch, SpanPlan, span_attention
+from vllm_choreo.ops import LayerAttention, QuantizedKV, SpanBatch, SpanPlan, span_attention
 from vllm_choreo.ops import cpu as choreo_cpu
 from vllm_choreo.ops.layout import write_kv
 
 # Query, KV cache, block table.
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -50,6 +52,7 @@ class Shape:
     block_size: int
     dtype: torch.dtype
     window: int | None = None
+    kv_cache_dtype: str = "auto"
 
     def label(self) -> str:
         kind = "decode" if self.q_len == 1 else "prefill"
@@ -57,11 +60,13 @@ class Shape:
         return (
             f"{kind:7} reqs={self.num_reqs:2} q={self.q_len:4} kv={self.kv_len:4} {heads:9} "
             f"block={self.block_size:3} {str(self.dtype).removeprefix('torch.'):8} "
-            f"window={self.window or '-':<4}"
+            f"window={self.window or '-':<4} kv={self.kv_cache_dtype}"
         )
 
 
-def all_shapes(dtypes: list[torch.dtype], block_sizes: list[int]) -> list[Shape]:
+def all_shapes(
+    dtypes: list[torch.dtype], block_sizes: list[int], kv_cache_dtype: str
+) -> list[Shape]:
     work: list[tuple[int, int, int, int | None]]
     work = [(n, 1, kv, None) for kv in (512, 4096) for n in (1, 8, 16)]
     work += [(1, q, q, None) for q in (64, 256, 1024)]
@@ -70,7 +75,7 @@ def all_shapes(dtypes: list[torch.dtype], block_sizes: list[int]) -> list[Shape]
     work += [(n, q, 4096, window) for window in (128, 512) for n, q in ((8, 1), (1, 256))]
     heads = [(9, 3, 64), (32, 8, 128)]
     return [
-        Shape(n, q, kv, *h, block, dtype, window)
+        Shape(n, q, kv, *h, block, dtype, window, kv_cache_dtype)
         for dtype in dtypes
         for block in block_sizes
         for h in heads
@@ -87,6 +92,8 @@ def make_inputs(s: Shape) -> Inputs:
     for part in slots.split(8192):
         shape = (part.numel(), s.num_kv_heads, s.head_size)
         write_kv(cache, part, torch.randn(shape).to(s.dtype), torch.randn(shape).to(s.dtype))
+    if s.kv_cache_dtype in FORMATS:
+        cache = cache.to(FORMATS[s.kv_cache_dtype]).view(torch.uint8)
     query = torch.randn(s.num_reqs * s.q_len, s.num_heads, s.head_size).to(s.dtype)
     return query, cache, table
 
@@ -107,7 +114,8 @@ def make_ours(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
     )
     batch.validate(cache.shape[0])
     plan = SpanPlan(batch, cos_sin=None)
-    layer = LayerAttention(scale=s.head_size**-0.5, window=s.window)
+    quantized = QuantizedKV(FORMATS[s.kv_cache_dtype]) if s.kv_cache_dtype in FORMATS else None
+    layer = LayerAttention(scale=s.head_size**-0.5, window=s.window, quantized=quantized)
     return partial(span_attention, query, cache, output, plan, layer, impl="cpu")
 
 
@@ -116,7 +124,7 @@ def make_vllm(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
     starts = torch.arange(s.num_reqs + 1, dtype=torch.int32) * s.q_len
     seq_lens = torch.full((s.num_reqs,), s.kv_len, dtype=torch.int32)
     window = s.window or -1  # none
-    isa = _get_attn_isa(s.dtype, s.block_size, s.head_size)
+    isa = _get_attn_isa(s.dtype, s.block_size, s.head_size, s.kv_cache_dtype)
     metadata = vllm_ops.cpu_attn_get_scheduler_metadata(
         num_reqs=s.num_reqs,
         num_heads=s.num_heads,
@@ -129,6 +137,7 @@ def make_vllm(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
         sliding_window_size=window,
         isa=isa,
         enable_kv_split=True,
+        kv_cache_dtype=s.kv_cache_dtype,
     )
     view = cache.view(cache.shape[0], s.num_kv_heads, 2 * s.block_size, s.head_size)
     key_cache, value_cache = view.chunk(2, dim=2)
@@ -148,6 +157,7 @@ def make_vllm(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
         softcap=0.0,
         scheduler_metadata=metadata,
         s_aux=None,
+        kv_cache_dtype=s.kv_cache_dtype,
     )
 
 
@@ -206,6 +216,7 @@ def main() -> int:
     parser.add_argument("--bar", type=float, default=1.15, help="largest allowed median ratio")
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--block-sizes", nargs="+", type=int, default=[32])
+    parser.add_argument("--kv-cache-dtype", choices=["auto", *FORMATS], default="auto")
     parser.add_argument("--match", default="", help="only shapes whose label contains this")
     parser.add_argument("--threads", type=int, help="torch's threads; all by default")
     parser.add_argument("--csv")
@@ -218,7 +229,8 @@ def main() -> int:
     info = machine()
     print(info)
     rows = []
-    for s in all_shapes([getattr(torch, name) for name in args.dtypes], args.block_sizes):
+    dtypes = [getattr(torch, name) for name in args.dtypes]
+    for s in all_shapes(dtypes, args.block_sizes, args.kv_cache_dtype):
         if args.match not in s.label():
             continue
         r = measure(s, args.rounds)

@@ -50,6 +50,7 @@ DECLARED = (
     f"{_CONFIG}.CacheConfig.block_size",
     f"{_CONFIG}.CacheConfig.cache_dtype",
     f"{_CONFIG}.CacheConfig.enable_prefix_caching",
+    f"{_CONFIG}.CacheConfig.kv_cache_dtype_skip_layers",
     f"{_CONFIG}.CacheConfig.num_gpu_blocks",
     f"{_CONFIG}.CacheConfig.user_specified_block_size",
     f"{_CONFIG}.ModelConfig.get_diff_sampling_param()",
@@ -117,6 +118,7 @@ DECLARED = (
     ".do_kv_cache_update(layer, key, value, kv_cache, slots)",
     "vllm.v1.attention.backends.triton_attn.TritonAttentionImpl"
     ".do_kv_cache_update(layer, key, value, kv_cache, slots)",
+    "vllm.model_executor.layers.attention.Attention.kv_cache_dtype",
     "vllm.model_executor.layers.attention.Attention.kv_sharing_target_layer_name",
     "vllm.model_executor.layers.attention.Attention.sliding_window",
     "vllm.model_executor.layers.rotary_embedding.RotaryEmbedding._compute_cos_sin_cache()",

@@ -21,6 +21,7 @@ OPTIONS = (
     "chunks",  # steps of few tokens, and long prompts in parts
     "drafts",  # n-gram speculation
     "few",  # two requests run at a time
+    "fp8",  # keys and values in 8 bits
     "hidden",  # memory for hidden states
     "host",  # host memory
     "in_place",  # keys are rotated, not queries
@@ -28,8 +29,8 @@ OPTIONS = (
     "share",  # of a tenant, of the pool
     "window",  # sliding windows
 )
-# vLLM takes no n-grams with asynchronous scheduling.
-IMPOSSIBLE = frozenset({("async", "drafts")})
+# vLLM takes no n-grams with asynchronous scheduling; keys in 8 bits stay where they are.
+IMPOSSIBLE = frozenset({("async", "drafts"), ("fp8", "in_place")})
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Configuration:
         num_blocks: of the pool; one of them is vLLM's own.
         host_blocks, hidden_rows: of "host", and of "hidden" (of one layer).
         model: of `TINY_MODELS`.
+        kv_cache_dtype: vLLM's option, of "fp8".
     """
 
     name: str
@@ -49,6 +51,7 @@ class Configuration:
     host_blocks: int = 8
     hidden_rows: int = 640
     model: str = "llama"
+    kv_cache_dtype: str = "auto"
 
     def __contains__(self, option: str) -> bool:
         return option in self.options
@@ -62,6 +65,10 @@ class Configuration:
         return self.hidden_rows * HIDDEN_ROW if "hidden" in self else 0
 
     @property
+    def block_bytes(self) -> int:
+        return BLOCK_BYTES // 4 if "fp8" in self else BLOCK_BYTES
+
+    @property
     def num_adapters(self) -> int:
         return 2 if "adapters" in self else 0
 
@@ -69,7 +76,7 @@ class Configuration:
         """For vLLM's `LLM`."""
         choreo: dict[str, Any] = {"pinned_share": 0.3}
         if "host" in self:
-            choreo["host_memory_gib"] = (self.host_blocks + 0.5) * BLOCK_BYTES / 2**30
+            choreo["host_memory_gib"] = (self.host_blocks + 0.5) * self.block_bytes / 2**30
         if "hidden" in self:
             choreo["hidden_memory_gib"] = self.hidden_bytes / 2**30
         if "in_place" in self:
@@ -83,6 +90,7 @@ class Configuration:
             "max_num_batched_tokens": 128,
             "max_num_seqs": 2 if "few" in self else 8,
             "additional_config": {"choreo": choreo},
+            "kv_cache_dtype": self.kv_cache_dtype,
         }
         if "adapters" in self:
             options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -120,6 +128,19 @@ CONFIGURATIONS = {
         _made("chunks", "chunks few hidden share window drafts priority", 19, hidden_rows=320),
         _made("tight", "adapters drafts host hidden chunks", 13, host_blocks=4, hidden_rows=256),
         _made("crowd", "host share window hidden", 29, host_blocks=3),
+        _made("bytes", "fp8 host hidden drafts few share", 19, kv_cache_dtype="fp8"),
+        _made(
+            "bytes seen near",
+            "fp8 window async priority hidden host",
+            17,
+            kv_cache_dtype="fp8_e5m2",
+        ),
+        _made(
+            "bytes by adapters",
+            "fp8 adapters chunks host share hidden",
+            17,
+            kv_cache_dtype="fp8_e4m3",
+        ),
     )
 }
 
