@@ -7,7 +7,7 @@ Imports neither torch nor vLLM: scheduler, workers and facades speak of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,6 +41,6 @@ def adopt_declared(vllm_config: VllmConfig) -> None:
     declared = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
     if cache.cache_dtype != "auto" or not isinstance(declared, Mapping):
         return
-    scheme: Any = declared.get("kv_cache_scheme")
+    scheme = declared.get("kv_cache_scheme")
     if declared.get("quant_method") == "compressed-tensors" and scheme is not None:
         cache.cache_dtype = "fp8"

@@ -6,6 +6,7 @@
 Outputs are compared before anything is timed; the two sides run in turn. The ratio is the median
 over rounds of (ours / vLLM's); `best` compares the fastest rounds, which is what remains
 meaningful while other programs run (there use --threads 1). Run it twice, on an idle machine.
+With --kv-cache-dtype fp8_e4m3 or fp8_e5m2 both read a cache in 8 bits; vLLM can on AVX-512 alone.
 """
 
 import argparse
@@ -26,12 +27,20 @@ from vllm import _custom_ops as vllm_ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_choreo.ops import LayerAttention, Layout, SpanBatch, SpanPlan, span_attention
+from vllm_choreo.ops import (
+    LayerAttention,
+    Layout,
+    QuantizedKV,
+    SpanBatch,
+    SpanPlan,
+    span_attention,
+)
 from vllm_choreo.ops import cpu as choreo_cpu
 from vllm_choreo.ops.layout import write_kv
 
 # Query, KV cache, block table.
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -51,6 +60,7 @@ class Shape:
     dtype: torch.dtype
     window: int | None = None
     value_size: int | None = None
+    kv_cache_dtype: str = "auto"
 
     @property
     def layout(self) -> Layout:
@@ -62,11 +72,13 @@ class Shape:
         return (
             f"{kind:7} reqs={self.num_reqs:2} q={self.q_len:4} kv={self.kv_len:4} {heads:9} "
             f"block={self.block_size:3} {str(self.dtype).removeprefix('torch.'):8} "
-            f"window={self.window or '-':<4}"
+            f"window={self.window or '-':<4} kv={self.kv_cache_dtype}"
         )
 
 
-def all_shapes(dtypes: list[torch.dtype], block_sizes: list[int]) -> list[Shape]:
+def all_shapes(
+    dtypes: list[torch.dtype], block_sizes: list[int], kv_cache_dtype: str
+) -> list[Shape]:
     work: list[tuple[int, int, int, int | None]]
     work = [(n, 1, kv, None) for kv in (512, 4096) for n in (1, 8, 16)]
     work += [(1, q, q, None) for q in (64, 256, 1024)]
@@ -82,7 +94,7 @@ def all_shapes(dtypes: list[torch.dtype], block_sizes: list[int]) -> list[Shape]
         for n, kv in ((1, 512), (1, 4096), (8, 512), (8, 4096))
     ]
     dense = [
-        Shape(n, q, kv, *h, block, dtype, window)
+        Shape(n, q, kv, *h, block, dtype, window, kv_cache_dtype=kv_cache_dtype)
         for dtype in dtypes
         for block in block_sizes
         for h in heads
@@ -105,6 +117,8 @@ def make_inputs(s: Shape) -> Inputs:
             torch.randn(shape).to(s.dtype) if s.value_size is None else keys[..., : s.value_size]
         )
         write_kv(cache, part, keys, values, s.layout)
+    if s.kv_cache_dtype in FORMATS:
+        cache = cache.to(FORMATS[s.kv_cache_dtype]).view(torch.uint8)
     query = torch.randn(s.num_reqs * s.q_len, s.num_heads, s.head_size).to(s.dtype)
     return query, cache, table
 
@@ -125,9 +139,11 @@ def make_ours(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
     )
     batch.validate(cache.shape[0])
     plan = SpanPlan(batch, cos_sin=None)
+    quantized = QuantizedKV(FORMATS[s.kv_cache_dtype]) if s.kv_cache_dtype in FORMATS else None
     layer = LayerAttention(
-        scale=s.head_size**-0.5, window=s.window, layout=s.layout, value_size=s.value_size
-    )
+        scale=s.head_size**-0.5, window=s.window, layout=s.layout, quantized=quantized,
+        value_size=s.value_size,
+    )  # fmt: skip
     return partial(span_attention, query, cache, output, plan, layer, impl="cpu")
 
 
@@ -140,7 +156,7 @@ def make_vllm(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
         decode = vllm_ops.mla_decode_kvcache_cpu
         return partial(decode, output, query, rows, scale, table, seq_lens)
     window = s.window or -1  # none
-    isa = _get_attn_isa(s.dtype, s.block_size, s.head_size)
+    isa = _get_attn_isa(s.dtype, s.block_size, s.head_size, s.kv_cache_dtype)
     metadata = vllm_ops.cpu_attn_get_scheduler_metadata(
         num_reqs=s.num_reqs,
         num_heads=s.num_heads,
@@ -153,6 +169,7 @@ def make_vllm(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
         sliding_window_size=window,
         isa=isa,
         enable_kv_split=True,
+        kv_cache_dtype=s.kv_cache_dtype,
     )
     view = cache.view(cache.shape[0], s.num_kv_heads, 2 * s.block_size, s.head_size)
     key_cache, value_cache = view.chunk(2, dim=2)
@@ -172,6 +189,7 @@ def make_vllm(s: Shape, inputs: Inputs, output: torch.Tensor) -> Callable[[], No
         softcap=0.0,
         scheduler_metadata=metadata,
         s_aux=None,
+        kv_cache_dtype=s.kv_cache_dtype,
     )
 
 
@@ -231,6 +249,7 @@ def main() -> int:
     parser.add_argument("--bar", type=float, default=1.15, help="largest allowed median ratio")
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--block-sizes", nargs="+", type=int, default=[32])
+    parser.add_argument("--kv-cache-dtype", choices=["auto", *FORMATS], default="auto")
     parser.add_argument("--match", default="", help="only shapes whose label contains this")
     parser.add_argument("--threads", type=int, help="torch's threads; all by default")
     parser.add_argument("--csv")
@@ -243,7 +262,8 @@ def main() -> int:
     info = machine()
     print(info)
     rows = []
-    for s in all_shapes([getattr(torch, name) for name in args.dtypes], args.block_sizes):
+    dtypes = [getattr(torch, name) for name in args.dtypes]
+    for s in all_shapes(dtypes, args.block_sizes, args.kv_cache_dtype):
         if args.match not in s.label():
             continue
         r = measure(s, args.rounds)

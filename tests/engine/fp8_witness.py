@@ -63,6 +63,13 @@ class Witnessed:
     is_again: bool
 
 
+# Keys and values of an encoding's tokens from `start` on, one row each, as they were stored.
+@dataclass(frozen=True)
+class _Version:
+    start: int
+    rows: torch.Tensor
+
+
 @dataclass
 class Witness:
     """Witness of all requests of an engine in this process, from `watching` on.
@@ -70,9 +77,10 @@ class Witness:
     Attributes:
         oracles: by number of the adapter; 0: the model alone.
         by_message: the call that made each message, by its id.
-        by_request: ordinary requests, by their ids.
+        by_request: all that clients asked for, by the ids of their requests.
         failures: what was wrong.
         num_stored: bytes that were compared; num_borders: those that were right at a border.
+        num_kept: tokens of parents that were compared with what had been stored.
     """
 
     llm: Any
@@ -83,6 +91,7 @@ class Witness:
     num_requests: int = 0
     num_stored: int = 0
     num_borders: int = 0
+    num_kept: int = 0
 
     def __post_init__(self) -> None:
         core = self.llm.llm_engine.engine_core.engine_core
@@ -90,6 +99,8 @@ class Witness:
         runner = core.model_executor.driver_worker.worker.model_runner
         self._layers = list(runner.layers.values())
         self._starts: dict[str, int] = {}
+        self._versions: dict[bytes, list[_Version]] = {}
+        self._runs_ahead = self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         formats = [_FORMATS[layer.kv_cache_dtype] for layer in self._layers]
         self._format = formats[0]
         self._numbers = torch.tensor([number_of(byte, self._format) for byte in range(256)])
@@ -98,6 +109,8 @@ class Witness:
     def watching(self) -> Iterator[Witness]:
         """Witness, within the context, requests as they end; raises if one was wrong."""
         scheduler = self._scheduler
+        for known in (self.by_message, self.by_request, self.failures, self._versions):
+            known.clear()
         free, schedule = scheduler._free_request, scheduler.schedule
 
         def free_request(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +154,10 @@ class Witness:
 
     def _see(self, request: Any) -> None:
         call = self._scheduler.call_table.calls.get(request.request_id)
-        if request.status.name == "FINISHED_ABORTED":
+        start = self._starts.pop(request.request_id, None)
+        if start is None:
+            return  # it never ran
+        if request.status.name == "FINISHED_ABORTED" and self._runs_ahead:
             return  # what its last step does is not known yet
         if call is None:
             base, parents, new_offset, own, weights = 0, [], 0, 0, None
@@ -159,8 +175,9 @@ class Witness:
                 )
             ]
             tokens = call.encoding.token_ids or request.all_token_ids[base:]
+            for encoding, parent in zip(call.parents, parents, strict=True):
+                self._check_kept(encoding, parent)
         stop = min(request.num_computed_tokens - base, len(tokens))
-        start = self._starts.pop(request.request_id)
         seen, first = 0, max(0, start - base)
         if call is not None and call.run:
             seen, first = call.encoding.patch.start, call.run[0]
@@ -173,6 +190,9 @@ class Witness:
         oracle = self.oracles[lora.lora_int_id if lora else 0]
         encoded, computed = dense_pass(oracle, stored, parents, new_offset + seen, weights)
         self.num_requests += 1
+        if call is not None and call.encoding.digest is not None:
+            versions = self._versions.setdefault(call.encoding.digest, [])
+            versions.append(_Version(seen, _rows(stored)))
         shift, name = new_offset - own, request.request_id
         self.compare(oracle, stored, computed, first - seen, shift, name)
         if call is not None and call.is_internal:
@@ -185,9 +205,26 @@ class Witness:
         )
         if call is not None:
             self.by_message[call.message.id] = witnessed
-        else:
-            # vLLM adds a random part to the ids of requests.
-            self.by_request[request.request_id.rpartition("-")[0]] = witnessed
+        # vLLM adds a random part to the ids of requests.
+        self.by_request[request.request_id.rpartition("-")[0]] = witnessed
+
+    def _check_kept(self, encoding: Any, parent: Parent) -> None:
+        """Check that what is read is what was stored, to the bit, wherever it has been since.
+
+        Encodings of one digest share blocks, and what is encoded again may be another version.
+        """
+        versions = self._versions.get(encoding.digest, ())
+        found = _rows(parent.message)
+        known, same = (torch.zeros(len(found), dtype=torch.bool) for _ in range(2))
+        for version in versions:
+            stop = min(version.start + len(version.rows), len(found))
+            part = slice(version.start, stop)
+            known[part] = True
+            same[part] |= (version.rows[: stop - version.start] == found[part]).all(-1)
+        read = slice(parent.start, parent.stop)
+        self.num_kept += int(known[read].sum())
+        if bool((known & ~same)[read].any()):
+            self.failures.append(f"{encoding.message.id} holds other bytes than were stored")
 
     def compare(
         self,
@@ -295,6 +332,12 @@ class Witness:
         if not seen.is_again:
             assert worst < READ_TOLERANCE, f"{name}: log-probabilities differ by {worst:.1e}"
         return worst
+
+
+def _rows(encoded: Encoded) -> torch.Tensor:
+    """Keys and values of all layers, `[num_tokens, numbers of a token]`."""
+    parts = (*encoded.keys, *encoded.values)
+    return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], dim=1)
 
 
 def dense_pass(

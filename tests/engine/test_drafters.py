@@ -175,6 +175,7 @@ def test_what_cannot_draft_is_refused(
 ) -> None:
     config: Any = SimpleNamespace(
         speculative_config=SimpleNamespace(method=method),
+        model_config=SimpleNamespace(use_mla=False, is_hybrid=False),
         use_v2_model_runner=v2,
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
     )
@@ -183,3 +184,7 @@ def test_what_cannot_draft_is_refused(
     config.use_v2_model_runner = config.scheduler_config.async_scheduling = False
     config.speculative_config.method = "draft_model"
     check_speculation(config)
+    for kind in ("use_mla", "is_hybrid"):
+        config.model_config = SimpleNamespace(**{"use_mla": False, "is_hybrid": False, kind: True})
+        with pytest.raises(UnsupportedOptionError, match=r"speculative_config\.method"):
+            check_speculation(config)

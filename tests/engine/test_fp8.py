@@ -518,7 +518,8 @@ def test_a_checkpoint_declares_it_with_scales_of_its_layers(
 
 def _config(cache_dtype: str, skip_layers: Sequence[str] = ()) -> Any:
     cache = SimpleNamespace(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=[*skip_layers])
-    return SimpleNamespace(cache_config=cache)
+    model = SimpleNamespace(use_mla=False, is_hybrid=False)
+    return SimpleNamespace(cache_config=cache, model_config=model)
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ class KVShape:
         dtype: dtype of keys and values by torch's name, such as "float32".
         layers: `(num_kv_heads, key_size, value_size)` of each layer; of MLA the key is the rotated
             part of the row, and the value its latent.
-        scales: of keys and values in 8 bits, `(key_scale, value_scale)` of each layer: a key is
-            what is stored times its scale. Empty for other dtypes.
+        scales: `(key_scale, value_scale)` of each layer whose keys and values are in 8 bits: a key
+            is what is stored times its scale. Empty for other dtypes.
         hidden_dtype, hidden_size: dtype and size of the hidden states that a layer is given.
         hidden: layers whose hidden states are kept, ascending.
     """

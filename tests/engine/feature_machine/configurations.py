@@ -26,6 +26,7 @@ OPTIONS = (
     "drafter",  # a draft model, which drafts for ordinary requests alone
     "drafts",  # n-gram speculation
     "few",  # two requests run at a time
+    "fp8",  # keys and values in 8 bits
     "hidden",  # memory for hidden states
     "host",  # host memory
     "in_place",  # keys are rotated, not queries
@@ -35,7 +36,10 @@ OPTIONS = (
     "window",  # sliding windows
 )
 # vLLM takes no n-grams with asynchronous scheduling, and we no drafter; there is one at a time.
-IMPOSSIBLE = frozenset({("async", "drafts"), ("async", "drafter"), ("drafter", "drafts")})
+# Keys in 8 bits stay where they are.
+IMPOSSIBLE = frozenset(
+    {("async", "drafts"), ("async", "drafter"), ("drafter", "drafts"), ("fp8", "in_place")}
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Configuration:
         model: of `TINY_MODELS` or `HYBRID_MODELS`.
         begins_full: whether programs begin with repaired calls in a pool that is full of messages,
             some of which share blocks.
+        kv_cache_dtype: vLLM's option, of "fp8".
     """
 
     name: str
@@ -58,6 +63,7 @@ class Configuration:
     hidden_rows: int = 640
     model: str = "llama"
     begins_full: bool = False
+    kv_cache_dtype: str = "auto"
 
     def __contains__(self, option: str) -> bool:
         return option in self.options
@@ -72,7 +78,8 @@ class Configuration:
 
     @property
     def block_bytes(self) -> int:
-        return 4 * self.block_size * (_LATENT_FLOATS if self.has_mla else _TOKEN_FLOATS)
+        num_bytes = 1 if "fp8" in self else 4
+        return num_bytes * self.block_size * (_LATENT_FLOATS if self.has_mla else _TOKEN_FLOATS)
 
     @property
     def max_model_len(self) -> int:
@@ -111,6 +118,7 @@ class Configuration:
             "max_num_batched_tokens": 128,
             "max_num_seqs": 2 if "few" in self else 8,
             "additional_config": {"choreo": choreo},
+            "kv_cache_dtype": self.kv_cache_dtype,
         }
         if "adapters" in self:
             options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -171,6 +179,19 @@ CONFIGURATIONS = {
         _made("offload", "offload in_place share window few async", 19),
         _made("stored", "drafts offload host", 17),
         _made("ahead", "drafter offload in_place share window few", 19),
+        _made("bytes", "fp8 host hidden drafts few share", 19, kv_cache_dtype="fp8"),
+        _made(
+            "bytes seen near",
+            "fp8 window async priority hidden host",
+            17,
+            kv_cache_dtype="fp8_e5m2",
+        ),
+        _made(
+            "bytes by adapters",
+            "fp8 adapters chunks host share hidden drafter offload",
+            17,
+            kv_cache_dtype="fp8_e4m3",
+        ),
     )
 }
 

@@ -15,6 +15,7 @@ from tests.engine.feature_machine.invariants import Broken
 from tests.engine.feature_machine.ledger import Ledger, Made, is_exact
 from tests.engine.feature_machine.program import TENANTS, Ordinary
 from tests.engine.feature_machine.truth import TextTruth, Truth
+from tests.engine.fp8_witness import READ_TOLERANCE, Witness
 from tests.engine.oracle import Parent
 from vllm_choreo.repair.rules import AllTokens, ByAttention, ByLayers, Reweighted, Seen
 
@@ -27,11 +28,19 @@ class Judge:
     Args:
         core: the engine's, in which keys and values are looked at.
         counts: what could not be judged is counted.
+        witness: compares what is read and stored in 8 bits, where the truth is one for each request
+            alone (see `fp8_witness.py`); None: the truth knows it all.
     """
 
     def __init__(
-        self, truth: Truth | TextTruth, ledger: Ledger, core: Any, counts: Counter[str]
+        self,
+        truth: Truth | TextTruth,
+        ledger: Ledger,
+        core: Any,
+        counts: Counter[str],
+        witness: Witness | None = None,
     ) -> None:
+        self._witness = witness
         self._truth = truth
         self._ledger = ledger
         self._core = core
@@ -48,6 +57,9 @@ class Judge:
             if is_known and made.state == "made":
                 self._check_made(made)
         for request, output in ordinary:
+            if self._witness is not None:
+                self._check_witnessed(output, None)
+                continue
             truth = self._truth.encode(
                 request.adapter, (*request.tokens, *output.outputs[0].token_ids), (), 0
             )
@@ -71,6 +83,11 @@ class Judge:
             made.encoded = made.source.encoded
             return
         assert made.tokens is not None
+        if self._witness is not None:
+            if made.answer is not None:
+                self._check_witnessed(made.answer, made)
+                self._check_exact(made)
+            return
         parents = self._read_by(made)
         if parents is None:
             self._counts["cannot be judged"] += 1
@@ -88,9 +105,46 @@ class Judge:
             _compare(made.answer.outputs[0], made.encoded, len(made.call.tokens), is_greedy, made)
         if made.call.scores is not None:
             _compare_header(made.answer.prompt_logprobs, made.encoded, made)
+        self._check_exact(made)
+
+    def _check_exact(self, made: Made) -> None:
         report = (made.answer.kv_transfer_params or {}).get("choreo")
         if report and report["exact"] != is_exact(made):
             raise Broken("exact is reported wrongly", f"{made.call!r} {report}")
+
+    def _check_witnessed(self, output: Any, made: Made | None) -> None:
+        """An answer against the dense pass over what lay in the cache for it.
+
+        The witness has compared that with what had to be stored; that it is what the call names is
+        compared here. Nobody can tell of a call that was preempted, or ended by the client in an
+        engine that runs ahead: it has read bytes that are not there any more.
+        """
+        assert self._witness is not None
+        seen = self._witness.by_request.get(output.request_id)
+        if seen is None or seen.is_again:
+            self._counts["cannot be judged"] += 1
+            return
+        self._counts["judged by what was stored"] += 1
+        if made is not None:
+            assert made.tokens is not None
+            read = [(name, stop - start, offset) for name, start, stop, offset in seen.spans]
+            named = [
+                (parent.id, stop - start, offset)
+                for (parent, _), (start, stop, offset) in zip(made.parents, made.spans, strict=True)
+            ]
+            if (read, seen.new_offset) != (named, made.position):
+                raise Broken("a call reads other parents, or elsewhere", f"{made.call!r}: {read}")
+            if seen.tokens != made.tokens[: len(seen.tokens)]:
+                raise Broken("a call has other tokens", f"{made.call!r}: {seen.tokens}")
+            if not made.is_decode:
+                return
+        completion, num_generated = output.outputs[0], len(output.outputs[0].token_ids)
+        num_header = len(made.call.tokens) if made else len(output.prompt_token_ids)
+        rows = seen.logprobs[num_header - 1 :][:num_generated]
+        if len(rows) < num_generated:
+            raise Broken("a call has stored fewer tokens than it has read", made or output)
+        is_greedy = made is None or made.call.seed is None
+        _compare_rows(completion, rows, is_greedy, made or output, READ_TOLERANCE)
 
     def _read_by(self, made: Made) -> list[Parent] | None:
         """What a call reads; None: nobody can tell."""
@@ -133,7 +187,10 @@ class Judge:
         return rule.runs(seen, self._ledger.limits.block_size)
 
     def _check_contents(self) -> None:
-        """The keys and values of all messages that lie in the pool are those of the oracle."""
+        """The keys and values of all messages that lie in the pool are those of the oracle.
+
+        Of those in 8 bits the witness knows what they have to be.
+        """
         store, truth = self._core.scheduler.store, self._truth
         if not isinstance(truth, Truth):
             return  # it knows texts, not keys
@@ -170,16 +227,22 @@ class Judge:
 def _compare(completion: Any, encoded: Any, num_header: int, is_greedy: bool, what: Any) -> None:
     """Generated tokens and their log-probabilities against the oracle's."""
     rows = encoded.logprobs()[num_header - 1 : -1]
+    _compare_rows(completion, rows, is_greedy, what, LOGPROB_TOLERANCE)
+
+
+def _compare_rows(
+    completion: Any, rows: torch.Tensor, is_greedy: bool, what: Any, tolerance: float
+) -> None:
     tokens, reported = completion.token_ids, completion.logprobs
     if not len(tokens) == len(reported) == len(rows):
         raise Broken("as many log-probabilities as tokens", what)
     for index, (token, row, entries) in enumerate(zip(tokens, rows, reported, strict=True)):
-        if is_greedy and float(row.max() - row[token]) >= TIE_MARGIN:
+        if is_greedy and float(row.max() - row[token]) >= max(TIE_MARGIN, 2 * tolerance):
             detail = f"token {index} is {token}, not {int(row.argmax())}: {what!r}"
             raise Broken("an answer has another token than the oracle's", detail)
         for other, entry in entries.items():
             difference = abs(float(row[other]) - entry.logprob)
-            if not difference < LOGPROB_TOLERANCE:
+            if not difference < tolerance:
                 detail = f"token {index} by {difference:.1e}: {what!r}"
                 raise Broken("an answer has other log-probabilities than the oracle's", detail)
 

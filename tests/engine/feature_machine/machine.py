@@ -20,6 +20,7 @@ from tests.engine.feature_machine.configurations import (
 from tests.engine.feature_machine.program import Operation
 from tests.engine.feature_machine.running import Run
 from tests.engine.feature_machine.truth import TextTruth, Truth
+from tests.engine.fp8_witness import Witness
 from tests.engine.text_oracle import TextOracle
 
 
@@ -30,6 +31,7 @@ class Machine:
     Attributes:
         llm: vLLM's.
         adapters: vLLM's requests for them, by number from 1.
+        witness: of what is read and stored in 8 bits.
         counts: what happened in all programs.
         is_clean: whether the engine is as new; not so after a program that failed.
     """
@@ -40,6 +42,7 @@ class Machine:
     adapters: Sequence[Any] = ()
     counts: Counter[str] = field(default_factory=Counter)
     is_clean: bool = True
+    witness: Witness | None = None
 
     def run(self, operations: Iterable[Operation]) -> None:
         """Run a program and check all of it.
@@ -73,7 +76,8 @@ class Machine:
         gc.collect()
 
     def _run(self) -> Run:
-        return Run(self.llm, self.configuration, self.truth, self.adapters, self.counts)
+        given = (self.llm, self.configuration, self.truth, self.adapters, self.counts)
+        return Run(*given, self.witness)
 
 
 def start_machine(
@@ -104,4 +108,7 @@ def start_machine(
     with scheduling_of(configuration):
         llm = start_engine(model_path, **configuration.engine_options(model_path))
     requests = [adapter.request for adapter in adapters]
-    return Machine(configuration, llm, truth, requests)
+    machine = Machine(configuration, llm, truth, requests)
+    if "fp8" in configuration:
+        machine.witness = Witness(llm, dict(enumerate(oracles)))
+    return machine

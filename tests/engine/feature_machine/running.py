@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from tests.engine.feature_machine import invariants
@@ -34,6 +35,7 @@ from tests.engine.feature_machine.program import (
     Unpin,
 )
 from tests.engine.feature_machine.truth import TextTruth, Truth
+from tests.engine.fp8_witness import Witness
 from vllm_choreo.errors import ChoreoError
 
 # Steps without an answer. What a call reads and what that was made of takes some dozens.
@@ -48,6 +50,7 @@ class Run:
         llm: the engine; as new.
         adapters: vLLM's requests for them, by number from 1.
         counts: what happens is counted.
+        witness: compares what is read and stored in 8 bits; None: the truth knows it all.
     """
 
     def __init__(
@@ -57,7 +60,9 @@ class Run:
         truth: Truth | TextTruth,
         adapters: Sequence[Any],
         counts: Counter[str],
+        witness: Witness | None = None,
     ) -> None:
+        self._witness = witness
         self._llm = llm
         self._engine = llm.llm_engine
         self._core = llm.llm_engine.engine_core.engine_core
@@ -73,7 +78,7 @@ class Run:
             configuration.block_size,
         )
         self._ledger = Ledger(limits)
-        self._judge = Judge(truth, self._ledger, self._core, counts)
+        self._judge = Judge(truth, self._ledger, self._core, counts, witness)
         self._keepings = Keepings(
             self, self._ledger, self._engine.vllm_config, f"feature-machine-{id(self)}"
         )
@@ -90,13 +95,14 @@ class Run:
             AssertionError: something is wrong. Or what the engine raised.
         """
         try:
-            for operation in operations:
-                getattr(self, f"_{type(operation).__name__.lower()}")(operation)
-                self.check()
-            self._resume(Resume())
-            self._settle(Settle())
-            self._judge.judge(self._answers)
-            self._close_all()
+            with self._witness.watching() if self._witness else nullcontext():
+                for operation in operations:
+                    getattr(self, f"_{type(operation).__name__.lower()}")(operation)
+                    self.check()
+                self._resume(Resume())
+                self._settle(Settle())
+                self._judge.judge(self._answers)
+                self._close_all()
         except BaseException:
             # Nobody else knows these: another run would find what they hold, and not them.
             self._keepings.give_up()
