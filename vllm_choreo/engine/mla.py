@@ -53,7 +53,7 @@ def refuse_unsupported(vllm_config: VllmConfig, is_cpu: bool) -> None:
 
 
 def _reason(vllm_config: VllmConfig, is_cpu: bool) -> str | None:
-    """What of the model or the engine cannot be choreographed; None: nothing."""
+    """Reason for which the engine cannot be choreographed; None: it can."""
     config = vllm_config.model_config.hf_text_config
     backend = vllm_config.attention_config.backend
     sizes = tuple(getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))

@@ -51,7 +51,7 @@ def head_sizes(
     """Sizes of a key and a value.
 
     Args:
-        value_size: that of a value in a latent cache, whose shape does not tell.
+        value_size: size of a value in a latent cache, whose shape does not tell.
 
     Raises:
         ValueError: a latent cache without a size of values that fits, or another one with such.

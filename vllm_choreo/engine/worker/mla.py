@@ -10,7 +10,7 @@ values are the latents, and spans are merged before the layer expands what was f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.model_executor.layers.attention.mla_attention import (
@@ -92,17 +92,22 @@ class ChoreoMLAImpl(SpanReader):
         attn_metadata: object,
         k_scale: torch.Tensor,
         output: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
+        output_scale: torch.Tensor | None = None,
     ) -> None:
         """Extend vLLM's method, which runs prompts: the probe records queries and keys."""
         if isinstance(attn_metadata, QueryRecorder):
             self._record(attn_metadata, q, kv_c_normed, k_pe, output)
             return
         super().forward_mha(  # type: ignore[misc]
-            q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output,
-            *args, **kwargs,
-        )  # fmt: skip
+            q,
+            kv_c_normed,
+            k_pe,
+            kv_c_and_k_pe_cache,
+            attn_metadata,
+            k_scale,
+            output,
+            output_scale,
+        )
 
     def _record(
         self,
@@ -146,10 +151,8 @@ class ChoreoMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         layer_names: list[str],
         vllm_config: VllmConfig,
         device: torch.device,
-        *args: Any,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
         self._impl: ChoreoMLAImpl = layers[layer_names[0]].impl
 
