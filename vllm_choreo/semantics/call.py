@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeGuard, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar, cast
 
 from vllm_choreo.errors import ChoreoError, RepairError, UnsupportedOptionError
 from vllm_choreo.semantics.call_options import DecodeOptions, ReadOptions
@@ -294,21 +294,35 @@ def _answers(spec: CallSpec) -> list[CallSpec]:
 
     A seed counts on from one to the next, and so does a name: "a" becomes "a.0", "a.1" and so on.
     """
-    given: Any = spec.sampling_params
-    is_fields = isinstance(given, Mapping)
-    count = given.get("n") if is_fields else getattr(given, "n", None)
+    given = spec.sampling_params
+    fields = given if isinstance(given, Mapping) else {}
+    count = fields.get("n") if fields else getattr(given, "n", None)
     if type(count) is not int or count <= 1:
         return [spec]
-    seed = given.get("seed") if is_fields else given.seed
-    calls = []
+    seed = fields.get("seed") if fields else getattr(given, "seed", None)
+    answers = []
     for number in range(count):
-        own: dict[str, Any] = {"n": 1} if seed is None else {"n": 1, "seed": seed + number}
-        params: Any = {**given, **own} if is_fields else given.clone()
-        for field, value in () if is_fields else own.items():
-            setattr(params, field, value)
+        own: dict[str, object] = {"n": 1}
+        if type(seed) is int:
+            own["seed"] = seed + number
+        params = {**fields, **own} if fields else _changed(cast("_Clonable", given), own)
         name = spec.save_as and f"{spec.save_as}.{number}"
-        calls.append(replace(spec, sampling_params=params, save_as=name))
-    return calls
+        answers.append(replace(spec, sampling_params=params, save_as=name))
+    return answers
+
+
+class _Clonable(Protocol):
+    """`vllm.SamplingParams`."""
+
+    def clone(self) -> _Clonable: ...
+
+
+def _changed(params: _Clonable, fields: Mapping[str, object]) -> _Clonable:
+    """Copy sampling parameters with other values of some fields."""
+    copied = params.clone()
+    for name, value in fields.items():
+        setattr(copied, name, value)
+    return copied
 
 
 def _repair(options: Mapping[str, Any]) -> object:
