@@ -81,13 +81,18 @@ class Killer:
 
     def __init__(self, client: FleetClient, rng: random.Random, share: float) -> None:
         self.client, self.rng, self.share = client, rng, share
-        self.num_killed = 0
+        self._killed: set[tuple[int, int]] = set()  # an engine's end is not seen at once
 
     def __call__(self) -> None:
         alive = self.client.alive
         if len(alive) == self.client.num_engines and self.rng.random() < self.share:
-            kill(self.client, self.rng.choice(alive))
-            self.num_killed += 1
+            engine = self.rng.choice(alive)
+            kill(self.client, engine)
+            self._killed.add((engine, self.client.starts[engine]))
+
+    @property
+    def num_killed(self) -> int:
+        return len(self._killed)
 
     async def until_all_run(self) -> None:
         while len(self.client.alive) < self.client.num_engines:

@@ -89,7 +89,7 @@ class AsyncChoreography(AsyncCallMethods):
         self._entries = self._session.entries
         # Text of the baseline goes to any engine.
         fleet = None if self.mode == "baseline" else fleet_of(async_llm)
-        self._runner = (
+        self._runner: AsyncRunner = (
             AsyncRunner(async_llm, self._session)
             if fleet is None
             else FleetRunner(async_llm, self._session, fleet)

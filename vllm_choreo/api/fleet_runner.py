@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ _NOT_THERE = (UnknownMessageError, FreedMessageError)
 
 @dataclass
 class _Known:
-    """What one life of an engine has of a session.
+    """Messages of a session that one life of an engine has.
 
     Attributes:
         life: number of the life.
@@ -65,7 +65,7 @@ class _Running:
 
     Attributes:
         placed: the engine, and the work that the call adds there.
-        known: what that engine has of the session.
+        known: messages of the session that this life of the engine has.
         recipes: messages that the call names.
         has_begun: True if the engine was handed the call.
     """
@@ -181,7 +181,7 @@ class FleetRunner(AsyncRunner):
         return running
 
     def _on(self, engine: int) -> _Known:
-        """What an engine, as it runs now, has of the session."""
+        """Messages of the session that an engine has, as it runs now."""
         life, known = self._fleet.life(engine), self._known.get(engine)
         if known is None or known.life != life:
             known = self._known[engine] = _Known(life)
@@ -230,10 +230,16 @@ class FleetRunner(AsyncRunner):
     async def place(self, pending: Pending) -> int:
         """Choose the engine of a reserved call, and make what it reads known there."""
         parents = self._pending_parents(pending.call)
-        running = await self._placed(pending, parents)
-        await self._prepare(running.engine, running.known, running.recipes)
-        self._fleet.expect(pending.id, running.known.life)
-        return running.engine
+        while True:
+            running = await self._placed(pending, parents)
+            try:
+                await self._prepare(running.engine, running.known, running.recipes)
+            except EngineRestartedError:  # before it had the call: another one may
+                self._fleet.on_done(running.placed, running.known.life)
+                del self._running[pending.id]
+                continue
+            self._fleet.expect(pending.id, running.known.life)
+            return running.engine
 
     async def conclude(self, pending: Pending, outcome: Outcome) -> None:
         running = self._running.get(pending.id)
@@ -317,27 +323,29 @@ class FleetRunner(AsyncRunner):
 
     # -- operations of engines ---------------------------------------------------------------------
 
-    async def utility(self, operation: str, *args: Any) -> Any:
+    async def utility(self, operation: str, *args: object) -> object:
         """Run an operation in the engines that it concerns. Raises ChoreoError: it is refused."""
-        match operation:
-            case "end":
-                running = self._running.get(args[1])
+        match operation, *args:
+            case "end", _, str(message_id), *_:
+                running = self._running.get(message_id)
                 return running and await self._ask(running.engine, operation, *args)
-            case "free":
-                return await self._free(args[1])
-            case "evict":
-                return await self._evict(args[1])
-            case "pin":
-                return await self._pin(args[1], args[2])
-            case "unpin":
-                return await self._unpin(args[1])
-            case "stats" | "counts":
+            case "free", _, list(ids):
+                await self._free(ids)
+            case "evict", _, list(ids):
+                await self._evict(ids)
+            case "pin", _, list(ids), float(ttl):
+                await self._pin(ids, ttl)
+            case "unpin", _, list(ids):
+                await self._unpin(ids)
+            case (("stats" | "counts"), *_):
                 return await self._stats(operation)
-            case "close":
-                return await self._close()
-        raise AssertionError(f"sessions of several engines do not ask for {operation}")
+            case "close", *_:
+                await self._close()
+            case _:
+                raise AssertionError(f"sessions of several engines do not ask for {operation}")
+        return None
 
-    async def _ask(self, engine: int, operation: str, *args: object) -> Any:
+    async def _ask(self, engine: int, operation: str, *args: object) -> object:
         """Run an operation in one engine.
 
         Raises:
@@ -407,14 +415,16 @@ class FleetRunner(AsyncRunner):
         await self._ask_knowing("unpin", ids)
 
     async def _stats(self, operation: str) -> dict[str, Any]:
-        answers: dict[int, dict[str, Any]] = {}
+        answers: dict[int, Mapping[str, Any]] = {}
         while not answers:
             await self._fleet.until_alive()
             for engine in self._fleet.alive:
                 try:
-                    answers[engine] = await self._ask(engine, operation, self._session_id)
+                    answer = await self._ask(engine, operation, self._session_id)
                 except EngineRestartedError:
                     continue
+                assert isinstance(answer, Mapping)
+                answers[engine] = answer
         return added_stats(answers)
 
     async def _close(self) -> None:

@@ -14,11 +14,11 @@ import asyncio
 import copy
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -30,7 +30,7 @@ from vllm_choreo.errors import EngineRestartedError
 from vllm_choreo.semantics.params import EXTRA_ARGS_KEY
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVEventsConfig, VllmConfig
     from vllm.renderers import BaseRenderer
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.executor import Executor
@@ -86,8 +86,8 @@ class FleetClient(AsyncMPClient):
     Attributes:
         clients: the engines' clients, by their numbers; None: it has ended, and starts again.
         starts: how often each engine has been started.
-        lives: of the next request that makes a message, by its id: number of the start of the
-            engine that it is for. One that was started again since does not get it.
+        lives: number of the start of the engine that the next request which makes a message is for,
+            by the message's id. An engine that was started again since does not get it.
         watcher: object that is told what happens; None: nobody.
     """
 
@@ -215,7 +215,7 @@ class FleetClient(AsyncMPClient):
                 if client is not None:
                     self._in_background(self._pump(engine, client))
 
-    def _in_background(self, work: Any) -> None:
+    def _in_background(self, work: Coroutine[object, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -288,11 +288,11 @@ class FleetClient(AsyncMPClient):
 
     # -- utilities -------------------------------------------------------------------------------
 
-    async def call_utility_async(self, method: str, *args: Any) -> Any:
+    async def call_utility_async(self, method: str, *args: object) -> object:
         """Run a utility in all engines that run; the answer is the first one's."""
         return (await self.call_utility_all_async(method, *args))[0]
 
-    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+    async def call_utility_all_async(self, method: str, *args: object) -> list[object]:
         clients = [client for client in self.clients if client is not None]
         if not clients:
             raise EngineDeadError
@@ -301,7 +301,7 @@ class FleetClient(AsyncMPClient):
     def dp_engines_running(self) -> bool:
         return bool(self._in_flight)
 
-    def get_kv_event_sources(self) -> dict[int, Any]:
+    def get_kv_event_sources(self) -> dict[int, KVEventsConfig]:
         return {}
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -341,9 +341,9 @@ def install(is_active: Callable[[], bool]) -> None:
         vllm_config: VllmConfig,
         executor_class: type[Executor],
         log_stats: bool,
-        *args: Any,
+        *args: object,
         renderer: BaseRenderer | None = None,
-        **options: Any,
+        **options: object,
     ) -> AsyncMPClient:
         if vllm_config.parallel_config.data_parallel_size > 1 and is_active():
             return FleetClient(vllm_config, executor_class, log_stats, renderer)

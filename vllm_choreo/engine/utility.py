@@ -82,14 +82,15 @@ async def call_async(async_llm: AsyncLLM, operation: str, *args: object, engine:
     return await _answer(client, asked)
 
 
-async def call_engine(async_llm: AsyncLLM, engine: int, operation: str, *args: object) -> Any:
+async def call_engine(async_llm: AsyncLLM, engine: int, operation: str, *args: object) -> object:
     """Run an operation in one of several engines.
 
     Raises:
         EngineRestartedError: it has ended.
     """
     try:
-        return await call_async(async_llm, operation, *args, engine=engine)
+        answer: object = await call_async(async_llm, operation, *args, engine=engine)
+        return answer
     except EngineDeadError:
         raise EngineRestartedError(
             "the engine has ended, and starts again", parameter="engine", value=engine
