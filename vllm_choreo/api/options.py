@@ -47,7 +47,8 @@ def _check_options(sampling_params: SamplingParams) -> None:
     refused = {
         "n": (
             sampling_params.n != 1,
-            "one call makes one message: give a list of calls, [{...}], each of which makes n",
+            "one call makes one message: list the call n times; in Python a list of calls, "
+            "[{...}], each of which makes n, does that",
         ),
         "prompt_logprob_token_ids": (
             sampling_params.prompt_logprob_token_ids is not None,

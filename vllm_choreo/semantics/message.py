@@ -89,8 +89,8 @@ class Message:
         generated_text, generated_token_ids: output of decode; empty for a prefill.
         logprobs: logprobs of the generated tokens, as in vLLM's `CompletionOutput.logprobs`; None
             if not asked.
-        prompt_logprobs: of the header's tokens, as in vLLM's `RequestOutput.prompt_logprobs`, None
-            for the first one; None if not asked.
+        prompt_logprobs: logprobs of the header's tokens, as in vLLM's
+            `RequestOutput.prompt_logprobs`, None for the first one; None if not asked.
         finish_reason: "stop", "length" or "repetition"; None for a prefill.
         usage, metrics: tokens and times of its call.
         offsets, new_offset: positions at which the call placed its parents and its tokens; None:

@@ -106,6 +106,8 @@ def _check_blocks(scheduler: Any) -> None:
         held.update(block.block_id for block in encoding.blocks)
     for blocks in manager.coordinator.single_type_managers[0].req_to_blocks.values():
         held.update(block.block_id for block in blocks)
+    for _, blocks in scheduler.deferred_frees:  # with a KV connector, until their step is over
+        held.update(block.block_id for block in blocks)
     held.update(_block_ids(_queued(scheduler)))
     for block in pool.blocks:
         if not block.is_null and block.ref_cnt != held[block.block_id]:
