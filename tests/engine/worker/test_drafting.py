@@ -29,12 +29,12 @@ def _metadata() -> CommonAttentionMetadata:
 
 def test_calls_lie_nowhere_and_ordinary_requests_where_they_did() -> None:
     given = _metadata()
-    alone = CallsAlone.of(given, [False, True, True])
+    alone = CallsAlone.of(given, [False, True, True], 2)
     seen = alone.metadata
     assert seen.seq_lens.tolist() == seen.seq_lens_cpu_upper_bound.tolist() == [40, 3, 1]
     assert seen.max_seq_len == 40
     assert seen.block_table_tensor.tolist() == [[5, 6, 0], [0, 0, 0], [0, 0, 0]]
-    assert seen.slot_mapping.tolist() == [198, 199, 0, 1, 2, 0]
+    assert seen.slot_mapping.tolist() == [198, 199, 0, 1, 0, 0]  # of blocks of 2
     assert seen.compute_num_computed_tokens().tolist() == [38, 0, 0]
     for name in ("seq_lens", "block_table_tensor", "slot_mapping", "max_seq_len"):
         assert torch.equal(
@@ -43,7 +43,7 @@ def test_calls_lie_nowhere_and_ordinary_requests_where_they_did() -> None:
 
 
 def test_calls_stand_at_their_indices() -> None:
-    alone = CallsAlone.of(_metadata(), [False, True, True])
+    alone = CallsAlone.of(_metadata(), [False, True, True], 2)
     positions = torch.tensor([38, 39, 900, 901, 902, 69])
     assert alone.place(positions, 6).tolist() == [38, 39, 0, 1, 2, 0]
     chosen = torch.tensor([1, 4, 5])

@@ -35,12 +35,15 @@ class CallsAlone:
     index: torch.Tensor
 
     @classmethod
-    def of(cls, metadata: CommonAttentionMetadata, calls: Sequence[bool]) -> CallsAlone:
+    def of(
+        cls, metadata: CommonAttentionMetadata, calls: Sequence[bool], block_size: int
+    ) -> CallsAlone:
         """Show a batch to a drafter.
 
         Args:
             metadata: vLLM's; not changed.
             calls: whether a request is a call, for each of the batch.
+            block_size: slots of the null block, in which all tokens of calls lie.
         """
         rows = torch.tensor(calls, device=metadata.seq_lens.device)
         starts, ends = metadata.query_start_loc[:-1].long(), metadata.query_start_loc[1:].long()
@@ -55,7 +58,7 @@ class CallsAlone:
             return torch.where(rows.to(seq_lens.device), of_calls, seq_lens)
 
         slots = metadata.slot_mapping.clone()
-        slots[:num_tokens] = torch.where(is_call, index, slots[:num_tokens])
+        slots[:num_tokens] = torch.where(is_call, index % block_size, slots[:num_tokens])
         bounds = metadata.seq_lens_cpu_upper_bound
         seq_lens = shortened(metadata.seq_lens)
         alone = replace(

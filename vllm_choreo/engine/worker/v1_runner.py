@@ -79,7 +79,7 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
         calls = self.batcher.are_calls(self.input_batch.req_ids[:num_reqs])
         if not any(calls):
             return by_layer, for_drafter
-        self._alone = CallsAlone.of(for_drafter, calls)
+        self._alone = CallsAlone.of(for_drafter, calls, self.cache_config.block_size)
         return by_layer, self._alone.metadata
 
     def _get_positions(self, num_tokens: int | torch.Tensor) -> torch.Tensor:
