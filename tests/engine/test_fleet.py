@@ -19,7 +19,7 @@ from tests.engine.workflows import draw_workflow, facts, run
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.engine.fleet_client import FleetClient
 
-NUM_WORKFLOWS = int(os.environ.get("CHOREO_FLEET_WORKFLOWS", "40"))
+NUM_WORKFLOWS = int(os.environ.get("CHOREO_FLEET_WORKFLOWS", "10"))
 
 
 @pytest.fixture(scope="module")
