@@ -150,21 +150,3 @@ def test_parameters_of_a_connector_are_for_ordinary_requests(llm: Any) -> None:
     params = SamplingParams(max_tokens=2, extra_args=given)
     with Choreography(llm) as c, pytest.raises(UnsupportedOptionError, match="kv_transfer_params"):
         c.decode([5, 6, 7], sampling_params=params)
-
-
-def test_parked_calls_are_not_taken_for_what_a_connector_holds(llm: Any) -> None:
-    """Else an engine core's process would step on and on while they wait."""
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    calls = {"p": {"parents": [], "save_as": "raw/p"}, "q": {"parents": ["raw/p"]}}
-    for name, call in calls.items():
-        params = GREEDY.clone()
-        params.extra_args = {"choreo": {"session": "raw", **call}}
-        engine.add_request(name, {"prompt_token_ids": [5, 6, 7]}, params)
-    engine.step()
-    engine.step()
-    assert scheduler.call_table.num_parked == 1
-    assert not scheduler.has_finished_requests()
-    while engine.has_unfinished_requests():
-        engine.step()
-    assert not scheduler.call_table.num_parked

@@ -83,11 +83,6 @@ def test_ordinary_requests_speculate_beside_calls(subject: Subject) -> None:
     ordinary = [random_tokens(rng, 30 + 34 * number) for number in range(4)]
     headers = [random_tokens(rng, 30 + 34 * number) for number in range(4)]
     offsets = [0, 300, 700, 0]  # placed, or virtual indices that are far from positions
-    # Their blocks stay in the rows of the batch that calls will have: who wrote there by the
-    # position at which a call is placed, would write into blocks of others.
-    long = [random_tokens(rng, 1000) for _ in range(2)]
-    _run(llm, long, [SamplingParams(max_tokens=1)] * 2)
-    assert llm.llm_engine.reset_prefix_cache()
     alone = _run(llm, ordinary, [greedy] * 4)
     for prompt, generated in zip(ordinary, alone.answers, strict=True):
         _assert_greedy(oracle, prompt, generated, [], 0)
