@@ -259,7 +259,7 @@ def test_what_is_exact_does_not_depend_on_what_others_had_copied(
 
 
 def test_every_option_meets_every_other_one() -> None:
-    assert len(CONFIGURATIONS) == 10
+    assert len(CONFIGURATIONS) == 12
     assert not unmet()
 
 

@@ -130,9 +130,7 @@ CONFIGURATIONS = {
         _made("tight", "adapters drafts host hidden chunks", 13, host_blocks=4, hidden_rows=256),
         _made("crowd", "host share window hidden", 29, host_blocks=3),
         Configuration("states", frozenset({"host", "priority"}), 21, model="granite_hybrid"),
-        Configuration(
-            "states async", frozenset({"async", "chunks", "few"}), 17, model="granite_hybrid"
-        ),
+        Configuration("chains", frozenset({"async", "chunks", "few"}), 17, model="granite_hybrid"),
     )
 }
 
