@@ -120,6 +120,7 @@ class FakeEngine:
             outputs=[completion],
             finished=finished,
             num_cached_tokens=len(prompt) // 4 * 4,
+            prompt_logprobs=None,
             kv_transfer_params=transfer,
             metrics=self.metrics,
         )
@@ -345,10 +346,10 @@ BAD_CALLS: dict[str, tuple[Bad, type[ChoreoError], str]] = {
         UnsupportedOptionError,
         "n",
     ),
-    "prompt_logprobs": (
-        lambda c, d: c.decode("a", sampling_params=SamplingParams(prompt_logprobs=1)),
+    "prompt_logprob_token_ids": (
+        lambda c, d: c.decode("a", sampling_params=SamplingParams(prompt_logprob_token_ids=[5])),
         UnsupportedOptionError,
-        "prompt_logprobs",
+        "prompt_logprob_token_ids",
     ),
     "beam search": (
         lambda c, d: c.decode("a", sampling_params=BeamSearchParams(beam_width=2, max_tokens=2)),
@@ -618,10 +619,17 @@ class FakeAsyncLLM:
         self.llm_engine = FakeEngine()
         self.vllm_config = self.llm_engine.vllm_config
         self.get_tokenizer = FakeTokenizer
+        self.engine_core = None  # one engine
 
     async def add_request(
-        self, request_id: str, prompt: Any, params: Any, lora_request: Any = None
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        lora_request: Any = None,
+        data_parallel_rank: int | None = None,
     ) -> FakeQueue:
+        assert data_parallel_rank is None
         await asyncio.sleep(0)
         if prompt["prompt_token_ids"] == [ord("!")]:
             raise UnsupportedVersionError("no")

@@ -118,6 +118,7 @@ class Queue:
         self._outputs.put_nowait(
             SimpleNamespace(
                 outputs=[completion],
+                prompt_logprobs=None,
                 kv_transfer_params=report,
                 finished=reason is not None,
                 metrics=None,

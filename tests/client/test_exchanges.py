@@ -255,13 +255,17 @@ def test_options_that_cannot_be_sent_are_named() -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import BeamSearchParams
 
-    for name, value in (("detokenize", False), ("prompt_logprobs", 1), ("stream_interval", 4)):
+    for name, value in (("detokenize", False), ("stream_interval", 4)):
         with pytest.raises(UnsupportedOptionError) as refused:
             sampling_fields(SamplingParams(**{name: value}))
         assert refused.value.parameter == name
     with pytest.raises(UnsupportedOptionError) as refused:
         sampling_fields(SamplingParams(extra_args={"mask": object()}))
     assert refused.value.parameter == "extra_args"
+    assert sampling_fields(SamplingParams(prompt_logprobs=1)) == {"prompt_logprobs": 1}
+    with pytest.raises(UnsupportedOptionError) as refused:
+        sampling_fields(SamplingParams(skip_reading_prefix_cache=True))
+    assert refused.value.parameter == "skip_reading_prefix_cache"
     with pytest.raises(UnsupportedOptionError, match="beam search"):
         sampling_fields(BeamSearchParams(beam_width=2, max_tokens=4))
 

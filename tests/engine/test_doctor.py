@@ -44,6 +44,19 @@ def test_the_doctor_finds_the_positions_and_agrees_with_huggingface(
     assert f"Block size: {16 if name == 'deepseek_v3' else 32}" in out
 
 
+@pytest.mark.exhaustive
+def test_the_doctor_proves_states_by_texts(
+    tiny_model_path: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tiny_model_path("granite_hybrid"))
+    assert main(["doctor", path]) == 0
+    out = capsys.readouterr().out
+    assert "2 of mamba2" in out and "Block size: 32" in out
+    assert out.count("8/8") == 4 and "WRONG" not in out
+    assert main(["inspect", "--model", path]) == 0
+    assert "calls can begin at once behind: document role" in capsys.readouterr().out
+
+
 def test_the_doctor_notices_a_wrong_answer(
     tiny_model_path: Callable[[str], Path],
     capsys: pytest.CaptureFixture[str],

@@ -32,8 +32,8 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     seen: list[int] = []
     batch_of = SpanBatcher.batch
 
-    def batch(self: SpanBatcher, *args: Any) -> Any:
-        plans = batch_of(self, *args)
+    def batch(self: SpanBatcher, *args: Any, **kwargs: Any) -> Any:
+        plans = batch_of(self, *args, **kwargs)
         if plans is not None:
             plan = plans[0]
             seen.append(plan.reads.num_groups - plan.spans.num_reqs if plan.reads else 0)

@@ -19,7 +19,11 @@ from vllm_choreo.errors import UnsupportedModelError, UnsupportedOptionError
 def _config(**parts: Any) -> Any:
     model = SimpleNamespace(runner_type="generate", is_encoder_decoder=False)
     return SimpleNamespace(
-        model_config=model, parallel_config=None, speculative_config=None, **parts
+        model_config=model,
+        parallel_config=None,
+        speculative_config=None,
+        additional_config={},
+        **parts,
     )
 
 

@@ -246,7 +246,8 @@ def small(
 
 
 def test_preempted_calls_begin_again(small: Any, oracle: TextOracle) -> None:
-    rng, scheduler, seen = random.Random(8), _scheduler(small), []
+    rng, scheduler = random.Random(8), _scheduler(small)
+    seen: list[int] = []
     preempt = scheduler._preempt_request
     scheduler._preempt_request = lambda *args, **kwargs: (seen.append(1), preempt(*args, **kwargs))
     with Choreography(small) as c:

@@ -129,7 +129,9 @@ def test_files_are_safetensors_and_come_back_as_they_were(
             key, value = (part[:, rank : rank + 1] for part in wanted[2 * layer : 2 * layer + 2])
             key = torch.cat([value, key], dim=-1) if is_latent else key
             write_kv(cache, slots, key, value, layout)
-    writers = [BlockBytes(own, layout, rank, 2, value_size) for rank, own in enumerate(halves)]
+    writers = [
+        BlockBytes(own, layout, rank, 2, value_size=value_size) for rank, own in enumerate(halves)
+    ]
     origin = Origin("s", "t", {}, num_ranks=2, num_heads=2)
     assert all_heads([writer.shape() for writer in writers], origin) == [[2, *sizes]] * 2
     path = tmp_path / "one.safetensors"
@@ -148,7 +150,8 @@ def test_files_are_safetensors_and_come_back_as_they_were(
     for ranks in (1, 4):
         heads = max(1, 2 // ranks)
         readers = [
-            BlockBytes(caches(heads), layout, rank, ranks, value_size) for rank in range(ranks)
+            BlockBytes(caches(heads), layout, rank, ranks, value_size=value_size)
+            for rank in range(ranks)
         ]
         _write(readers, path, shape, tokens, blocks)
         for rank, reader in enumerate(readers):

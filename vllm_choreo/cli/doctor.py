@@ -261,7 +261,7 @@ def _run_chains(llm: LLM) -> list[tuple[str, CaseRun]]:
 
         def answer(*parents: Message, mode: str = "choreo") -> CaseRun:
             header = rng.choices(usable, k=4)
-            message = c.decode(header, parents=parents, mode=mode, sampling_params=params)
+            message = c.decode(header, parents=[*parents], mode=mode, sampling_params=params)
             read = [token for parent in parents for token in parent.token_ids]
             return CaseRun(message, Made((*read, *message.token_ids)))
 

@@ -88,7 +88,9 @@ def _run_example(model: str | None) -> dict[str, Any]:
 
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     try:
-        with Choreography(llm) as c:
+        # A model with states reads chains alone, or what is made one.
+        mode = "exact" if llm.model_config.is_hybrid else "choreo"
+        with Choreography(llm, mode=mode) as c:
             doc = c.prefill("The lighthouse was built in 1816. " * 6, save_as="document")
             c.prefill("You are a careful reader.", save_as="role")
             c.decode("Question:", parents=[doc], sampling_params=params, save_as="question")

@@ -17,7 +17,7 @@ that begins right behind it, for which its tokens are encoded again. Imports nei
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from vllm_choreo.store.block_copies import Block, BlockCopies, BlockPool
@@ -32,7 +32,7 @@ class StatePool(BlockPool, Protocol):
 
     def get_num_free_blocks(self) -> int: ...
 
-    def get_new_blocks(self, num_blocks: int) -> list[Block]: ...
+    def get_new_blocks(self, num_blocks: int) -> Sequence[Block]: ...
 
 
 class States:

@@ -69,7 +69,9 @@ def _changed_fields(params: SamplingParams) -> dict[str, Any]:
     for name in params.__struct_fields__:
         value, default = getattr(params, name), getattr(defaults, name)
         is_default = type(value) is type(default) and value == default
-        if is_default or name.startswith("_") or name in _IGNORED:
+        # vLLM reads no cache of what it is to tell the log-probabilities.
+        follows = name == "skip_reading_prefix_cache" and params.prompt_logprobs is not None
+        if is_default or name.startswith("_") or name in _IGNORED or follows:
             continue
         if name not in SENT:
             raise UnsupportedOptionError(

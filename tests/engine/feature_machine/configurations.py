@@ -172,9 +172,7 @@ CONFIGURATIONS = {
         _latent("latent", "host hidden chunks priority", 41, host_blocks=12, model="deepseek_v3"),
         _latent("moved", "in_place drafts share host few", 37, model="deepseek_v2"),
         Configuration("states", frozenset({"host", "priority"}), 21, model="granite_hybrid"),
-        Configuration(
-            "states async", frozenset({"async", "chunks", "few"}), 17, model="granite_hybrid"
-        ),
+        Configuration("chains", frozenset({"async", "chunks", "few"}), 17, model="granite_hybrid"),
         _made("drafter", "drafter offload adapters host hidden priority chunks", 19),
         _made("offload", "offload in_place share window few async", 19),
         _made("stored", "drafts offload host", 17),
