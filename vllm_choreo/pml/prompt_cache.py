@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Unpack, cast, overload
 
 from vllm_choreo.api.protocol import Facade, SessionFacade
-from vllm_choreo.errors import PmlError
+from vllm_choreo.errors import PmlError, UnsupportedOptionError
 from vllm_choreo.pml.answer import PromptAnswer
 from vllm_choreo.pml.cache_base import CacheBase, new_book
 from vllm_choreo.pml.language.layout import ChatTokenizer, SchemaLayout
@@ -20,6 +20,7 @@ from vllm_choreo.pml.language.registered import EncodingKey
 from vllm_choreo.pml.language.schema_book import AskedPrompt, PromptGiven
 from vllm_choreo.pml.language.tree import Prompt, Schema
 from vllm_choreo.pml.options import PinOptions, PromptOptions
+from vllm_choreo.semantics.call import num_answers
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.session_options import AdapterGiven
 
@@ -139,6 +140,13 @@ class PromptCache(CacheBase):
         asked = [self._book.asked(one, options) for one in prompts]
         if not asked:
             raise PmlError("a list needs prompts", parameter="prompt")
+        for one in asked:
+            if (count := num_answers(one.for_last.get("sampling_params"))) > 1:
+                raise UnsupportedOptionError(
+                    "a prompt has one answer: list it as often as you want answers",
+                    parameter="n",
+                    value=count,
+                )
         self._encode(key for one in asked for key in one.plan.keys)
         made: list[list[Message]] = [[] for _ in asked]
         try:

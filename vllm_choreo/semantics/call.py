@@ -289,6 +289,13 @@ def _spec(
     )
 
 
+def num_answers(sampling_params: object) -> int:
+    """Number of answers that sampling parameters ask for, `vllm.SamplingParams` or a dict."""
+    is_dict = isinstance(sampling_params, Mapping)
+    count = sampling_params.get("n") if is_dict else getattr(sampling_params, "n", None)
+    return count if type(count) is int and count > 1 else 1
+
+
 def _answers(spec: CallSpec) -> list[CallSpec]:
     """A call for each of the `n` answers that a call of a list asks for, as vLLM makes them.
 
@@ -296,8 +303,8 @@ def _answers(spec: CallSpec) -> list[CallSpec]:
     """
     given = spec.sampling_params
     fields = given if isinstance(given, Mapping) else {}
-    count = fields.get("n") if fields else getattr(given, "n", None)
-    if type(count) is not int or count <= 1:
+    count = num_answers(given)
+    if count == 1:
         return [spec]
     seed = fields.get("seed") if fields else getattr(given, "seed", None)
     answers = []
