@@ -291,8 +291,10 @@ def _spec(
 
 def num_answers(sampling_params: object) -> int:
     """Number of answers that sampling parameters ask for, `vllm.SamplingParams` or a dict."""
-    is_dict = isinstance(sampling_params, Mapping)
-    count = sampling_params.get("n") if is_dict else getattr(sampling_params, "n", None)
+    if isinstance(sampling_params, Mapping):
+        count = sampling_params.get("n")
+    else:
+        count = getattr(sampling_params, "n", None)
     return count if type(count) is int and count > 1 else 1
 
 
