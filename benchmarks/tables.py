@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from benchmarks.attention import tables as attention
 from benchmarks.checkouts import tables as checkouts
+from benchmarks.fleet import tables as fleet
 from benchmarks.frontier import tables as frontier
 from benchmarks.harness.tables import Table
 from benchmarks.keep import tables as keep
@@ -28,7 +29,7 @@ from benchmarks.variants import tables as variants
 from benchmarks.workflows import tables as workflows
 
 _FOLDERS = (
-    attention, checkouts, frontier, keep, memory, mixed, on_ramps, ordinary, workers, moves, rivals,
+    attention, checkouts, fleet, frontier, keep, memory, mixed, on_ramps, ordinary, workers, moves, rivals,
     pml, policies, quality, scaling, soak, soak_routes, sweep, training, ttft, variants, workflows,
 )  # fmt: skip
 TABLES: dict[str, Table] = {
