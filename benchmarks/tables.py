@@ -29,8 +29,9 @@ from benchmarks.variants import tables as variants
 from benchmarks.workflows import tables as workflows
 
 _FOLDERS = (
-    attention, checkouts, fleet, frontier, keep, memory, mixed, on_ramps, ordinary, workers, moves, rivals,
-    pml, policies, quality, scaling, soak, soak_routes, sweep, training, ttft, variants, workflows,
+    attention, checkouts, fleet, frontier, keep, memory, mixed, on_ramps, ordinary, workers,
+    moves, rivals, pml, policies, quality, scaling, soak, soak_routes, sweep, training, ttft,
+    variants, workflows,
 )  # fmt: skip
 TABLES: dict[str, Table] = {
     name: table for folder in _FOLDERS for name, table in folder.TABLES.items()

@@ -465,11 +465,6 @@ def test_frequencies_that_vllm_fixes_at_start_are_accepted(
         ("gpt_oss", {}, "share these"),
         ("llama", {"data_parallel_backend": "ray"}, "processes of its machine"),
         ("llama", {"data_parallel_size_local": 1}, "processes of its machine"),
-        (
-            "llama",
-            {"data_parallel_hybrid_lb": True, "data_parallel_size_local": 1},
-            "processes of its machine|no balancer",
-        ),
     ],
 )
 def test_engines_that_are_no_engines_of_their_own_are_refused(
