@@ -91,6 +91,11 @@ class Configuration:
         return self.model in HYBRID_MODELS
 
     @property
+    def speculates(self) -> bool:
+        """True if runs of one token are refused, which vLLM would pad."""
+        return "drafts" in self or "drafter" in self
+
+    @property
     def hidden_bytes(self) -> int:
         return self.hidden_rows * HIDDEN_ROW if "hidden" in self else 0
 

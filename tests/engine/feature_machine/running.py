@@ -74,7 +74,7 @@ class Run:
             configuration.max_model_len,
             configuration.hidden_bytes,
             HIDDEN_ROW,
-            2 if "drafts" in configuration else 1,
+            2 if configuration.speculates else 1,
             configuration.block_size,
         )
         self._ledger = Ledger(limits)
