@@ -108,6 +108,12 @@ class Made:
         return None if self.call.repair is None else rule_of(self.call.repair)
 
 
+def _has_failed(made: Made) -> bool:
+    """Whether a call fails, of which that may not have been told yet: what it reads has failed."""
+    lost = made.state == "failed" or made.is_aborted
+    return lost or any(_has_failed(parent) for parent, _ in made.parents)
+
+
 class Ledger:
     """The messages of a program, by name.
 
@@ -150,7 +156,7 @@ class Ledger:
         denied = {f"{call.session}/{name}" for name in call.deny}
         if denied & made.history:
             # Of what failed, the engine knows no more than its name.
-            failed = {p for p, _ in made.parents if p.state == "failed" or p.is_aborted}
+            failed = {parent for parent, _ in made.parents if _has_failed(parent)}
             of_failed = set[str]().union(*(p.history | p.text_history for p in failed))
             is_certain = denied & (made.history - of_failed)
             (made.must if is_certain else made.may).add("DeniedMessageError")
