@@ -106,13 +106,10 @@ const float* floats(const std::optional<Tensor>& tensor, const char* name) {
   return tensor->const_data_ptr<float>();
 }
 
-std::unique_ptr<LayerAttention> make_layer(double scale, bool is_neox, double softcap,
-                                           const std::optional<Tensor>& alibi_slopes,
-                                           std::optional<int64_t> window,
-                                           const std::optional<Tensor>& sinks,
-                                           const std::string& quantized, double key_scale,
-                                           double value_scale,
-                                           std::optional<int64_t> latent_value_size) {
+std::unique_ptr<LayerAttention> make_layer(
+    double scale, bool is_neox, double softcap, const std::optional<Tensor>& alibi_slopes,
+    std::optional<int64_t> window, const std::optional<Tensor>& sinks, const std::string& quantized,
+    double key_scale, double value_scale, std::optional<int64_t> latent_value_size) {
   TORCH_CHECK_VALUE(quantized.empty() || !latent_value_size,
                     "a latent cache is not quantized: its rows, which are keys and values at once, "
                     "would have a scale of each");
