@@ -400,14 +400,14 @@ class _Choreographed(Scheduler):
 
     def _count_drafts(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Count the drafted tokens of calls, and those that were right."""
-        invalid, totals = step.num_invalid_spec_tokens or {}, self.store.totals
+        invalid = step.num_invalid_spec_tokens or {}
         for request_id, drafted in step.scheduled_spec_decode_tokens.items():
             # vLLM pads requests that begin with one token.
             is_drafted = request_id in self.call_table.calls and drafted[0] != -1
             if is_drafted and output.sampled_token_ids:
                 sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
-                totals["drafted_tokens"] += len(drafted) - invalid.get(request_id, 0)
-                totals["accepted_draft_tokens"] += max(len(sampled) - 1, 0)
+                self.store.totals["drafted_tokens"] += len(drafted) - invalid.get(request_id, 0)
+                self.store.totals["accepted_draft_tokens"] += max(len(sampled) - 1, 0)
 
     # -- the end of a request --------------------------------------------------------------
 
