@@ -96,10 +96,12 @@ class Fleet:
         self._lives[message_id] = life
 
     def is_alive(self, engine: int) -> bool:
+        """Return whether an engine runs, and takes calls."""
         return self.loads.queue[engine] != _ENDED
 
     @property
     def alive(self) -> list[int]:
+        """Numbers of the engines that run."""
         return [engine for engine in range(len(self.loads.queue)) if self.is_alive(engine)]
 
     async def until_alive(self) -> None:

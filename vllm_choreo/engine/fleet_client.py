@@ -42,7 +42,7 @@ _MAX_STARTS = 3
 
 
 class Watcher(Protocol):
-    """Who is told of engines that end and start again."""
+    """Listener to the ends and starts of engines."""
 
     def on_end(self, engine: int) -> None: ...
 

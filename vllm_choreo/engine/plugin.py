@@ -182,7 +182,7 @@ def configure_after(vllm_config: VllmConfig) -> None:
     if not _applies(vllm_config):
         return
     config = ChoreoConfig.from_vllm(vllm_config)  # a wrong setting fails here, not in a worker
-    _refuse_unsupported(vllm_config)
+    _refuse_unsupported(vllm_config, config)
     _refuse_quantized(vllm_config, config)
     from vllm_choreo.engine import graphs
 
@@ -213,7 +213,7 @@ def _check_front_end() -> None:
         )
 
 
-def _refuse_unsupported(vllm_config: VllmConfig) -> None:
+def _refuse_unsupported(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
     """Refuse engine options that choreography does not work with.
 
     Raises:
@@ -233,7 +233,6 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         "scheduler_cls": scheduler_cls is not None and not str(scheduler_cls).startswith(_ENGINE),
     }
     if model.is_hybrid:
-        config = ChoreoConfig.from_vllm(vllm_config)
         refused["additional_config.choreo.hidden_memory_gib"] = bool(config.hidden_bytes)
         # It would load keys and values of a prefix, and no states.
         refused["kv_transfer_config"] = vllm_config.kv_transfer_config is not None
