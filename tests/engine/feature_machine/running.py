@@ -38,8 +38,9 @@ from tests.engine.feature_machine.truth import TextTruth, Truth
 from tests.engine.fp8_witness import Witness
 from vllm_choreo.errors import ChoreoError
 
-# Steps without an answer. What a call reads and what that was made of takes some dozens.
-MAX_IDLE_STEPS = 300
+# Steps without an answer. A call whose parents evict one another in turn is refused after eight
+# rounds, of which each encodes all that they were made of: some dozens of steps.
+MAX_IDLE_STEPS = 1500
 _PIN_SECONDS = 1e9
 
 
