@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "on_ramps": ("benchmarks.on_ramps --tokens 1000 --turns 2",),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 2",),
+    "states": ("benchmarks.states --turns 8 --passes 1",),
     "memory": ("benchmarks.memory",),
     "session": ("benchmarks.memory.long_session",),
     "attention": tuple(
@@ -52,7 +53,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 # Only if they are named: their bars are for full lengths, they show in more breadth what others
 # show, or they take long.
 _BROADER = ("processes", "sweep", "scaling", "ttft", "policies", "mixed", "server", "quality")
-_ASKED_FOR = (*_BROADER, "memory", "session", "soak", "frontier", "rivals", "workers", "moves")
+_LONG = ("memory", "session", "soak", "frontier", "rivals", "workers", "moves", "states")
+_ASKED_FOR = (*_BROADER, *_LONG)
 _DEFAULT = [name for name in COMMANDS if name not in _ASKED_FOR]
 
 

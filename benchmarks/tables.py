@@ -22,6 +22,7 @@ from benchmarks.quality import tables as quality
 from benchmarks.scaling import tables as scaling
 from benchmarks.soak import tables as soak
 from benchmarks.soak.routes import tables as soak_routes
+from benchmarks.states import tables as states
 from benchmarks.sweep import tables as sweep
 from benchmarks.training import tables as training
 from benchmarks.ttft import tables as ttft
@@ -30,8 +31,8 @@ from benchmarks.workflows import tables as workflows
 
 _FOLDERS = (
     attention, checkouts, fleet, frontier, keep, memory, mixed, on_ramps, ordinary, workers,
-    moves, rivals, pml, policies, quality, scaling, soak, soak_routes, sweep, training, ttft,
-    variants, workflows,
+    moves, rivals, pml, policies, quality, scaling, soak, soak_routes, states, sweep, training,
+    ttft, variants, workflows,
 )  # fmt: skip
 TABLES: dict[str, Table] = {
     name: table for folder in _FOLDERS for name, table in folder.TABLES.items()

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with states in place of keys: exact chains against vLLM's prefix caching.
+
+    python -m benchmarks.states [--turns 20] [--passes 2]
+
+A Mamba2 hybrid of random weights answers an agent's turns of 100 to 400 tokens, each behind all
+that was said: as a chain of messages, and as text over the prefix cache of vLLM without the plugin,
+which keeps states at ends of its blocks alone. Then ordinary requests, with the plugin and without.
+Each side is a process; both are up at once and take turns. Before anything is timed, greedy tokens
+of both are compared; in what is timed every answer is given, so that the texts are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.child import Child
+from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.tables import as_text
+from benchmarks.harness.turns import in_turn
+from benchmarks.states import engine
+from benchmarks.states.bars import bars_reached
+from benchmarks.states.tables import TABLES
+
+TURN_TOKENS = (100, 400)
+# Tokens with which all prompts of a batch begin: none, and more than two blocks of a prefix cache.
+BEGINNINGS = (0, 1400)
+Tokens = list[int]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=20, help="of a conversation")
+    parser.add_argument("--passes", type=int, default=2, help="each with processes of its own")
+    parser.add_argument("--requests", type=int, default=12, help="ordinary ones in a batch")
+    parser.add_argument("--batches", type=int, default=5, help="per side and pass")
+    args = parser.parse_args()
+    conversations: list[dict[str, Any]] = []
+    batches: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = engine.make_model(Path(folder))
+        for number in range(1, args.passes + 1):
+            with _sides(model) as sides:
+                _check(sides)
+                conversations += _conversations(sides, number, args.turns)
+                batches += _batches(sides, number, args)
+    write_csv("states", conversations, **record())
+    write_csv("states_ordinary", batches, **record())
+    print(as_text(TABLES.values()))
+    return int(not bars_reached(conversations, batches))
+
+
+@contextlib.contextmanager
+def _sides(model: Path) -> Iterator[dict[str, Child]]:
+    with contextlib.ExitStack() as stack:
+        yield {
+            side: stack.enter_context(
+                Child.of(engine.__name__, side, str(model), VLLM_PLUGINS=plugins)
+            )
+            for side, plugins in engine.SIDES.items()
+        }
+
+
+def _check(sides: dict[str, Child]) -> None:
+    """Raises SystemExit: chain and text differ in a greedy token, or the chain reused nothing."""
+    turns = _turns(-1, 4)
+    chain = _converse(sides["plugin"], turns, "choreo", is_forced=False)
+    text = _converse(sides["stock"], turns, "baseline", is_forced=False)
+    if [row["tokens"] for row in chain] != [row["tokens"] for row in text]:
+        raise SystemExit("chain and text differ: nothing timed")
+    if not all(row["is_exact"] for row in chain) or not chain[-1]["reused_tokens"]:
+        raise SystemExit("a chain that is not exact, or reuses nothing: nothing timed")
+    print("chain of messages = plain text: same greedy tokens", flush=True)
+
+
+def _converse(side: Child, turns: list[Tokens], mode: str, is_forced: bool) -> list[dict[str, Any]]:
+    asked = {"do": "conversation", "turns": turns, "mode": mode, "is_forced": is_forced}
+    rows: list[dict[str, Any]] = side.ask(asked)
+    return rows
+
+
+def _conversations(sides: dict[str, Child], number: int, num_turns: int) -> list[dict[str, Any]]:
+    """One conversation; who is first changes from pass to pass."""
+    turns = _turns(number, num_turns)
+    ways = {"chain": (sides["plugin"], "choreo"), "stock": (sides["stock"], "baseline")}
+    found = {way: _converse(*_asked(ways[way], turns)) for way in in_turn([*ways], number)}
+    lengths = _text_lengths(turns)
+    return [
+        {
+            "pass": number,
+            "turn": turn,
+            "side": way,
+            "new_tokens": len(turns[turn]),
+            "text_tokens": lengths[turn],
+            "reused_tokens": row["reused_tokens"],
+            "stock_reused_tokens": found["stock"][turn]["reused_tokens"],
+            "first_token_s": round(row["first_token_s"], 5),
+        }
+        for way, rows in found.items()
+        for turn, row in enumerate(rows)
+    ]
+
+
+def _asked(way: tuple[Child, str], turns: list[Tokens]) -> tuple[Child, list[Tokens], str, bool]:
+    child, mode = way
+    return child, turns, mode, True
+
+
+def _text_lengths(turns: Sequence[Tokens]) -> list[int]:
+    """Tokens of the whole text at each turn, answers before it included."""
+    lengths, said = [], 0
+    for turn in turns:
+        lengths.append(said + len(turn))
+        said += len(turn) + engine.ANSWER_TOKENS
+    return lengths
+
+
+def _batches(
+    sides: dict[str, Child], number: int, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    rows = []
+    for beginning in BEGINNINGS:
+        rng = random.Random(f"{number} {beginning}")
+        start = _draw(rng, beginning)
+        prompts = [start + _draw(rng, rng.randint(50, 300)) for _ in range(args.requests)]
+        expected = {name: side.ask(_batch(prompts))["tokens"] for name, side in sides.items()}
+        for turn in range(args.batches):
+            for name in in_turn([*sides], turn):
+                answer = sides[name].ask(_batch(prompts))
+                if answer["tokens"] != expected["stock"]:
+                    raise SystemExit(f"{name} generated other tokens than stock vLLM")
+                num_tokens = sum(map(len, prompts)) + sum(map(len, answer["tokens"]))
+                rows.append(
+                    {
+                        "pass": number,
+                        "turn": turn,
+                        "side": name,
+                        "shared_tokens": beginning,
+                        "tokens_per_s": round(num_tokens / answer["seconds"], 1),
+                    }
+                )
+    return rows
+
+
+def _batch(prompts: list[Tokens]) -> dict[str, Any]:
+    return {"do": "batch", "prompts": prompts}
+
+
+def _turns(seed: int, num_turns: int) -> list[Tokens]:
+    rng = random.Random(seed)
+    return [_draw(rng, rng.randint(*TURN_TOKENS)) for _ in range(num_turns)]
+
+
+def _draw(rng: random.Random, num_tokens: int) -> Tokens:
+    return [rng.randrange(10, 500) for _ in range(num_tokens)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One side of the comparison: an engine in a process of its own, and what it is asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.child import serve
+from benchmarks.harness.engine import (
+    empty_caches,
+    has_plugin,
+    scheduler_of,
+    set_environment,
+    start_engine,
+)
+
+# Name: VLLM_PLUGINS.
+SIDES = {"plugin": "choreo", "stock": ""}
+MAX_MODEL_LEN = 8192
+ANSWER_TOKENS = 4
+
+
+def make_model(folder: Path) -> Path:
+    """Write a Mamba2 hybrid of Granite's form with random weights; its folder.
+
+    Three of its twelve layers have attention. A state takes as much as the keys and values of 544
+    tokens, which is then the size of vLLM's blocks: models in use have 528 to 1,072.
+    """
+    import torch
+    import transformers
+
+    from vllm_choreo.testing.models.tiny import make_tiny_model
+
+    config = transformers.GraniteMoeHybridConfig(
+        vocab_size=512,
+        hidden_size=512,
+        shared_intermediate_size=1536,
+        num_hidden_layers=12,
+        layer_types=["mamba", "mamba", "mamba", "attention"] * 3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        position_embedding_type="rope",
+        attention_multiplier=64**-0.5,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        mamba_n_heads=16,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        max_position_embeddings=MAX_MODEL_LEN,
+    )
+    return make_tiny_model("granite_hybrid", folder, torch.float32, config)
+
+
+def child(side: str, model: str) -> None:
+    """Start an engine, then answer the questions below until there are no more."""
+    set_environment()
+    if side == "stock":
+        _split_prompts_at_blocks()
+    llm = start_engine(
+        None, model, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=2048,
+        mamba_cache_dtype="float32",
+    )  # fmt: skip
+    assert has_plugin(llm) == (side == "plugin"), "the plugin is where it should not be"
+    asked = Asked(llm)
+    serve(lambda question: getattr(asked, question.pop("do"))(**question))
+
+
+def _split_prompts_at_blocks() -> None:
+    """Have vLLM end a step where a block of its prefix cache ends, as for most kernels of states.
+
+    For Mamba2 it takes the state at that place out of a longer step. Its kernel for CPUs does not
+    give it, and the engine ends with an IndexError: without this, the rival has no prefix cache.
+    """
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
+
+
+class Asked:
+    """What an engine is asked; all results are what JSON can carry."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def block_size(self) -> int:
+        """Tokens of a block of vLLM's prefix cache."""
+        groups = scheduler_of(self.llm).kv_cache_config.kv_cache_groups
+        return max(group.kv_cache_spec.block_size for group in groups)
+
+    def conversation(
+        self, turns: Sequence[Sequence[int]], mode: str, is_forced: bool
+    ) -> list[dict[str, Any]]:
+        """Turns that are answered one after the other, each behind all that was said.
+
+        Args:
+            turns: their tokens.
+            mode: of `Choreography`: a chain of messages, or text over vLLM's prefix caching.
+            is_forced: all answers are the same tokens.
+        """
+        from vllm_choreo import Choreography
+
+        empty_caches(self.llm)
+        rows = []
+        with Choreography(self.llm, mode=mode) as c:
+            said: list[Any] = []
+            for turn in turns:
+                answer = c.decode(list(turn), parents=said, sampling_params=_greedy(is_forced))
+                rows.append(
+                    {
+                        "first_token_s": answer.metrics.ttft,
+                        "reused_tokens": answer.usage.reused_tokens,
+                        "is_exact": answer.usage.exact,
+                        "tokens": list(answer.generated_token_ids),
+                    }
+                )
+                said = [*said, answer]
+        return rows
+
+    def batch(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Ordinary requests in one batch, from an empty cache on."""
+        from vllm.inputs import TokensPrompt
+
+        empty_caches(self.llm)
+        inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        began = time.perf_counter()
+        outputs = self.llm.generate(inputs, _greedy(False), use_tqdm=False)
+        return {
+            "seconds": time.perf_counter() - began,
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        }
+
+
+def _greedy(is_forced: bool) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=ANSWER_TOKENS,
+        ignore_eos=True,
+        allowed_token_ids=[7] if is_forced else None,
+    )

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of models with states."""
+
+from __future__ import annotations
+
+from benchmarks.harness.tables import Cell, Row, Rows, Table, middle, of, paired_ratio, spread
+from benchmarks.states.bars import (
+    FIRST_TOKEN_BAR,
+    ORDINARY_BAR,
+    against_stock,
+    found_by_stock,
+)
+
+
+def _first(side: str) -> Cell:
+    return spread(of("first_token_s", 1e3, side=side), ".0f")
+
+
+def _first_token_bar(rows: Rows) -> str:
+    return f"{FIRST_TOKEN_BAR:.0f}" if found_by_stock(rows[0]) == "nothing" else ""
+
+
+def _rate(side: str) -> Cell:
+    return spread(of("tokens_per_s", side=side), ".0f")
+
+
+def _against(rows: Rows) -> str:
+    return middle(against_stock(int(rows[0]["shared_tokens"])), ".3f")(rows)
+
+
+def _ordinary_bar(rows: Rows) -> str:
+    return str(ORDINARY_BAR) if int(rows[0]["shared_tokens"]) == 0 else ""
+
+
+def _shared(row: Row) -> str:
+    return f"{row['shared_tokens']} tokens"
+
+
+TABLES = {
+    "states": Table(
+        "states",
+        {"stock finds": found_by_stock},
+        {
+            "turns": lambda rows: len(of("turn", side="chain")(rows)),
+            "tokens of the text": spread(of("text_tokens", side="chain"), ".0f"),
+            "of which new": spread(of("new_tokens", side="chain"), ".0f"),
+            "found by stock": spread(of("reused_tokens", side="stock"), ".0f"),
+            "first token, stock, ms": _first("stock"),
+            "chain, ms": _first("chain"),
+            "stock / chain": paired_ratio(
+                of("first_token_s", side="stock"), of("first_token_s", side="chain"), ".1f"
+            ),
+            "bar": _first_token_bar,
+        },
+    ),
+    "states_ordinary": Table(
+        "states_ordinary",
+        {"prompts share": _shared},
+        {
+            "plugin, tokens/s": _rate("plugin"),
+            "stock": _rate("stock"),
+            "plugin / stock": _against,
+            "bar": _ordinary_bar,
+        },
+    ),
+}

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of models with states measures what it says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import record
+from benchmarks.states import __main__ as states
+from benchmarks.states import bars
+
+
+@pytest.mark.exhaustive  # two engines in processes of their own
+def test_both_sides_say_the_same_and_the_chain_reads_what_stock_does_not_find(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    short = ["states", "--turns", "4", "--passes", "1", "--requests", "2", "--batches", "1"]
+    monkeypatch.setattr(sys, "argv", short)
+    assert states.main() in (0, 1)  # so few turns decide nothing
+    rows = record.read_csv("states")
+    chain = [row for row in rows if row["side"] == "chain"]
+    for row in chain:
+        # All but the turn itself.
+        said = int(row["text_tokens"]) - int(row["new_tokens"])
+        assert int(row["reused_tokens"]) == said
+    assert int(chain[1]["stock_reused_tokens"]) == 0
+    assert (
+        bars.found_by_stock(chain[0]) == "first turn" and bars.found_by_stock(chain[1]) == "nothing"
+    )
+    assert len(record.read_csv("states_ordinary")) == 2 * len(states.BEGINNINGS)
+
+
+def test_bars() -> None:
+    rows = [
+        {"turn": "1", "stock_reused_tokens": "0", "side": side, "first_token_s": seconds}
+        for side, seconds in (("stock", "3.0"), ("chain", "1.0"))
+    ]
+    batches = [
+        {"shared_tokens": "0", "side": side, "tokens_per_s": "100"} for side in ("plugin", "stock")
+    ]
+    assert bars.bars_reached(rows, batches)
+    assert not bars.bars_reached([{**row, "first_token_s": "2.0"} for row in rows], batches)
+    slower = [{**batches[0], "tokens_per_s": "97"}, batches[1]]
+    assert not bars.bars_reached(rows, slower)
