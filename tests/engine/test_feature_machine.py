@@ -20,6 +20,7 @@ from tests.engine.feature_machine.generator import program_of
 from tests.engine.feature_machine.invariants import Broken
 from tests.engine.feature_machine.machine import Machine
 from tests.engine.feature_machine.program import (
+    Abort,
     Call,
     Evict,
     Free,
@@ -252,6 +253,43 @@ def test_what_is_exact_does_not_depend_on_what_others_had_copied(
         Call("a", "twin", (2, 16)),
         Call("a", "other", (3, 1), reads=(Read("doc"), Read("doc")), exact=True),
         Call("a", "answer", (1, 1), reads=(Read("twin"), Read("doc")), **how),
+    )
+
+
+def test_what_a_patch_is_placed_over_stays_until_it_is(machine_of: MachineOf) -> None:
+    """It is read by a message that is encoded again, not by the call that waits for that."""
+    run(
+        machine_of("drafter"),
+        Call("a", "m0", (0, 90)),
+        Call("a", "m1", (8, 67)),
+        Call("b", "m2", (7, 40), adapter=1),
+        Call(
+            "b",
+            "m3",
+            (2, 31),
+            reads=(Read("m2", start=8, stop=37), Read("m2"), Read("m2")),
+            repair=(((11, 15),), (), ()),
+        ),
+        Call("b", "m4", (0, 96), adapter=2),
+        Settle(),
+        Call(
+            "a",
+            "m5",
+            (9, 96),
+            reads=(Read("m0", start=33, offset=150), Read("m1", offset=0)),
+            repair=(((15, 28), (33, 45)), ((6, 37),)),
+            keep=(1,),
+            adapter=1,
+        ),
+        Call(
+            "a",
+            "m6",
+            (6, 33),
+            reads=(Read("m5"), Read("m5", offset=0)),
+            repair=(((26, 82),), ((37, 55),)),
+        ),
+        Steps(),
+        Abort("m5"),
     )
 
 

@@ -329,7 +329,12 @@ class BlockReserver:
     def _place(self, encoding: Encoding, serves: ScheduledCall, is_first: bool) -> bool:
         """Give a patch its blocks; a patch by layers is then written before the step."""
         assert encoding.patch is not None
-        if not self._evict_until_free(lambda: self._patcher.num_blocks(encoding), serves, is_first):
+
+        def need() -> int:
+            return self._patcher.num_blocks(encoding)
+
+        # What is placed may lie deeper than what the call reads itself.
+        if not self._evict_until_free(need, serves, is_first, [encoding.patch.source]):
             return False
         self._patcher.place(encoding)
         self._store.totals["repaired_tokens"] += encoding.patch.num_tokens
@@ -356,14 +361,20 @@ class BlockReserver:
             self.has_begun = True
 
     def _evict_until_free(
-        self, need: Callable[[], int], call: ScheduledCall, is_first: bool
+        self,
+        need: Callable[[], int],
+        call: ScheduledCall,
+        is_first: bool,
+        kept: Collection[Encoding] = (),
     ) -> bool:
-        """Evict messages that a call can do without until `need()` blocks are free.
+        """Evict messages that a call can do without, and not `kept`, until `need()` are free.
 
         Only of the first call it can be said that it is short, for it may take from all others.
         """
         while self._pool.get_num_free_blocks() < need():
-            if not self._store.evict_one(call.needed(), is_first and not self._running()):
+            now, *later = call.needed()
+            protected = [now.union(kept), *later]
+            if not self._store.evict_one(protected, is_first and not self._running()):
                 if is_first:
                     self.short[call] = None
                 return False
