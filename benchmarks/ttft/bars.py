@@ -32,3 +32,17 @@ def ttfts(rows: Rows, mode: str, number: Any = None, rep: Any = None) -> list[fl
         and number in (None, row["pass"])
         and rep in (None, row["rep"])
     ]
+
+
+def bar_of_engines_reached(rows: Rows) -> bool:
+    """Check whether choreography gains on every engine what it gains on the dense one, or more."""
+    gains = {name: _gain([row for row in rows if row["engine"] == name]) for name in _engines(rows)}
+    return all(gain >= gains["dense"] for gain in gains.values())
+
+
+def _engines(rows: Rows) -> list[str]:
+    return [*dict.fromkeys(row["engine"] for row in rows)]
+
+
+def _gain(rows: Rows) -> float:
+    return median(ttfts(rows, "baseline")) / median(ttfts(rows, "choreo"))

@@ -19,7 +19,19 @@ def _late(rows: Rows) -> Rows:
     return [row for row in rows if int(row["round"]) > 1]
 
 
+ENGINE_TABLES = {
+    "ttft_engines": Table(
+        "ttft_engines",
+        {"engine": "engine"},
+        {
+            "baseline, ms": spread(_ms(_BASELINE), ".0f"),
+            "choreographed, ms": spread(_ms(_CHOREO), ".0f"),
+            "ratio": ratio(_BASELINE, _CHOREO, ".1f"),
+        },
+    ),
+}
 TABLES = {
+    **ENGINE_TABLES,
     "ttft": Table(
         "ttft",
         {"pass": "pass"},
