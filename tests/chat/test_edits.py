@@ -234,7 +234,7 @@ def test_alone_an_answer_is_read_behind_its_own_text_alone() -> None:
 @given(st.integers(0, 2**32))
 def test_alone_what_is_read_depends_on_the_chat_alone(seed: int) -> None:
     """Whatever others have sent before: each token that is read has read the same tokens of the
-    chat itself, its own part up to it and the beginning of the chat, or for an answer all before it.
+    chat itself: its own part up to it, and the beginning, or for an answer all before it.
     """
     rng = random.Random(seed)
     pool = [text(n, rng.randrange(20, 90)) for n in range(4)]

@@ -11,8 +11,8 @@ A part is looked for in a *space*: only what was encoded for the same space is r
 The *beginning* of a chat are its parts before the first that holds a text of another role than
 "system" or "developer". With "alone", parts of the beginning itself stand behind those before them,
 and answers, which are generated so, behind all that is before them: each such text is a space, too.
-So what a chat reads depends on its own tokens and on nothing that anybody else has sent, be it there
-already or not.
+So what a chat reads depends on its own tokens and on nothing that anybody else has sent, whether
+that is there already or not.
 """
 
 from __future__ import annotations
