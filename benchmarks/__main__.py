@@ -39,6 +39,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "workers": ("benchmarks.planner.workers --queries 2 --turns 1 --answer-tokens 8",),
     "moves": ("benchmarks.planner.moves --tokens 16 64 256 --turns 3",),
     "on_ramps": ("benchmarks.on_ramps --tokens 1000 --turns 2",),
+    "inside": (
+        "benchmarks.inside --turns 2",
+        "benchmarks.inside.attack --tokens 8",
+    ),
+    "settings": (
+        "benchmarks.rivals permuted --orders 4 --max-tokens 8",
+        "benchmarks.rivals multidoc --requests 6 --max-tokens 8",
+        "benchmarks.rivals agents --rounds 1 --max-tokens 32",
+    ),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 2",),
     "memory": ("benchmarks.memory",),
@@ -52,7 +61,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 # Only if they are named: their bars are for full lengths, they show in more breadth what others
 # show, or they take long.
 _BROADER = ("processes", "sweep", "scaling", "ttft", "policies", "mixed", "server", "quality")
-_ASKED_FOR = (*_BROADER, "memory", "session", "soak", "frontier", "rivals", "workers", "moves")
+_ASKED_FOR = (
+    *_BROADER, "memory", "session", "soak", "frontier", "rivals", "settings", "inside", "workers",
+    "moves",
+)  # fmt: skip
 _DEFAULT = [name for name in COMMANDS if name not in _ASKED_FOR]
 
 

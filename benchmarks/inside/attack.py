@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.distributions import ENGINE_OPTIONS, distributions, forcing
 from benchmarks.harness.engine import start_choreo_engine
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.inside.tables import TABLES
-from benchmarks.quality.agreement import ENGINE_OPTIONS, distributions, forcing
 from vllm_choreo.lab.study.divergence import kl_per_token
 
 SYSTEM = "You answer questions about the document that the user sends. Answer in one sentence."

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.distributions import ENGINE_OPTIONS
 from benchmarks.harness.texts import long_text
 from benchmarks.inside import attack, bars
 from benchmarks.inside.measure import measure_cost, measure_edits, measure_index
-from benchmarks.quality.agreement import ENGINE_OPTIONS
 from tests.engine.choreographies import LOGPROB_TOLERANCE
 
 KL_TOLERANCE = 1e-6
