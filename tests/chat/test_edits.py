@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_choreo.chat.edits import ANCHOR_TOKENS, MIN_NEW_TOKENS, MIN_READ_SHARE
-from vllm_choreo.chat.matching import ChatPlan, Matching, Reading, plan_chat
+from vllm_choreo.chat.matching import ChatPlan, EntrySpan, Matching, plan_chat
 from vllm_choreo.chat.message_table import MAX_CANDIDATES, Entry, MessageTable
 from vllm_choreo.chat.parts import ChatPart, Split
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
@@ -158,7 +158,7 @@ def test_without_the_option_nothing_is_read_in_parts() -> None:
     tenant, known = Tenant(), text(8)
     tenant.ask([SYSTEM, ("user", known)], how)
     plan = tenant.ask([SYSTEM, ("user", [*known[:50], 7, *known[51:]])], how)
-    assert not plan.edited and all(r == Reading.whole(r.entry) for r in plan.parents)
+    assert not plan.edited and all(r == EntrySpan.whole(r.entry) for r in plan.parents)
     assert all(entry.token_ids is None for entry in plan.entries)
 
 

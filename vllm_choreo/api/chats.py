@@ -79,7 +79,7 @@ class SessionChats:
         )
         plan = self._plan(choreography, split, how)
         num_encoded = self._encode(choreography, plan, mode, options.get("adapter"))
-        parents = [reading.parent for reading in plan.parents]
+        parents = [span.parent for span in plan.parents]
         answer = choreography.decode(plan.header, parents=parents, mode=mode, **options)
         self._keep(choreography, plan.answer_entry(answer.id, answer.token_ids))
         # What was encoded for this chat is none that it found.
@@ -137,7 +137,7 @@ class SessionChats:
         for piece in plan.new:
             made: Message = choreography.prefill(
                 piece.token_ids,
-                parents=[reading.parent for reading in piece.parents],
+                parents=[span.parent for span in piece.parents],
                 save_as=piece.entry.message_id.partition("/")[2],
                 mode=mode,
                 adapter=adapter,

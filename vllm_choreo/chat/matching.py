@@ -126,7 +126,7 @@ class Matching:
 
 
 @dataclass(frozen=True)
-class Reading:
+class EntrySpan:
     """Tokens `start … stop-1` of a message, as a chat reads them."""
 
     entry: Entry
@@ -134,7 +134,7 @@ class Reading:
     stop: int
 
     @classmethod
-    def whole(cls, entry: Entry) -> Reading:
+    def whole(cls, entry: Entry) -> EntrySpan:
         """Read a message from its beginning to its end."""
         return cls(entry, 0, entry.num_tokens)
 
@@ -168,7 +168,7 @@ class NewPart:
     number: int
     token_ids: tuple[int, ...]
     entry: Entry
-    parents: tuple[Reading, ...]
+    parents: tuple[EntrySpan, ...]
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class ChatPlan:
         answer_space: the space of the answer.
     """
 
-    parents: list[Reading] = field(default_factory=list)
+    parents: list[EntrySpan] = field(default_factory=list)
     new: list[NewPart] = field(default_factory=list)
     num_parts: int = 0
     edited: frozenset[int] = frozenset()
@@ -198,7 +198,7 @@ class ChatPlan:
     @property
     def entries(self) -> list[Entry]:
         """The messages that it reads, those to be made included; some of them twice."""
-        return [reading.entry for reading in self.parents]
+        return [span.entry for span in self.parents]
 
     @property
     def found(self) -> list[Entry]:
@@ -209,7 +209,7 @@ class ChatPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens of the whole chat."""
-        return sum(reading.num_tokens for reading in self.parents) + len(self.header)
+        return sum(span.num_tokens for span in self.parents) + len(self.header)
 
     @property
     def num_new_tokens(self) -> int:
@@ -218,7 +218,7 @@ class ChatPlan:
 
     def num_padded_tokens(self, block_size: int) -> int:
         """Positions of the context that its parents take, for each of them takes whole blocks."""
-        return sum(reading.num_padded_tokens(block_size) for reading in self.parents)
+        return sum(span.num_padded_tokens(block_size) for span in self.parents)
 
     def answer_entry(self, message_id: str, token_ids: Sequence[int]) -> Entry:
         """Return the entry of the chat's answer.
@@ -268,7 +268,7 @@ def plan_chat(
     return _Planner(split, book, how, is_live, new_id).plan()
 
 
-_NOTHING: tuple[Reading, ...] = ()
+_NOTHING: tuple[EntrySpan, ...] = ()
 
 
 class _Planner:
@@ -285,7 +285,7 @@ class _Planner:
         self._split, self._book, self._how = split, book, how
         self._is_live, self._new_id = is_live, new_id
         self._own: dict[bytes, Entry] = {}
-        self._parents: list[Reading] = []
+        self._parents: list[EntrySpan] = []
         self._new: list[NewPart] = []
         self._edited: set[int] = set()
         # Of the text before a part; with "alone", of how it is cut, too: answers read it so.
@@ -336,10 +336,10 @@ class _Planner:
         if entry is None and part.stop - 1 > start and not self._how.is_alone:
             answer = self._find(tokens[start : part.stop - 1], self._space)
             if answer is not None and answer.is_answer:
-                self._parents.append(Reading.whole(answer))
+                self._parents.append(EntrySpan.whole(answer))
                 return part.stop - 1
         if entry is not None:
-            self._parents.append(Reading.whole(entry))
+            self._parents.append(EntrySpan.whole(entry))
         elif not self._read_edited(number, tokens[start : part.stop]):
             self._make(number, tokens[start : part.stop], self._space, self._behind)
         return part.stop
@@ -362,9 +362,9 @@ class _Planner:
         if found is None:
             return False
         self._edited.add(number)
-        head: tuple[Reading, ...] = ()
+        head: tuple[EntrySpan, ...] = ()
         if found.head is not None:
-            head = (Reading(found.head, 0, found.num_head),)
+            head = (EntrySpan(found.head, 0, found.num_head),)
         behind = (*self._behind, *head)
         self._parents += head
         differs = token_ids[found.num_head : len(token_ids) - found.num_tail]
@@ -376,14 +376,14 @@ class _Planner:
             if entry is None:
                 self._make(number, differs, space, behind)
             else:
-                self._parents.append(Reading.whole(entry))
+                self._parents.append(EntrySpan.whole(entry))
         if found.tail is not None:
             stop = found.tail.num_tokens
-            self._parents.append(Reading(found.tail, stop - found.num_tail, stop))
+            self._parents.append(EntrySpan(found.tail, stop - found.num_tail, stop))
         return True
 
     def _make(
-        self, number: int, token_ids: tuple[int, ...], space: str, behind: tuple[Reading, ...]
+        self, number: int, token_ids: tuple[int, ...], space: str, behind: tuple[EntrySpan, ...]
     ) -> None:
         key = digest(token_ids, space)
         entry = Entry(key, self._before.value(), self._new_id(), len(token_ids))
@@ -392,4 +392,4 @@ class _Planner:
             entry.token_ids = held_tokens(token_ids) if entry.anchors else None
         self._own[key] = entry
         self._new.append(NewPart(number, token_ids, entry, behind))
-        self._parents.append(Reading.whole(entry))
+        self._parents.append(EntrySpan.whole(entry))

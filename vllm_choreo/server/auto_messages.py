@@ -46,7 +46,7 @@ class ReadChat:
 
     @property
     def parents(self) -> list[str | tuple[str, int, int]]:
-        return [reading.parent for reading in self.plan.parents]
+        return [span.parent for span in self.plan.parents]
 
     async def num_encoded(self) -> int:
         """Tokens that were encoded for it before its header, copies in exact mode included."""
@@ -185,7 +185,7 @@ def _pieces(plan: ChatPlan, mode: str, adapter: object) -> list[CallSpec]:
         [
             {
                 "tokens": piece.token_ids,
-                "parents": [reading.parent for reading in piece.parents],
+                "parents": [span.parent for span in piece.parents],
                 "save_as": piece.entry.message_id.partition("/")[2],
                 "mode": mode,
                 "adapter": adapter,
