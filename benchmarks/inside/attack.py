@@ -67,13 +67,16 @@ def ask(c: Any, way: str, chat: Chat, sampling_params: Any) -> Any:
     return c.chat(chat, auto=auto, context=context, cut="content", sampling_params=sampling_params)
 
 
-def answers(llm: Any, way: str, attack: Chat | None, expected: Any) -> tuple[str, np.ndarray]:
+def answers(
+    llm: Any, way: str, attack: Chat | None, expected: Any, answer_tokens: int
+) -> tuple[str, np.ndarray]:
     """What the victim is answered, and the distributions in place of the expected tokens.
 
     Args:
         way: one of `WAYS`.
         attack: the attacker's chat, which is sent before; None: there is none.
         expected: token ids.
+        answer_tokens: most tokens of the answer; 0: none is asked for.
 
     Returns:
         The greedy answer as text, and float32 `[num_tokens, vocab_size]`.
@@ -82,19 +85,28 @@ def answers(llm: Any, way: str, attack: Chat | None, expected: Any) -> tuple[str
 
     from vllm_choreo import Choreography
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=24)
-    found: list[Any] = []
-    # The first run would leave an answer behind: each has a session of its own.
-    for params in (greedy, forcing(expected, logprobs=-1, flat_logprobs=True)):
+    def victim(sampling_params: Any) -> Any:
+        # Each time in a session of its own, or the second would find what the first has left.
         with Choreography(llm) as c:
             if attack is not None:
-                ask(c, way, attack, SamplingParams(temperature=0.0, max_tokens=4))
-            found.append(ask(c, way, VICTIM, params))
-    return found[0].generated_text.strip(), distributions(found[1].logprobs)
+                ask(c, way, attack, SamplingParams(temperature=0.0, max_tokens=1))
+            return ask(c, way, VICTIM, sampling_params)
+
+    text = ""
+    if answer_tokens:
+        greedy = SamplingParams(temperature=0.0, max_tokens=answer_tokens)
+        text = victim(greedy).generated_text.strip()
+    found = victim(forcing(expected, logprobs=-1, flat_logprobs=True))
+    return text, distributions(found.logprobs)
 
 
-def measure(llm: Any, num_tokens: int) -> list[dict[str, Any]]:
-    """One row for each attack and way: what it does to the victim."""
+def measure(llm: Any, num_tokens: int, answer_tokens: int) -> list[dict[str, Any]]:
+    """One row for each attack and way: what it does to the victim.
+
+    Args:
+        num_tokens: tokens at which distributions are compared.
+        answer_tokens: most tokens of the answers; 0: none is asked for.
+    """
     from vllm import SamplingParams
 
     from vllm_choreo import Choreography
@@ -104,9 +116,9 @@ def measure(llm: Any, num_tokens: int) -> list[dict[str, Any]]:
         expected = ask(c, "exact", VICTIM, greedy).generated_token_ids
     rows = []
     for way in WAYS:
-        text, base = answers(llm, way, None, expected)
+        text, base = answers(llm, way, None, expected, answer_tokens)
         for attack, chat in ATTACKS.items():
-            attacked, found = answers(llm, way, chat, expected)
+            attacked, found = answers(llm, way, chat, expected, answer_tokens)
             rows.append(
                 {
                     "attack": attack,
@@ -126,7 +138,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16, help="of the answer, that are compared")
     args = parser.parse_args()
     llm = start_choreo_engine(2, max_model_len=2048, **ENGINE_OPTIONS)
-    rows = measure(llm, args.tokens)
+    rows = measure(llm, args.tokens, answer_tokens=24)
     write_csv("inside_attack", rows, **record())
     print(as_text([TABLES["inside_attack"]]))
     return int(any(row["largest"] > 1e-3 for row in rows if row["way"] != "seen"))

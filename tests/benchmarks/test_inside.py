@@ -27,7 +27,7 @@ def llm(engine_slot: Callable[..., Any], embedded_model_path: Path) -> Any:
 
 def test_a_chunk_that_an_attacker_sent_before_steers_only_who_reads_as_seen(llm: Any) -> None:
     """HijackKV (arXiv 2607.19957), carried out."""
-    rows = attack.measure(llm, num_tokens=4)
+    rows = attack.measure(llm, num_tokens=3, answer_tokens=0)
     assert {(row["attack"], row["way"]) for row in rows} == {
         (name, way) for name in attack.ATTACKS for way in attack.WAYS
     }
@@ -36,12 +36,20 @@ def test_a_chunk_that_an_attacker_sent_before_steers_only_who_reads_as_seen(llm:
             assert row["kl"] > 1e-3 and row["largest"] > 0.1, row
         else:
             assert row["kl"] < KL_TOLERANCE and row["largest"] < LOGPROB_TOLERANCE, row
-            assert row["answer"] == row["without"], row
 
 
-def test_the_benchmark(llm: Any) -> None:
+@pytest.mark.exhaustive
+def test_an_attack_changes_no_answer_but_of_who_reads_as_seen(llm: Any) -> None:
+    rows = attack.measure(llm, num_tokens=16, answer_tokens=24)
+    assert all(row["answer"] == row["without"] for row in rows if row["way"] != "seen")
+    assert any(row["answer"] != row["without"] for row in rows if row["way"] == "seen")
+
+
+@pytest.mark.exhaustive
+def test_the_benchmark(engine_slot: Callable[..., Any], shallow_model_path: Path) -> None:
     from vllm import SamplingParams
 
+    llm = engine_slot(shallow_model_path)
     one = SamplingParams(temperature=0.0, max_tokens=1)
     tokenizer = llm.get_tokenizer()
     sizes = enumerate((400, 200, 200))

@@ -162,7 +162,7 @@ class NewPart:
         number: index of the part in the chat.
         token_ids: its tokens.
         entry: entry of the message that is made of it.
-        parents: what it is encoded behind, in order.
+        parents: spans of messages that it is encoded behind, in order.
     """
 
     number: int
@@ -176,8 +176,8 @@ class ChatPlan:
     """Messages that a chat reads, and parts that are to be encoded for it.
 
     Attributes:
-        parents: what it reads, in order; the messages of `new` are still to be made.
-        new: what no message holds yet, in order.
+        parents: spans of messages that it reads, in order; those of `new` are still to be made.
+        new: tokens that no message holds yet, in order.
         num_parts: parts of the chat.
         edited: indices of the parts of which some tokens are new and others read.
         header: the tokens behind all parts.
