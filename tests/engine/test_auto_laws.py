@@ -145,14 +145,12 @@ def test_an_edited_line_is_encoded_alone(llm: Any, c: Choreography) -> None:
         [turn("system", f"{before} t{number} {behind}"), turn("user", words(52))]
         for number in (30, 31, 32)
     ]
-    whole, *edited = [c.chat(chat, **options) for chat in chats]
-    for answer in edited:
+    for answer in [c.chat(chat, **options) for chat in chats][1:]:
         assert answer.usage.encoded_tokens < answer.num_tokens + 16
         assert answer.usage.reused_tokens > 80 and not answer.usage.exact
-        assert answer.text.startswith(whole.text[:3])
-    # The same in other modes and without cuts: the whole message is another one.
-    for others in ({"auto": "exact"}, {"cut": "messages"}):
-        chat = [turn("system", f"{before} t77 {behind}"), turn("user", words(52))]
+    # In other modes and without cuts the whole message is another one.
+    for number, others in enumerate(({"auto": "exact"}, {"cut": "messages"})):
+        chat = [turn("system", f"{before} t7{number} {behind}"), turn("user", words(52))]
         answer = c.chat(chat, **{**options, **others})
         assert answer.usage.encoded_tokens > 80
     with Choreography(llm) as other:  # of whom nothing is read in parts
