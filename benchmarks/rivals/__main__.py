@@ -119,15 +119,17 @@ def _servers(args: argparse.Namespace) -> Iterator[tuple[httpx.Client | None, ht
     """Clients of a server without the plugin and of one with it: those named, or started ones."""
     with ExitStack() as stack:
         if args.stock or args.ours:
-            headers = {"Authorization": f"Bearer {args.api_key}"}
-            yield tuple(  # type: ignore[misc]
-                stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=3600))
-                if url else None
-                for url in (args.stock, args.ours)
-            )  # fmt: skip
+            yield _client(stack, args, args.stock), _client(stack, args, args.ours)
             return
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         yield _started(stack, folder, args, False), _started(stack, folder, args, True)
+
+
+def _client(stack: ExitStack, args: argparse.Namespace, url: str | None) -> httpx.Client | None:
+    if not url:
+        return None
+    headers = {"Authorization": f"Bearer {args.api_key}"}
+    return stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=3600))
 
 
 def _started(
