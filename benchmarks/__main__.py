@@ -39,6 +39,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "workers": ("benchmarks.planner.workers --queries 2 --turns 1 --answer-tokens 8",),
     "moves": ("benchmarks.planner.moves --tokens 16 64 256 --turns 3",),
     "on_ramps": ("benchmarks.on_ramps --tokens 1000 --turns 2",),
+    "inside": (
+        "benchmarks.inside --turns 2",
+        "benchmarks.inside.attack --tokens 8",
+    ),
+    "settings": (
+        "benchmarks.rivals permuted --orders 4 --max-tokens 8",
+        "benchmarks.rivals multidoc --requests 6 --max-tokens 8",
+        "benchmarks.rivals agents --rounds 1 --max-tokens 32",
+    ),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 2",),
     "states": ("benchmarks.states --turns 8 --passes 1",),
@@ -53,7 +62,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 # Only if they are named: their bars are for full lengths, they show in more breadth what others
 # show, or they take long.
 _BROADER = ("processes", "sweep", "scaling", "ttft", "policies", "mixed", "server", "quality")
-_LONG = ("memory", "session", "soak", "frontier", "rivals", "workers", "moves", "states")
+_LONG = (
+    "memory", "session", "soak", "frontier", "rivals", "settings", "inside", "workers", "moves",
+    "states",
+)  # fmt: skip
 _ASKED_FOR = (*_BROADER, *_LONG)
 _DEFAULT = [name for name in COMMANDS if name not in _ASKED_FOR]
 

@@ -8,6 +8,7 @@ from benchmarks.checkouts import tables as checkouts
 from benchmarks.fleet import tables as fleet
 from benchmarks.frontier import tables as frontier
 from benchmarks.harness.tables import Table
+from benchmarks.inside import tables as inside
 from benchmarks.keep import tables as keep
 from benchmarks.memory import tables as memory
 from benchmarks.mixed import tables as mixed
@@ -19,6 +20,7 @@ from benchmarks.planner.rivals import tables as rivals
 from benchmarks.pml import tables as pml
 from benchmarks.policies import tables as policies
 from benchmarks.quality import tables as quality
+from benchmarks.rivals import tables as rival_settings
 from benchmarks.scaling import tables as scaling
 from benchmarks.soak import tables as soak
 from benchmarks.soak.routes import tables as soak_routes
@@ -30,9 +32,9 @@ from benchmarks.variants import tables as variants
 from benchmarks.workflows import tables as workflows
 
 _FOLDERS = (
-    attention, checkouts, fleet, frontier, keep, memory, mixed, on_ramps, ordinary, workers,
-    moves, rivals, pml, policies, quality, scaling, soak, soak_routes, states, sweep, training,
-    ttft, variants, workflows,
+    attention, checkouts, fleet, frontier, inside, keep, memory, mixed, on_ramps, ordinary, workers,
+    moves, rivals, pml, policies, quality, rival_settings, scaling, soak, soak_routes, states,
+    sweep, training, ttft, variants, workflows,
 )  # fmt: skip
 TABLES: dict[str, Table] = {
     name: table for folder in _FOLDERS for name, table in folder.TABLES.items()

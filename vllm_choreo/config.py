@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from msgspec import Meta
 
@@ -25,6 +25,7 @@ _Number = Annotated[float, Meta(ge=1e-9, description="choose a number > 0")]
 _NumberOr0 = Annotated[float, Meta(ge=0, description="choose a number from 0 on")]
 _Share = Annotated[float, Meta(ge=1e-9, le=1, description="choose a part of the whole, up to 1")]
 _ShareOr0 = Annotated[float, Meta(ge=0, le=1, description="choose a part of the whole, up to 1")]
+_Context = Annotated[Literal["", "seen", "alone"], Meta(description='choose "seen", "alone" or ""')]
 _Switch = Annotated[bool, Meta(description="choose true or false")]
 
 REPOSITION_POLICIES = ("query", "in_place")
@@ -35,7 +36,7 @@ _MIN_STATES = 2
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Limits of the HTTP server, under the key `server`. All must be positive.
+    """Settings of the HTTP server, under the key `server`. All numbers must be positive.
 
     Attributes:
         max_sessions: sessions open at a time, of all tenants.
@@ -55,6 +56,9 @@ class ServerConfig:
             (docs/on-ramps.md).
         auto_cut_tokens: tokens, on average, of the pieces into which long parts are cut by their
             content, where that is asked for.
+        auto_context: behind what parts of chats are encoded in mode "choreo", where a request does
+            not say: "seen" or "alone" (docs/on-ramps.md); "": "alone" on a server without API
+            keys, else "seen".
         auto_max_messages, auto_max_tokens: messages, and their tokens, that a tenant's chats keep;
             half of the limits of a session, if that is less.
         page: True to serve the page of a session's messages.
@@ -74,6 +78,7 @@ class ServerConfig:
     max_kept_names_per_tenant: _Count = 10_000
     auto_min_tokens: _Count = 16
     auto_cut_tokens: _PieceTokens = 128
+    auto_context: _Context = ""
     auto_max_messages: _Count = 2_000
     auto_max_tokens: _Count = 2_000_000
     page: _Switch = False

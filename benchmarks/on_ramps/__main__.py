@@ -14,12 +14,12 @@ import sys
 from benchmarks.harness.engine import empty_caches, forced, start_choreo_engine
 from benchmarks.harness.record import read_csv, record, write_csv
 from benchmarks.harness.tables import as_text
+from benchmarks.harness.texts import long_text
 from benchmarks.on_ramps.bars import bars_reached
 from benchmarks.on_ramps.chats import (
     NUM_AGENTS,
     NUM_DOCUMENTS,
     Bot,
-    long_text,
     measure_agents,
     measure_retrieval,
     retrieval,

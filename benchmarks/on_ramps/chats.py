@@ -12,26 +12,12 @@ from typing import Any
 
 from benchmarks.harness.engine import empty_caches, scheduler_of
 from benchmarks.harness.turns import in_turn
-from vllm_choreo.lab.problems.long_documents import reports
 
 SIDES = ("text", "choreo")
 NUM_DOCUMENTS = 10
 NUM_AGENTS = 8
 SYSTEMS = [f"You are agent {n} of 8; say what only you would say." for n in range(NUM_AGENTS)]
 Chat = list[dict[str, str]]
-
-
-def long_text(tokenizer: Any, num_tokens: int, seed: int) -> str:
-    """A document of `num_tokens` tokens, or up to one report less, that no other seed has."""
-    text, number = f"Collection {seed}.", 0
-    while True:
-        (problem,) = reports(1, seed * 1000 + number)
-        for report in problem.documents:
-            longer = f"{text} {report}"
-            if len(tokenizer.encode(longer, add_special_tokens=False)) > num_tokens:
-                return text
-            text = longer
-        number += 1
 
 
 def turn(role: str, content: str) -> dict[str, str]:

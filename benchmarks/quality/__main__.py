@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from benchmarks.harness.distributions import ENGINE_OPTIONS
 from benchmarks.harness.engine import start_choreo_engine
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.tables import as_text
@@ -29,7 +30,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.limit < 3:
         parser.error("--limit must be at least 3: notes take the numbers of other problems")
-    llm = start_choreo_engine(**agreement.ENGINE_OPTIONS)
+    llm = start_choreo_engine(**ENGINE_OPTIONS)
     rows = [row for task in TASKS for row in answers.measure_task(llm, task, args.limit)]
     write_csv("quality_tasks", rows, **record())
     write_csv("quality_leakage", answers.measure_leakage(llm, args.limit), **record())

@@ -15,16 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.engine import FORCED
+from benchmarks.harness.distributions import distributions, forcing
 from vllm_choreo.lab.study.divergence import kl_per_token
 from vllm_choreo.lab.workflows.chat import assistant, system, user
 from vllm_choreo.lab.workflows.parallel_debate import REVISE
 
-# What the engine must be started with.
-ENGINE_OPTIONS: dict[str, Any] = {
-    "max_logprobs": -1,
-    "logits_processors": [FORCED],
-}
 ROLES = (
     "You are a careful mathematician. You check every step.",
     "You are a quick problem solver. You look for the shortest way.",
@@ -149,28 +144,6 @@ def _revisions(
         if forced is not None and tokens != forced:
             raise RuntimeError("the engine did not generate the forced tokens")
         return tokens, [distributions(message.logprobs) for message in revisions]
-
-
-def forcing(tokens: Sequence[int], **options: Any) -> Any:
-    """Sampling parameters under which a call generates `tokens`."""
-    extra = {"forced_tokens": list(tokens)}
-    return _greedy(len(tokens), ignore_eos=True, extra_args=extra, **options)
-
-
-def distributions(flat: Any) -> np.ndarray:
-    """Of vLLM's `FlatLogprobs` over the whole vocabulary: float32 [num_tokens, vocab_size].
-
-    Raises:
-        ValueError: tokens are missing.
-    """
-    spans = list(zip(flat.start_indices, flat.end_indices, strict=True))
-    vocab_size = 1 + max(flat.token_ids[slice(*spans[0])])
-    found: np.ndarray = np.full((len(spans), vocab_size), np.nan, dtype=np.float32)
-    for row, span in zip(found, spans, strict=True):
-        row[flat.token_ids[slice(*span)]] = flat.logprobs[slice(*span)]
-    if np.isnan(found).any():
-        raise ValueError("some tokens of the vocabulary have no log-probability")
-    return found
 
 
 def _greedy(max_tokens: int, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from tests.chat.chat_templates import FAMILIES, tokenizer_of
 from vllm_choreo.chat.cutter import Cutter, end_tokens
 from vllm_choreo.chat.forecast import Forecaster, requests_of
 from vllm_choreo.chat.marks import Content, marked, places
-from vllm_choreo.chat.matching import ChatPlan, plan_chat
+from vllm_choreo.chat.matching import ChatPlan, Matching, plan_chat
 from vllm_choreo.chat.message_table import Entry, MessageTable, digest
 from vllm_choreo.chat.parts import Split
 from vllm_choreo.cli import main as cli
@@ -205,6 +205,9 @@ def test_a_prompt_that_is_not_its_text_is_not_cut() -> None:
 # -- what is found ---------------------------------------------------------------------------------
 
 
+SEEN = Matching()
+
+
 class Tenant:
     """A book, and a plan of a chat with everything made that it asks for."""
 
@@ -213,13 +216,13 @@ class Tenant:
         self.gone: set[str] = set()
         self._count = 0
 
-    def plan(self, split: Split, adapter: str = "") -> ChatPlan:
-        plan = plan_chat(split, self.book, adapter, self._is_live, self._new_id)
+    def plan(self, split: Split, how: Matching = SEEN) -> ChatPlan:
+        plan = plan_chat(split, self.book, how, self._is_live, self._new_id)
         assert plan.num_tokens == len(split.token_ids)
         self.book.make_room(len(plan.new), plan.num_new_tokens)
         for piece in plan.new:
             self.book.add(piece.entry)
-        self.book.touch(plan.parents)
+        self.book.touch(plan.entries)
         return plan
 
     def answered(self, tokens: tuple[int, ...], context: bytes) -> None:
@@ -262,10 +265,10 @@ def test_of_equal_answers_the_one_is_read_that_was_given_there() -> None:
         plan = tenant.plan(chats.split(conversation(number)))
         tenant.answered((*plan.header, *chats.tokens(ANSWER), chats.end), plan.context)
         made.append(f"s/{tenant._count}")
-    parents = tenant.plan(chats.split(conversation(2))).parents
+    parents = tenant.plan(chats.split(conversation(2))).entries
     assert [parents[2].message_id, parents[4].message_id] == made
     # Behind another text there is none that fits: any will do.
-    other = tenant.plan(chats.split(conversation(1)[1:])).parents
+    other = tenant.plan(chats.split(conversation(1)[1:])).entries
     assert other[2].message_id in made  # the template has a system text of its own
 
 
@@ -273,7 +276,7 @@ def test_the_same_text_twice_is_one_message_that_is_read_twice() -> None:
     chats, tenant = Chats("smollm2"), Tenant()
     chat = [turn("system", SYSTEM), *(turn("user", DOCUMENTS[0]) for _ in range(2))]
     plan = tenant.plan(chats.split([*chat, turn("user", QUESTION)]))
-    assert plan.parents[1] is plan.parents[2] and len(plan.new) == 3
+    assert plan.entries[1] is plan.entries[2] and len(plan.new) == 3
 
 
 def test_adapters_and_tenants_have_messages_of_their_own() -> None:
@@ -281,18 +284,18 @@ def test_adapters_and_tenants_have_messages_of_their_own() -> None:
     tenant = Tenant()
     tenant.plan(split)
     assert tenant.plan(split).report()["found"] == len(split.parts)
-    assert tenant.plan(split, adapter="lora").report()["found"] == 0
+    assert tenant.plan(split, Matching("lora")).report()["found"] == 0
     assert Tenant().plan(split).report()["found"] == 0
 
 
 def test_a_message_that_is_gone_is_made_again() -> None:
     split = Chats("smollm2").split(conversation(1))
     tenant = Tenant()
-    lost = tenant.plan(split).parents[1]
+    lost = tenant.plan(split).entries[1]
     tenant.gone.add(lost.message_id)
     plan = tenant.plan(split)
     assert [piece.number for piece in plan.new] == [1]
-    assert tenant.book.find(lost.key) is plan.parents[1]
+    assert tenant.book.find(lost.key) is plan.entries[1]
 
 
 def test_a_flood_stays_within_the_limits_and_leaves_what_is_read() -> None:

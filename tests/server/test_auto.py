@@ -177,6 +177,26 @@ def test_a_document_is_found_wherever_it_was_pasted_into_a_turn(ask: Ask) -> Non
     assert ask(chats[0], "choreo")["choreo"]["auto"]["parts"] == 2  # SmolLM2's own system turn
 
 
+def test_an_edited_line_is_encoded_alone(ask: Ask) -> None:
+    cut = {"choreo_auto_cut": "content"}
+    chats = [[turn("system", f"{SYSTEM} {n}. {DOCUMENTS[0]}"), turn("user", QUESTION)]
+             for n in ("Monday", "Tuesday")]  # fmt: skip
+    ask(chats[0], "choreo", xargs=cut)
+    told = ask(chats[1], "choreo", xargs=cut)["choreo"]["auto"]
+    assert (told["edited"], told["new_tokens"]) == (1, pytest.approx(10, abs=4))
+    assert tokens_of(ask(chats[1], "exact", xargs=cut)) == tokens_of(ask(chats[1]))
+
+
+def test_alone_is_asked_for_by_a_key(ask: Ask) -> None:
+    alone = {"choreo_auto_context": "alone"}
+    seen = ask(reading([0, 1], "whose"), "choreo")
+    assert seen["choreo"]["auto"]["context"] == "seen"
+    told = ask(reading([0, 1], "whose"), "choreo", xargs=alone)["choreo"]["auto"]
+    assert told["context"] == "alone" and told["found"] == 0
+    again = ask(reading([1, 0], "whose"), "choreo", xargs=alone)
+    assert again["choreo"]["auto"]["found"] == again["choreo"]["auto"]["parts"]
+
+
 # -- who shares, and how it is asked for -----------------------------------------------------------
 
 
@@ -225,6 +245,16 @@ def test_a_chat_that_cannot_be_cut_is_served_as_text_and_says_so(ask: Ask) -> No
             {"choreo_auto": "exact", "choreo_auto_cut": "sentences"},
             {},
             "vllm_xargs.choreo_auto_cut",
+        ),
+        (
+            {"choreo_auto": "choreo", "choreo_auto_context": "alien"},
+            {},
+            "vllm_xargs.choreo_auto_context",
+        ),
+        (
+            {"choreo_auto": "exact", "choreo_auto_context": "alone"},
+            {},
+            "vllm_xargs.choreo_auto_context",
         ),
         ({"choreo_auto": "exact"}, {"n": 2}, "n"),
         ({"choreo_auto": "exact"}, {"cache_salt": "s"}, "cache_salt"),

@@ -33,6 +33,7 @@ from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.server.answers import ResultsAnswer, results_json
 from vllm_choreo.server.errors import as_choreo_error, error_json, status_of
+from vllm_choreo.server.openai import auto_options
 from vllm_choreo.server.openai.auto_options import AutoOptions, read_options
 from vllm_choreo.server.page import MAX_MESSAGES, session_page
 from vllm_choreo.server.plugin import check_one_engine, check_one_process
@@ -311,12 +312,43 @@ def test_what_one_engine_alone_can_do_is_refused_of_several() -> None:
             "off",
             AutoOptions("exact", is_asked=True, min_tokens=8),
         ),
+        (
+            {"choreo_auto": "choreo", "choreo_auto_context": "alone"},
+            None,
+            "off",
+            AutoOptions("choreo", is_asked=True, context="alone"),
+        ),
     ],
 )
 def test_who_says_what_becomes_of_a_chats_messages(
     xargs: dict[str, Any] | None, header: str | None, default: str, expected: AutoOptions | None
 ) -> None:
     assert read_options(xargs, header, default) == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "auto", "has_keys", "context", "said"),
+    [
+        ("", "choreo", True, "seen", ""),
+        ("", "choreo", False, "alone", 'context "alone"'),
+        ("", "exact", False, "alone", ""),  # of requests that ask for "choreo" themselves
+        ("alone", "choreo", True, "alone", ""),
+        ("seen", "choreo", False, "seen", "can steer the answers of another"),
+    ],
+)
+def test_without_keys_nobody_steers_another_unless_it_is_asked_for(
+    chosen: str,
+    auto: str,
+    has_keys: bool,
+    context: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(auto_options.logger, level, lines.append)
+    assert auto_options.default_context(chosen, auto, has_keys) == context
+    assert [said in line for line in lines] == ([True] if said else [])
 
 
 @pytest.mark.parametrize(("former", "word"), [("writer", "prefill"), ("reader", "decode")])

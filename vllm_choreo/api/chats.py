@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 from vllm_choreo.api.protocol import SessionFacade
 from vllm_choreo.chat.cutter import Cutter, end_tokens
 from vllm_choreo.chat.marks import marked
-from vllm_choreo.chat.matching import ChatPlan, check_auto, check_cut, plan_chat
-from vllm_choreo.chat.message_table import Entry, MessageTable, digest
+from vllm_choreo.chat.matching import (
+    ChatPlan,
+    Matching,
+    check_auto,
+    check_context,
+    check_cut,
+    plan_chat,
+)
+from vllm_choreo.chat.message_table import Entry, MessageTable
 from vllm_choreo.chat.parts import Split
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.message import Message
@@ -37,6 +44,7 @@ class SessionChats:
         self.book = MessageTable(MAX_MESSAGES, MAX_TOKENS)
         self._llm = llm
         self._is_live = is_live
+        self._keeps_states: bool = llm.model_config.is_hybrid
         self._count = 0
         self._cutter: Cutter | None = None
 
@@ -48,6 +56,7 @@ class SessionChats:
         rendering: Mapping[str, Any],
         min_tokens: int | None,
         cut: str,
+        context: str | None,
         options: Mapping[str, Any],
     ) -> Message:
         """Answer a chat: `Choreography.chat`.
@@ -56,21 +65,23 @@ class SessionChats:
             choreography: the session, or a view of it, that runs the calls.
         """
         mode, cut = check_auto(auto, "auto"), check_cut(cut, "cut")
+        context = "seen" if context is None else check_context(context, "context", mode)
         token_ids, text = self._render(messages, rendering)
         if mode == "off" or choreography.mode == "baseline":
             answer: Message = choreography.decode(token_ids, **options)
             return answer
         marks, contents = marked(messages)
         marked_ids, marked_text = self._render(marks, rendering)
-        split = self._cutter_of_model().split(
-            token_ids, text, marked_text or marked_ids, contents, min_tokens, cut
-        )
         adapter = str(options.get("adapter") or "")
-        plan = self._plan(choreography, split, adapter)
+        how = Matching.of(mode, cut, context, self._keeps_states, adapter, options.get("repair"))
+        split = self._cutter_of_model().split(
+            token_ids, text, marked_text or marked_ids, contents, min_tokens, cut, how.is_alone
+        )
+        plan = self._plan(choreography, split, how)
         num_encoded = self._encode(choreography, plan, mode, options.get("adapter"))
-        parents = [entry.message_id for entry in plan.parents]
+        parents = [span.parent for span in plan.parents]
         answer = choreography.decode(plan.header, parents=parents, mode=mode, **options)
-        self._keep(choreography, answer, digest(answer.token_ids, adapter), plan.context)
+        self._keep(choreography, plan.answer_entry(answer.id, answer.token_ids))
         # What was encoded for this chat is none that it found.
         usage = dataclasses.replace(
             answer.usage,
@@ -105,18 +116,17 @@ class SessionChats:
             self._cutter = Cutter(tokenizer, end_tokens(tokenizer, generation))
         return self._cutter
 
-    def _plan(self, choreography: SessionFacade, split: Split, adapter: str) -> ChatPlan:
+    def _plan(self, choreography: SessionFacade, split: Split, how: Matching) -> ChatPlan:
         """Plan which known messages the chat reads, and make room for the new ones."""
 
         def new_id() -> str:
             self._count += 1
             return f"{choreography.session}/auto.{self._count}"
 
-        plan = plan_chat(split, self.book, adapter, self._lives, new_id)
-        found = [entry for entry in plan.parents if self.book.has(entry)]
-        self.book.enter(found)
+        plan = plan_chat(split, self.book, how, self._lives, new_id)
+        self.book.enter(plan.found)
         self._free(choreography, self.book.make_room(len(plan.new) + 1, plan.num_new_tokens))
-        self.book.leave(found)
+        self.book.leave(plan.found)
         return plan
 
     def _encode(
@@ -127,23 +137,20 @@ class SessionChats:
         for piece in plan.new:
             made: Message = choreography.prefill(
                 piece.token_ids,
-                parents=[entry.message_id for entry in plan.parents[: piece.number]],
+                parents=[span.parent for span in piece.parents],
                 save_as=piece.entry.message_id.partition("/")[2],
                 mode=mode,
                 adapter=adapter,
             )
             self.book.add(piece.entry)
             num_encoded += made.usage.encoded_tokens
-        self.book.touch(plan.parents)
+        self.book.touch(plan.entries)
         return num_encoded
 
-    def _keep(
-        self, choreography: SessionFacade, answer: Message, key: bytes, context: bytes
-    ) -> None:
+    def _keep(self, choreography: SessionFacade, entry: Entry) -> None:
         """Keep an answer for the chat that goes on from it."""
-        entry = Entry(key, context, answer.id, answer.num_tokens, is_answer=True)
-        known, same = self.book.find(key, context), []
-        if known is not None and known.context == context:
+        known, same = self.book.find(entry.key, entry.context), []
+        if known is not None and known.context == entry.context:
             self.book.drop(known)  # made alike before, of the same chat
             same = [known]
         self.book.add(entry)

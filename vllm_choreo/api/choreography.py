@@ -126,6 +126,7 @@ class Choreography(CallMethods):
         rendering: Mapping[str, Any] | None = None,
         min_tokens: int | None = None,
         cut: str = "messages",
+        context: str | None = None,
         **options: Unpack[DecodeOptions],
     ) -> Message:
         """Answer a chat whose messages were seen before, or were not (docs/on-ramps.md).
@@ -137,6 +138,9 @@ class Choreography(CallMethods):
             rendering: variables of the chat template: `tools`, and its own.
             min_tokens: shorter parts are joined; None: 16.
             cut: where parts end: behind "messages", or also inside long ones, by their "content".
+            context: with "choreo", behind what a part was encoded that is read: "seen" (None), what
+                stood before it when it was first seen; "alone", the system messages at the head of
+                the chat, so that no other chat has a say in the answer.
             options: options of `decode`: `sampling_params`, `adapter`, `role`, `save_as`, and
                 with "choreo" `repair`.
 
@@ -146,7 +150,9 @@ class Choreography(CallMethods):
         Raises:
             ChoreoError: as `decode`.
         """
-        return self._chats.answer(self, messages, auto, rendering or {}, min_tokens, cut, options)
+        return self._chats.answer(
+            self, messages, auto, rendering or {}, min_tokens, cut, context, options
+        )
 
     def reencode(self, message: Parent, **options: Unpack[ReadOptions]) -> Message:
         """Encode the tokens of a message anew, with parents of your choice: a clean copy.

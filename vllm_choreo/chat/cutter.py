@@ -54,6 +54,7 @@ class Cutter:
         contents: Sequence[Content],
         min_tokens: int | None = None,
         cut: str | None = None,
+        keeps_beginning: bool = False,
     ) -> Split:
         """Cut a chat into parts.
 
@@ -64,6 +65,7 @@ class Cutter:
             contents: contents of the marks, see `marked`.
             min_tokens: the least tokens of a part; None: the cutter's own.
             cut: where parts end; None: the cutter's own.
+            keeps_beginning: parts of the chat's beginning are joined with one another alone.
         """
         if not getattr(self._tokenizer, "is_fast", False):
             return Split(tuple(token_ids), reason="tokenizer")
@@ -74,7 +76,8 @@ class Cutter:
             return Split(tuple(token_ids), reason="tokenizer")
         found = places(text, marks if isinstance(marks, str) else self._text(marks), contents)
         least = self._min_tokens if min_tokens is None else min_tokens
-        parts = split(token_ids, encoded["offset_mapping"], found, len(text), self._ends, least)
+        offsets = encoded["offset_mapping"]
+        parts = split(token_ids, offsets, found, len(text), self._ends, least, keeps_beginning)
         return self.cut_content(parts) if (cut or self._cut) == "content" else parts
 
     def cut_content(self, parts: Split) -> Split:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.chat.cutter import Cutter
 from vllm_choreo.chat.marks import marked
-from vllm_choreo.chat.matching import ChatPlan, plan_chat
-from vllm_choreo.chat.message_table import Entry, MessageTable, digest
+from vllm_choreo.chat.matching import ChatPlan, Matching, plan_chat
+from vllm_choreo.chat.message_table import MessageTable
 from vllm_choreo.chat.parts import Split
 from vllm_choreo.chat.template import render_chat
 from vllm_choreo.errors import ChoreoError
@@ -69,6 +69,8 @@ class Forecast:
 class Forecaster:
     """Forecaster of recorded requests, all of one tenant, which follows them as a server would.
 
+    Parts that mode "choreo" reads around an edit count as new.
+
     Args:
         tokenizer: tokenizer of the model, with its chat template.
         cutter: cuts its chats.
@@ -100,7 +102,7 @@ class Forecaster:
             ChoreoError: the template refuses the chat.
         """
         split = self._split(chat, True, rendering)
-        plan = plan_chat(split, self._book, "", lambda _: True, self._new_id)
+        plan = plan_chat(split, self._book, Matching(), lambda _: True, self._new_id)
         forecast = self._forecast(split, plan)
         self._made(plan)
         self._texts.append(split.token_ids)
@@ -124,11 +126,11 @@ class Forecaster:
         return render_chat(self._tokenizer, chat, ends, refusal, **rendering)
 
     def _forecast(self, split: Split, plan: ChatPlan) -> Forecast:
-        ids = [entry.message_id for entry in plan.parents]
+        ids = [entry.message_id for entry in plan.entries]
         new = {id(piece.entry) for piece in plan.new}
         spans = [(part.role, part.messages) for part in split.parts]
         parts, exact, choreo, seen = [], 0, 0, set()
-        for number, (entry, (role, messages)) in enumerate(zip(plan.parents, spans, strict=True)):
+        for number, (entry, (role, messages)) in enumerate(zip(plan.entries, spans, strict=True)):
             is_new = id(entry) in new and entry.message_id not in seen
             seen.add(entry.message_id)
             chain = tuple(ids[:number])
@@ -147,7 +149,7 @@ class Forecaster:
         """Note that every part is encoded behind those before it, in mode "exact" as a copy."""
         for piece in plan.new:
             self._book.add(piece.entry)
-        ids = tuple(entry.message_id for entry in plan.parents)
+        ids = tuple(entry.message_id for entry in plan.entries)
         for number, message_id in enumerate(ids):
             self._first.setdefault(message_id, ids[:number])
             self._chains.setdefault(message_id, set()).add(ids[:number])
@@ -164,10 +166,10 @@ class Forecaster:
         if then.token_ids[: len(split.token_ids)] != split.token_ids:
             return  # history has it otherwise than it is generated
         token_ids = then.token_ids[header_start:stop]
-        entry = Entry(digest(token_ids), plan.context, self._new_id(), len(token_ids), True)
+        entry = plan.answer_entry(self._new_id(), token_ids)
         self._book.add(entry)
         if self._book.has(entry):
-            chain = tuple(parent.message_id for parent in plan.parents)
+            chain = tuple(parent.message_id for parent in plan.entries)
             self._first[entry.message_id], self._chains[entry.message_id] = chain, {chain}
         self._texts.append(then.token_ids[:stop])
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages of a tenant, by the tokens that they hold: the least recently used go first.
 
-The table knows ids and digests, not messages: whoever has them makes and frees them.
+The table knows ids and digests, not messages: whoever has them makes and frees them. Of messages
+that may be read in parts it knows the tokens, too (`edits.py`), 4 bytes each.
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+# Of messages that begin, or end, alike, so many are compared with one that comes with an edit.
+MAX_CANDIDATES = 4
+
 
 @dataclass(eq=False)
 class Entry:
     """A message that the table knows.
 
     Attributes:
-        key: the digest of its tokens, and of the adapter that encoded it.
+        key: the digest of its tokens, and of the space in which it is looked for (`digest`).
         context: the digest of what stood before it where it was made.
         message_id: its id.
         num_tokens: its length.
         is_answer: whether it was generated.
         num_users: requests that read it; it is not given up while there is one.
+        anchors: digests of its first and of its last tokens, by which it is found when it comes
+            again with an edit; None: it is found as a whole alone.
+        token_ids: its tokens, if it has anchors.
     """
 
     key: bytes
@@ -32,13 +39,15 @@ class Entry:
     num_tokens: int
     is_answer: bool = False
     num_users: int = 0
+    anchors: tuple[bytes, bytes] | None = None
+    token_ids: array[int] | None = None
 
 
 class Digest:
-    """Digest of tokens, as they come, and of the name of the adapter that encodes them."""
+    """Digest of tokens, as they come, in a space: only messages of one space are found in it."""
 
-    def __init__(self, adapter: str = "") -> None:
-        self._made = blake2b(adapter.encode() + b"\0", digest_size=16)
+    def __init__(self, space: str = "") -> None:
+        self._made = blake2b(space.encode() + b"\0", digest_size=16)
 
     def update(self, token_ids: Sequence[int]) -> None:
         """Add tokens."""
@@ -49,9 +58,11 @@ class Digest:
         return self._made.digest()
 
 
-def digest(token_ids: Sequence[int], adapter: str = "") -> bytes:
-    """Digest of tokens, and of the name of the adapter that encodes them."""
-    made = Digest(adapter)
+def digest(token_ids: Sequence[int], space: str = "") -> bytes:
+    """Digest of tokens in a space: the name of the adapter that encodes them, and what they stand
+    behind, where that matters.
+    """
+    made = Digest(space)
     made.update(token_ids)
     return made.value()
 
@@ -69,6 +80,9 @@ class MessageTable:
         self.num_tokens = 0
         self._entries: OrderedDict[tuple[bytes, bytes], Entry] = OrderedDict()
         self._contexts: dict[bytes, dict[bytes, Entry]] = {}
+        # By the digest of their first tokens, and of their last ones; the newest come last.
+        self._heads: dict[bytes, list[Entry]] = {}
+        self._tails: dict[bytes, list[Entry]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -80,6 +94,14 @@ class MessageTable:
             return None
         return same.get(context) or next(iter(same.values()))
 
+    def find_by_head(self, anchor: bytes) -> Sequence[Entry]:
+        """Find messages whose first tokens have this digest: the newest, `MAX_CANDIDATES`."""
+        return tuple(self._heads.get(anchor, ()))
+
+    def find_by_tail(self, anchor: bytes) -> Sequence[Entry]:
+        """Find messages whose last tokens have this digest: the newest, `MAX_CANDIDATES`."""
+        return tuple(self._tails.get(anchor, ()))
+
     def has(self, entry: Entry) -> bool:
         """Return whether the table knows just this message."""
         return self._entries.get((entry.key, entry.context)) is entry
@@ -90,6 +112,10 @@ class MessageTable:
             self._entries[entry.key, entry.context] = entry
             self._contexts.setdefault(entry.key, {})[entry.context] = entry
             self.num_tokens += entry.num_tokens
+            for index, anchor in self._anchored(entry):
+                same = index.setdefault(anchor, [])
+                same.append(entry)
+                del same[:-MAX_CANDIDATES]
 
     def drop(self, entry: Entry) -> None:
         """Forget a message that is no longer there. Forgetting twice does nothing."""
@@ -100,6 +126,15 @@ class MessageTable:
             if not same:
                 del self._contexts[entry.key]
             self.num_tokens -= entry.num_tokens
+            for index, anchor in self._anchored(entry):
+                left = [other for other in index.get(anchor, ()) if other is not entry]
+                if left:
+                    index[anchor] = left
+                else:
+                    index.pop(anchor, None)
+
+    def _anchored(self, entry: Entry) -> Iterable[tuple[dict[bytes, list[Entry]], bytes]]:
+        return zip((self._heads, self._tails), entry.anchors or (), strict=False)
 
     def enter(self, entries: Iterable[Entry]) -> None:
         """Count a request as reading these messages, until it calls `leave`."""

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 # Of a chat, the first ones are messages, and what follows them is text.
 MAX_PARTS = 256
-_ANSWERS = ("assistant", "")  # roles of parts that are never joined with others
+ANSWERS = ("assistant", "")  # roles of parts that are never joined with others
+# Roles of parts at the head of a chat that are its beginning; "": what the template writes itself.
+_BEGINNING = ("system", "developer", "")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def split(
     num_chars: int,
     ends: Collection[int],
     min_tokens: int,
+    keeps_beginning: bool = False,
 ) -> Split:
     """Cut a rendered chat into parts.
 
@@ -87,6 +90,7 @@ def split(
         num_chars: length of the text.
         ends: the tokens that end what a model generates.
         min_tokens: shorter parts are joined with their neighbours.
+        keeps_beginning: those of the beginning are joined with one another alone.
     """
     tokens = tuple(token_ids)
     if not places:
@@ -101,7 +105,19 @@ def split(
         # Before the first content there is nothing that could end.
         cuts |= found or ({first} if number else set())
     legal = sorted(cut for cut in cuts if 0 < cut < len(tokens))[:MAX_PARTS]
-    return Split(tokens, tuple(_merge_short(_parts(legal, starts, places), min_tokens)))
+    parts = _parts(legal, starts, places)
+    border = num_beginning(parts) if keeps_beginning else 0
+    merged = (part for side in (parts[:border], parts[border:])
+              for part in _merge_short(side, min_tokens))  # fmt: skip
+    return Split(tokens, tuple(merged))
+
+
+def num_beginning(parts: Sequence[ChatPart]) -> int:
+    """Number of parts of a chat's beginning: those before the first that holds a text of another
+    role than "system" or "developer".
+    """
+    others = (number for number, part in enumerate(parts) if part.role not in _BEGINNING)
+    return next(others, len(parts))
 
 
 def split_given_parts(parts: Sequence[Sequence[int]], min_tokens: int) -> Split:
@@ -129,7 +145,7 @@ def cut_long_parts(cut: Split, ranks: Ranks, mean_tokens: int) -> Split:
     pieces: list[ChatPart] = []
     for number, part in enumerate(cut.parts):
         inner: list[int] = []
-        if part.role not in _ANSWERS:
+        if part.role not in ANSWERS:
             inner = content_cuts(cut.token_ids[part.start : part.stop], ranks, mean_tokens)
         most = MAX_PARTS - len(pieces) - (len(cut.parts) - number)
         stops = [*(part.start + at for at in inner[: max(0, most)]), part.stop]
@@ -159,7 +175,7 @@ def _merge_short(parts: Sequence[ChatPart], min_tokens: int) -> list[ChatPart]:
     joined: list[ChatPart] = []
     is_open = False  # the last one is short, and may be joined with the next
     for part in parts:
-        can_join = part.role not in _ANSWERS and part.num_tokens < min_tokens
+        can_join = part.role not in ANSWERS and part.num_tokens < min_tokens
         if is_open and can_join:
             last = joined.pop()
             messages = tuple(dict.fromkeys((*last.messages, *part.messages)))

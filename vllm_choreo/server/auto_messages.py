@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_choreo.api.pending import Pending
-from vllm_choreo.chat.matching import ChatPlan, plan_chat
-from vllm_choreo.chat.message_table import Entry, MessageTable, digest
+from vllm_choreo.chat.matching import ChatPlan, Matching, plan_chat
+from vllm_choreo.chat.message_table import Entry, MessageTable
 from vllm_choreo.chat.parts import Split
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, TooLongError
@@ -45,8 +45,8 @@ class ReadChat:
     pending: list[Pending] = field(default_factory=list)
 
     @property
-    def parents(self) -> list[str]:
-        return [entry.message_id for entry in self.plan.parents]
+    def parents(self) -> list[str | tuple[str, int, int]]:
+        return [span.parent for span in self.plan.parents]
 
     async def num_encoded(self) -> int:
         """Tokens that were encoded for it before its header, copies in exact mode included."""
@@ -84,7 +84,7 @@ class ChatMessages:
         self._lock = asyncio.Lock()
 
     async def read(
-        self, split: Split, mode: str, max_tokens: int, name: str, adapter: object
+        self, split: Split, mode: str, max_tokens: int, how: Matching, adapter: object
     ) -> ReadChat:
         """Find or make the messages of a chat's parts.
 
@@ -92,48 +92,46 @@ class ChatMessages:
             split: the chat's tokens and parts.
             mode: mode of its calls.
             max_tokens: most tokens of the answer.
-            name, adapter: the adapter that encodes it, by name and as calls take it; "" and None:
-                none.
+            how: which messages may be read.
+            adapter: the adapter that encodes it, as calls take it, or None.
 
         Raises:
             TooLongError: in parts it takes too much of the context.
             ChoreoError: its calls are illegal.
         """
         async with self._lock:
-            plan = plan_chat(split, self.book, name, self._is_live, self._new_id)
+            plan = plan_chat(split, self.book, how, self._is_live, self._new_id)
             self._check_fits(plan, max_tokens)
-            found = [e for e in plan.parents if not any(e is piece.entry for piece in plan.new)]
-            self.book.enter(found)
+            self.book.enter(plan.found)
             try:
                 await self._free(self.book.make_room(len(plan.new) + 1, plan.num_new_tokens))
                 specs = _pieces(plan, mode, adapter)
                 pending = await self.session.choreography.submit_all(specs) if specs else []
             finally:
-                self.book.leave(found)
+                self.book.leave(plan.found)
             for piece, handle in zip(plan.new, pending, strict=True):
                 self.book.add(piece.entry)
                 self.sessions.in_background(self._watch(piece.entry, handle))
-            self.book.enter(plan.parents)
-            self.book.touch(plan.parents)
+            self.book.enter(plan.entries)
+            self.book.touch(plan.entries)
         return ReadChat(plan, pending)
 
     def leave(self, chat: ReadChat) -> None:
         """End the request: free messages that nobody reads or can find any more."""
-        self.book.leave(chat.plan.parents)
-        lost = [entry for entry in dict.fromkeys(chat.plan.parents) if self._is_lost(entry)]
+        self.book.leave(chat.plan.entries)
+        lost = [entry for entry in dict.fromkeys(chat.plan.entries) if self._is_lost(entry)]
         if lost:
             self.sessions.in_background(self._free(lost))
 
-    def answered(self, message: Message, chat: ReadChat, name: str) -> None:
+    def answered(self, message: Message, chat: ReadChat) -> None:
         """Keep an answer, with the header before it, for the chat that goes on from there.
 
         An answer with the same tokens that was made before, to the same chat, is given up for it.
         """
-        key, context = digest(message.token_ids, name), chat.plan.context
-        entry = Entry(key, context, message.id, message.num_tokens, is_answer=True)
-        known = self.book.find(key, context)
+        entry = chat.plan.answer_entry(message.id, message.token_ids)
+        known = self.book.find(entry.key, entry.context)
         victims = []
-        if known is not None and known.context == context:
+        if known is not None and known.context == entry.context:
             self.book.drop(known)
             victims = [] if known.num_users else [known]
         self.book.add(entry)
@@ -182,12 +180,12 @@ class ChatMessages:
 
 
 def _pieces(plan: ChatPlan, mode: str, adapter: object) -> list[CallSpec]:
-    """Calls that encode the new parts, each behind all that stands before it in the chat."""
+    """Calls that encode the new parts, each behind what the plan says."""
     return linked_specs(
         [
             {
                 "tokens": piece.token_ids,
-                "parents": [entry.message_id for entry in plan.parents[: piece.number]],
+                "parents": [span.parent for span in piece.parents],
                 "save_as": piece.entry.message_id.partition("/")[2],
                 "mode": mode,
                 "adapter": adapter,
@@ -203,12 +201,16 @@ class TenantChats:
     Args:
         sessions: open sessions of the server.
         vllm_config: configuration of its engine.
+
+    Attributes:
+        keeps_states: its model has states in place of keys, see `Matching.of`.
     """
 
     def __init__(self, sessions: Sessions, vllm_config: VllmConfig) -> None:
         self._sessions = sessions
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._block_size: int = vllm_config.cache_config.block_size
+        self.keeps_states: bool = vllm_config.model_config.is_hybrid
         self._tenants: dict[str, ChatMessages] = {}
 
     def of(self, tenant: str) -> ChatMessages:

@@ -63,6 +63,7 @@ class ChoreoEndpoints:
         from vllm_choreo.server.guard import guarded
         from vllm_choreo.server.openai import batch, handlers
         from vllm_choreo.server.openai.auto_chats import AutoChats
+        from vllm_choreo.server.openai.auto_options import default_context
         from vllm_choreo.server.served_adapters import ServedAdapters
         from vllm_choreo.server.sessions import Sessions
         from vllm_choreo.server.tenants import use_keys
@@ -101,7 +102,8 @@ class ChoreoEndpoints:
             auto = getattr(args, "choreo_auto", None) or "off"
             chats = TenantChats(state.choreo, engine_client.vllm_config)
             cut = getattr(args, "choreo_auto_cut", None) or "messages"
-            handlers.init_state(state, llm, AutoChats(chats, llm, auto, cut))
+            context = default_context(config.auto_context, auto, bool(api_keys(args)))
+            handlers.init_state(state, llm, AutoChats(chats, llm, auto, cut, context))
         else:
             batch.init_batch(state, llm)
 

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 # What the arguments of a call are called in a request to vLLM's routes.
 _NAMES = {name: f"vllm_xargs.{key}" for key, name in ARGUMENTS.items()}
-_NAMES |= {name: f"vllm_xargs.choreo_{name}" for name in ("auto", "auto_min_tokens", "auto_cut")}
+_NAMES |= {
+    name: f"vllm_xargs.choreo_{name}"
+    for name in ("auto", "auto_min_tokens", "auto_cut", "auto_context")
+}
 _NAMES |= {
     "session": f"vllm_xargs.{SESSION_KEY}",
     "prefix": f"vllm_xargs.{PREFIX_KEY}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_choreo.chat.cutter import Cutter, end_tokens
 from vllm_choreo.chat.marks import marked
+from vllm_choreo.chat.matching import Matching
 from vllm_choreo.chat.parts import Split, split_given_parts
 from vllm_choreo.errors import (
     ChoreoError,
@@ -53,15 +55,23 @@ class AutoChats:
         chats: the messages of its tenants.
         llm: an engine client that takes choreographed requests.
         default, default_cut: the mode of requests that say none, and where their parts end.
+        default_context: behind what parts are encoded in mode "choreo", where a request says
+            nothing of it.
     """
 
     def __init__(
-        self, chats: TenantChats, llm: AsyncLLM, default: str, default_cut: str = "messages"
+        self,
+        chats: TenantChats,
+        llm: AsyncLLM,
+        default: str,
+        default_cut: str = "messages",
+        default_context: str = "seen",
     ) -> None:
         self._chats = chats
         self._llm = llm
         self._default = default
         self._default_cut = default_cut
+        self._default_context = default_context
         self._cutter: Cutter | None = None
 
     async def client(
@@ -81,6 +91,7 @@ class AutoChats:
         options = read_options(body.vllm_xargs, request.headers.get(AUTO_HEADER), self._default)
         if options is None:
             return None
+        options = replace(options, cut=options.cut or self._default_cut)
         split = partial(self._split, serving, body, options, tenant_of(request))
         return await self._client(body, request, options, split)
 
@@ -139,7 +150,19 @@ class AutoChats:
             self._chats.looked_up("options" if is_form else "limit", {})
             return None
         run = Run(messages.sessions, messages.session)
-        return AutoClient(self._llm, run, messages, options, split, self._chats.looked_up)
+        how = self._matching(options)
+        return AutoClient(self._llm, run, messages, options, how, split, self._chats.looked_up)
+
+    def _matching(self, options: AutoOptions) -> Matching:
+        """How the parts of a chat are matched; the adapter comes with its prompt."""
+        return Matching.of(
+            options.mode,
+            options.cut or "messages",
+            options.context or self._default_context,
+            self._chats.keeps_states,
+            "",
+            options.repair,
+        )
 
     async def _split(
         self,
@@ -164,7 +187,7 @@ class AutoChats:
         split = self._cutter_of(online).split
         return await self._chats.work.run(
             tenant, split, token_ids, prompt.get("prompt"), text, contents, options.min_tokens,
-            options.cut,
+            options.cut, self._matching(options).is_alone,
         )  # fmt: skip
 
     def _split_parts(
@@ -185,9 +208,7 @@ class AutoChats:
             tokenizer = copy.deepcopy(online.renderer.get_tokenizer())
             ends = end_tokens(tokenizer, online.model_config.try_get_generation_config())
             chats = self._chats
-            self._cutter = Cutter(
-                tokenizer, ends, chats.min_tokens, self._default_cut, chats.cut_tokens
-            )
+            self._cutter = Cutter(tokenizer, ends, chats.min_tokens, cut_tokens=chats.cut_tokens)
         return self._cutter
 
 

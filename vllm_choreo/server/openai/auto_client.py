@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.api.adapters import WithAdapter
 from vllm_choreo.api.outcomes import Outcome
+from vllm_choreo.chat.matching import Matching
 from vllm_choreo.chat.parts import Split
 from vllm_choreo.errors import ChoreoError, TooLongError, UnsupportedOptionError
 from vllm_choreo.server.auto_messages import ChatMessages, ReadChat
@@ -29,6 +31,7 @@ class AutoClient(CallClient):
         llm, run: the same as for `CallClient`.
         messages: messages of the tenant's chats.
         options: the request's options.
+        how: which messages may be read; the adapter's name comes with the prompt.
         split: cuts the prompt that vLLM has made of the request.
         count: counts how the chat was served, see `TenantChats.looked_up`.
     """
@@ -39,18 +42,19 @@ class AutoClient(CallClient):
         run: Run,
         messages: ChatMessages,
         options: AutoOptions,
+        how: Matching,
         split: Callable[[EngineInput], Awaitable[Split]],
         count: Callable[[str, dict[str, int]], None],
     ) -> None:
         super().__init__(llm, run, {})
         self._messages = messages
         self._options = options
+        self._how = how
         self._split = split
         self._count = count
         self._chat: ReadChat | None = None
         self._as_text: AsyncGenerator[RequestOutput, None] | None = None
         self._prompt: EngineInput | None = None
-        self._adapter_name = ""
 
     async def submit(self) -> bool:
         return self.is_text or await super().submit()
@@ -64,7 +68,9 @@ class AutoClient(CallClient):
     ) -> None:
         reason = await self._read(prompt, sampling_params, options.get("lora_request"))
         self._count(reason or "messages", self._report())
-        told = {"mode": self._options.mode, **({"text": reason} if reason else self._report())}
+        context = {"context": self._how.context} if self._options.mode == "choreo" else {}
+        told = {"text": reason} if reason else {**context, **self._report()}
+        told = {"mode": self._options.mode, **told}
         self.more_choreo = {"auto": told}
         if reason:
             self._as_text = self._llm.generate(prompt, sampling_params, request_id, **options)
@@ -91,13 +97,14 @@ class AutoClient(CallClient):
         split = await self._split(prompt)
         if not split.parts:
             return split.reason or "template"
-        self._prompt, self._adapter_name = prompt, lora.lora_name if lora else ""
+        self._prompt = prompt
+        how = replace(self._how, adapter=lora.lora_name if lora else "")
         try:
             self._chat = await self._messages.read(
                 split,
                 options.mode,
                 sampling_params.max_tokens,
-                self._adapter_name,
+                how,
                 self._adapter(lora),
             )
         except TooLongError:
@@ -144,4 +151,4 @@ class AutoClient(CallClient):
         if self._chat is not None:
             self._messages.leave(self._chat)
             if self.is_told and self.message is not None:
-                self._messages.answered(self.message, self._chat, self._adapter_name)
+                self._messages.answered(self.message, self._chat)

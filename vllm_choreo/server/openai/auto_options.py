@@ -6,14 +6,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_choreo.chat.matching import check_auto, check_cut
+from vllm.logger import init_logger
+
+from vllm_choreo.chat.matching import check_auto, check_context, check_cut
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.server.guard import choreo_keys
 
 AUTO_KEY, MIN_TOKENS_KEY, REPAIR_KEY = "choreo_auto", "choreo_auto_min_tokens", "choreo_repair"
-CUT_KEY = "choreo_auto_cut"
-AUTO_KEYS = (AUTO_KEY, MIN_TOKENS_KEY, CUT_KEY, REPAIR_KEY)
+CUT_KEY, CONTEXT_KEY = "choreo_auto_cut", "choreo_auto_context"
+AUTO_KEYS = (AUTO_KEY, MIN_TOKENS_KEY, CUT_KEY, CONTEXT_KEY, REPAIR_KEY)
+logger = init_logger("vllm.choreo.server")
 # For clients that cannot send `vllm_xargs`.
 AUTO_HEADER = "X-Choreo-Auto"
 
@@ -28,6 +31,7 @@ class AutoOptions:
             the server's default names it, the chat is served as text.
         min_tokens: tokens of a part, at least; shorter parts are joined; None: the default.
         cut: where parts end, "messages" or "content"; None: the default.
+        context: behind what parts are encoded, "seen" or "alone"; None: the default.
         repair: rule of the call that generates, in mode "choreo".
     """
 
@@ -35,6 +39,7 @@ class AutoOptions:
     is_asked: bool = False
     min_tokens: int | None = None
     cut: str | None = None
+    context: str | None = None
     repair: object = None
 
 
@@ -68,7 +73,7 @@ def read_options(
                 parameter=f"vllm_xargs.{key}",
                 value=xargs[key],
             )
-    repair = xargs.get(REPAIR_KEY)
+    context, repair = xargs.get(CONTEXT_KEY), xargs.get(REPAIR_KEY)
     if repair is not None and mode != "choreo":
         raise UnsupportedOptionError('repair is of mode "choreo"', parameter="repair", value=repair)
     return AutoOptions(
@@ -76,8 +81,35 @@ def read_options(
         is_asked=True,
         min_tokens=_min_tokens(xargs.get(MIN_TOKENS_KEY)),
         cut=check_cut(xargs[CUT_KEY], "auto_cut") if CUT_KEY in xargs else None,
+        context=check_context(context, "auto_context", mode) if CONTEXT_KEY in xargs else None,
         repair=rule_given(repair) if isinstance(repair, str) else repair,
     )
+
+
+def default_context(chosen: str, auto: str, has_keys: bool) -> str:
+    """Return behind what parts of chats are encoded in mode "choreo"; log what to know of it.
+
+    Args:
+        chosen: the setting `server.auto_context`, "" if there is none.
+        auto: the server's mode of chats.
+        has_keys: the server asks for API keys. Without, all its clients are one tenant, and each
+            finds what the others have sent.
+    """
+    context = chosen or ("seen" if has_keys else "alone")
+    if auto == "choreo" and not has_keys:
+        if context == "alone":
+            logger.info(
+                "choreo: without API keys all clients share their messages, so parts of chats are "
+                'encoded behind the system message alone (context "alone"): no conversation steers '
+                "another"
+            )
+        else:
+            logger.warning(
+                "choreo: without API keys all clients share their messages, and with the setting "
+                'server.auto_context="seen" what one client sends can steer the answers of '
+                'another: choose "alone", or give --api-key'
+            )
+    return context
 
 
 def _min_tokens(given: int | None) -> int | None:

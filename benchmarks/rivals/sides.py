@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that are asked the same in turn: one without the plugin, one with it in several ways."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from benchmarks.harness.turns import in_turn
+from benchmarks.rivals.layouts import Ask, Layout
+from benchmarks.rivals.questions import f1
+
+STOCK = "stock"
+WAYS = ("exact", "choreo")
+
+
+@dataclass(frozen=True)
+class Side:
+    """A server, and what requests say to it.
+
+    Attributes:
+        name: "stock", or a mode of chats that name no messages.
+        http: a client of the server.
+        model: name of its model.
+        extra: keys of the body of every request.
+    """
+
+    name: str
+    http: httpx.Client
+    model: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def sides_of(
+    stock: httpx.Client | None, ours: httpx.Client | None, ways: Sequence[str]
+) -> list[Side]:
+    """The sides of a comparison; None: no such server."""
+    found = [] if stock is None else [Side(STOCK, stock, model_of(stock))]
+    if ours is not None:
+        for way in ways:
+            xargs = {"choreo_auto": way, "choreo_auto_cut": "content"}
+            found.append(Side(way, ours, model_of(ours), {"vllm_xargs": xargs}))
+    return found
+
+
+def model_of(http: httpx.Client) -> str:
+    """The model that a server serves."""
+    answer = http.get("/v1/models").raise_for_status().json()
+    return str(answer["data"][0]["id"])
+
+
+def run(
+    name: str, sides: Sequence[Side], make: Callable[[], Layout], ignore_eos: bool
+) -> list[dict[str, Any]]:
+    """Ask all sides all requests of a layout, in turn: a row for each answer.
+
+    Args:
+        name: of the layout.
+        make: begins the layout anew, for each side.
+        ignore_eos: every answer is as long as it may be.
+    """
+    layouts = {side.name: make() for side in sides}
+    asks = {side: next(layout) for side, layout in layouts.items()}
+    rows, number = [], 0
+    while asks:
+        answers = {}
+        for side in in_turn(sides, number):
+            answers[side.name] = answer = ask(side, asks[side.name], ignore_eos)
+            rows.append({"layout": name, "number": number, "side": side.name, **answer})
+        _compare(rows[-len(sides) :], asks)
+        for row in rows[-len(sides) :]:
+            print({**row, "answer": row["answer"][:60]}, flush=True)
+        following = {}
+        for side, layout in layouts.items():
+            try:
+                following[side] = layout.send(answers[side]["answer"])
+            except StopIteration:
+                continue
+        asks, number = following, number + 1
+    return rows
+
+
+def _compare(rows: Sequence[dict[str, Any]], asks: Mapping[str, Ask]) -> None:
+    """Add to each row how good its answer is, and how near to that of the first side."""
+    by_side = {row["side"]: row for row in rows}
+    reference = by_side.get(STOCK, rows[0])["answer"]
+    for row in rows:
+        gold = asks[row["side"]].gold
+        row["f1"] = round(f1(row["answer"], gold), 4) if gold else ""
+        row["same"] = int(row["answer"] == reference)
+        row["f1_to_stock"] = round(f1(row["answer"], [reference]), 4)
+
+
+def ask(side: Side, asked: Ask, ignore_eos: bool) -> dict[str, Any]:
+    """One request, as a stream: seconds to its first token and to its end, tokens and text."""
+    body = {
+        "model": side.model,
+        "messages": asked.chat,
+        "max_tokens": asked.max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **({"ignore_eos": True} if ignore_eos and not asked.gold else {}),
+        **side.extra,
+    }
+    text, first, usage, began = "", None, {}, time.perf_counter()
+    with side.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise SystemExit(f"{side.name}: {response.read().decode()[:500]}")
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", ()):
+                content = choice["delta"].get("content")
+                # The last event of an answer has its reason, and no text if it had none.
+                if first is None and (content or choice.get("finish_reason")):
+                    first = time.perf_counter() - began
+                text += content or ""
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return {
+        "kind": asked.kind,
+        "first_token_s": round(first or 0.0, 5),
+        "seconds": round(time.perf_counter() - began, 5),
+        "prompt_tokens": usage.get("prompt_tokens", 0),
+        "cached_tokens": cached,
+        "answer_tokens": usage.get("completion_tokens", 0),
+        "answer": text,
+    }
