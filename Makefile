@@ -19,10 +19,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINE := $(VENV)/.engine-installed
 PACKAGE := $(VENV)/.package-installed
+# The site needs neither torch nor vLLM, and has an environment of its own.
+DOCS_VENV := .venv-docs
+DOCS := $(DOCS_VENV)/.installed
 SOURCES := $(shell find csrc -type f 2>/dev/null)
 CLANG_SOURCES := $(filter %.cpp %.h %.hpp %.cu %.cuh,$(SOURCES))
 
-.PHONY: help setup programs demo test check-vllm lint format bench soak clean
+.PHONY: help setup programs demo test check-vllm lint format docs accessible bench soak clean
 .DELETE_ON_ERROR:
 
 help:
@@ -33,6 +36,8 @@ help:
 	@echo "make check-vllm  compare what is used of vLLM with another version (VERSION=0.33.0)"
 	@echo "make lint    ruff, mypy, pyright (on the examples), clang-format: check only"
 	@echo "make format  ruff, clang-format: change the files"
+	@echo "make docs    build the site into site/, strictly: words, links, names of the API"
+	@echo "make accessible  run axe-core on every page of the site, in Chromium"
 	@echo "make bench   run the benchmarks   (ARGS=...)"
 	@echo "make soak    load, abuse and kill servers, then check every token  (ARGS=\"routes --seed 2\")"
 	@echo "             (ARGS=\"--machine --minutes 60 --workers 2\": random programs across features)"
@@ -77,6 +82,16 @@ format: $(PACKAGE)
 	@$(BIN)/ruff format .
 	@if [ -n "$(CLANG_SOURCES)" ]; then $(BIN)/clang-format -i $(CLANG_SOURCES); fi
 
+$(DOCS): tools/setup.sh pyproject.toml
+	@PYTHON="$(PYTHON)" bash tools/setup.sh docs
+	@touch $@
+
+docs: $(DOCS)
+	@$(DOCS_VENV)/bin/python -m tools.site
+
+accessible: docs
+	@$(DOCS_VENV)/bin/python -m tools.site.accessibility $(ARGS)
+
 bench: $(PACKAGE)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
@@ -89,6 +104,6 @@ else
 endif
 
 clean:
-	rm -rf build dist demo-out run-out .mypy_cache .pytest_cache .ruff_cache .hypothesis ./*.egg-info
+	rm -rf build dist site demo-out run-out .mypy_cache .pytest_cache .ruff_cache .hypothesis ./*.egg-info
 	find $(wildcard vllm_choreo tests benchmarks examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f vllm_choreo/*.so $(PACKAGE)
