@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -248,6 +250,16 @@ def test_the_files_are_open_and_hold_nothing(page_server: Server) -> None:
         assert client.get("/choreo/routes.py").status_code == 404
         assert client.get("/choreo/..%2Froutes.py").status_code == 404
         assert client.get("/v1/choreo/sessions/x/blocks").status_code == 401
+
+
+def test_the_page_is_served_as_the_documentation_says(page_server: Server) -> None:
+    text = (Path(__file__).parents[2] / "docs/operating.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^vllm serve .*--choreo-page.*$", text, re.MULTILINE)
+    program, serve, model, *words = shlex.split(command)
+    assert (program, serve, model) == ("vllm", "serve", "MODEL")
+    given = page_server.process.args
+    assert isinstance(given, list)
+    assert {word for word in words if word.startswith("--")} <= set(map(str, given))
 
 
 def test_blocks_are_those_of_the_engine(page_server: Server) -> None:
