@@ -48,6 +48,7 @@ def page(page_server: Server, tmp_path: Path) -> Iterator[Page]:
         opened.open(f"{page_server.base_url}/choreo/")
         opened.wait("!document.getElementById('key-form').hidden")
         use_key(opened, KEYS[0])
+        opened.logged.clear()  # that there was no key at first
         yield opened
         foreign = {urlsplit(url).netloc for url in opened.requested if not url.startswith("data:")}
         assert foreign == {urlsplit(page_server.base_url).netloc}
@@ -144,7 +145,7 @@ def test_it_is_done_by_keys_as_well(page: Page) -> None:
     for name, text in TEXTS.items():
         encode(page, name, text)
     for name in TEXTS:
-        page.evaluate(f"document.querySelector('[aria-label=\"Add {name} to the call\"]').focus()")
+        page.evaluate(f"document.querySelector('[aria-label=\"Add to the call: {name}\"]').focus()")
         page.press("Enter")
     assert parents(page) == ["shed", "anna", "bob"]
     page.evaluate("document.querySelector('#parents [data-parent=\"bob\"]').focus()")

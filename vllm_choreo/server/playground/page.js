@@ -60,8 +60,9 @@ function make(tag, text, attributes = {}) {
   return made;
 }
 
-function button(text, label, pressed) {
-  const made = make("button", text, { type: "button", "aria-label": label });
+// Its label begins with what is seen, so that who speaks to the browser can say it.
+function button(text, name, pressed) {
+  const made = make("button", text, { type: "button", "aria-label": `${text}: ${name}` });
   made.addEventListener("click", pressed);
   return made;
 }
@@ -154,7 +155,7 @@ function showMessages() {
     item.append(
       make("b", name), ` (${message.num_tokens} tokens)`,
       make("span", message.text, { class: "body" }),
-      button("Add to the call", `Add ${name} to the call`, () => add(name, parents.length)),
+      button("Add to the call", name, () => add(name, parents.length)),
     );
     makeDraggable(item, { name });
     return item;
@@ -167,9 +168,9 @@ function showParents(focused) {
     item.setAttribute("aria-label", `${name}, ${index + 1} of ${parents.length}`);
     item.append(
       make("b", name), " ",
-      button("↑", `Move ${name} up`, () => move(index, index - 1)),
-      button("↓", `Move ${name} down`, () => move(index, index + 1)),
-      button("Remove", `Remove ${name} from the call`, () => remove(index)),
+      button("Up", name, () => move(index, index - 1)),
+      button("Down", name, () => move(index, index + 1)),
+      button("Remove", name, () => remove(index)),
     );
     item.addEventListener("keydown", (event) => {
       if (event.target !== item) return;
