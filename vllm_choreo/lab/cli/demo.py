@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.engine import LocalEngine, start_engine, warm_up
@@ -163,18 +163,18 @@ def _run_all(llm: LLM, tasks: Sequence[DemoTask]) -> list[dict[str, Transcript]]
     return runs
 
 
-def progress_bar(num_calls: int, **options: Any) -> tqdm[Any]:
+def progress_bar(num_calls: int, file: TextIO | None = None) -> tqdm[Any]:
     """Bar of the calls, which fits a terminal of 80 columns and is as narrow as a narrower one.
 
     Args:
         num_calls: calls of all runs.
-        options: further ones of tqdm's.
+        file: where it is drawn; None: stderr.
     """
     from tqdm import tqdm
 
     width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns) - 1
     # Two redraws a second: a log that takes the place of a terminal grows slowly.
-    return tqdm(total=num_calls, unit="call", leave=False, ncols=width, mininterval=0.5, **options)
+    return tqdm(total=num_calls, unit="call", leave=False, ncols=width, mininterval=0.5, file=file)
 
 
 def _num_all(tasks: Sequence[DemoTask]) -> int:
