@@ -32,6 +32,19 @@ def test_the_version_stands_in_one_place() -> None:
     assert '\nversion = "' not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("make dist", "-m tools.dist"),
+        ("make check-vllm VERSION=latest", "-m tools.vllm_check latest"),
+    ],
+)
+def test_commands_of_the_page_are_those_of_the_makefile(command: str, module: str) -> None:
+    assert f"`{command}`" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    shown = subprocess.run(["make", "-n", *command.split()[1:]], cwd=ROOT, capture_output=True)
+    assert module in shown.stdout.decode()
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The source distribution and the wheel."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from vllm_choreo import Choreography
+from vllm_choreo import Call, Choreography
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.semantics.params import ChoreoParams
@@ -239,22 +239,27 @@ def eviction(subject: Subject) -> Iterator[float]:
         notes = c.decode(
             subject.tokens(9, 51), parents=[document], new_offset=200, sampling_params=greedy()
         )
-        call: Any = {
+        call: Call = {
             "header": subject.tokens(6, 52),
             "parents": [notes, (document, 10, 60)],
             "sampling_params": greedy(),
         }
-        before = c.decode(**call)
+        (before,) = c.decode([call])
         free_blocks = c.stats()["num_free_blocks"]
         c.evict(document, notes)
         yield _claimed(c.stats()["num_free_blocks"] > free_blocks)
-        yield difference(before, c.decode(**call))
+        yield difference(before, c.decode([call])[0])
         # And a message whose own parents are gone as well.
         c.evict(document, notes, before)
-        again: Any = {"sampling_params": greedy(), "offsets": [40], "parents": [before]}
-        answer = c.decode(subject.tokens(3, 53), **again)
+        again: Call = {
+            "header": subject.tokens(3, 53),
+            "parents": [before],
+            "offsets": [40],
+            "sampling_params": greedy(),
+        }
+        (answer,) = c.decode([again])
         c.evict(before)
-        yield difference(answer, c.decode(subject.tokens(3, 53), **again))
+        yield difference(answer, c.decode([again])[0])
 
 
 def split(subject: Subject, at: int = 32) -> Iterator[float]:
@@ -269,9 +274,9 @@ def split(subject: Subject, at: int = 32) -> Iterator[float]:
         whole_text = c.prefill(text, parents=[context], offsets=[100], new_offset=30)
         x = c.prefill(text[:at], parents=[context], offsets=[100], new_offset=30)
         y = c.prefill(text[at:], parents=[context, x], offsets=[100, 30], new_offset=30 + at)
-        place: Any = {"new_offset": 150, "sampling_params": greedy()}
-        together = c.decode(header, parents=[whole_text], offsets=[70], **place)
-        apart = c.decode(header, parents=[x, y], offsets=[70, 70 + at], **place)
+        place: Call = {"header": header, "new_offset": 150, "sampling_params": greedy()}
+        (together,) = c.decode([{**place, "parents": [whole_text], "offsets": [70]}])
+        (apart,) = c.decode([{**place, "parents": [x, y], "offsets": [70, 70 + at]}])
         yield difference(together, apart)
 
 
