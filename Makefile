@@ -12,27 +12,33 @@ ARGS ?=
 ALL ?=
 # How many processes run tests side by side, a file in one of them.
 WORKERS ?= 3
-# Of vLLM, for make check-vllm; the installed one if empty.
+# Of vLLM, for make check-vllm; "latest" is the newest that pip finds, empty the installed one.
 VERSION ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 ENGINE := $(VENV)/.engine-installed
 PACKAGE := $(VENV)/.package-installed
+# The site needs neither torch nor vLLM, and has an environment of its own.
+DOCS_VENV := .venv-docs
+DOCS := $(DOCS_VENV)/.installed
 SOURCES := $(shell find csrc -type f 2>/dev/null)
 CLANG_SOURCES := $(filter %.cpp %.h %.hpp %.cu %.cuh,$(SOURCES))
 
-.PHONY: help setup programs demo test check-vllm lint format bench soak clean
+.PHONY: help setup programs demo test check-vllm lint format docs accessible dist bench soak clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make setup   install vLLM for CPU and this package into $(VENV)"
-	@echo "make programs  install what some tests run by apt: Chromium, curl, jq (needs root)"
+	@echo "make programs  install what some tests run: Chromium, curl, jq, axe-core (needs root)"
 	@echo "make demo    run the demo on a small real model"
 	@echo "make test    run the tests        (ARGS=\"tests/store -x\"; ALL=1: exhaustive grids, too)"
-	@echo "make check-vllm  compare what is used of vLLM with another version (VERSION=0.33.0)"
+	@echo "make check-vllm  compare what is used of vLLM with another version (VERSION=latest)"
 	@echo "make lint    ruff, mypy, pyright (on the examples), clang-format: check only"
 	@echo "make format  ruff, clang-format: change the files"
+	@echo "make docs    build the site into site/, strictly: words, links, names of the API"
+	@echo "make accessible  run axe-core on every page of the site, in Chromium"
+	@echo "make dist    build the source distribution and a wheel with the CPU kernels into dist/"
 	@echo "make bench   run the benchmarks   (ARGS=...)"
 	@echo "make soak    load, abuse and kill servers, then check every token  (ARGS=\"routes --seed 2\")"
 	@echo "             (ARGS=\"--machine --minutes 60 --workers 2\": random programs across features)"
@@ -77,6 +83,18 @@ format: $(PACKAGE)
 	@$(BIN)/ruff format .
 	@if [ -n "$(CLANG_SOURCES)" ]; then $(BIN)/clang-format -i $(CLANG_SOURCES); fi
 
+$(DOCS): tools/setup.sh pyproject.toml
+	@PYTHON="$(PYTHON)" bash tools/setup.sh docs
+	@touch $@
+
+docs: $(DOCS)
+	@$(DOCS_VENV)/bin/python -m tools.site
+
+accessible: docs
+	@$(DOCS_VENV)/bin/python -m tools.site.accessibility $(ARGS)
+dist: $(PACKAGE)
+	@$(BIN)/python -m tools.dist $(ARGS)
+
 bench: $(PACKAGE)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
@@ -89,6 +107,6 @@ else
 endif
 
 clean:
-	rm -rf build dist demo-out run-out .mypy_cache .pytest_cache .ruff_cache .hypothesis ./*.egg-info
+	rm -rf build dist site demo-out run-out .mypy_cache .pytest_cache .ruff_cache .hypothesis ./*.egg-info
 	find $(wildcard vllm_choreo tests benchmarks examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f vllm_choreo/*.so $(PACKAGE)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the optional C++ extension; everything else is in pyproject.toml.
 
-Without a compiler, without torch in the build environment, or with CHOREO_SKIP_EXT=1 the package
-is installed without it, and attention runs in plain PyTorch.
+Without a compiler, with one that fails, without torch in the build environment, or with
+CHOREO_SKIP_EXT=1 the package is installed without it. GPUs never need it; on CPUs attention then
+runs in plain PyTorch, many times slower, and says so when it starts.
 """
 
 import os
@@ -13,6 +14,10 @@ from pathlib import Path
 from setuptools import setup
 
 SOURCES = Path("csrc/cpu")
+ADVICE = (
+    "GPUs do without them. For CPUs install g++, then: pip install --no-build-isolation . "
+    "(in a checkout: make setup)"
+)
 
 
 def skip_reason() -> str | None:
@@ -33,9 +38,19 @@ def extension_arguments() -> dict:
     """Arguments of setup() that build the extension; none where that is not possible."""
     reason = skip_reason()
     if reason is not None:
-        print(f"vllm_choreo: not building the C++ kernels: {reason}", file=sys.stderr)
+        print(f"vllm_choreo: not building the C++ kernels: {reason}. {ADVICE}", file=sys.stderr)
         return {}
+    from setuptools.errors import CompileError
     from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+    class OptionalBuild(BuildExtension):
+        """Torch's build, whose errors are of a kind that setuptools lets an optional one have."""
+
+        def build_extension(self, ext):
+            try:
+                super().build_extension(ext)
+            except RuntimeError as error:  # of ninja
+                raise CompileError(f"{error}. {ADVICE}") from error
 
     extension = CppExtension(
         "vllm_choreo._C",
@@ -49,11 +64,11 @@ def extension_arguments() -> dict:
             "-O3", "-fno-wrapv", "-fopenmp", "-ffp-contract=fast", "-fvisibility=hidden", "-Wall",
             "-Wextra", "-Wno-psabi", "-Wno-unused-parameter", "-Wno-maybe-uninitialized",
         ],
-        # A compiler that fails must not fail the installation.
+        # A compiler that fails must not fail the installation; see OptionalBuild.
         optional=True,
     )  # fmt: skip
     # Objects that change with a header are rebuilt only by ninja or by --force.
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": OptionalBuild}}
 
 
 setup(**extension_arguments())

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Installs into .venv: "engine" = Python environment, torch and vLLM for CPU; "package" = this
-# package, editable, with its kernels and tools. Called by the Makefile; safe to run again.
+# package, editable, with its kernels and tools. Into .venv-docs: "docs" = what builds the site, of the
+# extra of that name, and axe-core, of the package that brings it. Called by the Makefile; safe to run again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -125,6 +126,22 @@ install_package() {
     fi
 }
 
+install_docs() {
+    local requirements
+    VENV=.venv-docs
+    BIN=$VENV/bin
+    LOG=$VENV/setup.log
+    make_venv
+    say "MkDocs and its plugins"
+    requirements=$("$BIN/python" -c 'import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*project["optional-dependencies"]["docs"])')
+    # shellcheck disable=SC2086 # words are requirements
+    pip_install "what builds the site could not be installed" $requirements
+    # Without what it needs for Playwright: only its script is run, by Chromium.
+    pip_install "axe-core could not be installed" --no-deps axe-playwright-python==0.1.8
+}
+
 case ${1:-} in
 engine)
     make_venv
@@ -138,5 +155,6 @@ package)
     install_package
     say "done"
     ;;
-*) fail "usage: bash tools/setup.sh engine|package" ;;
+docs) install_docs ;;
+*) fail "usage: bash tools/setup.sh engine|package|docs" ;;
 esac

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from vllm_choreo.semantics.message import Message as Message
     from vllm_choreo.semantics.params import ChoreoParams as ChoreoParams
 
-__version__ = "0.1.0"
+# The one place: pyproject.toml reads it from here.
+__version__ = "0.2.0.dev0"
 
 _EXPORTS = {
     "Choreography": "vllm_choreo.api.choreography",

@@ -20,11 +20,9 @@ from vllm import SamplingParams
 from tests.engine.oracle import Encoded, Oracle, Parent
 from vllm_choreo import Choreography
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.testing.laws import LOGPROB_TOLERANCE as LOGPROB_TOLERANCE
 from vllm_choreo.testing.models.tiny import EOS_TOKEN_ID
 
-# Largest difference in log-probability between the engine in float32 and the oracle. Measured on
-# the tiny models: at most 6e-5; the rest is room for kernels of other instruction sets.
-LOGPROB_TOLERANCE = 5e-4
 # Where the oracle's two best tokens are closer than this, either may be chosen.
 TIE_MARGIN = 1e-3
 _MAX_OFFSET = 1500

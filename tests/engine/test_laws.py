@@ -3,34 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from vllm import SamplingParams
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN, check_tokens
 from tests.engine.oracle import Oracle, Parent, whole
 from vllm_choreo import Choreography
-from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.semantics.params import ChoreoParams
+from vllm_choreo.testing import laws
+from vllm_choreo.testing.laws import LAWS, difference
+from vllm_choreo.testing.laws import greedy as _greedy
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The engine under test, its oracle, and the size of its vocabulary."""
+class Subject(laws.Subject):
+    """The engine under test, with its oracle."""
 
-    llm: Any
     oracle: Oracle
-    vocab_size: int
-
-    def tokens(self, num_tokens: int, seed: int) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(20, self.vocab_size, (num_tokens,), generator=generator).tolist()
 
 
 @pytest.fixture(scope="module", params=["llama", "bloom", "deepseek_v3", "embedded"])
@@ -43,89 +38,55 @@ def subject(
     """RoPE, ALiBi, MLA, and a real model in turn."""
     if request.param == "embedded":
         path = request.getfixturevalue("embedded_model_path")
-        return Subject(engine_slot(path), Oracle(path), 49000)
+        return Subject(engine_slot(path), 49000, Oracle(path))
     path = tiny_model_path(request.param)
-    return Subject(engine_slot(path), tiny_oracle(request.param), 511)
-
-
-def _greedy(max_tokens: int = 4) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=5)
-
-
-def _ordinary(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int = 4) -> list[Any]:
-    """Plain vLLM requests on these tokens; returns their `CompletionOutput`s."""
-    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    outputs = llm.generate(inputs, _greedy(max_tokens), use_tqdm=False)
-    return [output.outputs[0] for output in outputs]
+    return Subject(engine_slot(path), 511, tiny_oracle(request.param))
 
 
 def _assert_same(left: Any, right: Any) -> None:
     """Equal tokens and log-probabilities; `Message` or vLLM's `CompletionOutput`."""
-    first, second = (
-        tuple(x.generated_token_ids if isinstance(x, Message) else x.token_ids)
-        for x in (left, right)
-    )
-    assert first == second
-    for a, b in zip(left.logprobs, right.logprobs, strict=True):
-        # The fifth and sixth best may change places; at least the four best are in both.
-        common = a.keys() & b.keys()
-        assert len(common) >= 4
-        for token_id in common:
-            assert abs(a[token_id].logprob - b[token_id].logprob) < LOGPROB_TOLERANCE
+    assert difference(left, right) < LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_law(subject: Subject, name: str) -> None:
+    measured = list(LAWS[name](subject))
+    assert measured and max(measured) < LOGPROB_TOLERANCE, measured
+
+
+@pytest.mark.parametrize("at", [1, 45])
+def test_split_elsewhere(subject: Subject, at: int) -> None:
+    (measured,) = laws.split(subject, at)
+    assert measured < LOGPROB_TOLERANCE
+
+
+def test_what_differs_is_seen(subject: Subject) -> None:
+    """Another token, another log-probability, and other tokens among the best."""
+    with Choreography(subject.llm) as c:
+        answer = c.decode(subject.tokens(12, 5), sampling_params=_greedy())
+    assert difference(answer, answer) == 0.0
+    ids = answer.generated_token_ids
+    other = replace(answer, generated_token_ids=(*ids[:-1], (ids[-1] + 1) % 500))
+    assert difference(answer, other) == math.inf
+    assert answer.logprobs is not None
+    moved = [
+        {t: replace(entry, logprob=entry.logprob - 0.25) for t, entry in entries.items()}
+        for entries in answer.logprobs
+    ]
+    assert difference(answer, replace(answer, logprobs=moved)) == pytest.approx(0.25)
+    strange = [{-t - 1: entry for t, entry in entries.items()} for entries in answer.logprobs]
+    assert difference(answer, replace(answer, logprobs=strange)) == math.inf
 
 
 def test_no_parents_equals_an_ordinary_request(subject: Subject) -> None:
     header = subject.tokens(45, 0)
-    (ordinary,) = _ordinary(subject.llm, [header])
+    (ordinary,) = subject.ordinary([header])
     with Choreography(subject.llm) as c:
         message = c.decode(header, sampling_params=_greedy())
         _assert_same(message, ordinary)
         assert message.usage.exact
         encoded = subject.oracle.encode(message.token_ids)
         check_tokens(message, encoded, 45, LOGPROB_TOLERANCE, TIE_MARGIN)
-
-
-def test_chain(subject: Subject) -> None:
-    # The third message is decoded, so that the last one reads sampled tokens, the last included.
-    lengths = (33, 7, 12, 20)
-    pieces = [subject.tokens(length, seed) for seed, length in enumerate(lengths)]
-    with Choreography(subject.llm) as c:
-        first = c.prefill(pieces[0])
-        second = c.prefill(pieces[1], parents=[first])
-        third = c.decode(pieces[2], parents=[first, second], sampling_params=_greedy())
-        last = c.decode(pieces[3], parents=[first, second, third], sampling_params=_greedy())
-        assert all(message.usage.exact for message in (first, second, third, last))
-        text = pieces[0] + pieces[1] + pieces[2]
-        (ordinary,) = _ordinary(subject.llm, [text])
-        _assert_same(third, ordinary)
-        (ordinary,) = _ordinary(subject.llm, [text + list(ordinary.token_ids) + pieces[3]])
-        _assert_same(last, ordinary)
-
-
-def test_shift(subject: Subject) -> None:
-    with Choreography(subject.llm) as c:
-        first, second = c.prefill(
-            [{"tokens": subject.tokens(40, 1)}, {"tokens": subject.tokens(30, 2), "new_offset": 9}]
-        )
-        here, there = c.decode(
-            [
-                {
-                    "header": subject.tokens(10, 3),
-                    "parents": [first, (second, 5, 30)],
-                    "offsets": [25 + shift, 3 + shift],
-                    "new_offset": 50 + shift,
-                    "sampling_params": _greedy(),
-                }
-                for shift in (0, 613)
-            ]
-        )
-        _assert_same(here, there)
-        # What they wrote is the same too, wherever it was written.
-        at = {"offsets": [0], "new_offset": 40, "sampling_params": _greedy()}
-        header = subject.tokens(5, 4)
-        _assert_same(
-            c.decode(header, parents=[here], **at), c.decode(header, parents=[there], **at)
-        )
 
 
 def test_a_parent_without_an_offset_follows_the_one_before(subject: Subject) -> None:
@@ -143,80 +104,6 @@ def test_a_parent_without_an_offset_follows_the_one_before(subject: Subject) -> 
             assert left.position == right.position == explicit[2] + 20
         exact = c.decode([{**call, "mode": "exact", "offsets": [None, 40, None]}])[0]
         assert exact.usage.exact and exact.position == 85
-
-
-def test_permutation(subject: Subject) -> None:
-    with Choreography(subject.llm) as c:
-        parents = [c.prefill(subject.tokens(length, length)) for length in (35, 64, 20)]
-        offsets = [80, 0, 150]
-        orders = ([0, 1, 2], [2, 0, 1], [1, 0, 2])
-        answers = [
-            c.decode(
-                subject.tokens(12, 5),
-                parents=[parents[i] for i in order],
-                offsets=[offsets[i] for i in order],
-                new_offset=110,
-                sampling_params=_greedy(),
-            )
-            for order in orders
-        ]
-        _assert_same(answers[0], answers[1])
-        _assert_same(answers[0], answers[2])
-
-
-def _isolated_calls(subject: Subject, parents: list[Message]) -> list[dict[str, Any]]:
-    first, second = parents
-    places: list[tuple[list[Message], list[int] | None]] = [
-        ([first, second], None),
-        ([second, first], None),
-        ([first], [300]),
-        ([], None),
-    ]
-    return [
-        {
-            "header": subject.tokens(5 + 30 * index, 10 + index),
-            "parents": named,
-            **({} if offsets is None else {"offsets": offsets}),
-            "sampling_params": _greedy(3 + index),
-        }
-        for index, (named, offsets) in enumerate(places)
-    ]
-
-
-def _as_request(call: dict[str, Any], c: Choreography) -> tuple[dict[str, Any], SamplingParams]:
-    """The same call as a request for `LLM.generate`, beside ordinary ones."""
-    params = ChoreoParams(
-        parents=tuple(ParentSpan(parent.id) for parent in call["parents"]),
-        offsets=call.get("offsets"),
-        session=c.session,
-    )
-    return {"prompt_token_ids": call["header"]}, params.apply(call["sampling_params"])
-
-
-def test_isolation(subject: Subject) -> None:
-    prompts = [subject.tokens(70, 30), subject.tokens(3, 31)]
-    alone = [_ordinary(subject.llm, [prompt])[0] for prompt in prompts]
-    with Choreography(subject.llm) as c:
-        parents = c.prefill([{"tokens": subject.tokens(n, n)} for n in (50, 33)])
-        calls = _isolated_calls(subject, parents)
-        single = [
-            c.decode(call["header"], **{k: v for k, v in call.items() if k != "header"})
-            for call in calls
-        ]
-        for left, right in zip(single, c.decode(calls), strict=True):
-            _assert_same(left, right)
-        # The prefix cache would otherwise spare the ordinary requests their prefill in the batch.
-        subject.llm.reset_prefix_cache()
-        requests = [_as_request(call, c) for call in calls]
-        for position, prompt in zip((1, 3), prompts, strict=True):
-            requests.insert(position, ({"prompt_token_ids": prompt}, _greedy()))
-        inputs, params = zip(*requests, strict=True)
-        outputs = subject.llm.generate(list(inputs), list(params), use_tqdm=False)
-        mixed = [output.outputs[0] for output in outputs]
-        for left, index in zip(alone, (1, 3), strict=True):
-            _assert_same(left, mixed.pop(index - (index > 1)))
-        for left, right in zip(single, mixed, strict=True):
-            _assert_same(left, right)
 
 
 def test_choreographed_keys_stay_out_of_the_prefix_cache(subject: Subject) -> None:
@@ -254,44 +141,6 @@ def test_calls_that_wait_for_their_parents(subject: Subject) -> None:
         outputs = subject.llm.generate(inputs, params, use_tqdm=False)
         for message, output in zip((first, second, third), outputs, strict=True):
             _assert_same(message, output.outputs[0])
-
-
-def test_eviction(subject: Subject) -> None:
-    with Choreography(subject.llm) as c:
-        document = c.prefill(subject.tokens(70, 50))
-        notes = c.decode(
-            subject.tokens(9, 51), parents=[document], new_offset=200, sampling_params=_greedy()
-        )
-        call = {
-            "header": subject.tokens(6, 52),
-            "parents": [notes, (document, 10, 60)],
-            "sampling_params": _greedy(),
-        }
-        before = c.decode(**call)
-        free_blocks = c.stats()["num_free_blocks"]
-        c.evict(document, notes)
-        assert c.stats()["num_free_blocks"] > free_blocks
-        _assert_same(before, c.decode(**call))
-        # And a message whose own parents are gone as well.
-        c.evict(document, notes, before)
-        again = {"sampling_params": _greedy(), "offsets": [40], "parents": [before]}
-        answer = c.decode(subject.tokens(3, 53), **again)
-        c.evict(before)
-        _assert_same(answer, c.decode(subject.tokens(3, 53), **again))
-
-
-@pytest.mark.parametrize("at", [1, 32, 45])
-def test_split(subject: Subject, at: int) -> None:
-    text, header = subject.tokens(60, 60), subject.tokens(8, 61)
-    with Choreography(subject.llm) as c:
-        context = c.prefill(subject.tokens(20, 62))
-        whole_text = c.prefill(text, parents=[context], offsets=[100], new_offset=30)
-        x = c.prefill(text[:at], parents=[context], offsets=[100], new_offset=30)
-        y = c.prefill(text[at:], parents=[context, x], offsets=[100, 30], new_offset=30 + at)
-        place = {"new_offset": 150, "sampling_params": _greedy()}
-        together = c.decode(header, parents=[whole_text], offsets=[70], **place)
-        apart = c.decode(header, parents=[x, y], offsets=[70, 70 + at], **place)
-        _assert_same(together, apart)
 
 
 def test_oracle(subject: Subject) -> None:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's example runs as it stands, and its commands exist."""
+"""The README's example runs as it stands, and it fits on three screens."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,34 +24,10 @@ def test_example_runs(embedded_model_path: Path, capsys: pytest.CaptureFixture[s
     assert printed.count("reused_tokens") == 2
 
 
-def test_offline_example_runs(
-    embedded_model_path: Path,
-) -> None:
-    words = ["examples/offline.py", "--model", str(embedded_model_path), "--max-tokens", "2"]
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert done.stdout.count("tokens reused") == 2
-
-
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"`vllm-choreo ([\w-]+)", README))))
-def test_commands_exist(command: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_choreo.cli.main", command, "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "usage" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "target", sorted(set(re.findall(r"(?:^|`)make ([\w-]+)", README, re.MULTILINE)))
-)
-def test_make_targets_exist(target: str) -> None:
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-
-
 def test_links_exist() -> None:
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 150

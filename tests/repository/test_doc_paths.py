@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "patches/README.md",
 ]
 _NAMED = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9]*(?:\.(?:py|h|cpp))?)`")

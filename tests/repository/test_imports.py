@@ -39,7 +39,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "client": {"repair", "semantics", "wire", "api"},
     "integrations": set(),
-    "testing": {"semantics", "integrations"},
+    "testing": {"semantics", "integrations", "ops"},
     "server": {
         *("config", "repair", "semantics", "wire", "api", "engine", "transcript"),
         *("chat", "snapshot", "trained_adapter"),

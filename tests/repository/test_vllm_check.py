@@ -6,8 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
-from tools.vllm_check.__main__ import check_sources, installed
+from tools.vllm_check.__main__ import check_sources, installed, summary
+from tools.vllm_check.fetch import latest, newest
 from tools.vllm_check.source_tree import SourceTree
 from tools.vllm_check.uses import Uses
 from vllm_choreo.engine.compat import SUPPORTED_VLLM
@@ -21,6 +23,34 @@ def test_the_installed_vllm_has_all_that_is_used() -> None:
     # Below these the check would have lost sight of something.
     assert counts["names"] > 60 and counts["overrides"] > 40
     assert counts["calls"] > 90 and counts["attributes"] > 500
+
+
+def test_the_newest_release_is_chosen_among_what_the_index_has() -> None:
+    found = [Version(text) for text in ("0.9.2", "0.33.0", "0.34.0rc1", "0.4.0", "0.33.0.dev7")]
+    assert newest(found) == "0.33.0"
+    with pytest.raises(SystemExit, match="no release"):
+        newest([Version("0.34.0rc1")])
+
+
+def test_latest_asks_the_index_that_pip_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder in place of an index: sources and wheels of some versions, all empty."""
+    for name in ("vllm-0.98.0.tar.gz", "vllm-0.99.1.tar.gz", "vllm-0.99.2rc1.tar.gz"):
+        (tmp_path / name).touch()
+    (tmp_path / "vllm-1.0.0-py3-none-any.whl").touch()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert latest() == "0.99.1"
+
+
+def test_the_summary_says_what_breaks() -> None:
+    known, unknown = SUPPORTED_VLLM[0], "99.0.0"
+    assert summary(known, 0, 0) == f"vLLM {known} (supported): all that was looked at fits"
+    assert summary(unknown, 3, 2) == (
+        f"vLLM {unknown} (not listed as supported): BREAKS: 3 uses of it do not fit, "
+        "2 of its tests are lost"
+    )
 
 
 # A package as it was used, and what becomes of it.

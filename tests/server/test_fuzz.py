@@ -96,6 +96,7 @@ OPERATIONS = [
     ("GET", SESSION),
     ("DELETE", SESSION),
     ("GET", f"{SESSION}/page"),
+    ("GET", f"{SESSION}/blocks"),
     ("POST", f"{SESSION}/messages"),
     ("GET", f"{SESSION}/messages"),
     *(("POST", f"{SESSION}/messages/{name}") for name in ("free", "evict", "pin", "unpin")),

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.serving import Session
-from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.server.metrics import POLL_SECONDS
 from vllm_choreo.testing.server import KEYS, MODEL_NAME, Server
 
@@ -361,29 +359,3 @@ def test_documented_commands_run(server: Server, tmp_path: Path) -> None:
     assert '"object":"choreo.session"' in done.stdout and '"deleted":true' in done.stdout
     assert "vllm_choreo:num_sessions" in done.stdout
     assert (tmp_path / "vllm-choreo.json").read_bytes() == DASHBOARD.read_bytes()
-
-
-def test_documented_starts_have_arguments_that_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The plugin is named already, so that nothing is loaded by its option.
-    for name, value in {"VLLM_PLUGINS": "choreo", "CHOREO_ONLY_IF_NAMED": "1"}.items():
-        monkeypatch.setenv(name, value)
-    from vllm.plugins import load_general_plugins
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from tests.vllm_names import make_arg_parser
-
-    load_general_plugins()
-    parser = make_arg_parser(FlexibleArgumentParser())
-    commands = [_arguments(block) for block in blocks("sh")]
-    parsed = [parser.parse_args(command) for command in commands]
-    assert [args.plugin for args in parsed] == [["choreo"]] * 3
-    assert parsed[0].api_key == ["your-key", "other-key"]
-    config = ChoreoConfig.from_vllm(parsed[2])
-    assert config.tenant_share == 0.5 and config.server.session_ttl_seconds == 600
-    named = set(re.findall(r"`(--[a-z-]+)", DOCUMENT))
-    assert len(named) > 12 and named <= set(parser._option_string_actions)
-
-
-def _arguments(command: str) -> Sequence[str]:
-    words = shlex.split(command.replace("\\\n", " "))
-    return words[words.index("serve") + 1 :]

@@ -39,6 +39,7 @@ ROUTES: list[tuple[str, str, Any]] = [
     ("POST", "/messages/secret/pin", {"ttl_seconds": -5}),
     ("DELETE", "/messages/secret/pin", None),
     ("GET", "/page", None),
+    ("GET", "/blocks", None),
 ]
 IDS = [f"{method} {path} {body or ''}"[:60] for method, path, body in ROUTES]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,14 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.browser import CHROMIUM, needs_chromium
 from tests.transcript.transcripts import HOSTILE, debate
 from vllm_choreo.transcript.page import Shown, ShownProblem, page_html
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next(filter(None, map(shutil.which, NAMES)), "")
-needs_chromium = pytest.mark.skipif(
-    not CHROMIUM, reason="no Chromium found (CONTRIBUTING.md says how to get one)"
-)
 FACTS = {"model": "SmolLM2", "mode": "choreo and baseline"}
 
 

@@ -80,6 +80,12 @@ def add_option(parser: argparse.ArgumentParser) -> None:
         "--choreo-keep, what clients of the other server name is found by those of this one.",
     )
     parser.add_argument(
+        "--choreo-page",
+        action="store_true",
+        help="With --plugin choreo: serve a page at /choreo/ on which messages and calls are tried "
+        "by hand, and the page and the KV blocks of a session (docs/operating.md).",
+    )
+    parser.add_argument(
         "--choreo-auto",
         choices=_AUTO,
         default="off",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
 from pydantic import ConfigDict, with_config
@@ -96,6 +96,63 @@ class ClosedAnswer(AnswerObject):
     id: str
     object: Literal["choreo.session.deleted"]
     deleted: Literal[True]
+
+
+class BlockAnswer(AnswerObject):
+    """A block of the KV cache."""
+
+    block_id: int
+    ref_cnt: Annotated[int, Doc("Holders of the block: messages, and requests that run.")]
+    num_valid_slots: Annotated[int, Doc("Tokens in it.")]
+    position: Annotated[int, Doc("Of its first key as stored now.")]
+
+
+class MessageBlocksAnswer(AnswerObject):
+    """A message's place in the KV cache."""
+
+    id: str
+    is_copy: Annotated[bool, Doc("It is the same tokens, encoded once more after other messages.")]
+    engine: Annotated[int, Doc("Number of the engine; 0 where there is one.")]
+    num_tokens: int
+    num_readers: Annotated[int, Doc("Calls that read it now.")]
+    num_waiting: Annotated[int, Doc("Calls that wait for it.")]
+    blocks: Annotated[list[BlockAnswer], Doc("In the order of its tokens; none: it is evicted.")]
+
+
+class BlocksAnswer(AnswerObject):
+    """Blocks of all messages of a session. In mode `baseline` the engine knows no messages."""
+
+    object: Literal["choreo.blocks"]
+    session: str
+    block_size: Annotated[int, Doc("Tokens that a block has room for; 0 in mode `baseline`.")]
+    data: list[MessageBlocksAnswer]
+
+
+def blocks_json(session_id: str, stats: Mapping[str, Any]) -> BlocksAnswer:
+    """Answer about the blocks of a session.
+
+    Args:
+        session_id: the session.
+        stats: numbers of `AsyncChoreography.stats`.
+    """
+    described = stats["messages"] if "block_size" in stats else []
+    return {
+        "object": "choreo.blocks",
+        "session": session_id,
+        "block_size": stats.get("block_size", 0),
+        "data": [
+            {
+                "id": message["id"],
+                "is_copy": message["is_copy"],
+                "engine": message.get("engine", 0),
+                "num_tokens": message["num_tokens"],
+                "num_readers": message["num_readers"],
+                "num_waiting": message["num_waiting"],
+                "blocks": message["blocks"],
+            }
+            for message in described
+        ],
+    }
 
 
 # -- calls ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
@@ -36,6 +37,7 @@ class ChoreoEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         from vllm_choreo.server import message_routes, routes, snapshot_routes
         from vllm_choreo.server.errors import answer_error
+        from vllm_choreo.server.playground import routes as playground_routes
         from vllm_choreo.server.tenants import TenantMiddleware
         from vllm_choreo.server.wings import wings
 
@@ -44,6 +46,7 @@ class ChoreoEndpoints:
         app.include_router(routes.router)
         app.include_router(message_routes.router)
         app.include_router(snapshot_routes.router)
+        app.include_router(playground_routes.router)
         for wing in wings():
             app.include_router(wing.router)
         app.add_exception_handler(ChoreoError, answer_error)
@@ -73,7 +76,8 @@ class ChoreoEndpoints:
         check_one_engine(args, engine_client.vllm_config.parallel_config.data_parallel_size)
         use_keys(api_keys(args))
         settings = ChoreoConfig.from_vllm(engine_client.vllm_config)
-        config = settings.server
+        shows_page = settings.server.page or bool(getattr(args, "choreo_page", False))
+        config = replace(settings.server, page=shows_page)
         llm = guarded(engine_client, state.openai_serving_responses)
         state.choreo = Sessions(llm, config, state.openai_serving_models.model_name())
         metrics.start(state.choreo, engine_client)

@@ -19,10 +19,12 @@ from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.session_options import RepairGiven, SessionOptions
 from vllm_choreo.server import responses
 from vllm_choreo.server.answers import (
+    BlocksAnswer,
     ClosedAnswer,
     JsonAnswer,
     ListAnswer,
     SessionAnswer,
+    blocks_json,
     list_json,
     results_json,
 )
@@ -139,8 +141,7 @@ async def show_session(request: Request, session: OwnSession) -> Response:
     """
     sessions = sessions_of(request)
     if not sessions.config.page:
-        off = ChoreoError("the page is off: set choreo.server.page", parameter="page", value=False)
-        return error_response(off, 404)
+        return error_response(page_off_error(), 404)
     with session.used() as choreography:
         messages = choreography.messages()
         content = await sessions.work.run(
@@ -148,6 +149,32 @@ async def show_session(request: Request, session: OwnSession) -> Response:
             partial(session_page, session.id, choreography.mode, sessions.model, messages),
         )
     return HTMLResponse(content, headers={"Cache-Control": "no-store"})
+
+
+@router.get(
+    "/sessions/{session}/blocks",
+    summary="Read a session's KV blocks",
+    response_model=BlocksAnswer,
+    responses=responses.errors(404),
+)
+async def read_blocks(request: Request, session: OwnSession) -> Response:
+    """Blocks of the KV cache in which the messages of a session lie, and who shares them.
+
+    Off unless the server's setting `page` is true.
+    """
+    if not sessions_of(request).config.page:
+        return error_response(page_off_error(), 404)
+    with session.used() as choreography:
+        return JsonAnswer(blocks_json(session.id, await choreography.stats()))
+
+
+def page_off_error() -> ChoreoError:
+    """Error of whoever asks for what is served with the page alone."""
+    return ChoreoError(
+        "the page is off: start the server with --choreo-page, or set choreo.server.page",
+        parameter="page",
+        value=False,
+    )
 
 
 # -- calls ---------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-choreo demo`: two workflows, choreographed and as baseline, on one engine.
 
-A debate and a tree of thoughts about short passages run in both modes, in turn, in one process.
-Before each run vLLM's prefix cache is emptied: within a workflow the baseline has all the caching
-that vLLM offers, from earlier runs it has nothing, and neither has the other mode. Every answer has
-a fixed number of tokens, so both modes generate equally much.
+First, within seconds, one text and two readers of it both ways. Then a debate and a tree of
+thoughts about short passages run in both modes, in turn, in one process. Before each run vLLM's
+prefix cache is emptied: within a workflow the baseline has all the caching that vLLM offers, from
+earlier runs it has nothing, and neither has the other mode. Every answer has a fixed number of
+tokens, so both modes generate equally much.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ import argparse
 import csv
 import os
 import platform
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.engine import LocalEngine, start_engine, warm_up
 from vllm_choreo.cli.numbers import positive
+from vllm_choreo.lab.cli.first_comparison import WIDTH, compare_first, comparison_text
 from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
 from vllm_choreo.lab.workflows.tree_of_thoughts import tree_of_thoughts
 from vllm_choreo.transcript.transcript import Step, Transcript
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
     from vllm import LLM
 
 MODES = ("choreo", "baseline")
@@ -127,7 +131,12 @@ def main(args: argparse.Namespace) -> int:
     """
     began = time.perf_counter()
     llm = start_engine(args.model, max_model_len=4096, forces_tokens=False)
-    tasks = TASKS[: args.limit]
+    engine, tasks = LocalEngine(llm), TASKS[: args.limit]
+    warm_up(engine, MODES)
+    print(f"\n{comparison_text(compare_first(engine, TASKS[0].question, AGENTS[:2]))}\n")
+    print(
+        f"Now {_num_all(tasks)} calls of two workflows, both ways, from empty caches.", flush=True
+    )
     runs = _run_all(llm, tasks)
     args.out.mkdir(parents=True, exist_ok=True)
     print(_table(runs))
@@ -141,20 +150,36 @@ def main(args: argparse.Namespace) -> int:
 
 def _run_all(llm: LLM, tasks: Sequence[DemoTask]) -> list[dict[str, Transcript]]:
     """Run each task in both modes, which take turns at being the first."""
-    from tqdm import tqdm
-
-    warm_up(LocalEngine(llm), MODES)
     runs: list[dict[str, Transcript]] = []
-    with tqdm(total=sum(map(_num_calls, tasks)) * len(MODES), unit="call", leave=False) as bar:
+    with progress_bar(_num_all(tasks)) as bar:
         for i, task in enumerate(tasks):
             order = MODES if i % 2 == 0 else MODES[::-1]
             run = {}
             for mode in order:
-                bar.set_description(f"{task.workflow} {i + 1}/{len(tasks)}, {mode}")
+                bar.set_description(f"{task.workflow} {i + 1}/{len(tasks)}, {mode:<8}")
                 run[mode] = _run_task(llm, task, mode, lambda step: bar.update())
             _check_comparable(run)
             runs.append(run)
     return runs
+
+
+def progress_bar(num_calls: int, file: TextIO | None = None) -> tqdm[Any]:
+    """Bar of the calls, which fits a terminal of 80 columns and is as narrow as a narrower one.
+
+    Args:
+        num_calls: calls of all runs.
+        file: where it is drawn; None: stderr.
+    """
+    from tqdm import tqdm
+
+    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns) - 1
+    # Two redraws a second: a log that takes the place of a terminal grows slowly.
+    return tqdm(total=num_calls, unit="call", leave=False, ncols=width, mininterval=0.5, file=file)
+
+
+def _num_all(tasks: Sequence[DemoTask]) -> int:
+    """Calls of all tasks, in all modes."""
+    return sum(map(_num_calls, tasks)) * len(MODES)
 
 
 def _num_calls(task: DemoTask) -> int:

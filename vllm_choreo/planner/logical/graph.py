@@ -49,7 +49,9 @@ class Graph:
             inputs: lists of one length; or a text, which is the same in all queries.
 
         Raises:
-            UnknownPlaceholderError, BatchLengthError, OperatorTypeError
+            UnknownPlaceholderError: the graph has no placeholder of a name.
+            BatchLengthError: lists are of different lengths.
+            OperatorTypeError: a value is neither a text nor a list of texts.
         """
         return CompiledGraph(self, *_bound(self, inputs))
 
