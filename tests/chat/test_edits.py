@@ -219,6 +219,8 @@ def test_alone_an_answer_is_read_behind_its_own_text_alone() -> None:
     other = tenant.ask([SYSTEM, asked, *on[2:]], ALONE)
     assert answer not in other.entries
     assert tenant.behind[other.entries[2].message_id] == (*SYSTEM[1], *asked[1])
+    greeting = tenant.answered(tenant.ask([SYSTEM], ALONE), said)
+    assert tenant.ask([SYSTEM, ("assistant", list(said)), QUESTION], ALONE).entries[1] is greeting
     # Nor where parts are cut elsewhere, or without "alone"; nor is one that was made by repair.
     tokens = QUESTION[1]
     halves = [SYSTEM, ("user", tokens[:10]), ("user", tokens[10:]), *on[2:]]

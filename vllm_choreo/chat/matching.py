@@ -298,7 +298,7 @@ class _Planner:
         tokens, parts = self._split.token_ids, self._split.parts
         border, start = num_beginning(parts), 0
         for number, part in enumerate(parts):
-            self._place(number <= border, part.role in ANSWERS)
+            self._place(number <= border, number >= border and part.role in ANSWERS)
             stop = self._read(number, start, part)
             self._before.update(tokens[start:stop])
             if self._how.is_alone:
@@ -322,7 +322,7 @@ class _Planner:
             self._beginning = before, read
         if not self._how.is_alone:
             self._behind = read
-        elif is_answer and not is_at_beginning:
+        elif is_answer:
             self._space, self._behind = self._how.space("answer", before), read
         else:
             beginning, self._behind = self._beginning
