@@ -197,6 +197,23 @@ def test_errors_are_told_and_nothing_is_half_made(page: Page) -> None:
 
 
 @needs_chromium
+def test_who_stops_a_call_has_nothing_of_it(page: Page) -> None:
+    encode(page, "shed", TEXTS["shed"])
+    page.click("#messages button")
+    page.type("#call-name", "long")
+    page.type("#header", HEADER)
+    page.type("#max-tokens", "1900")
+    page.click("#run")
+    page.wait(f"document.querySelectorAll('{SHOWN.format('choreo')} span').length > 1")
+    page.click("#stop")
+    page.wait("document.getElementById('status').innerText === 'Stopped.'")
+    assert page.evaluate("document.querySelectorAll('#messages > li').length") == 1
+    assert "long" not in page.text("#blocks")
+    run(page, "short")
+    assert "short read shed" in page.text("#readings")
+
+
+@needs_chromium
 def test_a_reload_keeps_the_session_and_the_key_stays_in_the_tab(
     page: Page, page_server: Server
 ) -> None:

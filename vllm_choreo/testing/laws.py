@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_choreo import Call, Choreography
-from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.message import Message, TokenLogprob
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.testing.reference import Made, Reference, num_unlike_greedy
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
 LOGPROB_TOLERANCE = 5e-4
 _NUM_LOGPROBS = 5
 _FIRST_TOKEN_ID = 20  # below are special tokens
-
-
-class _Logprob(Protocol):
-    """Log-probability of a token, as vLLM and answers over HTTP have it."""
-
-    logprob: float
 
 
 @dataclass(frozen=True)
@@ -95,7 +89,7 @@ def _token_ids(answer: Sampled) -> tuple[int, ...]:
     return tuple(answer.generated_token_ids if isinstance(answer, Message) else answer.token_ids)
 
 
-def _logprobs(answer: Sampled) -> Sequence[Mapping[int, _Logprob]]:
+def _logprobs(answer: Sampled) -> Sequence[Mapping[int, TokenLogprob]]:
     assert answer.logprobs is not None, "all answers are asked for with log-probabilities"
     return answer.logprobs
 
