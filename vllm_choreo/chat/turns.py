@@ -163,7 +163,7 @@ def _system_texts(
     """The texts around what the system says, and what begins every conversation.
 
     Args:
-        start: what begins a conversation without a system's text.
+        start: text that begins a conversation without a system's text.
     """
     alone = {"system_opening": user_opening, "system_closing": user_closing}
     try:
@@ -182,10 +182,10 @@ def _user_opening(first: str, next_question: str, answer_end: str, closing: str)
     """Text right before what a user says.
 
     Args:
-        first: what stands before the first question.
-        next_question: what stands between an answer and the next question.
-        answer_end: what stands behind an answer that ends a conversation.
-        closing: what closes a user's turn; an answer's, too, as a rule.
+        first: text before the first question.
+        next_question: text between an answer and the next question.
+        answer_end: text behind an answer that ends a conversation.
+        closing: text that closes a user's turn; an answer's, too, as a rule.
     """
     opening = next_question.removeprefix(answer_end)
     if opening == next_question or not first.endswith(opening):
@@ -201,12 +201,12 @@ def _user_opening(first: str, next_question: str, answer_end: str, closing: str)
 
 
 def _start(start: str, before_system: str, user_opening: str) -> str:
-    """What begins a conversation whether its first turn is the system's or a user's.
+    """Text that begins a conversation whether its first turn is the system's or a user's.
 
     Args:
-        start: what begins one without a system's text: it may have a system turn of its own.
-        before_system: what stands before the system's text, where there is one.
-        user_opening: what opens a user's turn; up to the role it opens the system's, too.
+        start: text that begins one without a system's text: it may have a system turn of its own.
+        before_system: text before the system's text, where there is one.
+        user_opening: text that opens a user's turn; up to the role it opens the system's, too.
     """
     opens_any, role, _ = user_opening.partition("user")
     at = before_system.rfind(opens_any) if opens_any and role else -1

@@ -63,7 +63,8 @@ def branch_solve_merge(
         raise ChoreoError("must be two or more", parameter="concepts", value=list(concepts))
     inputs = {"concepts": list(concepts), "variant": variant, "sampling_params": sampling_params}
     c, chat, log = open_chat("branch_solve_merge", c, with_layout(inputs, layout), turns, on_step)
-    before, header = [], chat.user(MERGE.format(", ".join(concepts))) + chat.assistant()
+    before: list[Message] = []
+    header = chat.user(MERGE.format(", ".join(concepts))) + chat.assistant()
     if layout == "paper":
         asked = c.prefill(chat.user(MERGE_FIRST), role="merge prompt")
         before, header = [log.add("task", "merge prompt", asked)], chat.answer_alone()

@@ -8,6 +8,7 @@ A model trained on such calls shows whether the workflow is needed when it is us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.workflows.chat import CHATML, turns_of
@@ -32,11 +33,11 @@ def as_direct(transcript: Transcript, encode: Callable[[str], Sequence[int]]) ->
     chat = turns_of(transcript.inputs.get("turns"))
     header = chat.user(question) + chat.assistant(opening)
     answer = _answer_of(transcript)
-    inputs = {"question": question, "opening": opening}
+    inputs: dict[str, Any] = {"question": question, "opening": opening}
     if chat != CHATML:
         inputs["turns"] = chat.to_json()
     log = Transcript("direct", transcript.mode, inputs)
-    start = []
+    start: list[Message] = []
     if chat.start:
         given = _message("0", chat.start, encode(chat.start), log.start)
         start.append(log.add("start", "start", given))

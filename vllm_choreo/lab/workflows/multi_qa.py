@@ -18,6 +18,7 @@ from vllm_choreo.lab.workflows.variants import (
     side_by_side,
     with_layout,
 )
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.transcript.transcript import Step, Transcript
 
 # Numbers and the opening are for small models, which otherwise answer one of the questions alone.
@@ -53,7 +54,7 @@ def multi_qa(
         raise ChoreoError("must be two", parameter="questions", value=list(questions))
     inputs = {"questions": list(questions), "variant": variant, "sampling_params": sampling_params}
     c, chat, log = open_chat("multi_qa", c, with_layout(inputs, layout), turns, on_step)
-    before = []
+    before: list[Message] = []
     header = chat.user(ASK) + chat.assistant(OPENING)
     if layout == "paper":
         system = c.prefill(chat.system(SYSTEM), role="system")

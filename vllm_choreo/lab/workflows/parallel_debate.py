@@ -90,12 +90,12 @@ def _next_parents(
     answers: Sequence[Message],
     revise: Message,
 ) -> list[list[Message]]:
-    """What each agent reads in the next round.
+    """Messages that each agent reads in the next round.
 
     Args:
-        begun: what each reads in the first round.
-        history: what each has read in this one.
-        answers: what each has said in it.
+        begun: messages that each reads in the first round.
+        history: messages that each has read in this one.
+        answers: messages that each has made in it.
     """
     read = []
     for i, answer in enumerate(answers):

@@ -67,7 +67,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a judge says of two answers.
+    """Verdicts of a judge on two answers, in either order.
 
     Attributes:
         ahead: its verdict where the first answer is A; None: it named none.
