@@ -116,6 +116,8 @@ def test_a_closure_and_a_default_are_the_functions_own() -> None:
     assert inner.module.children[0].children == (Text("t7 "),)
     with pytest.raises(PmlError, match="arguments of inner are polite"):
         inner(rude=True)
+    with pytest.raises(PmlError, match=r"text is needed \(days=3\)"):
+        pml.program(trip)(days=3)
 
 
 def _printed(x: Any = "") -> Iterator[Any]:

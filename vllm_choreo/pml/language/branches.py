@@ -37,7 +37,7 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
-class Test:
+class Condition:
     """The condition of a branch: an argument is true, is not, or has one of these values.
 
     Attributes:
@@ -68,7 +68,7 @@ class Test:
 class _Choice:
     """Branches of which one at most is taken: the first whose test holds; None holds always."""
 
-    cases: tuple[tuple[Test | None, list[Any]], ...]
+    cases: tuple[tuple[Condition | None, list[Any]], ...]
 
 
 @dataclass
@@ -80,7 +80,7 @@ class _Taken:
     """
 
     params: set[str] = field(default_factory=set)
-    choices: list[list[tuple[Test | None, str, _Taken]]] = field(default_factory=list)
+    choices: list[list[tuple[Condition | None, str, _Taken]]] = field(default_factory=list)
 
 
 class Program:
@@ -113,11 +113,11 @@ class Program:
     def name(self) -> str:
         return self.module.name
 
-    def __call__(self, **arguments: Any) -> Use:
+    def __call__(self, **arguments: object) -> Use:
         """Take the module in a prompt, with the branches that these arguments choose.
 
         Raises:
-            PmlError: there is no such argument.
+            PmlError: there is no such argument, or one of a parameter is no text.
         """
         for name in arguments:
             if name not in self._defaults and name not in self._params:
@@ -126,7 +126,12 @@ class Program:
                     f"the arguments of {self.name} are {known}", parameter=name, value=name
                 )
         given = {name: arguments.get(name, value) for name, value in self._defaults.items()}
-        texts = {name: text for name, text in arguments.items() if name in self._params}
+        texts: dict[str, str] = {}
+        for name in self._params.keys() & arguments.keys():
+            text = arguments[name]
+            if not isinstance(text, str):
+                raise PmlError("text is needed", parameter=name, value=text)
+            texts[name] = text
         return _use(self.name, self._taken, given, texts)
 
     def _nodes(self, yielded: Sequence[Any], taken: _Taken) -> tuple[MarkupNode, ...]:
@@ -139,7 +144,7 @@ class Program:
                 taken.params |= {param.name for param in _params_of(made)}
                 nodes += made
                 continue
-            branches: list[tuple[Test | None, str, _Taken]] = []
+            branches: list[tuple[Condition | None, str, _Taken]] = []
             modules = []
             for test, content in item.cases:
                 name = test.name if test else f"no-{item.cases[0][0].name}"  # type: ignore[union-attr]
@@ -227,9 +232,9 @@ def _closure(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _choose(*cases: tuple[Any, Callable[[], Iterable[Any]]]) -> _Choice:
-    """Run all branches; each test comes as the arguments of `Test`, or None."""
+    """Run all branches; each test comes as the arguments of `Condition`, or None."""
     return _Choice(
-        tuple((None if test is None else Test(*test), list(run())) for test, run in cases)
+        tuple((None if test is None else Condition(*test), list(run())) for test, run in cases)
     )
 
 
@@ -260,7 +265,7 @@ class _Rewriter(ast.NodeTransformer):
             )
         return node
 
-    def visit_If(self, node: ast.If) -> Any:
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         if not self._is_on_argument(node.test):
             return self.generic_visit(node)
         cases: list[tuple[ast.expr, list[ast.stmt]]] = []
@@ -274,7 +279,7 @@ class _Rewriter(ast.NodeTransformer):
             cases.append((ast.Constant(None), rest))
         return self._choice(cases)
 
-    def visit_Match(self, node: ast.Match) -> Any:
+    def visit_Match(self, node: ast.Match) -> ast.AST | list[ast.stmt]:
         if not self._is_on_argument(node.subject):
             return self.generic_visit(node)
         if not isinstance(node.subject, ast.Name):
@@ -297,7 +302,7 @@ class _Rewriter(ast.NodeTransformer):
         return any(isinstance(n, ast.Name) and n.id in self._chooses for n in ast.walk(test))
 
     def _test(self, test: ast.expr) -> ast.expr:
-        """The arguments of `Test`, as an expression."""
+        """The arguments of `Condition`, as an expression."""
         if isinstance(test, ast.Name):
             return _test_of(test.id, None)
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
