@@ -89,6 +89,8 @@ def test_options_reach_the_workflow() -> None:
     played = program_of("prisoners_dilemma")(Notes(), **game.inputs)
     assert "strategies: none, always defect" in question_of(game, played.inputs)
     assert game.expected() == []
+    inputs = {**played.inputs, "turns": ChatTurns().to_json(), "plans": [[1], [2]]}
+    assert question_of(game, inputs) == question_of(game, played.inputs)
 
 
 @pytest.mark.parametrize(
