@@ -251,6 +251,16 @@ def test_games_take_turns_at_who_speaks_first() -> None:
     assert [(task.inputs["first"], task.inputs["predict"]) for task in bob] == [("Bob", True)] * 2
 
 
+def test_a_verdict_that_is_the_answer_has_its_length() -> None:
+    paper = ("iterative_debate", "--limit", "1", "--layout", "paper")
+    (task,) = tasks_of(parsed(*paper))
+    assert task.inputs["sampling_params"].max_tokens == 128 and "verdict_params" not in task.inputs
+    (task,) = tasks_of(parsed(*paper, "--short-tokens", "9"))
+    assert task.inputs["verdict_params"].max_tokens == 9
+    (task,) = tasks_of(parsed(*paper[:3]))
+    assert task.inputs["verdict_params"].max_tokens == 16
+
+
 def test_top_p_reaches_the_calls() -> None:
     (task,) = tasks_of(parsed("tree_of_thoughts", "--limit", "1", "--top-p", "0.95"))
     assert task.inputs["sampling_params"].top_p == task.inputs["vote_params"].top_p == 0.95

@@ -158,11 +158,17 @@ def _sampling(args: argparse.Namespace, number: int) -> dict[str, Any]:
     if args.logprobs:
         settings["logprobs"] = args.logprobs
     sampling = {"sampling_params": params(max_tokens=max_tokens, **settings)}
-    if args.workflow in _SHORT:
+    if args.workflow in _SHORT and not _says_answers(args):
         num_short = args.short_tokens or min(max_tokens, DEFAULT_SHORT_TOKENS)
         short = params(max_tokens=num_short, **settings)
         sampling[_SHORT[args.workflow]] = short
     return sampling
+
+
+def _says_answers(args: argparse.Namespace) -> bool:
+    """Tell if what would be short is the answer, as verdicts are in the paper's debate."""
+    is_papers = getattr(args, "layout", None) == "paper" and args.short_tokens is None
+    return is_papers and args.workflow == "iterative_debate"
 
 
 def _max_tokens(args: argparse.Namespace) -> int:

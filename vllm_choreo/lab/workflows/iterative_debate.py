@@ -78,8 +78,24 @@ def iterative_debate(
     inputs = with_layout(inputs, layout)
     c, chat, log = open_chat("iterative_debate", c, inputs, turns, on_step)
     says = partial(_say, c, chat, log)
+    sampling = (sampling_params, verdict_params or sampling_params)
     if layout == "paper":
-        return _paper(c, chat, log, says, question, rounds, (sampling_params, verdict_params))
+        return _paper(c, chat, log, says, question, rounds, sampling)
+    again = chat.restated(question) if restate else ""
+    return _standard(c, chat, log, says, question, rounds, sampling, again)
+
+
+def _standard(
+    c: Facade,
+    chat: ChatTurns,
+    log: Transcript,
+    says: Callable[..., Message],
+    question: str,
+    rounds: int,
+    sampling: tuple[Sampling, Sampling],
+    again: str,
+) -> Transcript:
+    """The debate in the layout "standard"; `sampling`: of turns and the answer, and of verdicts."""
     texts = {"question": chat.user(question)}
     texts |= {side: chat.system(role) for side, role in ROLES.items()}
     messages = c.prefill([{"tokens": text, "role": role} for role, text in texts.items()])
@@ -91,20 +107,18 @@ def iterative_debate(
     ]
     judge, conclude = log.add_all("task", ["judge", "conclude"], c.prefill(requests))
 
-    again = chat.restated(question) if restate else ""
-    turns_taken: list[Message] = []
+    turns: list[Message] = []
     for number in range(1, rounds + 1):
         for side, role in (("affirmative", affirmative), ("negative", negative)):
-            parents = [role, task, *turns_taken]
-            turns_taken.append(says(f"round {number}", side, parents, sampling_params))
+            parents = [role, task, *turns]
+            turns.append(says(f"round {number}", side, parents, sampling[0]))
         if number < rounds:
-            parents = [moderator, task, *turns_taken, judge]
-            params = verdict_params or sampling_params
-            verdict = says(f"verdict {number}", "moderator", parents, params, again)
+            parents = [moderator, task, *turns, judge]
+            verdict = says(f"verdict {number}", "moderator", parents, sampling[1], again)
             if is_settled(verdict.generated_text):
                 break
-    parents = [moderator, task, *turns_taken, conclude]
-    answer = says("answer", "moderator", parents, sampling_params, again)
+    parents = [moderator, task, *turns, conclude]
+    answer = says("answer", "moderator", parents, sampling[0], again)
     return log.finish([answer.generated_text])
 
 
@@ -131,8 +145,7 @@ def _paper(
             said = says(f"round {number}", side, [prompts[side], *context], sampling[0])
             context.append(said)
         parents = [prompts["moderator"], *context]
-        params = sampling[1] or sampling[0]
-        verdict = says(f"verdict {number}", "moderator", parents, params).generated_text
+        verdict = says(f"verdict {number}", "moderator", parents, sampling[1]).generated_text
         if is_settled(verdict):
             break
     return log.finish([verdict])

@@ -66,12 +66,7 @@ def tree_of_thoughts(
     again = chat.restated(question) if restate else ""
 
     task = log.add("task", "question", c.prefill(chat.user(question), role="question"))
-    prompts = _paper_prompts(question) if layout == "paper" else (BALLOT, FINISH)
-    requests = [
-        {"tokens": chat.user(text), "parents": [] if layout == "paper" else [task], "role": role}
-        for role, text in zip(("ballot", "finish"), prompts, strict=True)
-    ]
-    ballot, finish = log.add_all("task", ["ballot", "finish"], c.prefill(requests))
+    ballot, finish = _prompts(c, chat, log, task, question, layout)
     roles = _roles(c, chat, log, voters)
 
     thoughts = _think(c, chat, log, task, candidates, sampling_params)
@@ -89,9 +84,18 @@ def tree_of_thoughts(
     return log.finish([answer.generated_text])
 
 
-def _paper_prompts(question: str) -> tuple[str, str]:
-    """The prompts of the vote and of the answer, which come before what they are about."""
-    return (f"{question}\n\n{BALLOT_FIRST}", f"{question}\n\n{FINISH_FIRST}")
+def _prompts(
+    c: Facade, chat: ChatTurns, log: Transcript, task: Message, question: str, layout: str
+) -> list[Message]:
+    """The prompts of the vote and of the answer; the paper's stand alone, before the rest."""
+    texts, read = (BALLOT, FINISH), [task]
+    if layout == "paper":
+        texts, read = (f"{question}\n\n{BALLOT_FIRST}", f"{question}\n\n{FINISH_FIRST}"), []
+    requests = [
+        {"tokens": chat.user(text), "parents": read, "role": role}
+        for role, text in zip(("ballot", "finish"), texts, strict=True)
+    ]
+    return log.add_all("task", ["ballot", "finish"], c.prefill(requests))
 
 
 def _roles(
