@@ -14,6 +14,7 @@ from benchmarks.memory import tables as memory
 from benchmarks.mixed import tables as mixed
 from benchmarks.on_ramps import tables as on_ramps
 from benchmarks.ordinary import tables as ordinary
+from benchmarks.paper import tables as paper
 from benchmarks.planner import tables as workers
 from benchmarks.planner.moves import tables as moves
 from benchmarks.planner.rivals import tables as rivals
@@ -33,8 +34,8 @@ from benchmarks.workflows import tables as workflows
 
 _FOLDERS = (
     attention, checkouts, fleet, frontier, inside, keep, memory, mixed, on_ramps, ordinary, workers,
-    moves, rivals, pml, policies, quality, rival_settings, scaling, soak, soak_routes, states,
-    sweep, training, ttft, variants, workflows,
+    moves, paper, rivals, pml, policies, quality, rival_settings, scaling, soak, soak_routes,
+    states, sweep, training, ttft, variants, workflows,
 )  # fmt: skip
 TABLES: dict[str, Table] = {
     name: table for folder in _FOLDERS for name, table in folder.TABLES.items()

@@ -2,7 +2,10 @@
 """Prompts from schemas: time to first token, and answers.
 
     python -m benchmarks.pml [--documents 5000 8000] [--in-flight 1 8 32] [--turns 3] [--limit 100]
+    python -m benchmarks.pml --data FILE [--model MODEL]
 
+With `--data` documents and questions are those of files of MuSiQue, HotpotQA, LongBench or
+NaturalQuestions, one JSON object a line; without, they are generated.
 One engine; the sides take turns. Whoever runs as text empties the prefix cache before.
 """
 
@@ -10,13 +13,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
+from typing import Any
 
 from benchmarks.harness.engine import start_choreo_engine
 from benchmarks.harness.record import read_csv, record, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.pml import answers, first_token
 from benchmarks.pml.bars import bar_reached
-from benchmarks.pml.tables import TABLES
+from benchmarks.pml.tables import ANSWERS, FILES, FIRST_TOKEN, TABLES
+from vllm_choreo.lab.problems import load_jsonl
 
 # Beside the document: an instruction, a question, a token, and padding to whole blocks.
 ROOM_TOKENS = 192
@@ -28,6 +34,9 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--turns", type=int, default=3, help="with one prompt in flight")
     parser.add_argument("--limit", type=int, default=100, help="problems of each task; 0: none")
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help="JSON lines")
+    parser.add_argument("--model", help="folder or name; default: the small test model")
+    parser.add_argument("--answer-tokens", type=int, default=32, help="of an answer, with --data")
     args = parser.parse_args()
     if max(args.in_flight) > first_token.NUM_ROLES:
         parser.error(f"there are instructions for {first_token.NUM_ROLES} prompts")
@@ -39,18 +48,27 @@ def main() -> int:
         max_num_seqs=64,
         max_num_batched_tokens=2048,
         additional_config=settings,
+        model=args.model,
     )
-    rows = [
-        row
-        for tokens in args.documents
-        for row in first_token.measure(llm, tokens, args.in_flight, args.turns)
-    ]
+    problems = [problem for path in args.data for problem in load_jsonl(path)]
+    ending = FILES if args.data else ""  # what files say stands beside what is generated
+    rows = []
+    for tokens in args.documents:
+        texts = first_token.real_texts(llm.get_tokenizer(), problems, tokens) if problems else ()
+        rows += first_token.measure(llm, tokens, args.in_flight, args.turns, texts)
     if rows:
-        write_csv("pml_first_token", rows, **record())
+        write_csv(FIRST_TOKEN + ending, rows, **record())
     if args.limit:
-        write_csv("pml_answers", answers.measure(llm, args.limit), **record())
+        write_csv(ANSWERS + ending, _answers(llm, args), **record())
     print(as_text(TABLES.values()))
-    return int(not bar_reached(read_csv("pml_first_token")))
+    return int(not args.data and not bar_reached(read_csv("pml_first_token")))
+
+
+def _answers(llm: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    if not args.data:
+        return answers.measure(llm, args.limit)
+    lengths = (args.limit, args.answer_tokens)
+    return [row for path in args.data for row in answers.measure_file(llm, path, *lengths)]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.pml.texts import problem_prompt, problem_schema, without_scaffolds
@@ -13,6 +14,7 @@ from vllm_choreo.lab.problems import (
     fact_pairs,
     key_values,
     list_pairs,
+    load_jsonl,
     sentence_facts,
 )
 from vllm_choreo.lab.problems.grading import coverage, is_correct
@@ -20,6 +22,7 @@ from vllm_choreo.lab.problems.long_documents import reports
 from vllm_choreo.lab.study.stats import bootstrap_interval, mcnemar, wilson_interval
 
 SEED = 1
+_ROOM = 48  # tokens of a turn's template, and of the blocks that a message fills
 BASELINE = "text"
 
 
@@ -61,6 +64,31 @@ WAYS = (
 def measure(llm: Any, num: int) -> list[dict[str, Any]]:
     """One row for each task and way."""
     return [row for task in TASKS for row in _measure_task(llm, task, num)]
+
+
+def measure_file(llm: Any, path: Path, num: int, max_tokens: int) -> list[dict[str, Any]]:
+    """One row for each way, on questions of a file about documents of its own.
+
+    Rows whose documents do not fit into the context are left out, and how many is said.
+
+    Raises:
+        SystemExit: no row of the file has documents that fit.
+    """
+    tokenizer = llm.get_tokenizer()
+    room = llm.model_config.max_model_len - max_tokens
+    found = [problem for problem in load_jsonl(path) if problem.documents]
+    fit = [p for p in found if _num_tokens(tokenizer, p) <= room][:num]
+    print(f"{path.name}: {len(fit)} questions, {len(found)} with documents", flush=True)
+    if not fit:
+        raise SystemExit(f"{path} has no questions whose documents fit into {room} tokens")
+    task = Task(path.stem, lambda count, seed: list(fit), max_tokens)
+    return _measure_task(llm, task, len(fit))
+
+
+def _num_tokens(tokenizer: Any, problem: Problem) -> int:
+    """Tokens of a question and its documents, with room for turns and whole blocks."""
+    texts = [problem.question, *problem.documents]
+    return sum(len(tokenizer.encode(text, add_special_tokens=False)) + _ROOM for text in texts)
 
 
 def _measure_task(llm: Any, task: Task, num: int) -> list[dict[str, Any]]:

@@ -12,28 +12,32 @@ first       the first prompt of a schema: its modules are encoded for it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.harness.engine import empty_caches, forced
 from benchmarks.harness.stats import median
 from benchmarks.harness.turns import in_turn
 from benchmarks.pml.texts import NUM_ROLES, QUESTION, long_prompt, long_schema, long_text, role
+from vllm_choreo.lab.problems import Problem
 
 SIDES = ("text", "same text", "cached", "from host", "first")
 HOST_GIB = 1.0
 NAME = "long"
+_ROOM = 16  # tokens that a text may gain when it is made of tokens and read again
 
 
 class Documents:
     """One engine, one document, and its schema in a session that choreographs."""
 
-    def __init__(self, llm: Any, num_tokens: int) -> None:
+    def __init__(self, llm: Any, num_tokens: int, texts: Sequence[str] = ()) -> None:
         from vllm_choreo import Choreography
         from vllm_choreo.pml import PromptCache
 
         self.llm, self.num_tokens = llm, num_tokens
         self.tokenizer = llm.get_tokenizer()
+        self._texts = itertools.cycle(texts)
+        self._given = len(texts)
         self._seeds = itertools.count(1)
         self.document = self._text()
         self._roles = itertools.cycle(range(NUM_ROLES))
@@ -44,7 +48,11 @@ class Documents:
         self.one_token = forced(llm, 1)
 
     def _text(self) -> str:
-        return long_text(self.tokenizer, self.num_tokens, next(self._seeds))
+        """A document that was not read before: a generated one, or the next of those given."""
+        seed = next(self._seeds)
+        if not self._given:
+            return long_text(self.tokenizer, self.num_tokens, seed)
+        return f"Collection {seed}. {next(self._texts)}"
 
     def close(self) -> None:
         self.choreo.close()
@@ -132,13 +140,35 @@ class Documents:
         return [answer.message.metrics.ttft for answer in answers]
 
 
-def measure(llm: Any, num_tokens: int, in_flight: list[int], turns: int) -> list[dict[str, Any]]:
+def real_texts(tokenizer: Any, problems: Sequence[Problem], num_tokens: int) -> list[str]:
+    """Documents of problems, one after the other, in texts of up to `num_tokens` tokens each.
+
+    Raises:
+        SystemExit: all documents together do not make one text of half as many.
+    """
+    made: list[str] = []
+    ids: list[int] = []
+    for problem in problems:
+        for document in problem.documents:
+            ids += tokenizer.encode(document + "\n\n", add_special_tokens=False)
+            while len(ids) >= num_tokens:
+                made.append(tokenizer.decode(ids[: num_tokens - _ROOM]))
+                ids = ids[num_tokens:]
+    if not made and len(ids) < num_tokens // 2:
+        raise SystemExit(f"the documents have {len(ids)} tokens, and {num_tokens} are needed")
+    return made or [tokenizer.decode(ids)]
+
+
+def measure(
+    llm: Any, num_tokens: int, in_flight: list[int], turns: int, texts: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """One row for each turn, side and number of prompts in flight.
 
     Args:
+        texts: documents to be read; none: they are generated.
         turns: with one prompt in flight; with `n` every turn has `n` times, and there are fewer.
     """
-    documents = Documents(llm, num_tokens)
+    documents = Documents(llm, num_tokens, texts)
     documents.check_outputs()
     rows = []
     for count in in_flight:

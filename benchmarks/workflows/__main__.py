@@ -2,14 +2,16 @@
 """Workflows against vLLM's prefix caching: time to first token, and end to end.
 
     python -m benchmarks.workflows [--questions 2] [--passes 6] [--answer-tokens 64]
-    python -m benchmarks.workflows --full [--questions 3]
+    python -m benchmarks.workflows --full [--questions 12] [--passes 1] [--data FILE]
     python -m benchmarks.workflows --processes [--passes 2]
 
 Tree of thoughts (identical voters), iterative debate and parallel debate on mathematical questions.
 Each question's answers are generated once without choreography, then replayed, token by token, on
 every side in turn: see `benchmarks.harness.sides`. `--full` has answers as long as those of the
 paper's Table 5; the bars count there alone, for what a call saves grows with what it need not
-encode again. `--processes` is the check against stock vLLM, in processes of their own.
+encode again. Several lengths (`--answer-tokens 100 200 400`) are the questions' in turn, for
+the picture of gains end to end against tokens generated. `--processes` is the check against stock
+vLLM, in processes of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,9 @@ from benchmarks.harness.sides import (
 )
 from benchmarks.harness.tables import as_text
 from benchmarks.workflows.bars import FULL_ANSWER_TOKENS, bars_reached, is_full
+from benchmarks.workflows.picture import draw
 from benchmarks.workflows.tables import CHECK, DECIDED, TABLES
+from vllm_choreo.lab.problems import Problem, algebra, counting, load_jsonl
 from vllm_choreo.transcript.transcript import Transcript
 
 SIDES = ("choreo", "repaired", "baseline")  # on one engine
@@ -60,6 +65,8 @@ def main() -> int:
             runs += _pass(sides, tasks, number, CostModel(found))
             write_csv(name, runs, **record())
             write_csv(f"{name}_steps", steps, **record())
+    if not args.processes:
+        draw(runs)
     print(as_text([TABLES[name]]))
     return int(is_full(runs) and not args.processes and not bars_reached(runs))
 
@@ -70,11 +77,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--processes", action="store_true", help="the check against stock vLLM")
     parser.add_argument("--questions", type=int, default=2)
     parser.add_argument("--passes", type=int, help="6; with --processes: 2")
-    parser.add_argument("--answer-tokens", type=int, default=64)
+    parser.add_argument("--data", type=Path, help="JSON lines with questions; default: generated")
+    parser.add_argument("--answer-tokens", type=int, nargs="+", default=[64])
     parser.add_argument("--verdict-tokens", type=int, default=16, help="votes and moderator")
     if "--full" in sys.argv:
-        lengths = {"answer_tokens": FULL_ANSWER_TOKENS, "verdict_tokens": 100}
-        parser.set_defaults(questions=3, **lengths)
+        lengths = {"answer_tokens": [FULL_ANSWER_TOKENS], "verdict_tokens": 100}
+        parser.set_defaults(questions=12, **lengths)
     args = parser.parse_args()
     args.sides = list(IN_PROCESSES if args.processes else SIDES)
     args.passes = args.passes or (2 if args.processes else 6)
@@ -83,17 +91,13 @@ def _arguments() -> argparse.Namespace:
 
 def _record(side: Side, folder: Path, args: argparse.Namespace) -> list[tuple[str, Path]]:
     """Transcripts of every workflow on every question: (id of the question, file)."""
-    from vllm_choreo.lab.problems import algebra, counting
-
-    count = (args.questions + 1) // 2
-    pairs = zip(algebra(count), counting(count), strict=True)
-    problems = [problem for pair in pairs for problem in pair][: args.questions]
+    problems = _problems(args)
     verdicts = {"tree_of_thoughts": "vote_params", "iterative_debate": "verdict_params"}
     tasks: list[tuple[str, Path]] = []
-    for problem in problems:
+    for problem, length in zip(problems, cycle(args.answer_tokens), strict=False):
         for workflow in WORKFLOWS:
             path = folder / f"{len(tasks)}.json"
-            lengths = {"sampling_params": args.answer_tokens}
+            lengths = {"sampling_params": length}
             if workflow in verdicts:
                 lengths[verdicts[workflow]] = args.verdict_tokens
             inputs = {"question": problem.question + ADVICE}
@@ -101,6 +105,14 @@ def _record(side: Side, folder: Path, args: argparse.Namespace) -> list[tuple[st
             tasks.append((problem.id, path))
             print(f"recorded {workflow} on {problem.id}", flush=True)
     return tasks
+
+
+def _problems(args: argparse.Namespace) -> list[Problem]:
+    if args.data:
+        return load_jsonl(args.data, args.questions)
+    count = (args.questions + 1) // 2
+    pairs = zip(algebra(count), counting(count), strict=True)
+    return [problem for pair in pairs for problem in pair][: args.questions]
 
 
 def _baseline(sides: Sequence[Side]) -> Side:

@@ -22,8 +22,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def is_full(rows: Rows) -> bool:
-    """Check whether the answers are as long as the paper's."""
-    return int(rows[0]["longest_answer"]) >= FULL_ANSWER_TOKENS
+    """Check whether the answers of all questions are as long as the paper's."""
+    return min(int(row["longest_answer"]) for row in rows) >= FULL_ANSWER_TOKENS
 
 
 def bars_reached(rows: Rows) -> bool:

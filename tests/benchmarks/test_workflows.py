@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.harness.cost_model import CostModel
+from benchmarks.workflows.picture import points
 from tests.lab.notes import Notes
 from vllm_choreo.lab.record.replay import Replay
 from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
@@ -33,6 +34,24 @@ def test_a_script_is_a_transcript_that_can_be_replayed() -> None:
     with Replay(Notes(), log) as c:
         again = tree_of_thoughts(c, "How?", candidates=3, voters=["x", "y"])
     assert [step.message.generated_text for step in again.decodes()] == answers
+
+
+def test_a_point_of_the_picture_is_a_question_over_all_passes() -> None:
+    seconds = {("a", "baseline"): (6, 9, 8), ("a", "choreo"): (2, 3, 8)}
+    seconds |= {("b", "baseline"): (3, 3, 3), ("b", "choreo"): (2, 2, 2)}
+    rows = [
+        {
+            "workflow": "tree of thoughts",
+            "question": question,
+            "side": side,
+            "seconds": str(found),
+            "generated_tokens": "400" if question == "a" else "100",
+        }
+        for (question, side), times in seconds.items()
+        for found in times
+    ]
+    assert points(rows, "tree of thoughts") == [(100, 1.5), (400, 3.0)]
+    assert points(rows, "debate") == []
 
 
 def model(*points: tuple[int, float]) -> CostModel:

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.transcript.transcript import Transcript
+
+# Arguments for tiny models, whose tokenizers have no template.
+CHATML = ("--chat-template", str(Path(__file__).with_name("chatml.jinja")))
 
 
 class Notes:

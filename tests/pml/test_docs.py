@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 
 
 def test_the_examples_run(shallow_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, program, _ = EXAMPLES  # the last one needs a server: tests/pml/server/test_prompts.py
+    first, program, _, _ = EXAMPLES  # the last one needs a server: tests/pml/server/test_prompts.py
     scope: dict[str, Any] = {}
     try:
         exec(compile(first, "docs/pml.md", "exec"), scope)
@@ -30,6 +31,12 @@ def test_the_examples_run(shallow_model_path: Path, capsys: pytest.CaptureFixtur
             stop_engine(scope["llm"])
     out = capsys.readouterr().out
     assert "argument_tokens=2" in out and "module bergen" in out
+
+
+def test_the_example_with_branches_runs(tmp_path: Path) -> None:
+    path = tmp_path / "branches.py"  # a program's source is read
+    path.write_text(EXAMPLES[2], encoding="utf-8")
+    assert "trip" in runpy.run_path(str(path))
 
 
 @pytest.mark.parametrize("line", re.findall(r"^vllm-choreo (pml .*)$", DOCS, re.MULTILINE))

@@ -200,3 +200,61 @@ def test_the_async_cache_does_the_same(tiny_model_path: Callable[[str], Path], l
         assert len(c.messages()) == 11
 
     asyncio.run(run())
+
+
+def test_a_module_behind_a_union_is_that_of_the_text_with_its_stand_in(c: Choreography) -> None:
+    """The oracle is an ordinary request: with the stand-in taken nothing differs from text."""
+    cache = PromptCache(c, Words())
+    cache.register(
+        f"""<schema name="u">{words(0, 5)}
+        <union scaffold="b"><module name="a">{words(6, 9)}</module>
+        <module name="b">{words(7, 20)}</module></union>
+        <module name="m">{words(8, 12)}</module></schema>""",
+        context="schema",
+    )
+    taken, other = (
+        cache.decode(
+            f'<prompt schema="u"><{name}/><m/>{words(9, 3)}</prompt>', sampling_params=GREEDY
+        )
+        for name in ("b", "a")
+    )
+    plain = c.decode(
+        "".join(words(seed, count) for seed, count in ((0, 5), (7, 20), (8, 12), (9, 3))),
+        sampling_params=GREEDY,
+    )
+    assert taken.message.usage.exact and not other.message.usage.exact
+    assert taken.message.generated_token_ids == plain.generated_token_ids
+    assert logprobs(taken.message) == pytest.approx(logprobs(plain), abs=LOGPROB_TOLERANCE)
+
+
+UNION = f"""<schema name="v">{words(0, 5)}<union><module name="a">{words(6, 32)}</module>
+  <module name="b">{words(7, 32)}<union><module name="c">{words(8, 32)}</module>
+  <module name="d">{words(9, 32)}</module></union></module></union></schema>"""
+
+
+def test_the_members_of_a_union_are_there_before_a_prompt_takes_one(c: Choreography) -> None:
+    cache = PromptCache(c, Words())
+    cache.register(UNION)
+
+    def resident() -> int:
+        return int(c.stats()["num_resident_tokens"])
+
+    cache.decode(f'<prompt schema="v"><a/>{words(3, 3)}</prompt>', sampling_params=GREEDY)
+    before = resident()
+    assert cache.prefetch("v", "b/c") == 3, "b and what is in it; a is encoded"
+    assert resident() == before + 3 * 32
+    taken = f'<prompt schema="v"><b><d/></b>{words(3, 3)}</prompt>'
+    first = cache.decode(taken, sampling_params=GREEDY)
+    cache.evict("v")
+    before = resident()
+    assert cache.prefetch("v", "b/c") == 0, "all that was known comes back"
+    assert resident() == before + 4 * 32
+    assert_same(cache.decode(taken, sampling_params=GREEDY), first)
+    assert cache.prefetch("v", "a") == 0
+    with pytest.raises(PmlError, match="no such module"):
+        cache.prefetch("v", "none")
+    with pytest.raises(UnknownSchemaError):
+        cache.prefetch("nothing", "a")
+    cache.register(SCHEMA)
+    with pytest.raises(PmlError, match="in no union"):
+        cache.prefetch("s", "a")

@@ -2,6 +2,7 @@
 """Chats as text and as messages: their templates, and parts that are new or found; for either side.
 
     template        a model's template as its tokenizer runs it, and one of two texts
+    turns           what the model's template writes around one turn that stands by itself
     marks           what the model's template writes around the contents of a chat
     parts           where the tokens of a rendered chat are cut
     message_table   which messages hold which tokens: least recently used go first

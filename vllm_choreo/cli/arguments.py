@@ -11,9 +11,15 @@ from vllm_choreo.cli.numbers import positive
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add arguments for the model of an engine in this process, and its context."""
+    """Add arguments for the model of an engine in this process, its turns and its context."""
     parser.add_argument(
         "--model", metavar="MODEL", help="model folder or name (default: the small test model)"
+    )
+    parser.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="template in Jinja that writes the turns (default: the model's own)",
     )
     parser.add_argument(
         "--max-model-len",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm_choreo.pml.language.program import message as message
     from vllm_choreo.pml.language.program import module as module
     from vllm_choreo.pml.language.program import param as param
+    from vllm_choreo.pml.language.program import program as program
     from vllm_choreo.pml.language.program import prompt as prompt
     from vllm_choreo.pml.language.program import scaffold as scaffold
     from vllm_choreo.pml.language.program import schema as schema
@@ -47,6 +48,7 @@ _EXPORTS = {
     "to_markup": "vllm_choreo.pml.language.printer",
     "schema": "vllm_choreo.pml.language.program",
     "module": "vllm_choreo.pml.language.program",
+    "program": "vllm_choreo.pml.language.program",
     "union": "vllm_choreo.pml.language.program",
     "param": "vllm_choreo.pml.language.program",
     "scaffold": "vllm_choreo.pml.language.program",

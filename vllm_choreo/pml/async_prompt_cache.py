@@ -63,6 +63,24 @@ class AsyncPromptCache(CacheBase):
         """Encode all of a schema that is not encoded yet; return of how many segments."""
         return await self.encode_keys(self._book.named(name).all_keys())
 
+    async def prefetch(self, name: str, module: str) -> int:
+        """Bring all members of the unions around a module into the KV cache.
+
+        See `PromptCache.prefetch`.
+        """
+        keys = self._book.named(name).union_keys(module)
+        known = [key for key in keys if key in self._book.handles]
+        count = await self.encode_keys(keys)
+        touched = [await self._facade.submit(**self._book.touch(key)) for key in known]
+        results = await asyncio.gather(*(one.result() for one in touched))
+        messages = [result for result in results if not isinstance(result, Exception)]
+        if messages:
+            await self._facade.free(*messages)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return count
+
     async def encode_keys(self, keys: Iterable[EncodingKey]) -> int:
         """Encode what is missing of these; return how many encodings that were.
 

@@ -99,7 +99,7 @@ def _read(path: Path) -> list[Any]:
     from vllm_choreo.pml.language.markup import parse
 
     try:
-        return list(parse(path.read_text(encoding="utf-8")))
+        return list(parse(path.read_text(encoding="utf-8"), path.parent))
     except (OSError, UnicodeDecodeError, ChoreoError) as error:
         raise ChoreoError(f"{path}: {error}") from None
 

@@ -82,6 +82,29 @@ class PromptCache(CacheBase):
         """Encode all of a schema that is not encoded yet; return of how many segments."""
         return self._encode(self._book.named(name).all_keys())
 
+    def prefetch(self, name: str, module: str) -> int:
+        """Bring all members of the unions around a module into the KV cache.
+
+        Prompts that take one member of a union are often followed by those that take another.
+        Members that were never encoded are encoded, and those that were evicted come back.
+
+        Args:
+            name: name of the schema.
+            module: path of a member, such as "overseas/tokyo".
+
+        Returns:
+            The number of segments that were encoded for the first time.
+
+        Raises:
+            PmlError: there is no such module, or it stands in no union.
+        """
+        keys = self._book.named(name).union_keys(module)
+        known = [key for key in keys if key in self._book.handles]
+        count = self._encode(keys)
+        if known:
+            self._facade.free(*self._facade.prefill([self._book.touch(key) for key in known]))
+        return count
+
     def unregister(self, name: str) -> None:
         """Forget a schema, and free its messages.
 

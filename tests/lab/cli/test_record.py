@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.lab.notes import Notes
+from vllm_choreo.chat.turns import ChatTurns
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.lab.cli import record
+from vllm_choreo.lab.cli import record, tasks
 from vllm_choreo.lab.cli.options import WORKFLOWS
 from vllm_choreo.lab.problems import trivia
 from vllm_choreo.lab.record.recording import PARTS, Recording
@@ -51,6 +52,7 @@ class _Engine:
 @pytest.fixture(autouse=True)
 def _notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "start_engine", lambda *_, **__: None)
+    monkeypatch.setattr(tasks, "turns_of_model", lambda *_: ChatTurns())
     monkeypatch.setattr(record, "LocalEngine", _Engine)
     monkeypatch.setattr(_Engine, "decoded", 0)
     monkeypatch.setattr(_Failing, "texts", ())

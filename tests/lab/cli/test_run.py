@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import json
 import re
@@ -14,11 +15,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from tests.chat.chat_templates import tokenizer_of
 from tests.lab.notes import Notes
 from tests.transcript.transcripts import debate
+from vllm_choreo.chat.turns import ChatTurns, turns_of_tokenizer
 from vllm_choreo.cli import main as cli
+from vllm_choreo.cli.chat_turns import turns_of_model
 from vllm_choreo.cli.engine import LocalEngine
+from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli import run as command
 from vllm_choreo.lab.cli.options import OPTIONS, WORKFLOWS
 from vllm_choreo.lab.cli.report import Result, question_of, save_transcript, table
@@ -27,6 +33,7 @@ from vllm_choreo.lab.cli.task import Task, program_of
 from vllm_choreo.lab.cli.tasks import tasks_of
 from vllm_choreo.lab.problems import Problem
 from vllm_choreo.lab.record.replay import Replay
+from vllm_choreo.testing.models.embedded import embedded_model
 from vllm_choreo.transcript.transcript import Transcript
 
 
@@ -82,6 +89,8 @@ def test_options_reach_the_workflow() -> None:
     played = program_of("prisoners_dilemma")(Notes(), **game.inputs)
     assert "strategies: none, always defect" in question_of(game, played.inputs)
     assert game.expected() == []
+    inputs = {**played.inputs, "turns": ChatTurns().to_json(), "plans": [[1], [2]]}
+    assert question_of(game, inputs) == question_of(game, played.inputs)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +100,9 @@ def test_options_reach_the_workflow() -> None:
         ("direct", "--limit", "0"),
         ("direct", "--limit", "many"),
         ("direct", "--temperature", "hot"),
+        ("direct", "--top-p", "0"),
+        ("multi_qa", "--layout", "diagonal"),
+        ("prisoners_dilemma", "--first", "Carol"),
         ("direct", "--seed", "-1"),
         ("direct", "--rounds", "2"),
         ("direct", "--mode", "fast"),
@@ -187,6 +199,75 @@ def test_most_answers_must_be_right_on_every_problem() -> None:
     assert both.expected() == ["Anna / Ann", "Rome"]
 
 
+# -- turns ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral", "gemma", "qwen3"])
+def test_a_workflow_writes_the_turns_of_its_model(family: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(family)
+    tokenizer.save_pretrained(tmp_path)
+    (task,) = tasks_of(parsed("direct", "--limit", "1", "--model", str(tmp_path)))
+    turns = turns_of_tokenizer(tokenizer)
+    assert task.inputs.get("turns") == (None if family == "qwen3" else turns.to_json())
+    log = program_of("direct")(Notes(), **task.inputs)
+    text = "".join(step.message.text for step in log.steps)
+    question = [{"role": "user", "content": task.inputs["question"]}]
+    asked = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    # A system turn that a template adds of its own accord is not the question's.
+    assert text == turns.start + asked[asked.index(turns.user_opening) :] + "…"
+    assert asked.startswith(turns.start)
+    path = tmp_path / "transcript.json"
+    save_transcript(Result(task, log, False), path)
+    (again,) = tasks_of(parsed("direct", "--replay", str(path)))
+    assert again.inputs == {**task.inputs, "opening": ""}
+
+
+def test_a_model_without_a_template_is_refused_unless_one_is_given(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("gemma"))
+    template = tmp_path / "turns.jinja"
+    template.write_text(tokenizer.chat_template)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    given = ("direct", "--model", str(tmp_path / "base"))
+    with pytest.raises(ChoreoError, match=r"no chat template.*--chat-template FILE"):
+        tasks_of(parsed(*given))
+    (task, *_) = tasks_of(parsed(*given, "--chat-template", str(template)))
+    assert task.inputs["turns"]["start"] == "<bos>"
+    with pytest.raises(ChoreoError, match=r"cannot read .*none\.jinja"):
+        tasks_of(parsed(*given, "--chat-template", str(tmp_path / "none.jinja")))
+    with pytest.raises(ChoreoError, match=r"tokenizer of .* cannot be read"):
+        tasks_of(parsed("direct", "--model", str(tmp_path / "nothing")))
+
+
+def test_the_small_model_writes_chatml() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(embedded_model()))
+    assert turns_of_tokenizer(tokenizer) == ChatTurns() == turns_of_model(None)
+
+
+def test_games_take_turns_at_who_speaks_first() -> None:
+    tasks = tasks_of(parsed("prisoners_dilemma", "--limit", "3"))
+    assert [task.inputs["first"] for task in tasks] == ["Alice", "Bob", "Alice"]
+    bob = tasks_of(parsed("prisoners_dilemma", "--limit", "2", "--first", "Bob", "--predict"))
+    assert [(task.inputs["first"], task.inputs["predict"]) for task in bob] == [("Bob", True)] * 2
+
+
+def test_a_verdict_that_is_the_answer_has_its_length() -> None:
+    paper = ("iterative_debate", "--limit", "1", "--layout", "paper")
+    (task,) = tasks_of(parsed(*paper))
+    assert task.inputs["sampling_params"].max_tokens == 128 and "verdict_params" not in task.inputs
+    (task,) = tasks_of(parsed(*paper, "--short-tokens", "9"))
+    assert task.inputs["verdict_params"].max_tokens == 9
+    (task,) = tasks_of(parsed(*paper[:3]))
+    assert task.inputs["verdict_params"].max_tokens == 16
+
+
+def test_top_p_reaches_the_calls() -> None:
+    (task,) = tasks_of(parsed("tree_of_thoughts", "--limit", "1", "--top-p", "0.95"))
+    assert task.inputs["sampling_params"].top_p == task.inputs["vote_params"].top_p == 0.95
+    (task,) = tasks_of(parsed("tree_of_thoughts", "--limit", "1"))
+    assert task.inputs["sampling_params"].top_p == 1
+
+
 # -- replay --------------------------------------------------------------------------------------
 
 
@@ -211,6 +292,7 @@ def test_a_saved_transcript_is_a_task_again(tmp_path: Path) -> None:
         (json.dumps(debate()), ("direct",), "parallel_debate, not of direct"),
         (json.dumps(debate()), ("parallel_debate", "--rounds", "2"), "leave out --rounds"),
         (json.dumps(debate()), ("parallel_debate", "--max-tokens", "2"), "leave out --max-tokens"),
+        (json.dumps(debate()), ("parallel_debate", "--top-p", "0.5"), "leave out --top-p"),
         (json.dumps({**debate(), "format": 99}), ("parallel_debate",), "format 1"),
         (json.dumps({**debate(), "task": {}}), ("parallel_debate",), "no transcript"),
         (json.dumps({**debate(), "inputs": {"query": "?"}}), ("parallel_debate",), "other inputs"),

@@ -17,6 +17,7 @@ from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.engine import start_engine
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli import run as command
+from vllm_choreo.lab.workflows.prisoners_dilemma import plans_of
 
 DOCS = (Path(__file__).parents[3] / "docs" / "workflows.md").read_text(encoding="utf-8")
 
@@ -119,13 +120,15 @@ def test_the_page_of_a_real_run(tmp_path: Path, shallow_model_path: Path) -> Non
 
 def test_the_workflow_of_the_documentation(llm: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    program, use = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    program, use, pair = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     scope: dict[str, Any] = {"llm": llm}
     exec(compile(program, "docs/workflows.md", "exec"), scope)
     exec(compile(use, "docs/workflows.md", "exec"), scope)
     transcript = scope["transcript"]
     assert [step.author for step in transcript.steps][-1] == "chair"
     assert (tmp_path / "opinion.html").stat().st_size > 20_000
+    exec(compile(pair, "docs/workflows.md", "exec"), scope)
+    assert plans_of(scope["leaking"]) == plans_of(scope["as_text"])
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:

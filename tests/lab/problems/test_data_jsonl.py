@@ -138,3 +138,60 @@ def test_a_bad_file_is_refused(tmp_path: Path, content: bytes, reason: str) -> N
 def test_a_missing_file_is_the_systems_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_jsonl(tmp_path / "none.jsonl")
+
+
+# -- long documents ------------------------------------------------------------------------------
+
+MUSIQUE = {
+    "id": "2hop__1",
+    "question": "Who owns the shed?",
+    "answer": "Anna",
+    "answer_aliases": ["Anna B."],
+    "paragraphs": [
+        {"idx": 0, "title": "Shed", "paragraph_text": "It is green.", "is_supporting": False},
+        {"idx": 1, "title": "Anna", "paragraph_text": "Owns it.", "is_supporting": True},
+    ],
+}
+HOTPOT = {
+    "_id": "5a",
+    "question": "Who owns it?",
+    "answer": "Anna",
+    "context": [["Shed", ["It is green.", " It is old."]], ["Anna", ["Owns it."]]],
+}
+COLUMNS = {"title": ["Shed", "Anna"], "sentences": [["It is green.", " It is old."], ["Owns it."]]}
+LONGBENCH = {"input": "Who owns it?", "context": "Anna owns\nit.", "answers": ["Anna"]}
+
+
+def test_documents_of_the_usual_sets(tmp_path: Path) -> None:
+    rows = (MUSIQUE, HOTPOT, {**HOTPOT, "context": COLUMNS}, LONGBENCH)
+    musique, hotpot, columns, long = load_jsonl(write(tmp_path / "d.jsonl", *rows))
+    assert musique.documents == ("Shed\nIt is green.", "Anna\nOwns it.")
+    assert (musique.answers, musique.id) == (("Anna", "Anna B."), "2hop__1")
+    assert (
+        hotpot.documents
+        == columns.documents
+        == (
+            "Shed\nIt is green. It is old.",
+            "Anna\nOwns it.",
+        )
+    )
+    assert long.documents == ("Anna owns\nit.",) and long.question == "Who owns it?"
+    assert {p.kind for p in (musique, hotpot, columns, long)} == {"trivia"}
+    (none,) = load_jsonl(write(tmp_path / "n.jsonl", {**MUSIQUE, "answer_aliases": []}))
+    assert none.answers == ("Anna",)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"context": [["Shed", "It is green."]]}, "context"),
+        ({"context": {"title": ["a"], "sentences": []}}, "context"),
+        ({"context": 3}, "context"),
+        ({"context": " "}, "context"),
+        ({"paragraphs": ["text"], "context": None}, "context"),
+    ],
+)
+def test_documents_that_are_none(tmp_path: Path, change: Any, field: str) -> None:
+    with pytest.raises(DataError) as refused:
+        load_jsonl(write(tmp_path / "d.jsonl", {**HOTPOT, **change}))
+    assert refused.value.field == field

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests.lab.notes import CHATML
 from vllm_choreo import Choreography
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import RepairError
@@ -135,7 +136,7 @@ def test_the_command(
     block = re.findall(r"```sh\n(.*?)```", DOCS, re.DOTALL)[1]
     calibrate, run = (shlex.split(line) for line in block.replace("\\\n", "").splitlines())
     monkeypatch.chdir(tmp_path)
-    small = ["--model", model, "--max-tokens", "20"]
+    small = ["--model", model, "--max-tokens", "20", *CHATML]
     least = '{"share": 0.02, "by": "random"}'
     easy = ["--target", "kl=10", "--repair", least, "--budget", "0.3", "--budget", "1"]
     assert cli.main([*calibrate[1:], *small, "--limit", "4", *easy]) == 0

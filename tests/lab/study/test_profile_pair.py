@@ -17,6 +17,7 @@ from vllm import SamplingParams
 
 from tests.engine.adapters import Adapter
 from tests.engine.programs import GREEDY
+from tests.lab.notes import CHATML
 from vllm_choreo import Choreography
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import RepairError
@@ -153,7 +154,7 @@ def profiled(folder: Path, adapters: list[Adapter], tiny_model_path: Callable[[s
     if not folder.exists():
         asked = [*(str(adapter.path) for adapter in adapters), "--layer-map"]
         small = ["--workflow", "multi_qa", "--limit", "3", "--max-tokens", "5"]
-        model = ["--model", str(tiny_model_path("llama"))]
+        model = ["--model", str(tiny_model_path("llama")), *CHATML]
         assert cli.main(["profile-pair", *asked, *small, *model, "--out", str(folder)]) in (0, 1)
     return folder
 
@@ -209,7 +210,7 @@ def test_given_layers_alone_are_tried(
 ) -> None:
     command = ["profile-pair", *(str(adapter.path) for adapter in adapters)]
     command += ["--workflow", "multi_qa", "--limit", "2", "--max-tokens", "5"]
-    command += ["--model", str(tiny_model_path("llama")), "--out", str(tmp_path)]
+    command += ["--model", str(tiny_model_path("llama")), *CHATML, "--out", str(tmp_path)]
     given = ["--layers", "[1, 3]", "--layers", "[[0, 1], [2, 3]]"]
     assert cli.main([*command, *given]) in (0, 1)
     sets = json.loads((tmp_path / "profile.json").read_text())["sets"]
@@ -297,7 +298,7 @@ def test_whole_models(
 
     monkeypatch.setattr(arguments, "start_engine", start)
     monkeypatch.setattr(arguments, "stop_engine", lambda llm: None)
-    small = ["--workflow", "multi_qa", "--limit", "2", "--max-tokens", "5", "--out"]
+    small = ["--workflow", "multi_qa", "--limit", "2", "--max-tokens", "5", *CHATML, "--out"]
     out = tmp_path / "models"
     assert cli.main(["profile-pair", str(base), str(merged), *small, str(out)]) in (0, 1)
     assert not list(out.glob("writer-*"))
@@ -331,7 +332,7 @@ def test_the_documented_commands(
     for adapter, name in zip(adapters, command[2:4], strict=True):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).symlink_to(adapter.path)
-    model = ["--model", str(tiny_model_path("llama")), "--max-tokens", "6"]
+    model = ["--model", str(tiny_model_path("llama")), "--max-tokens", "6", *CHATML]
     assert cli.main([*command[1:], *model, "--limit", "4"]) in (0, 1)
     assert "pair/index.html" in capsys.readouterr().out
     assert (tmp_path / "pair" / "pair.json").exists()

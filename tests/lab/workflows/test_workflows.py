@@ -10,14 +10,19 @@ from vllm import SamplingParams
 
 from tests.lab.notes import Notes, message, reads
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.lab.workflows.branch_solve_merge import branch_solve_merge
+from vllm_choreo.lab.workflows.branch_solve_merge import branch_solve_merge, groups_of
 from vllm_choreo.lab.workflows.chat import user
 from vllm_choreo.lab.workflows.direct import direct
 from vllm_choreo.lab.workflows.document_qa import document_qa
 from vllm_choreo.lab.workflows.iterative_debate import is_settled, iterative_debate
 from vllm_choreo.lab.workflows.multi_qa import multi_qa
 from vllm_choreo.lab.workflows.parallel_debate import parallel_debate
-from vllm_choreo.lab.workflows.prisoners_dilemma import decision, payoffs, prisoners_dilemma
+from vllm_choreo.lab.workflows.prisoners_dilemma import (
+    decision,
+    payoffs,
+    plans_of,
+    prisoners_dilemma,
+)
 from vllm_choreo.lab.workflows.tree_of_thoughts import elected, tree_of_thoughts
 
 # -- the question once more ----------------------------------------------------------------------
@@ -231,9 +236,11 @@ def test_questions_are_encoded_and_read_as_the_variant_says(variant: str) -> Non
 
 @pytest.mark.parametrize("variant", ["baseline", "serial", "parallel"])
 def test_stories_are_written_apart_and_merged_as_the_variant_says(variant: str) -> None:
-    notes = Notes("one", "two, which is longer", "merged")
+    divided = " cat, dog, tree\nGroup 2: run, sit"
+    notes = Notes(divided, "one", "two, which is longer", "merged")
     log = branch_solve_merge(notes, ["cat", "dog", "tree", "run", "sit"], variant=variant)
-    assert notes.batches == [2, 1]
+    assert notes.batches == [1, 2, 1]
+    assert reads(log, "branch", "branch") == []
     first, second = (message(log, "solve", f"story {i}") for i in (1, 2))
     assert not first.parents and not second.parents
     assert "cat, dog, tree." in first.text and "run, sit." in second.text
@@ -258,6 +265,24 @@ def test_documents_are_encoded_behind_the_instruction_and_apart() -> None:
     assert log.answers == ("4711",)
     with pytest.raises(ChoreoError, match="one or more"):
         document_qa(notes, "Which?", [])
+
+
+@pytest.mark.parametrize(
+    ("said", "groups"),
+    [
+        (" cat, run\nGroup 2: dog, tree", [["cat", "run"], ["dog", "tree"]]),
+        (" Cat and tree.\n\n**Group 2**\ndog, RUN", [["cat", "tree"], ["dog", "run"]]),
+        (" cat, dog\ntree, run", [["cat", "dog"], ["tree", "run"]]),
+        (" cat, cat\nGroup 2: cat, run", [["cat", "dog"], ["run", "tree"]]),
+        (" catalogue\nGroup 2: runs", [["cat", "tree"], ["dog", "run"]]),
+        (" cat, dog, tree, run", [["cat", "dog", "tree"], ["run"]]),
+        ("", [["cat", "tree"], ["dog", "run"]]),
+    ],
+)
+def test_every_concept_is_in_the_group_that_names_it_first(
+    said: str, groups: list[list[str]]
+) -> None:
+    assert groups_of(said, ["cat", "dog", "tree", "run"]) == groups
 
 
 @pytest.mark.parametrize("workflow", [multi_qa, branch_solve_merge])
@@ -301,7 +326,40 @@ def test_an_utterance_is_encoded_again_with_what_it_may_carry(leak: str) -> None
     assert reads(log, "decisions", "Alice")[3:] == ["round 1/Alice", "as heard/Bob"]
 
 
-@pytest.mark.parametrize("bad", [{"leak": "some"}, {"strategies": ["none", "win"]}])
+def test_either_may_speak_first_and_bob_decides_knowing_what_he_predicted() -> None:
+    notes = Notes("pa", "pb", "b1", "a1", " defect", " cooperate", " defect")
+    log = prisoners_dilemma(notes, first="Bob", rounds=1, predict=True)
+    assert notes.batches == [2, 1, 1, 1, 2]
+    assert reads(log, "round 1", "Bob") == [BOB, "rules/rules", "plans/Bob"]
+    assert reads(log, "round 1", "Alice")[3:] == ["round 1/Bob"]
+    heard = ["round 1/Bob", "round 1/Alice"]
+    assert reads(log, "prediction", "Bob") == [BOB, "rules/rules", "plans/Bob", *heard]
+    assert reads(log, "decisions", "Bob")[3:] == [*heard, "prediction/Bob"]
+    assert "prediction/Bob" not in reads(log, "decisions", "Alice")
+    assert log.answers == ("cooperate", "defect", "defect")
+
+
+def test_plans_of_another_game_are_read_and_all_else_is_free() -> None:
+    first = prisoners_dilemma(Notes("one", "two", "a1", "b1"), rounds=1)
+    notes = Notes("other a1", "other b1")
+    log = prisoners_dilemma(notes, rounds=1, plans=plans_of(first), leak="plan")
+    assert notes.batches == [1, 1, 2], "plans are not made"
+    for name in ("Alice", "Bob"):
+        assert message(log, "plans", name).text == message(first, "plans", name).text
+        assert reads(log, "plans", name) == reads(first, "plans", name)
+    assert message(log, "round 1", "Bob").generated_text == "other b1"
+    assert plans_of(log) == plans_of(first) == log.inputs["plans"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"leak": "some"},
+        {"strategies": ["none", "win"]},
+        {"first": "Carol"},
+        {"plans": [[1, 2]]},
+    ],
+)
 def test_an_unknown_leak_or_strategy_is_refused(bad: Any) -> None:
     with pytest.raises(ChoreoError, match=next(iter(bad))):
         prisoners_dilemma(Notes(), **bad)

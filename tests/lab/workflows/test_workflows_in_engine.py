@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests.chat.chat_templates import FAMILIES, tokenizer_of
 from tests.engine.byte_model import make_byte_model
 from vllm_choreo import Choreography
+from vllm_choreo.chat.turns import turns_of_tokenizer
 from vllm_choreo.errors import OffsetError
 from vllm_choreo.lab.record.replay import Replay
 from vllm_choreo.lab.workflows.branch_solve_merge import branch_solve_merge
@@ -31,6 +33,8 @@ QUESTIONS = ["Who came first?", "What is seven times eight?"]
 CONCEPTS = ["dog", "tree", "run"]
 # Float32 sums in another order: measured differences stay below 1e-4.
 LOGPROB_TOLERANCE = 1e-3
+
+LLAMA3 = turns_of_tokenizer(tokenizer_of("llama3"))
 
 Workflow = Callable[[Any, SamplingParams], Transcript]
 WORKFLOWS: dict[str, Workflow] = {
@@ -61,6 +65,16 @@ WORKFLOWS: dict[str, Workflow] = {
         )
         for leak in ("both", "none")
     },
+    "prisoners_dilemma, predicted": lambda c, p: prisoners_dilemma(
+        c, leak="plan", first="Bob", predict=True, rounds=1, sampling_params=p
+    ),
+    "tree_of_thoughts, paper": lambda c, p: tree_of_thoughts(
+        c, QUESTIONS[0], candidates=2, voters=2, layout="paper", sampling_params=p
+    ),
+    # The model's own turns, behind a token that begins every text.
+    "multi_qa, paper, parallel": lambda c, p: multi_qa(
+        c, QUESTIONS, variant="parallel", layout="paper", turns=LLAMA3, sampling_params=p
+    ),
 }
 
 
@@ -176,6 +190,41 @@ def test_parallel_questions_are_read_at_one_place(llm: Any) -> None:
     assert first.position == second.position == 0
     assert answer.position == max(first.num_tokens, second.num_tokens)
     assert answer.usage.repositioned_tokens == 0
+
+
+def test_what_lies_behind_the_start_is_placed_from_its_end_on(llm: Any) -> None:
+    log = run(llm, "choreo", WORKFLOWS["multi_qa, paper, parallel"])
+    start, system, first, second, answer = (step.message for step in log.steps)
+    assert (start.text, start.position) == ("<|begin_of_text|>", 0)
+    assert system.position == start.num_tokens
+    assert first.position == second.position == start.num_tokens + system.num_tokens
+    longest = max(first.num_tokens, second.num_tokens)
+    assert answer.position == first.position + longest
+    assert [span.id for span in answer.parents] == [start.id, system.id, first.id, second.id]
+    assert answer.usage.repositioned_tokens == 0, "the start is encoded once, and seen by all"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["choreo", "baseline"])
+def test_a_question_in_a_models_own_turns_is_a_chat_of_the_model(
+    llm: Any, family: str, mode: str
+) -> None:
+    """The oracle is an ordinary request on what the tokenizer's template writes."""
+    tokenizer = tokenizer_of(family)
+    chat = [{"role": "user", "content": QUESTIONS[0]}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    turns = turns_of_tokenizer(tokenizer)
+    # A system turn that a template adds of its own accord is not the question's.
+    text = turns.start + text[text.index(turns.user_opening) :]
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
+    (plain,) = llm.generate([text], params, use_tqdm=False)
+    with Choreography(llm, mode=mode) as c:
+        log = direct(c, QUESTIONS[0], sampling_params=params, turns=turns)
+    answer = log.steps[-1].message
+    assert answer.generated_token_ids == tuple(plain.outputs[0].token_ids)
+    assert answer.usage.exact
+    given = [token for step in log.steps for token in step.message.token_ids]
+    assert given == [*plain.prompt_token_ids, *plain.outputs[0].token_ids]
 
 
 class Rehearsal(Replay):

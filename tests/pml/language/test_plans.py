@@ -296,8 +296,20 @@ def test_a_template_that_joins_system_and_user() -> None:
     assert ids == [(400, 1, 401, 402), (403,), (2,)]
     prompt = '<prompt schema="s"><a/><assistant>t5</assistant><user>t6</user></prompt>'
     assert made.asked(prompt, {}).plan.header.token_ids == (5, 404, 402, 6, 403)
-    with pytest.raises(PmlError, match="refuses these turns: a conversation begins"):
-        made.register('<schema name="t"><system>t1</system><module name="a">t2</module></schema>')
+    made.register('<schema name="t"><system>t1</system><module name="a">t2</module></schema>')
+    asked = made.asked('<prompt schema="t"><a/><user>t3</user></prompt>', {}).plan
+    assert asked.header.token_ids == (402, 3, 403), "the module lies between the two turns"
+
+
+def test_a_template_that_refuses_everything() -> None:
+    class Refusing(Words):
+        def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
+            raise ValueError("not today")
+
+    words = Refusing()
+    made = SchemaBook(Tokens(words), ChatTemplate(words))
+    with pytest.raises(PmlError, match=r"refuses these turns \(not today\): .*take turns"):
+        made.register('<schema name="u"><user>t1</user></schema>')
 
 
 def test_the_outline_shows_tokens_positions_and_what_is_encoded() -> None:

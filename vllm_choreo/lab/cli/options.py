@@ -11,8 +11,8 @@ from typing import Any, Literal
 from vllm_choreo.cli.arguments import add_model, add_out
 from vllm_choreo.cli.numbers import natural, positive
 from vllm_choreo.lab.cli.sets import DEFAULT_MAX_TOKENS, DEFAULT_SHORT_TOKENS, SETS
-from vllm_choreo.lab.workflows.prisoners_dilemma import LEAKS, STRATEGIES
-from vllm_choreo.lab.workflows.variants import VARIANTS
+from vllm_choreo.lab.workflows.prisoners_dilemma import LEAKS, NAMES, STRATEGIES
+from vllm_choreo.lab.workflows.variants import LAYOUTS, VARIANTS
 from vllm_choreo.repair.rules import rule_given
 from vllm_choreo.repair.session_rules import names_file, session_rule
 from vllm_choreo.semantics.call import MODES
@@ -38,27 +38,38 @@ _RESTATE: dict[str, Any] = {
         "help": "ask the question once more after what is read (default: False)",
     }
 }
+_LAYOUT: dict[str, Any] = {
+    "layout": {
+        "choices": LAYOUTS,
+        "help": "order of what calls read: this project's, or the paper's (default: standard)",
+    }
+}
 # Arguments of the workflow's function, by its name; those left out keep its defaults.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "tree_of_thoughts": {
         "candidates": {"help": "how many thoughts are voted on (default: 8)"},
         "voters": {"help": "how many votes there are (default: 4)"},
         **_RESTATE,
+        **_LAYOUT,
     },
     "parallel_debate": {
         "agents": {"help": "how many agents there are (default: 3)"},
         "rounds": {"help": "how often each agent speaks (default: 3)"},
         **_RESTATE,
+        **_LAYOUT,
     },
     "iterative_debate": {
         "rounds": {"help": "how often each side may speak (default: 3)"},
         **_RESTATE,
+        **_LAYOUT,
     },
     "multi_qa": {
         "variant": {"choices": VARIANTS, "help": "how the questions lie (default: serial)"},
+        **_LAYOUT,
     },
     "branch_solve_merge": {
         "variant": {"choices": VARIANTS, "help": "how the stories lie (default: serial)"},
+        **_LAYOUT,
     },
     "prisoners_dilemma": {
         "strategies": {
@@ -68,6 +79,15 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "leak": {"choices": LEAKS, "help": "what an utterance carries (default: both)"},
         "rounds": {"help": "how often each agent speaks (default: 2)"},
+        "first": {
+            "choices": NAMES,
+            "help": "who speaks first; where it is left out, games take turns (default: Alice)",
+        },
+        "predict": {
+            "action": "store_true",
+            "default": None,
+            "help": "Bob says what Alice will do before he decides (default: False)",
+        },
     },
 }
 
@@ -212,6 +232,22 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float | None, def
         default=temperature,
         help=f"of sampling (default: {default})",
     )
+    add(
+        "--top-p",
+        type=_share,
+        metavar="P",
+        help="sample from the likeliest tokens that have this probability together (default: 1)",
+    )
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0 and up to 1")
+    return value
 
 
 def _temperature(text: str) -> float:

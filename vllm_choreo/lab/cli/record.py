@@ -121,8 +121,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Settings that all runs have in common, but for their number: more may be added later."""
     names = ["workflow", "seed", "temperature", "max_tokens", "logprobs"]
     names += [name for name in ("set", *OPTIONS.get(args.workflow, {})) if hasattr(args, name)]
-    names += ["short_tokens"] if args.short_tokens else []
+    names += [name for name in ("short_tokens", "top_p") if getattr(args, name)]
     settings = {name: getattr(args, name) for name in names}
+    if args.chat_template:
+        settings["chat_template"] = args.chat_template.name
     data = getattr(args, "data", None)
     return {**settings, "data": None if data is None else data.name}
 

@@ -34,6 +34,11 @@ INPUTS: dict[str, Any] = {
     "variant": str,
     "strategies": list[str],
     "leak": str,
+    "layout": str,
+    "first": str,
+    "predict": bool,
+    "plans": list[list[int]],
+    "turns": dict[str, str],
 }
 
 
@@ -59,8 +64,8 @@ def recorded_tasks(args: argparse.Namespace) -> list[Task]:
         ChoreoError: a file cannot be read, is no transcript, or does not suit the workflow; or
             there are arguments that a replay takes from its transcript.
     """
-    own = OPTIONS.get(args.workflow, {})
-    for name in ("data", "limit", "seed", "max_tokens", "short_tokens", "temperature", *own):
+    own, more = OPTIONS.get(args.workflow, {}), ("chat_template", "top_p")
+    for name in ("data", "limit", "seed", "max_tokens", "short_tokens", "temperature", *more, *own):
         if getattr(args, name, None) is not None:
             raise ChoreoError(
                 f"the inputs of a replay are those of its transcript: leave out "

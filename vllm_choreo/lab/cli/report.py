@@ -15,6 +15,9 @@ from vllm_choreo.lab.cli.task import Task, transcript_json
 from vllm_choreo.transcript.page import Shown, ShownProblem, page_html
 from vllm_choreo.transcript.transcript import Transcript
 
+# Inputs of a game that are long, and say nothing to a reader.
+_NOT_SHOWN = ("turns", "plans")
+
 
 @dataclass(frozen=True)
 class Result:
@@ -59,7 +62,7 @@ def question_of(task: Task, inputs: Mapping[str, Any]) -> str:
     settings = {
         name: ", ".join(value) if isinstance(value, list) else value
         for name, value in inputs.items()
-        if not name.endswith("_params")
+        if not name.endswith("_params") and name not in _NOT_SHOWN
     }
     return "\n".join(f"{name}: {value}" for name, value in settings.items())
 

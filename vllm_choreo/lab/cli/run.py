@@ -63,7 +63,7 @@ def _check_server(args: argparse.Namespace) -> None:
         raise ChoreoError(
             "a replay forces tokens, which needs an engine of its own: leave out --server"
         )
-    for name in ("model", "max_model_len"):
+    for name in ("model", "max_model_len", "chat_template"):
         if getattr(args, name) is not None:
             raise ChoreoError(f"a server has its own: leave out --{name.replace('_', '-')}")
 

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_choreo.cli.chat_turns import turns_of_model, turns_of_server
 from vllm_choreo.cli.engine import LocalEngine, RemoteEngine
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.options import OPTIONS
@@ -14,6 +16,8 @@ from vllm_choreo.lab.cli.recorded import recorded_tasks
 from vllm_choreo.lab.cli.sets import DEFAULT_MAX_TOKENS, DEFAULT_SHORT_TOKENS, SETS, ProblemSet
 from vllm_choreo.lab.cli.task import Task, unreadable
 from vllm_choreo.lab.problems import DataError, Problem, load_jsonl
+from vllm_choreo.lab.workflows.chat import CHATML
+from vllm_choreo.lab.workflows.prisoners_dilemma import NAMES
 
 DEFAULT_LIMIT = 3
 # Where calls ask the same, they must not all say the same; elsewhere the likeliest answer is best.
@@ -51,9 +55,15 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
         return recorded_tasks(args)
     options = {name: getattr(args, name) for name in OPTIONS.get(args.workflow, {})}
     options = {name: value for name, value in options.items() if value is not None}
+    options |= _turns(args)
     if args.workflow == "prisoners_dilemma":
         return [
-            Task(f"game {i + 1}", "game", {**options, **_sampling(args, i)}, ())
+            Task(
+                f"game {i + 1}",
+                "game",
+                {"first": NAMES[i % 2], **options, **_sampling(args, i)},
+                (),
+            )
             for i in range(args.limit or 1)
         ]
     groups = _groups(args.workflow, _problems(args))
@@ -66,6 +76,15 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
         )
         for i, group in enumerate(groups)
     ]
+
+
+def _turns(args: argparse.Namespace) -> dict[str, Any]:
+    """The argument `turns` of the workflow; none for a model that writes ChatML, the default."""
+    if args.server is not None:
+        turns = turns_of_server(args.server, args.api_key or os.environ.get("VLLM_API_KEY"))
+    else:
+        turns = turns_of_model(args.model, args.chat_template)
+    return {} if turns == CHATML else {"turns": turns.to_json()}
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
@@ -134,14 +153,22 @@ def _sampling(args: argparse.Namespace, number: int) -> dict[str, Any]:
         "temperature": temperature,
         "seed": (args.seed or 0) + number,
     }
+    if args.top_p is not None:
+        settings["top_p"] = args.top_p
     if args.logprobs:
         settings["logprobs"] = args.logprobs
     sampling = {"sampling_params": params(max_tokens=max_tokens, **settings)}
-    if args.workflow in _SHORT:
+    if args.workflow in _SHORT and not _says_answers(args):
         num_short = args.short_tokens or min(max_tokens, DEFAULT_SHORT_TOKENS)
         short = params(max_tokens=num_short, **settings)
         sampling[_SHORT[args.workflow]] = short
     return sampling
+
+
+def _says_answers(args: argparse.Namespace) -> bool:
+    """Tell if what would be short is the answer, as verdicts are in the paper's debate."""
+    is_papers = getattr(args, "layout", None) == "paper" and args.short_tokens is None
+    return is_papers and args.workflow == "iterative_debate"
 
 
 def _max_tokens(args: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions from JSON lines: the usual files of MATH, GSM8K, TriviaQA, CommonGen, NaturalQuestions.
+"""Questions from JSON lines: the usual files of MATH, GSM8K, TriviaQA, CommonGen, NaturalQuestions,
+and, with long documents, of MuSiQue, HotpotQA and LongBench.
 
 What a row is follows from its fields and from what stands in them, not from the file's name:
 
@@ -7,11 +8,14 @@ What a row is follows from its fields and from what stands in them, not from the
 |---|---|
 | `concepts` | concepts |
 | `ordered_kv_records`, `key`, `value` | trivia |
-| `question` or `problem`, `answers` | trivia |
+| `question`, `problem` or `input`, `answers` | trivia |
+| the same, `answer` and `answer_aliases` | trivia |
 | `question` or `problem`, `answer` or `solution` | math with a box; else number if the answer is |
 | | one; else math if there is other LaTeX; else trivia |
 
-The records, and `title` and `text` of the `ctxs` beside a question, are the problem's documents.
+The problem's documents are the records; or what stands beside a question: `title` and `text` of
+`ctxs`; `title` and `paragraph_text` of `paragraphs` (MuSiQue); titles and sentences of `context`
+(HotpotQA, as its own files or as columns), or `context` itself if it is text (LongBench).
 `id` is taken if there is one. Other fields are ignored.
 """
 
@@ -109,7 +113,7 @@ def _parts(row: Mapping[str, Any]) -> _Parts:
         return "concepts", concepts_question(concepts), concepts, ()
     if "ordered_kv_records" in row:
         return _records(row)
-    name = next((name for name in ("question", "problem") if name in row), "")
+    name = next((name for name in ("question", "problem", "input") if name in row), "")
     if not name:
         raise _FieldError("", f"no field that is known; {_FORMS}")
     question = _string(row, name)
@@ -122,6 +126,9 @@ def _parts(row: Mapping[str, Any]) -> _Parts:
 def _gold(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...]]:
     """Kind and answers of a row with `answer`, `solution` or both."""
     given = row.get("answer")
+    if "answer_aliases" in row:
+        aliases = _strings(row, "answer_aliases") if row["answer_aliases"] else ()
+        return "trivia", tuple(dict.fromkeys((_string(row, "answer"), *aliases)))
     if isinstance(given, Mapping):  # TriviaQA's own files: {"value": …, "aliases": […]}
         aliases = _strings(given, "aliases") if "aliases" in given else ()
         return "trivia", tuple(dict.fromkeys((_string(given, "value"), *aliases)))
@@ -163,15 +170,39 @@ def _is_pair(pair: object) -> bool:
 
 
 def _documents(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts of `ctxs`, each under its title."""
-    found = row.get("ctxs", [])
+    """The texts beside a question, each under its title."""
+    if isinstance(row.get("context"), str):
+        return (_string(row, "context"),)
+    if "context" in row:
+        return _titled_sentences(row["context"])
+    name, text = ("paragraphs", "paragraph_text") if "paragraphs" in row else ("ctxs", "text")
+    found = row.get(name, [])
     if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
-        raise _FieldError("ctxs", "must be a list of objects with title and text")
+        raise _FieldError(name, f"must be a list of objects with title and {text}")
     return tuple(
-        f"{_string(entry, 'title')}\n{_string(entry, 'text')}"
+        f"{_string(entry, 'title')}\n{_string(entry, text)}"
         if "title" in entry
-        else _string(entry, "text")
+        else _string(entry, text)
         for entry in found
+    )
+
+
+def _titled_sentences(found: object) -> tuple[str, ...]:
+    """Documents of HotpotQA: pairs of a title and sentences, or a column of each."""
+    if isinstance(found, Mapping) and {"title", "sentences"} <= found.keys():
+        columns = (found["title"], found["sentences"])
+        if all(isinstance(column, list) for column in columns) and len({*map(len, columns)}) == 1:
+            found = [list(pair) for pair in zip(*columns, strict=True)]
+    if not isinstance(found, list) or not all(map(_is_titled, found)):
+        raise _FieldError("context", "must be text, or titles with lists of sentences")
+    return tuple(f"{title}\n{''.join(sentences).strip()}" for title, sentences in found)
+
+
+def _is_titled(pair: object) -> bool:
+    return (
+        isinstance(pair, list)
+        and [type(part) for part in pair] == [str, list]
+        and all(isinstance(sentence, str) for sentence in pair[1])
     )
 
 

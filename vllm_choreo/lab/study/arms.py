@@ -65,7 +65,8 @@ class Arm:
         if self.is_direct:
             question = question_of(workflow, task.inputs)
             opening, params = task.inputs.get("opening", ""), task.inputs["sampling_params"]
-            return direct(c, question, opening=opening, sampling_params=params)
+            turns = task.inputs.get("turns")
+            return direct(c, question, opening=opening, sampling_params=params, turns=turns)
         inputs = {**task.inputs, "restate": True} if self.restates else task.inputs
         return program_of(workflow)(c, **inputs)
 

@@ -47,12 +47,14 @@ def sets_of(args: argparse.Namespace) -> list[HeldOutSet]:
             "what shall be judged? Give folders of `vllm-choreo record`, or --workflow (and --data)"
         )
     if args.recorded:
-        for name in ("set", "data", "seed", "max_tokens", "short_tokens"):
+        for name in ("set", "data", "seed", "max_tokens", "short_tokens", "chat_template"):
             if getattr(args, name) is not None:
                 raise ChoreoError(
                     f"a recording has its own problems: leave out --{name.replace('_', '-')}"
                 )
-        return [_recorded(folder, args.limit, args.temperature) for folder in args.recorded]
+        return [
+            _recorded(folder, args.limit, args.temperature, args.top_p) for folder in args.recorded
+        ]
     known = SETS.get(args.workflow, {})
     if args.set is not None and args.set not in known:
         raise ChoreoError(
@@ -88,7 +90,9 @@ def halved(
     return tuple(tasks[::2]), tuple(tasks[1::2])
 
 
-def _recorded(folder: Path, limit: int | None, temperature: float | None) -> HeldOutSet:
+def _recorded(
+    folder: Path, limit: int | None, temperature: float | None, top_p: float | None
+) -> HeldOutSet:
     files = sorted((folder / HELD_OUT).glob("*.json"))
     if not files:
         raise ChoreoError(
@@ -101,7 +105,7 @@ def _recorded(folder: Path, limit: int | None, temperature: float | None) -> Hel
     workflow = _one_workflow(folder, {_workflow(task) for task in tasks})
     if temperature is None:
         temperature = DEFAULT_TEMPERATURE.get(workflow, 0.0)
-    drawn = tuple(replace(task, inputs=_sampled(task.inputs, temperature)) for task in tasks)
+    drawn = tuple(replace(task, inputs=_sampled(task.inputs, temperature, top_p)) for task in tasks)
     return HeldOutSet(folder.resolve().name, workflow, drawn)
 
 
@@ -121,12 +125,13 @@ def _one_workflow(folder: Path, found: set[str]) -> str:
     return found.pop()
 
 
-def _sampled(inputs: Mapping[str, Any], temperature: float) -> dict[str, Any]:
-    """The inputs with another temperature; what was recorded was drawn for training."""
+def _sampled(inputs: Mapping[str, Any], temperature: float, top_p: float | None) -> dict[str, Any]:
+    """The inputs with another temperature and top-p; what was recorded was drawn for training."""
     changed = {}
     for name, params in inputs.items():
         if name.endswith("_params") and params is not None:
             params = params.clone()
             params.temperature, params.logprobs = temperature, None
+            params.top_p = params.top_p if top_p is None else top_p
         changed[name] = params
     return changed

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.problems.words import concepts_question
-from vllm_choreo.lab.workflows.chat import assistant, user
+from vllm_choreo.lab.workflows.chat import Turns, open_chat
 from vllm_choreo.lab.workflows.multi_qa import ASK
 from vllm_choreo.lab.workflows.sampling import Sampling
 from vllm_choreo.transcript.transcript import Step, Transcript
@@ -21,6 +21,7 @@ def direct(
     *,
     opening: str = "",
     sampling_params: Sampling = None,
+    turns: Turns = None,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
     """Ask `question` once; see `vllm_choreo.lab.workflows`.
@@ -29,9 +30,11 @@ def direct(
         opening: how the answer begins, for models too small to find its form by themselves.
     """
     inputs = {"question": question, "opening": opening, "sampling_params": sampling_params}
-    log = Transcript("direct", c.mode, inputs, on_step)
+    c, chat, log = open_chat("direct", c, inputs, turns, on_step)
     answer = c.decode(
-        user(question) + assistant(opening), role="answer", sampling_params=sampling_params
+        chat.user(question) + chat.assistant(opening),
+        role="answer",
+        sampling_params=sampling_params,
     )
     log.add("answer", "answer", answer)
     return log.finish([answer.generated_text])

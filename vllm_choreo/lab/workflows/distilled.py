@@ -8,11 +8,13 @@ A model trained on such calls shows whether the workflow is needed when it is us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.lab.workflows.chat import assistant, user
+from vllm_choreo.lab.workflows.chat import CHATML, turns_of
 from vllm_choreo.lab.workflows.direct import question_of
 from vllm_choreo.semantics.message import Message, Metrics, Usage
+from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.transcript.transcript import Transcript
 
 
@@ -28,26 +30,48 @@ def as_direct(transcript: Transcript, encode: Callable[[str], Sequence[int]]) ->
     """
     question = question_of(transcript.workflow, transcript.inputs)
     opening = transcript.inputs.get("opening", "")
-    header = user(question) + assistant(opening)
+    chat = turns_of(transcript.inputs.get("turns"))
+    header = chat.user(question) + chat.assistant(opening)
     answer = _answer_of(transcript)
-    token_ids = (*encode(header), *answer.generated_token_ids)
-    log = Transcript("direct", transcript.mode, {"question": question, "opening": opening})
-    message = Message(
-        id="0",
-        text=header + answer.generated_text,
-        token_ids=token_ids,
-        num_tokens=len(token_ids),
-        position=0,
-        parents=(),
-        generated_text=answer.generated_text,
-        generated_token_ids=answer.generated_token_ids,
-        logprobs=None,
-        finish_reason=answer.finish_reason,
-        usage=Usage(True, 0, 0, len(token_ids)),
-        metrics=Metrics(log.start, None, 0.0, 0.0),
-    )
-    log.add("answer", "answer", message)
+    inputs: dict[str, Any] = {"question": question, "opening": opening}
+    if chat != CHATML:
+        inputs["turns"] = chat.to_json()
+    log = Transcript("direct", transcript.mode, inputs)
+    start: list[Message] = []
+    if chat.start:
+        given = _message("0", chat.start, encode(chat.start), log.start)
+        start.append(log.add("start", "start", given))
+    made = _message(str(len(start)), header, encode(header), log.start, answer, start)
+    log.add("answer", "answer", made)
     return log.finish([answer.generated_text])
+
+
+def _message(
+    name: str,
+    text: str,
+    token_ids: Sequence[int],
+    submitted: float,
+    answer: Message | None = None,
+    parents: Sequence[Message] = (),
+) -> Message:
+    """A message of the text, and of what `answer` has generated."""
+    said = "" if answer is None else answer.generated_text
+    generated = () if answer is None else answer.generated_token_ids
+    tokens = (*token_ids, *generated)
+    return Message(
+        id=name,
+        text=text + said,
+        token_ids=tokens,
+        num_tokens=len(tokens),
+        position=sum(parent.num_tokens for parent in parents),
+        parents=tuple(ParentSpan(parent.id) for parent in parents),
+        generated_text=said,
+        generated_token_ids=generated,
+        logprobs=None,
+        finish_reason=None if answer is None else answer.finish_reason,
+        usage=Usage(True, 0, 0, len(tokens)),
+        metrics=Metrics(submitted, None, 0.0, 0.0),
+    )
 
 
 def _answer_of(transcript: Transcript) -> Message:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_choreo.api.protocol import Facade
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.lab.workflows.chat import assistant, system, user
+from vllm_choreo.lab.workflows.chat import Turns, open_chat
 from vllm_choreo.lab.workflows.sampling import Sampling
 from vllm_choreo.transcript.transcript import Step, Transcript
 
@@ -25,6 +25,7 @@ def document_qa(
     *,
     opening: str = "",
     sampling_params: Sampling = None,
+    turns: Turns = None,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
     """Ask one question about all documents; see `vllm_choreo.lab.workflows`. One answer.
@@ -41,15 +42,15 @@ def document_qa(
         raise ChoreoError("must be one or more", parameter="documents", value=list(documents))
     inputs: dict[str, object] = {"question": question, "documents": list(documents)}
     inputs |= {"opening": opening, "sampling_params": sampling_params}
-    log = Transcript("document_qa", c.mode, inputs, on_step)
+    c, chat, log = open_chat("document_qa", c, inputs, turns, on_step)
     instruction = log.add(
-        "instruction", "instruction", c.prefill(system(INSTRUCTION), role="instruction")
+        "instruction", "instruction", c.prefill(chat.system(INSTRUCTION), role="instruction")
     )
-    calls = [{"tokens": user(text), "parents": [instruction]} for text in documents]
+    calls = [{"tokens": chat.user(text), "parents": [instruction]} for text in documents]
     names = [f"document {number}" for number in range(1, len(calls) + 1)]
     read = log.add_all("documents", names, c.prefill(calls, role="document"))
     answer = c.decode(
-        user(question) + assistant(opening),
+        chat.user(question) + chat.assistant(opening),
         parents=[instruction, *read],
         role="answer",
         sampling_params=sampling_params,

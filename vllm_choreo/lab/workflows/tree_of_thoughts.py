@@ -5,6 +5,9 @@ Yao et al., "Tree of Thoughts: Deliberate Problem Solving with Large Language Mo
 Identical voters read the question, every candidate and a ballot; as text, their prompts are one
 prompt. Voters with a role of their own read it first, so that as text no two of them share a
 prefix. Choreographed, all of them read the candidates where they lie.
+
+In the layout "paper" a voter reads the prompt of the vote and the candidates, and the answer its
+own prompt and the best one; each prompt says the question.
 """
 
 from __future__ import annotations
@@ -15,13 +18,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_choreo.api.protocol import Facade
-from vllm_choreo.lab.workflows.chat import assistant, restated, system, user
+from vllm_choreo.chat.turns import ChatTurns
+from vllm_choreo.lab.workflows.chat import Turns, open_chat
 from vllm_choreo.lab.workflows.sampling import Sampling, seeded
+from vllm_choreo.lab.workflows.variants import check_layout, with_layout
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.transcript.transcript import Step, Transcript
 
 BALLOT = "Compare the candidates. Which one is the best? Give its number and your reason."
 FINISH = "Write the final answer, following the candidate above."
+BALLOT_FIRST = "Compare the candidates below. Say the number of the best one, and your reason."
+FINISH_FIRST = "Write the final answer, following the candidate below."
 
 
 def tree_of_thoughts(
@@ -33,6 +40,8 @@ def tree_of_thoughts(
     sampling_params: Sampling = None,
     vote_params: Sampling = None,
     restate: bool = False,
+    layout: str = "standard",
+    turns: Turns = None,
     on_step: Callable[[Step], None] | None = None,
 ) -> Transcript:
     """Run one level of the tree; see `vllm_choreo.lab.workflows`. One answer.
@@ -43,28 +52,31 @@ def tree_of_thoughts(
         voters: number of voters, all alike; or one system prompt for each.
         vote_params: sampling parameters of the votes; None: `sampling_params`.
         restate: votes and the answer are given the question once more, after all that they read.
+        layout: "standard" or "paper": see `variants`.
+
+    Raises:
+        ChoreoError: no such layout.
     """
+    check_layout(layout)
     inputs: dict[str, Any] = {"question": question, "candidates": candidates, "voters": voters}
     inputs["restate"] = restate
-    again = restated(question) if restate else ""
     inputs |= {"sampling_params": sampling_params, "vote_params": vote_params}
-    log = Transcript("tree_of_thoughts", c.mode, inputs, on_step)
+    inputs = with_layout(inputs, layout)
+    c, chat, log = open_chat("tree_of_thoughts", c, inputs, turns, on_step)
+    again = chat.restated(question) if restate else ""
 
-    task = log.add("task", "question", c.prefill(user(question), role="question"))
-    requests = [
-        {"tokens": user(text), "parents": [task], "role": role}
-        for role, text in (("ballot", BALLOT), ("finish", FINISH))
-    ]
-    ballot, finish = log.add_all("task", ["ballot", "finish"], c.prefill(requests))
-    roles = _roles(c, log, voters)
+    task = log.add("task", "question", c.prefill(chat.user(question), role="question"))
+    ballot, finish = _prompts(c, chat, log, task, question, layout)
+    roles = _roles(c, chat, log, voters)
 
-    thoughts = _think(c, log, task, candidates, sampling_params)
-    readings = [[*role, task, *thoughts, ballot] for role in roles]
-    votes = _vote(c, log, readings, again, vote_params or sampling_params)
-    best = elected([vote.generated_text for vote in votes], candidates)
+    thoughts = _think(c, chat, log, task, candidates, sampling_params)
+    read = [ballot, *thoughts] if layout == "paper" else [task, *thoughts, ballot]
+    readings = [[*role, *read] for role in roles]
+    votes = _vote(c, chat, log, readings, again, vote_params or sampling_params)
+    best = thoughts[elected([vote.generated_text for vote in votes], candidates) - 1]
     answer = c.decode(
-        again + assistant("Final answer:"),
-        parents=[task, thoughts[best - 1], finish],
+        again + chat.assistant("Final answer:"),
+        parents=[finish, best] if layout == "paper" else [task, best, finish],
         role="answer",
         sampling_params=sampling_params,
     )
@@ -72,23 +84,44 @@ def tree_of_thoughts(
     return log.finish([answer.generated_text])
 
 
-def _roles(c: Facade, log: Transcript, voters: int | Sequence[str]) -> list[list[Message]]:
+def _prompts(
+    c: Facade, chat: ChatTurns, log: Transcript, task: Message, question: str, layout: str
+) -> list[Message]:
+    """The prompts of the vote and of the answer; the paper's stand alone, before the rest."""
+    texts, read = (BALLOT, FINISH), [task]
+    if layout == "paper":
+        texts, read = (f"{question}\n\n{BALLOT_FIRST}", f"{question}\n\n{FINISH_FIRST}"), []
+    requests = [
+        {"tokens": chat.user(text), "parents": read, "role": role}
+        for role, text in zip(("ballot", "finish"), texts, strict=True)
+    ]
+    return log.add_all("task", ["ballot", "finish"], c.prefill(requests))
+
+
+def _roles(
+    c: Facade, chat: ChatTurns, log: Transcript, voters: int | Sequence[str]
+) -> list[list[Message]]:
     """Messages that each voter reads before all else: its role, or none. Equal roles are one."""
     if isinstance(voters, int):
         return [[] for _ in range(voters)]
     texts = list(dict.fromkeys(voters))
     authors = [f"voter {voters.index(text) + 1}" for text in texts]
-    calls = [{"tokens": system(text), "role": "voter"} for text in texts]
+    calls = [{"tokens": chat.system(text), "role": "voter"} for text in texts]
     messages = log.add_all("task", authors, c.prefill(calls))
     return [[messages[texts.index(text)]] for text in voters]
 
 
 def _think(
-    c: Facade, log: Transcript, task: Message, count: int, sampling_params: Sampling
+    c: Facade,
+    chat: ChatTurns,
+    log: Transcript,
+    task: Message,
+    count: int,
+    sampling_params: Sampling,
 ) -> list[Message]:
     calls = [
         {
-            "header": assistant(f"Candidate {number}:"),
+            "header": chat.assistant(f"Candidate {number}:"),
             "parents": [task],
             "sampling_params": seeded(sampling_params, number),
         }
@@ -100,6 +133,7 @@ def _think(
 
 def _vote(
     c: Facade,
+    chat: ChatTurns,
     log: Transcript,
     readings: Sequence[Sequence[Message]],
     again: str,
@@ -107,7 +141,7 @@ def _vote(
 ) -> list[Message]:
     calls = [
         {
-            "header": again + assistant("The best is candidate number"),
+            "header": again + chat.assistant("The best is candidate number"),
             "parents": parents,
             "sampling_params": seeded(sampling_params, len(log.steps) + number),
         }

@@ -134,8 +134,6 @@ def _check_module(module: Module, has_turns: bool) -> None:
         )
     if type(module.cache) is not bool:
         raise wrong('cache is "true" or "false"', module, "cache", module.cache)
-    if not module.children:
-        raise wrong("a module needs text, parameters or modules", module, "module", module.name)
     _check_level(module, module, has_turns)
 
 
@@ -146,6 +144,13 @@ def _check_union(union: Union, has_turns: bool) -> None:
         if not isinstance(member, Module):
             raise wrong("a union holds modules alone", member, "union", _title(member))
         _check_module(member, has_turns)
+    if union.scaffold and not any(m.name == union.scaffold and m.cache for m in union.children):
+        raise wrong(
+            'the scaffold of a union is one of its modules, and not one with cache="false"',
+            union,
+            "scaffold",
+            union.scaffold,
+        )
 
 
 def _check_param(param: Param) -> None:

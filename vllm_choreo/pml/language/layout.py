@@ -131,11 +131,12 @@ class LaidModule:
 
 @dataclass(frozen=True)
 class LaidUnion:
-    """Modules that share their first position."""
+    """Modules that share their first position; `scaffold` is the one that stands in, or ""."""
 
     members: tuple[LaidModule, ...]
     start: int
     stop: int
+    scaffold: str = ""
 
 
 LaidItem: TypeAlias = Segment | LaidModule | LaidUnion
@@ -294,7 +295,8 @@ class _Layer:
     def _union(self, node: Union, owner: _Owner) -> LaidUnion:
         start = owner.stop
         members = tuple(self.module(m, (*owner.path, m.name), start) for m in node.children)
-        return LaidUnion(members, start, max(member.stop for member in members))
+        stop = max(member.stop for member in members)
+        return LaidUnion(members, start, stop, node.scaffold)
 
 
 class _Owner:

@@ -21,10 +21,12 @@ A file may hold several of both inside `<pml>`. `<parameter name length>` is `<p
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from vllm_choreo.errors import PmlError
 from vllm_choreo.pml.language.checks import check_prompt, check_schema
 from vllm_choreo.pml.language.elements import Element, read_element
+from vllm_choreo.pml.language.sources import read_sources
 from vllm_choreo.pml.language.tree import (
     ROLES,
     Document,
@@ -44,13 +46,17 @@ from vllm_choreo.pml.language.tree import (
 )
 
 
-def parse(markup: str) -> list[Document]:
+def parse(markup: str, sources: Path | None = None) -> list[Document]:
     """Read the schemas and prompts of a text: its one outermost element, or those inside `<pml>`.
+
+    Args:
+        sources: folder below which modules may name files, see `sources.py`; None: none may.
 
     Raises:
         PmlError: what is wrong, with line and column.
     """
     root = read_element(markup, "markup")
+    read_sources(root, sources)
     if root.tag != "pml":
         return [_document(root)]
     _attributes(root, ())
@@ -64,13 +70,17 @@ def parse(markup: str) -> list[Document]:
     return found
 
 
-def parse_schema(markup: str) -> Schema:
+def parse_schema(markup: str, sources: Path | None = None) -> Schema:
     """Read the schema of a text.
+
+    Args:
+        sources: as `parse` takes it.
 
     Raises:
         PmlError: there is none, or as `parse`.
     """
     root = read_element(markup, "schema")
+    read_sources(root, sources)
     if root.tag != "schema":
         raise wrong("a schema begins with <schema name=…>", root.place, "schema", root.tag)
     return _schema(root)
@@ -119,8 +129,9 @@ def _schema_item(element: Element) -> MarkupNode:
     if element.tag == "module":
         return _module(element)
     if element.tag == "union":
-        _attributes(element, (), "modules that see one another: <scaffold modules=…/>")
-        return Union(tuple(_members(element)), place=place)
+        _attributes(element, ("scaffold",))
+        stand_in = element.attributes.get("scaffold", "")
+        return Union(tuple(_members(element)), scaffold=stand_in, place=place)
     if element.tag in ("param", "parameter"):
         return _param(element)
     if element.tag == "scaffold":

@@ -63,7 +63,7 @@ def _head(node: MarkupNode) -> tuple[str, dict[str, str]]:
     if isinstance(node, Module):
         return "module", {"name": node.name} | ({} if node.cache else {"cache": "false"})
     if isinstance(node, Union):
-        return "union", {}
+        return "union", {"scaffold": node.scaffold} if node.scaffold else {}
     if isinstance(node, Turn):
         return node.role, {}
     if isinstance(node, Param):

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias, overload
 
 from vllm_choreo.errors import PmlError
+from vllm_choreo.pml.language.branches import Program
 from vllm_choreo.pml.language.checks import check_prompt, check_schema
 from vllm_choreo.pml.language.tree import (
     MarkupNode,
@@ -41,7 +42,7 @@ from vllm_choreo.pml.language.tree import (
     Use,
 )
 
-Item: TypeAlias = str | MarkupNode | None
+Item: TypeAlias = str | MarkupNode | Program | None
 Content = Callable[..., Item | Iterable[Item]]
 
 
@@ -88,14 +89,28 @@ def schema(
     return made if content is None else made(content)
 
 
+def program(function: Callable[..., Iterable[Item]]) -> Program:
+    """Make a function with `if` and `match` a module, as a decorator; see `branches`.
+
+    Raises:
+        PmlError: a branch depends on an argument otherwise than by its truth or its value.
+    """
+    return Program(function, _items)
+
+
 def param(length: int, scaffold: str = "") -> Param:
     """Make a parameter, as the default of a module's argument; see `Param`."""
     return Param("", length, scaffold)
 
 
-def union(*modules: Module) -> Union:
-    """Make a union: modules of which a prompt takes one at most."""
-    return Union(_items(modules))
+def union(*modules: Module, scaffold: Module | str = "") -> Union:
+    """Make a union: modules of which a prompt takes one at most.
+
+    Args:
+        scaffold: the one that stands in for the union, see `Union`.
+    """
+    name = scaffold if isinstance(scaffold, str) else scaffold.name
+    return Union(_items(modules), scaffold=name)
 
 
 def scaffold(*modules: str) -> Scaffold:
@@ -144,6 +159,8 @@ def _items(content: Item | Iterable[Item], in_prompt: bool = False) -> tuple[Mar
         content = (content,)
     made: list[MarkupNode] = []
     for item in content:
+        if isinstance(item, Program):
+            item = item() if in_prompt else item.module
         if isinstance(item, str):
             made.append(Text(item))
         elif isinstance(item, Module) and in_prompt:

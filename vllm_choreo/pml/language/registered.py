@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from vllm_choreo.errors import PmlError, UnknownSchemaError
 from vllm_choreo.pml.language.chat_template import ChatTemplate
-from vllm_choreo.pml.language.layout import SchemaLayout, Segment, Tokens, lay_out
+from vllm_choreo.pml.language.layout import LaidUnion, SchemaLayout, Segment, Tokens, lay_out
 from vllm_choreo.pml.language.tree import Schema
 
 CONTEXTS = ("modules", "schema")
@@ -131,8 +131,29 @@ class RegisteredSchema:
         if scaffold != ALONE:
             return self.involved(scaffold)
         if self.context == "schema":
-            return {path[:n] for n in range(len(path) + 1)}
+            around = {path[:n] for n in range(len(path) + 1)}
+            return around.union(*(self._stand_ins(owner, path) for owner in around))
         return {path}
+
+    def _stand_ins(self, owner: tuple[str, ...], path: tuple[str, ...]) -> set[tuple[str, ...]]:
+        """Paths of modules that stand in for unions of a module, but for those around `path`."""
+        taken = path[len(owner)] if len(path) > len(owner) else None
+        found: set[tuple[str, ...]] = set()
+        for union in self._unions.get(owner, ()):
+            members = {member.node.name for member in union.members}
+            if union.scaffold and taken not in members:
+                inner = (*owner, union.scaffold)
+                found |= {inner} | self._stand_ins(inner, inner)
+        return found
+
+    @cached_property
+    def _unions(self) -> dict[tuple[str, ...], list[LaidUnion]]:
+        """Unions with a stand-in, by the path of the module or schema that they stand in."""
+        return {
+            module.path: found
+            for module in self.layout.root.walk()
+            if (found := [i for i in module.items if isinstance(i, LaidUnion) and i.scaffold])
+        }
 
     @cached_property
     def _groups(
@@ -195,6 +216,29 @@ class RegisteredSchema:
                 taken |= members
                 applied = dict.fromkeys(self.involved(number), number) | applied
         return applied
+
+    def union_keys(self, path: str) -> list[EncodingKey]:
+        """Encodings of all members of the unions in which a module stands, its own included.
+
+        Raises:
+            PmlError: there is no such module, or it stands in no union.
+        """
+        self.layout.module(path)
+        names = tuple(path.split("/"))
+        found = [
+            EncodingKey(self.name, segment.path, segment.index, ALONE)
+            for owner in self.layout.root.walk()
+            if owner.path == names[: len(owner.path)] and len(owner.path) < len(names)
+            for item in owner.items
+            if isinstance(item, LaidUnion)
+            and names[len(owner.path)] in {member.node.name for member in item.members}
+            for member in item.members
+            if member.is_cached
+            for segment in member.segments
+        ]
+        if not found:
+            raise PmlError("the module stands in no union", parameter="module", value=path)
+        return found
 
     def all_keys(self) -> Iterator[EncodingKey]:
         """Every encoding that the schema can have."""

@@ -156,6 +156,15 @@ class SchemaBook:
             call["adapter"] = schema.adapter
         return call
 
+    def touch(self, key: EncodingKey) -> dict[str, Any]:
+        """Arguments of a prefill of one token that reads an encoding, and so brings it back."""
+        return {
+            "tokens": [self.tokens.placeholder],
+            "parents": [self.handles[key]],
+            "offsets": [self.named(key.schema).segment(key).position],
+            "mode": "choreo",
+        }
+
     # -- prompts -----------------------------------------------------------------------------
 
     def asked(self, prompt: PromptGiven, options: Mapping[str, Any]) -> AskedPrompt:

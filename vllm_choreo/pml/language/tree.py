@@ -94,7 +94,14 @@ class Module(Container):
 
 @dataclass(frozen=True)
 class Union(Container):
-    """Modules of which a prompt takes one at most; they begin at the same position."""
+    """Modules of which a prompt takes one at most; they begin at the same position.
+
+    Attributes:
+        scaffold: name of the member that stands in for the union where modules behind it are
+            encoded with what stands before them; "": none does.
+    """
+
+    scaffold: str = ""
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ def main(args: argparse.Namespace) -> int:
             parameter="together",
             value=args.together,
         )
-    learnt, others = _halves(sets_of(args))
+    turns_model = {"model": args.reader} if is_models else {}
+    learnt, others = _halves(sets_of(argparse.Namespace(**{**vars(args), **turns_model})))
     make_folder(args.out)
     max_model_len = args.max_model_len or DEFAULT_MAX_MODEL_LEN
     with TemporaryDirectory(dir=args.out, prefix="writer-") as folder:

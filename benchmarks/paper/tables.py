@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables: who cooperates, who predicts it, and which of two questions is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.harness.tables import Cell, Row, Rows, Table, Values, mean, only
+from vllm_choreo.lab.workflows.prisoners_dilemma import LEAKS
+
+# The CSV files, and what plays or answers as text.
+DILEMMA, QUESTIONS, TEXT = "paper_dilemma", "paper_questions", "text"
+
+Holds = Callable[[Row], bool]
+
+
+def share(holds: Holds, **where: str) -> Values:
+    """100 for each row for which something holds, and 0 for each other one."""
+    return lambda rows: [100.0 * holds(row) for row in only(**where)(rows)]
+
+
+def minus(above: Values, below: Values) -> Values:
+    """Differences, pair by pair."""
+    return lambda rows: [a - b for a, b in zip(above(rows), below(rows), strict=True)]
+
+
+def percent(values: Values) -> Cell:
+    """`mean [low, high]`, the 95% bootstrap interval over rows; one row has none."""
+    return mean(values, ".1f")
+
+
+def cooperates(row: Row) -> bool:
+    """Whether Bob cooperates; undecided is not."""
+    return bool(row["bob"] == "cooperate")
+
+
+def shift(rows: Rows, leak: str) -> list[float]:
+    """Change of Bob's cooperation in points, game by game, against the game as text."""
+    return list(minus(share(cooperates, leak=leak), share(cooperates, leak=TEXT))(rows))
+
+
+def _shifted(leak: str) -> Cell:
+    return mean(lambda rows: shift(rows, leak), "+.1f")
+
+
+def _is_right(row: Row) -> bool:
+    return bool(row["predicted"] == row["alice"])
+
+
+def _exploits(row: Row) -> bool:
+    return (row["predicted"], row["bob"]) == ("cooperate", "defect")
+
+
+def _defends(row: Row) -> bool:
+    return (row["predicted"], row["bob"]) == ("defect", "defect")
+
+
+TABLES = {
+    "paper_dilemma": Table(
+        DILEMMA,
+        {"Alice is told to": "strategy"},
+        {
+            "games": lambda rows: len(only(leak=TEXT)(rows)),
+            "Bob cooperates as text, %": percent(share(cooperates, leak=TEXT)),
+            **{f"leak {leak}, points": _shifted(leak) for leak in LEAKS},
+            "undecided, %": percent(share(lambda row: bool(row["bob"] == "undecided"))),
+        },
+    ),
+    "paper_prediction": Table(
+        DILEMMA,
+        {"Alice is told to": "strategy", "played": "leak"},
+        {
+            "Alice cooperates, %": percent(share(lambda row: bool(row["alice"] == "cooperate"))),
+            "predicted, %": percent(share(lambda row: bool(row["predicted"] == "cooperate"))),
+            "right, %": percent(share(_is_right)),
+            "exploits, %": percent(share(_exploits)),
+            "defends, %": percent(share(_defends)),
+        },
+        rows=lambda rows: [row for row in rows if row["predicted"]],
+    ),
+    "paper_questions": Table(
+        QUESTIONS,
+        {"the two questions": "variant"},
+        {
+            "pairs": len,
+            "first, %": percent(share(lambda row: bool(int(row["first"])))),
+            "second, %": percent(share(lambda row: bool(int(row["second"])))),
+            "both, %": percent(share(lambda row: bool(int(row["first"]) and int(row["second"])))),
+        },
+    ),
+}

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's tables: games in pairs, questions apart, and what cells say of them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.paper.dilemma import played
+from benchmarks.paper.questions import WAYS, answered
+from benchmarks.paper.tables import TABLES, TEXT, shift
+from tests.lab.notes import Notes
+from vllm_choreo.lab.problems import Problem
+from vllm_choreo.lab.workflows.prisoners_dilemma import LEAKS
+
+
+class Sessions:
+    """Opens choreographies that take notes, and remembers them."""
+
+    def __init__(self, *replies: str) -> None:
+        self.replies = replies
+        self.opened: list[Notes] = []
+
+    def __call__(self, mode: str) -> AbstractContextManager[Any]:
+        self.opened.append(Notes(*self.replies, mode=mode))
+        return nullcontext(self.opened[-1])
+
+
+def test_every_game_is_played_as_text_and_with_each_leak() -> None:
+    rows = list(played(Sessions(), [{"rounds": 1}, {"rounds": 1}]))
+    assert [(row["leak"], row["game"], row["first"]) for row in rows] == [
+        (leak, game, first)
+        for leak in (TEXT, *LEAKS)
+        for game, first in enumerate(("Alice", "Bob"))
+    ]
+    assert {(row["bob"], row["predicted"]) for row in rows} == {("undecided", "")}
+    asked = list(played(Sessions(), [{"rounds": 1, "predict": True}]))
+    assert {row["predicted"] for row in asked} == {"undecided"}
+
+
+def test_games_of_a_pair_have_the_same_plans_and_the_talk_is_free() -> None:
+    sessions = Sessions("plan a", "plan b", "text")
+    list(played(sessions, [{"rounds": 1}]))
+    text, *others = sessions.opened
+    assert text.mode == "baseline" and [c.mode for c in others] == ["choreo"] * len(LEAKS)
+    assert text.batches[0] == 2, "plans are made as text alone"
+    for c in others:
+        assert c.replies == ["text"] or "plan a" not in c.replies
+        assert c.batches == [1, 1, 2]
+
+
+def _row(leak: str, game: int, bob: str, predicted: str = "defect") -> dict[str, str]:
+    row = {"strategy": "none", "leak": leak, "game": str(game), "alice": "cooperate"}
+    return {**row, "bob": bob, "predicted": predicted}
+
+
+def test_a_shift_is_that_of_the_same_games() -> None:
+    rows = [
+        *(_row(TEXT, i, bob) for i, bob in enumerate(("cooperate", "cooperate", "defect"))),
+        *(_row("both", i, bob) for i, bob in enumerate(("cooperate", "defect", "undecided"))),
+    ]
+    assert shift(rows, "both") == [0, -100, 0]
+    (_, _, line) = TABLES["paper_prediction"].markdown(rows[:3]).splitlines()
+    # Alice cooperates in all; all predict that she defects; Bob defects once, as one who defends.
+    assert line.startswith("| none | text | 100.0 [100.0, 100.0] | 0.0 [0.0, 0.0] | 0.0 [0.0, 0.0]")
+    assert "| 0.0 [0.0, 0.0] | 33.3 [" in line
+
+
+def test_questions_are_judged_apart() -> None:
+    anna = Problem("a", "Who?", ("Anna",), "trivia")
+    rome = Problem("b", "Where?", ("Rome",), "trivia")
+    for way in WAYS:
+        engine = SimpleNamespace(open=Sessions("It is Rome."))
+        (row,) = answered(engine, way, [(anna, rome)], {"layout": "paper"})
+        assert row == {"variant": way[0], "pair": "a + b", "first": 0, "second": 1}
+    rows = [{"variant": "serial", "first": "0", "second": "1"}] * 2
+    (_, _, line) = TABLES["paper_questions"].markdown(rows).splitlines()
+    assert line.startswith("| serial | 2 | 0.0 [0.0, 0.0] | 100.0 [100.0, 100.0] | 0.0 [0.0, 0.0]")

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts around the turns of a chat, as the template of a command's model writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from vllm_choreo.chat.turns import ChatTurns, chat_turns, turns_of_tokenizer
+from vllm_choreo.errors import ChoreoError
+
+_SECONDS = 60.0
+
+
+def turns_of_model(model: str | None, template: Path | None = None) -> ChatTurns:
+    """Texts around turns of a model that this machine loads.
+
+    Args:
+        model: folder or name; None: the small test model, which writes ChatML.
+        template: file with a template in Jinja, to use instead of the model's own.
+
+    Raises:
+        ChoreoError: the tokenizer cannot be read, has no template, or writes no turns.
+    """
+    if model is None and template is None:
+        return ChatTurns()
+    from transformers import AutoTokenizer
+
+    from vllm_choreo.testing.models.embedded import embedded_model
+
+    folder = model or str(embedded_model())
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ChoreoError(
+            f"the tokenizer of {folder} cannot be read: {reason}", parameter="model", value=folder
+        ) from error
+    try:
+        text = None if template is None else template.read_text("utf-8")
+    except OSError as error:
+        raise ChoreoError(f"cannot read {template}: {error.strerror}") from error
+    if text is None and not getattr(tokenizer, "chat_template", None):
+        raise ChoreoError(
+            "the model has no chat template, so nobody knows how it reads turns: give one in Jinja "
+            "with --chat-template FILE",
+            parameter="model",
+            value=folder,
+        )
+    return turns_of_tokenizer(tokenizer, text)
+
+
+def turns_of_server(base_url: str, api_key: str | None) -> ChatTurns:
+    """Texts around turns of the model of a server.
+
+    The server renders chats as tokens (`/tokenize`), and says what they are as text.
+
+    Raises:
+        ChoreoError: the server does not answer, or its model writes no turns.
+    """
+    import httpx
+
+    from vllm_choreo.client.endpoint import Endpoint
+    from vllm_choreo.client.failures import content_of, no_answer
+
+    endpoint = Endpoint(base_url, api_key, _SECONDS)
+    with httpx.Client(**endpoint.options()) as client:
+
+        def post(path: str, body: Mapping[str, object]) -> Mapping[str, object]:
+            try:
+                response = client.post(path, json=body)
+            except httpx.HTTPError as error:
+                raise no_answer(endpoint, error) from error
+            return content_of(endpoint, response.status_code, response.content)
+
+        def render(turns: Sequence[Mapping[str, str]], ends: bool) -> str:
+            chat = {"messages": list(turns), "add_generation_prompt": ends}
+            tokens = post("/tokenize", chat)["tokens"]
+            return str(post("/detokenize", {"tokens": tokens})["prompt"])
+
+        return chat_turns(render)
