@@ -27,7 +27,12 @@ _TOP_NAMES = {
 
 
 def write_model(
-    path: Path, model: PreTrainedModel, pre: str, *, scaling: str | None = None
+    path: Path,
+    model: PreTrainedModel,
+    pre: str,
+    *,
+    scaling: str | None = None,
+    rotary_dim: int | None = None,
 ) -> None:
     """Write a model's float32 weights, its sizes and a tokenizer of some words.
 
@@ -35,6 +40,7 @@ def write_model(
         model: of an architecture that has the name of GGUF's as its `model_type`.
         pre: name of the tokenizer's way to cut.
         scaling: name of a scaling of the rotary embedding that the file shall claim.
+        rotary_dim: numbers of a head that are rotated, as the file shall claim.
     """
     import gguf
 
@@ -52,6 +58,8 @@ def write_model(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if scaling is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
+    if rotary_dim is not None:
+        writer.add_rope_dimension_count(rotary_dim)
     _add_tokenizer(writer, pre)
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from vllm_choreo.testing.models.fetch import EmbeddedModelError
 
 pytest.importorskip("gguf")
 
+DOCS = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
 _SIZES: dict[str, Any] = {
     "vocab_size": len(VOCAB),
     "hidden_size": 64,
@@ -64,8 +67,11 @@ def test_a_model_comes_back_as_it_was(
 ) -> None:
     expected = _write(tmp_path / "model.gguf", name)
     folder = tmp_path / "model"
-    command = ["model", "--gguf", str(tmp_path / "model.gguf"), "--out", str(folder)]
-    assert cli.main(command) == 0
+    (block,) = re.findall(r"```sh\n(.*?)```", DOCS, re.DOTALL)
+    program, *command = shlex.split(block)
+    assert program == "vllm-choreo"
+    names = {"FILE": str(tmp_path / "model.gguf"), "DIR": str(folder)}
+    assert cli.main([names.get(word, word) for word in command]) == 0
     assert capsys.readouterr().out == f"{folder}\n"
     found, loading = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True
@@ -141,6 +147,9 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         gguf_model(file, folder, progress=False)
     _write(file, "llama, digits", scaling="yarn")
     with pytest.raises(EmbeddedModelError, match=r"scaled \(yarn\)"):
+        gguf_model(file, folder, progress=False)
+    _write(file, "llama, digits", rotary_dim=8)
+    with pytest.raises(EmbeddedModelError, match="rotate 8 of 16 numbers"):
         gguf_model(file, folder, progress=False)
     assert sorted(one.name for one in tmp_path.iterdir()) == [".model.lock", "model.gguf"]
 

@@ -106,6 +106,13 @@ def _shared_config(fields: Fields, prefix: str) -> Config:
     """Configuration that all architectures have, under the names of transformers."""
     num_heads = fields[f"{prefix}.attention.head_count"]
     hidden_size = fields[f"{prefix}.embedding_length"]
+    head_size = fields.get(f"{prefix}.attention.key_length") or hidden_size // num_heads
+    rotary_dim = fields.get(f"{prefix}.rope.dimension_count")
+    if rotary_dim not in (None, head_size):
+        raise ConversionError(
+            f"GGUF files that rotate {rotary_dim} of {head_size} numbers of a head are not read. "
+            "Take the model's folder in the form of transformers instead."
+        )
     return {
         "dtype": "float32",
         "hidden_size": hidden_size,
@@ -113,7 +120,7 @@ def _shared_config(fields: Fields, prefix: str) -> Config:
         "num_hidden_layers": fields[f"{prefix}.block_count"],
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.get(f"{prefix}.attention.head_count_kv") or num_heads,
-        "head_dim": fields.get(f"{prefix}.attention.key_length") or hidden_size // num_heads,
+        "head_dim": head_size,
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "max_position_embeddings": fields[f"{prefix}.context_length"],
         "rms_norm_eps": fields.real(f"{prefix}.attention.layer_norm_rms_epsilon"),
