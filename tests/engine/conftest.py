@@ -28,9 +28,14 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 32
 
-# Whoever wants this model has made its folder: it is never fetched for a test.
-_GEMMA = "gemma3-270m"
-collect_ignore = [] if is_complete(default_path(_GEMMA), _GEMMA) else ["test_gemma3_270m.py"]
+# Whoever wants such a model has made its folder: none is ever fetched for a test.
+_TESTS_OF_MODELS = {
+    "gemma3-270m": "test_gemma3_270m.py",
+    "qwen2.5-coder-0.5b": "test_qwen25_coder.py",
+}
+collect_ignore = [
+    file for name, file in _TESTS_OF_MODELS.items() if not is_complete(default_path(name), name)
+]
 
 
 @pytest.fixture(scope="session")

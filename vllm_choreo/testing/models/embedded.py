@@ -3,9 +3,9 @@
 
 The demo, the doctor and the tests need a real model where no model hub can be reached. Packages of
 the index ship some as plain data, as a GGUF file with quantised weights (`sources.py`):
-SmolLM2-135M-Instruct, and, for whoever asks for it, Gemma 3 270M. This module turns such a file
-into the folder that `transformers` and vLLM load: weights, config, tokenizer, chat template. It
-never imports the packages that it takes the file from.
+SmolLM2-135M-Instruct, and, for whoever asks for one, others. This module turns such a file, or one
+of the user's own, into the folder that `transformers` and vLLM load: weights, config, tokenizer,
+chat template. It never imports the packages that it takes the file from.
 
 The weights are written as float32. A Q4_1 weight is `d * q + m` (`d`, `m` float16, `q` 4 bits),
 which neither float16 nor bfloat16 holds exactly.
@@ -20,17 +20,32 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_choreo.testing.models.convert import ConversionError, check_packages, convert
-from vllm_choreo.testing.models.fetch import EmbeddedModelError, find_gguf
+from vllm_choreo.testing.models.convert import (
+    ConversionError,
+    check_packages,
+    convert,
+    float32_bytes,
+    open_gguf,
+)
+from vllm_choreo.testing.models.fetch import (
+    DOWNLOADS,
+    EmbeddedModelError,
+    file_digest,
+    find_gguf,
+)
 from vllm_choreo.testing.models.sources import DEFAULT, SOURCES, ModelSource
 
 # Written last: the folder is ours and complete. Raise the version when the output changes.
 MARKER_NAME = "vllm_choreo_embedded.json"
 CONVERTER_VERSION = 1
+
+# Given a folder to work in, returns the GGUF file.
+FindFile = Callable[[Path], Path]
 
 
 def default_path(name: str = DEFAULT) -> Path:
@@ -49,25 +64,64 @@ def embedded_model(path: Path | None = None, progress: bool = True, name: str = 
 
     Returns:
         The absolute path of a folder with `config.json`, `generation_config.json`,
-        `model.safetensors` (float32), `tokenizer.json` and `tokenizer_config.json`.
+        `model.safetensors` (float32; of more than 2 GB several files and their index),
+        `tokenizer.json` and `tokenizer_config.json`.
 
     Raises:
         EmbeddedModelError: no model of that name, no network, no pip, no room, a damaged download,
             or a folder at `path` that this function did not make, or made of another model. Nothing
-            half-made is left behind.
+            half-made is left behind, but for whole packages of a download that was interrupted.
     """
     source = SOURCES.get(name)
     if source is None:
         raise EmbeddedModelError(f"There is no model {name}, only {', '.join(SOURCES)}.")
     target = Path(path or default_path(name)).expanduser().absolute()
-    if is_complete(target, name):
+    find = partial(find_gguf, source, progress=progress)
+    return _made(source, target, find, progress)
+
+
+def gguf_model(file: Path, path: Path, progress: bool = True) -> Path:
+    """Return the folder of a model that a GGUF file holds, and make it first if it is not there.
+
+    Args:
+        file: a GGUF file of an architecture that `ARCHITECTURES` has.
+        path, progress: as of `embedded_model`.
+
+    Raises:
+        EmbeddedModelError: the file cannot be read, or is of another architecture; and see
+            `embedded_model`.
+    """
+    try:
+        reader = open_gguf(file)
+        num_bytes, digest = float32_bytes(reader.tensors), file_digest(file)
+    except ConversionError as error:
+        raise EmbeddedModelError(str(error)) from error
+    except OSError as error:
+        raise EmbeddedModelError(f"Cannot read {file}: {error.strerror}.") from error
+    source = ModelSource(
+        name=file.name,
+        gguf_name=file.name,
+        sha256=digest,
+        parts=(),
+        env="",
+        license="license: see the model",
+        download_bytes=0,
+        needed_bytes=num_bytes + 10**8,
+        folder_bytes=num_bytes,
+    )
+    return _made(source, path.expanduser().absolute(), lambda work: file, progress)
+
+
+def _made(source: ModelSource, target: Path, find: FindFile, progress: bool) -> Path:
+    """Make the folder if it is not there."""
+    if _is_made(source, target):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _lock(target, progress):
             # Another process may have made it while this one waited for the lock.
-            if not is_complete(target, name):
-                _make(source, target, progress)
+            if not _is_made(source, target):
+                _make(source, target, find, progress)
     except ConversionError as error:
         raise EmbeddedModelError(str(error)) from error
     except OSError as error:
@@ -80,11 +134,15 @@ def is_complete(folder: Path, name: str = DEFAULT) -> bool:
 
     It compares the marker file, and the names and sizes of the files that the marker lists.
     """
+    return _is_made(SOURCES[name], folder)
+
+
+def _is_made(source: ModelSource, folder: Path) -> bool:
     try:
         marker = _read_marker(folder)
         return (
             marker["converter_version"] == CONVERTER_VERSION
-            and marker["name"] == name
+            and (marker["name"], marker["source_sha256"]) == (source.name, source.sha256)
             and all((folder / f).stat().st_size == size for f, size in marker["files"].items())
         )
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
@@ -109,13 +167,13 @@ def _lock(target: Path, progress: bool) -> Iterator[None]:
         yield
 
 
-def _make(source: ModelSource, target: Path, progress: bool) -> None:
+def _make(source: ModelSource, target: Path, find: FindFile, progress: bool) -> None:
     """Build the folder beside `target`, verify it, and only then give it its name."""
     _refuse_to_replace(source, target)
     check_packages()  # before the download, not after it
     work = target.parent / f".{target.name}.partial"
     # What a killed run left; nobody else uses it, for this process holds the lock.
-    shutil.rmtree(work, ignore_errors=True)
+    _clear(work)
     if shutil.disk_usage(target.parent).free < source.needed_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if source.notice:
@@ -123,7 +181,7 @@ def _make(source: ModelSource, target: Path, progress: bool) -> None:
     folder = work / "model"
     folder.mkdir(parents=True)
     try:
-        convert(find_gguf(source, work, progress), folder, progress)
+        convert(find(work), folder, progress)
         if source.notice:
             (folder / "NOTICE").write_text(source.notice + "\n")
         _write_marker(source, folder)
@@ -131,7 +189,20 @@ def _make(source: ModelSource, target: Path, progress: bool) -> None:
             os.rename(target, work / "replaced")
         os.rename(folder, target)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        _clear(work)
+
+
+def _clear(work: Path) -> None:
+    """Remove all that is half-made, but not whole packages of an interrupted download."""
+    if not work.exists():
+        return
+    for entry in work.iterdir():
+        if entry.name != DOWNLOADS:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        elif not any(entry.iterdir()):
+            entry.rmdir()
+    if not any(work.iterdir()):
+        work.rmdir()
 
 
 def _refuse_to_replace(source: ModelSource, target: Path) -> None:

