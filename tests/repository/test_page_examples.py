@@ -38,7 +38,9 @@ _WORKFLOW = "tests/lab/cli/test_run_in_engine.py::test_the_workflow_of_the_docum
 _PARTS = "not run: parts of a program, whose names are the reader's"
 _CLIENT = "not run: it goes on from a client of another page; test_prompts.py asks the same"
 _MACHINES = "not run: workers on other machines"
-_SELF_CHECK = "tests/testing/test_selfcheck.py::test_the_command_of_the_page_shows_what_the_page_shows"
+_SELF_CHECK = (
+    "tests/testing/test_selfcheck.py::test_the_command_of_the_page_shows_what_the_page_shows"
+)
 _GRAFANA = "not run: a file of another program's"
 
 RUN_BY: dict[str, list[str]] = {
