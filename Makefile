@@ -25,7 +25,7 @@ DOCS := $(DOCS_VENV)/.installed
 SOURCES := $(shell find csrc -type f 2>/dev/null)
 CLANG_SOURCES := $(filter %.cpp %.h %.hpp %.cu %.cuh,$(SOURCES))
 
-.PHONY: help setup programs demo test check-vllm lint format docs accessible dist bench soak clean
+.PHONY: help setup programs demo test check-vllm lint format docs dist bench soak clean
 .DELETE_ON_ERROR:
 
 help:
@@ -37,7 +37,6 @@ help:
 	@echo "make lint    ruff, mypy, pyright (on the examples), clang-format: check only"
 	@echo "make format  ruff, clang-format: change the files"
 	@echo "make docs    build the site into site/, strictly: words, links, names of the API"
-	@echo "make accessible  run axe-core on every page of the site, in Chromium"
 	@echo "make dist    build the source distribution and a wheel with the CPU kernels into dist/"
 	@echo "make bench   run the benchmarks   (ARGS=...)"
 	@echo "make soak    load, abuse and kill servers, then check every token  (ARGS=\"routes --seed 2\")"
@@ -90,8 +89,6 @@ $(DOCS): tools/setup.sh pyproject.toml
 docs: $(DOCS)
 	@$(DOCS_VENV)/bin/python -m tools.site
 
-accessible: docs
-	@$(DOCS_VENV)/bin/python -m tools.site.accessibility $(ARGS)
 dist: $(PACKAGE)
 	@$(BIN)/python -m tools.dist $(ARGS)
 

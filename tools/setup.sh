@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Installs into .venv: "engine" = Python environment, torch and vLLM for CPU; "package" = this
 # package, editable, with its kernels and tools. Into .venv-docs: "docs" = what builds the site, of the
-# extra of that name, and axe-core, of the package that brings it. Called by the Makefile; safe to run again.
+# extra of that name. Called by the Makefile; safe to run again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -138,8 +138,6 @@ project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 print(*project["optional-dependencies"]["docs"])')
     # shellcheck disable=SC2086 # words are requirements
     pip_install "what builds the site could not be installed" $requirements
-    # Without what it needs for Playwright: only its script is run, by Chromium.
-    pip_install "axe-core could not be installed" --no-deps axe-playwright-python==0.1.8
 }
 
 case ${1:-} in

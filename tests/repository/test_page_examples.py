@@ -38,6 +38,9 @@ _WORKFLOW = "tests/lab/cli/test_run_in_engine.py::test_the_workflow_of_the_docum
 _PARTS = "not run: parts of a program, whose names are the reader's"
 _CLIENT = "not run: it goes on from a client of another page; test_prompts.py asks the same"
 _MACHINES = "not run: workers on other machines"
+_SELF_CHECK = (
+    "tests/testing/test_selfcheck.py::test_the_command_of_the_page_shows_what_the_page_shows"
+)
 _GRAFANA = "not run: a file of another program's"
 
 RUN_BY: dict[str, list[str]] = {
@@ -80,7 +83,13 @@ RUN_BY: dict[str, list[str]] = {
         "tests/chat/test_chats.py::test_the_command_of_the_page_explains_the_example",
     ],
     "docs/openai.md": [_SERVES, *[_OPENAI] * 5, _SERVES, _OPENAI],
-    "docs/operating.md": [_SERVES, *[_OPERATING, _SERVES] * 2, *[_OPERATING] * 2, _GRAFANA],
+    "docs/operating.md": [
+        *[_SERVES, _OPERATING] * 2,
+        _SERVES,
+        *[_OPERATING] * 2,
+        _GRAFANA,
+        _SERVES,
+    ],
     "docs/planner.md": [*[_PLANNER] * 5, _MACHINES, _MACHINES],
     "docs/pml.md": [
         *[_PML] * 2,
@@ -94,6 +103,7 @@ RUN_BY: dict[str, list[str]] = {
         "tests/lab/study/test_calibrate.py::test_the_command",
     ],
     "docs/testing.md": [
+        _SELF_CHECK,
         "tests/testing/test_docs.py::test_the_example_runs",
         "tests/testing/test_docs.py::test_the_fixture_serves",
     ],

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.repository.pages import ROOT
 from tools.site.families import Family, family_page, read_families
 from tools.site.hooks import PAGES, site_paths
 from tools.site.links import relink
-from tools.site.loaded import loaded_from_elsewhere
+from tools.site.loaded import loaded_from_elsewhere, shown_as_written
 
 FAMILIES = read_families((ROOT / "docs/models.md").read_text(encoding="utf-8"))
 _SITE = {"docs/a.md": "a.md", "README.md": "index.md", "docs/b/c.md": "b/c.md"}
@@ -87,5 +85,14 @@ def test_what_a_page_loads_from_elsewhere_is_found(page: str, found: list[str]) 
     assert loaded_from_elsewhere(page) == found
 
 
-def test_the_theme_is_asked_for_no_font_of_another_host(tmp_path: Path) -> None:
+def test_a_table_that_is_text_is_found() -> None:
+    assert shown_as_written("<p>Rows:\n| a | b |\n</p><p>- no\n1. x</p>") == [
+        "| a | b |",
+        "- no",
+        "1. x",
+    ]
+    assert shown_as_written("<p>a - b | c</p><table><tr><td>| </td></tr></table>") == []
+
+
+def test_the_theme_is_asked_for_no_font_of_another_host() -> None:
     assert "\n  font: false\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from tools.site.hooks import ROOT, site_paths
-from tools.site.loaded import loaded_from_elsewhere
+from tools.site.loaded import loaded_from_elsewhere, shown_as_written
 
 SITE = ROOT / "site"
 # Other papers of the repository; the schemas come with check-jsonschema.
@@ -39,13 +39,14 @@ def main() -> int:
         if subprocess.run([*tools, *command], cwd=ROOT, env=environment).returncode:
             print(f"make docs: {command[0]} has found something", file=sys.stderr)
             return 1
-    foreign = [
-        f"{page.relative_to(SITE)}: {address}"
-        for page in sorted(SITE.rglob("*.html"))
-        for address in loaded_from_elsewhere(page.read_text(encoding="utf-8"))
-    ]
-    if foreign:
-        print("make docs: pages load from other hosts:", *foreign, sep="\n  ", file=sys.stderr)
+    found = []
+    for page in sorted(SITE.rglob("*.html")):
+        text = page.read_text(encoding="utf-8")
+        name = page.relative_to(SITE)
+        found += [f"{name} loads {address}" for address in loaded_from_elsewhere(text)]
+        found += [f"{name} shows as it was written: {line}" for line in shown_as_written(text)]
+    if found:
+        print("make docs:", *found, sep="\n  ", file=sys.stderr)
         return 1
     print(f"{Path(SITE).relative_to(ROOT)}/index.html")
     return 0

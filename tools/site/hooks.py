@@ -67,5 +67,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     where = page.file.src_uri
     if where not in sources:
         return markdown
-    text = re.sub(r"<!-- (table: .*|end) -->\n?", "", markdown)
+    # A table begins a block of its own, as on the sites that show repositories.
+    text = re.sub(r"<!-- (table: .*|end) -->", "", markdown)
     return relink(text, sources[where], where, paths, ROOT)

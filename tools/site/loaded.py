@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a page makes a browser fetch from other hosts."""
+"""What a built page makes a browser fetch from other hosts, and what it shows as it was written."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ def loaded_from_elsewhere(page: str) -> list[str]:
     reader = _Reader(convert_charrefs=True)
     reader.feed(page)
     return reader.found
+
+
+def shown_as_written(page: str) -> list[str]:
+    """Find lines of tables and lists that Markdown took for text, for want of an empty line."""
+    paragraphs = re.findall(r"<p>(.*?)</p>", page, re.DOTALL)
+    return [
+        line
+        for text in paragraphs
+        for line in text.splitlines()
+        if re.match(r"\| |- |\d+\. ", line)
+    ]
 
 
 class _Reader(HTMLParser):
