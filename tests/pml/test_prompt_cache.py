@@ -198,6 +198,16 @@ def test_the_async_cache_does_the_same(tiny_model_path: Callable[[str], Path], l
         assert len(c.messages()) == 6 + 11
         await cache.unregister("s")
         assert len(c.messages()) == 11
+        await prefetch(c, cache)
+
+    async def prefetch(c: AsyncChoreography, cache: AsyncPromptCache) -> None:
+        await cache.register(UNION)
+        assert await cache.prefetch("v", "b/c") == 4
+        await cache.evict("v")
+        before = (await c.stats())["num_resident_tokens"]
+        assert await cache.prefetch("v", "b/c") == 0
+        assert (await c.stats())["num_resident_tokens"] == before + 4 * 32
+        assert len(c.messages()) == 11 + 4, "what brings them back is freed"
 
     asyncio.run(run())
 

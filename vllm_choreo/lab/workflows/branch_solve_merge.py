@@ -72,9 +72,10 @@ def branch_solve_merge(
     stories = _solve(c, chat, log, groups, sampling_params)
     if variant == "baseline":
         stories = _as_text(c, log, before, *stories)
+    first, second = stories
     answer = c.decode(
         header,
-        **(side_by_side(variant, *stories, before) | {"role": "merge"}),
+        **(side_by_side(variant, first, second, before) | {"role": "merge"}),
         sampling_params=sampling_params,
     )
     log.add("merge", "merge", answer)
