@@ -25,14 +25,14 @@ class Fields:
 
     def __init__(self, reader: gguf.GGUFReader) -> None:
         self._fields = reader.fields
-        self._values: dict[str, Any] = {}  # lists of all tokens take long to read
+        self._values: dict[str, object] = {}  # lists of all tokens take long to read
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._fields:
             raise ConversionError(f"The GGUF file has no {key}: not a model of a known kind.")
         return self.get(key)
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str) -> object:
         """Return the value of a key, or None."""
         if key in self._fields and key not in self._values:
             self._values[key] = self._fields[key].contents()
