@@ -112,6 +112,8 @@ class ChoreoConfig:
             again when they are read.
         keep_key: file of the key that tells own saved messages from those of others; "": a key of
             the user's own, see `snapshot/keys.py`.
+        move_folder: folder in memory through which keys and values go from one of several engines
+            to another; "": one of the system's.
         server: limits of the HTTP server.
     """
 
@@ -125,6 +127,7 @@ class ChoreoConfig:
     max_copies_per_session: _Count = 10_000
     max_copied_tokens_per_session: _Count = 10_000_000
     keep_key: str = ""
+    move_folder: str = ""
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:

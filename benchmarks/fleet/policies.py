@@ -92,16 +92,17 @@ class Ours(Policy):
 
 
 class Oracle(Ours):
-    """The same with all knowledge: memory without end, moves for nothing, all homes looked at."""
+    """The least that any placement encodes and waits: each message is encoded once, moves are free.
+
+    With memory without end, and moves that take no time, a call costs the same wherever it runs: it
+    goes to the idlest engine, and encodes what no engine ever had.
+    """
 
     capacity = _UNLIMITED
     rates = Rates(encode=ENCODE, move=0.0)
 
     def _candidates(self, reads: Sequence[Read]) -> list[int]:
-        found = dict.fromkeys(self.loads.least(1))
-        for read in reads:
-            found.update(dict.fromkeys(read.homes))
-        return list(found)
+        return self.loads.least(1)
 
 
 class TwoChoices(Ours):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the simulated fleet."""
+"""The tables of the simulated fleet, and of the soak of a real one."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ TABLES = {
         },
     ),
 }
+_COUNTED = (
+    *("calls", "kills", "restarts", "moved", "failed_moves", "encoded_again", "seconds"),
+    *("tokens_checked", "wrong_tokens", "lost_sessions", "failed_calls", "blocks_left"),
+)
+SOAK = Table(
+    "fleet_soak",
+    {"engines": "engines", "sessions": "sessions"},
+    {name.replace("_", " "): text(name) for name in _COUNTED},
+)
+TABLES["fleet_soak"] = SOAK

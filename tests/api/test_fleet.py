@@ -8,7 +8,10 @@ anything else than what its recipe says is another one.
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import random
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,8 @@ import pytest
 
 from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.api.fleet import fleet_of
+from vllm_choreo.api.fleet_snapshots import loaded_messages
+from vllm_choreo.engine import fleet_client
 from vllm_choreo.engine.fleet_client import FleetClient, _Resources
 from vllm_choreo.errors import (
     ChoreoError,
@@ -56,7 +61,8 @@ class PlayedEngine:
         if (session, name) in self.messages:
             return [], {"choreo_error": ChoreoError(f"taken: {name}").to_report()}
         reads = [(self.messages[session, p], start, stop) for p, start, stop in call["parents"]]
-        context = repr((reads, call["offsets"], call["new_offset"], call.get("exact")))
+        offsets, new_offset = call["offsets"] or [], call["new_offset"] or 0
+        context = repr((reads, offsets, new_offset, call.get("exact")))
         generated = []
         if call["kind"] == "decode":
             draw = random.Random(context + repr(prompt))
@@ -72,7 +78,9 @@ class PlayedEngine:
         session = args[0]
         if operation == "free":
             for name in args[1]:
-                del self.messages[session, name]
+                found = self.messages.pop((session, name), None)
+                # Of a move that failed there is nothing.
+                assert found is not None or session.startswith("moves-")
         elif operation == "close":
             for key in [key for key in self.messages if key[0] == session]:
                 del self.messages[key]
@@ -143,7 +151,7 @@ class PlayedLLM:
 
     def __init__(self, count: int, model_config: Any) -> None:
         self.engine_core = PlayedClient(count)
-        cache = SimpleNamespace(num_gpu_blocks=count * 100, block_size=32)
+        cache = SimpleNamespace(num_gpu_blocks=count * 100, block_size=32, cache_dtype="auto")
         self.vllm_config = SimpleNamespace(
             cache_config=cache,
             additional_config={},
@@ -166,14 +174,14 @@ class PlayedLLM:
         self, name: str, prompt: Any, params: Any, *, lora_request: Any, data_parallel_rank: int
     ) -> Queue:
         queue = Queue(name)
-        answer = asyncio.create_task(self._answer(queue, prompt, params, data_parallel_rank))
+        life = self.engine_core.lives.pop((name, data_parallel_rank))
+        answer = asyncio.create_task(self._answer(queue, prompt, params, data_parallel_rank, life))
         self._answers.add(answer)
         answer.add_done_callback(self._answers.discard)
         return queue
 
-    async def _answer(self, queue: Queue, prompt: Any, params: Any, rank: int) -> None:
+    async def _answer(self, queue: Queue, prompt: Any, params: Any, rank: int, life: int) -> None:
         client = self.engine_core
-        life = client.lives.pop(queue.request_id)
         engine = client.clients[rank]
         is_there = engine is not None and life == client.starts[rank]
         if is_there:
@@ -192,6 +200,15 @@ def model_config(tiny_model_path: Any) -> Any:
 
     path: Path = tiny_model_path("llama")
     return EngineArgs(str(path), dtype="float32", max_model_len=1024).create_model_config()
+
+
+@pytest.fixture
+def fleet_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What is logged of the fleet; vLLM's loggers hand on nothing."""
+    logger = logging.getLogger("vllm.choreo.fleet")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 def greedy(**options: Any) -> Any:
@@ -347,14 +364,143 @@ def test_sessions_of_a_tenant_find_what_others_encoded(model_config: Any) -> Non
     _run(main())
 
 
-def test_what_several_engines_cannot_do_is_refused(model_config: Any, tmp_path: Path) -> None:
+def test_a_call_that_is_cancelled_between_placing_and_sending_leaves_nothing(
+    model_config: Any,
+) -> None:
+    async def main() -> None:
+        llm = PlayedLLM(2, model_config)
+        client, c = llm.engine_core, AsyncChoreography(llm)
+        pending = c.begin([4], sampling_params=greedy())
+        assert await c.place(pending) in (0, 1) and len(client.lives) == 1
+        await c.cancel([pending])
+        assert not client.lives
+
+        async def refuse(*args: Any, **named: Any) -> Queue:
+            raise asyncio.CancelledError
+
+        llm.add_request = refuse  # type: ignore[method-assign]
+        with pytest.raises(ChoreoError):
+            await c.prefill([1])
+        assert not client.lives
+        assert fleet_of(llm).queued == [0, 0]  # type: ignore[arg-type, union-attr]
+
+    _run(main())
+
+
+def test_what_cannot_be_moved_is_encoded(
+    model_config: Any, fleet_log: pytest.LogCaptureFixture
+) -> None:
+    """Played engines save nothing, so each move fails; after some, none is tried."""
+
+    async def main() -> None:
+        llm = PlayedLLM(2, model_config)
+        fleet, c = fleet_of(llm), AsyncChoreography(llm)  # type: ignore[arg-type]
+        assert fleet is not None
+        for number in range(8):
+            document = await c.prefill([number] * 100)
+            first = await c.decode([4], parents=[document], sampling_params=greedy())
+            (home,) = fleet.homes.of(c._runner._recipes[document.id].key)  # type: ignore[attr-defined]
+            fleet.loads.add(home, 1e6)
+            again = await c.decode([4], parents=[document], sampling_params=greedy())
+            assert again.generated_token_ids == first.generated_token_ids
+            fleet.loads.add(home, -1e6)
+            await c.free(document, first, again)
+        assert (fleet.mover.total.moved, fleet.mover.total.failed) == (0, 5)
+        assert sum(fleet.num_again) == 8 and not fleet.measured.can_move
+        assert fleet.homes.used(0) == fleet.homes.used(1) == 0, "what is freed lies nowhere"
+        states = fleet.describe()
+        assert sum(state.encoded_again_tokens for state in states) == 800
+        assert sum(state.moves.failed for state in states) == 5
+        await c.close()
+
+    _run(main())
+    assert fleet_log.text.count("nothing was moved to engine") == 5
+    assert "from now on nothing is moved" in fleet_log.text
+
+
+def test_a_folder_that_cannot_be_written_is_refused(model_config: Any, tmp_path: Path) -> None:
+    llm = PlayedLLM(2, model_config)
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "missing", tmp_path / "file"):
+        llm.vllm_config.additional_config = {"choreo": {"move_folder": str(folder)}}
+        with pytest.raises(ChoreoError, match="cannot be moved through this folder") as refused:
+            fleet_of(llm)  # type: ignore[arg-type]
+        assert refused.value.parameter == "additional_config.choreo.move_folder"
+        assert refused.value.value == str(folder)
+    llm.vllm_config.additional_config = {"choreo": {"move_folder": str(tmp_path)}}
+    fleet_of(llm)  # type: ignore[arg-type]
+    (made,) = tmp_path.glob("vllm-choreo-moves-*")
+    assert made.stat().st_mode & 0o777 == 0o700
+    del llm, refused  # whose traceback has the client
+    gc.collect()
+    assert not made.exists(), "it ends with the engines"
+
+
+def test_an_engine_of_another_model_or_version_does_not_start(
+    model_config: Any, monkeypatch: pytest.MonkeyPatch, fleet_log: pytest.LogCaptureFixture
+) -> None:
+    """What lies on the disk was replaced while the server ran."""
+    before = fleet_client.identity_of(model_config.model)
+    assert before["model"] and before["tokenizer"] and before["vllm-choreo"]
+
+    async def main(changed: str) -> list[int]:
+        client = PlayedClient(2)
+        client.vllm_config = SimpleNamespace(model_config=model_config)  # type: ignore[assignment]
+        client._identity, client._lost = before, set()
+        now = {**before, changed: "another"}
+        monkeypatch.setattr(fleet_client, "identity_of", lambda model: now)
+        await client._start_again(1)
+        assert client._lost == {1} and not client.resources.engine_dead
+        return client.starts
+
+    for changed in ("model", "vllm-choreo"):
+        fleet_log.clear()
+        assert asyncio.run(main(changed)) == [1, 1]
+        assert f"{changed} changed since the server started" in fleet_log.text
+
+
+def test_a_message_that_no_call_could_make_again_is_not_loaded(model_config: Any) -> None:
+    entry = {
+        "message": "s/a",
+        "is_copy": False,
+        "tokens": [1, 2],
+        "parents": [],
+        "spans": [],
+        "new_offset": 0,
+        "weights": None,
+        "patch": None,
+        "adapter": None,
+        "keeps": [],
+        "is_untrusted": False,
+        "data": {},
+    }
+    child = {**entry, "message": "s/b", "parents": [0], "spans": [[0, 2, 5]], "new_offset": 7}
+
+    def loaded(first: Any, named: Any) -> Any:
+        return loaded_messages("s", "t", {"encodings": [first, {**child, "data": None}]}, named)
+
+    ((made, has_data),) = loaded(entry, {"s/b": 1})
+    assert not has_data and made.id == "s/b"
+    (parent,) = made.parents
+    assert parent.id.startswith("s/loaded-") and parent.call.token_ids == (1, 2)
+    assert made.call.params.offsets == (5,) and made.call.params.new_offset == 7
+    patch = {"source": 0, "start": 0, "runs": [[0, 1]], "layers": None}
+    for wrong, reason in (
+        ({"patch": patch}, "repaired"),
+        ({"weights": [1.0, 2.0]}, "repaired"),
+        ({"adapter": 0}, "an adapter"),
+        ({"is_untrusted": True}, "somebody whose key"),
+    ):
+        with pytest.raises(UnsupportedOptionError, match=reason) as refused:
+            loaded({**entry, **wrong}, {"s/b": 1})
+        assert refused.value.value == "s/a"
+        assert loaded({**entry, **wrong}, {}) == []  # what nobody needs hinders nobody
+
+
+def test_what_several_engines_cannot_do_is_refused(model_config: Any) -> None:
     async def main() -> None:
         c = AsyncChoreography(PlayedLLM(2, model_config))
         a = await c.prefill([1, 2])
-        with pytest.raises(UnsupportedOptionError, match="neither saved nor loaded"):
-            await c.save([a], tmp_path)
-        with pytest.raises(UnsupportedOptionError, match="neither saved nor loaded"):
-            await c.load(tmp_path)
         with pytest.raises(UnsupportedOptionError, match="measured when it runs"):
             await c.prefill([3], parents=[a], repair={"share": 0.4, "by": "attention"})
 

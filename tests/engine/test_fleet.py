@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import start_engine, stop_engine
-from tests.engine.workflows import draw_workflow, facts, run
+from tests.engine.workflows import draw_workflow, facts, greedy, run
 from vllm_choreo import AsyncChoreography, Choreography
+from vllm_choreo.api.fleet import fleet_of
 from vllm_choreo.engine.fleet_client import FleetClient
+from vllm_choreo.fleet.placement import Rates
 
 NUM_WORKFLOWS = int(os.environ.get("CHOREO_FLEET_WORKFLOWS", "10"))
 
@@ -105,6 +107,7 @@ class Killer:
 def test_answers_are_those_of_one_engine_whatever_ends(
     num_engines: int, model_path: Path, expected: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Moves cost nothing here, so whatever lies elsewhere, and is longer than a block, is moved."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no worker process besides
 
     async def workflow(llm: Any, seed: int, killer: Killer | None) -> list[Any]:
@@ -113,10 +116,14 @@ def test_answers_are_those_of_one_engine_whatever_ends(
 
     async def main() -> None:
         async with started(model_path, num_engines) as llm:
-            client = llm.engine_core
+            client, fleet = llm.engine_core, fleet_of(llm)
+            assert fleet is not None
+            monkeypatch.setattr(fleet.measured, "rates", lambda: Rates(encode=1e-3, move=0.0))
             half = NUM_WORKFLOWS // 2
             found = await asyncio.gather(*(workflow(llm, s, None) for s in range(half)))
             assert found == expected[:half]
+            assert fleet.mover.total.moved > 0 and fleet.mover.total.failed == 0
+            assert fleet.mover.total.bytes > 0
             killer = Killer(client, random.Random(num_engines), 0.1)
             for first in range(half, NUM_WORKFLOWS, 5):
                 await killer.until_all_run()
@@ -126,6 +133,7 @@ def test_answers_are_those_of_one_engine_whatever_ends(
             await killer.until_all_run()
             assert killer.num_killed == sum(client.starts) - num_engines > 0
             await nothing_is_left(llm)
+            assert not list(fleet.mover.folder.iterdir())
 
     asyncio.run(main())
 
@@ -137,3 +145,106 @@ async def nothing_is_left(llm: Any) -> None:
     for engine in llm.engine_core.alive:
         totals = await call_engine(llm, engine, "totals")
         assert totals["num_messages"] == totals["num_blocks"] == totals["num_calls"] == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+def test_what_is_moved_is_not_encoded(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    tokens = [[7 + 11 * n + i % 300 for i in range(200)] for n in range(3)]
+    header = [5, 6, 7]
+
+    async def main() -> None:
+        async with started(model_path, 2) as llm:
+            fleet = fleet_of(llm)
+            assert fleet is not None
+            rates = Rates(encode=1e-3, move=0.0)
+            monkeypatch.setattr(fleet.measured, "rates", lambda: rates)
+            async with AsyncChoreography(llm, tenant="a") as c:
+                chain = [await c.prefill(tokens[0])]
+                chain.append(await c.prefill(tokens[1], parents=chain))
+                chain.append(await c.prefill(tokens[2], parents=chain))
+                (home,) = {e for m in chain for e in homes_of(c, m)}
+                expected = await c.decode(header, parents=chain, sampling_params=greedy())
+                assert expected.usage.exact
+                fleet.loads.add(home, 1e6)  # what comes next goes to the other engine
+                found = await c.decode(header, parents=chain, sampling_params=greedy())
+                assert found.token_ids == expected.token_ids and found.usage.exact
+                total = fleet.mover.total
+                assert (total.moved, total.failed, total.tokens) == (3, 0, 600)
+                assert sum(fleet.num_again) == 0
+                assert homes_of(c, chain[0]) == {0, 1}
+                # Another tenant's equal messages are moved for nobody else.
+                async with AsyncChoreography(llm, tenant="b") as other:
+                    same = await other.prefill(tokens[0])
+                    await other.decode(header, parents=[same], sampling_params=greedy())
+                assert fleet.mover.total.moved == 3
+                # In the same tenant's session, what another session has made is moved.
+                async with AsyncChoreography(llm, tenant="a") as later:
+                    fleet.loads.add(1 - home, 2e6)
+                    await later.prefill(tokens[0])
+                    fleet.loads.add(home, 2e6)
+                await move_fails(c, fleet, monkeypatch, expected)
+            await nothing_is_left(llm)
+
+    async def move_fails(c: Any, fleet: Any, monkeypatch: Any, expected: Any) -> None:
+        """With no folder to go through, messages are encoded, and answers are the same."""
+        again = await c.prefill([9, *tokens[1]])
+        (home,) = homes_of(c, again)
+        first = await c.decode(header, parents=[again], sampling_params=greedy())
+        monkeypatch.setattr(fleet.mover, "folder", fleet.mover.folder / "missing")
+        fleet.loads.add(home, 1e9)
+        found = await c.decode(header, parents=[again], sampling_params=greedy())
+        assert found.token_ids == first.token_ids
+        assert fleet.mover.total.failed == 1 and sum(fleet.num_again) == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+def test_a_session_of_two_engines_is_saved_and_loaded(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of both engines go into one folder; loaded, they outlive the engine they went to."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    header = [5, 6, 7]
+
+    async def main() -> None:
+        async with started(model_path, 2) as llm:
+            fleet = fleet_of(llm)
+            assert fleet is not None
+            async with AsyncChoreography(llm) as c:
+                a = await c.prefill([7 + i % 300 for i in range(200)])
+                (home,) = homes_of(c, a)
+                fleet.loads.add(home, 1e6)
+                b = await c.prefill([9 + i % 200 for i in range(70)])
+                assert homes_of(c, b) == {1 - home}
+                lost = await c.prefill([8] * 40)
+                d = await c.prefill([4] * 33, parents=[lost, a])
+                await c.free(lost)
+                expected = await c.decode(header, parents=[b, d, a], sampling_params=greedy())
+                for encodings in (True, False):
+                    saved = await c.save([a, b, d], tmp_path / f"{encodings}", encodings=encodings)
+                    assert (saved.messages, saved.encodings) == (3, 3 * encodings)
+            for encodings in (True, False):
+                async with AsyncChoreography(llm) as later:
+                    a, b, d = await later.load(tmp_path / f"{encodings}")
+                    found = await later.decode(header, parents=[b, d, a], sampling_params=greedy())
+                    assert found.token_ids == expected.token_ids
+                    engine = later.engine_of(found)
+                    assert engine is not None
+                    kill(llm.engine_core, engine)
+                    found = await later.decode(header, parents=[b, d, a], sampling_params=greedy())
+                    assert found.token_ids == expected.token_ids
+                    while len(fleet.alive) < 2:
+                        await asyncio.sleep(0.1)
+            await nothing_is_left(llm)
+
+    asyncio.run(main())
+
+
+def homes_of(c: AsyncChoreography, message: Any) -> set[int]:
+    """Engines where the front of a fleet believes a message to lie."""
+    runner: Any = c._runner
+    return set(runner._fleet.homes.of(runner._recipes[message.id].key))

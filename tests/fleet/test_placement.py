@@ -104,6 +104,28 @@ def test_the_idlest_engines_are_found_after_any_changes() -> None:
         assert [loads.queue[e] for e in found] == sorted(loads.queue)[:4]
 
 
+def test_engines_with_equal_queues_take_turns() -> None:
+    loads = Loads(5)
+    taken = []
+    for _ in range(15):
+        (engine,) = loads.least(1)
+        taken.append(engine)
+        loads.add(engine, 1.0)
+        loads.add(engine, -1.0)
+    assert taken == [0, 1, 2, 3, 4] * 3
+
+
+def test_placement_of_calls_without_parents_is_even() -> None:
+    """At most one engine has something to do when each call comes."""
+    loads, rates, count = Loads(7), Rates(1.0), [0] * 7
+    for number in range(700):
+        found = place([], 1.0, candidates_of([], loads, number), loads.queue, rates)
+        count[found.engine] += 1
+        loads.add(found.engine, found.cost)
+        loads.add(found.engine, -found.cost)
+    assert set(count) == {100}
+
+
 # -- homes -----------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ PACKAGES: dict[str, set[str]] = {
     "chat": set(),
     "store": {"semantics", "repair"},
     "fleet": set(),
-    "engine": {"config", "semantics", "kv_dtype"},
+    "engine": {"config", "semantics", "kv_dtype", "trained_adapter"},
     "engine.scheduler": {"config", "semantics", "repair", "store", "engine", "kv_dtype"},
     "engine.worker": {"config", "ops", "engine", "kv_dtype"},
     "wire": {"semantics"},

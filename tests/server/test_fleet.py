@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import TypeAdapter
 
 from vllm_choreo import ChoreoClient
+from vllm_choreo.server.answers import FleetAnswer
 from vllm_choreo.testing.server import Server, start_server
 
 pytestmark = pytest.mark.exhaustive  # a server's start
@@ -25,7 +30,11 @@ def server(
     tiny_model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("fleet")
-    options = {"data_parallel_size": 2, "max_model_len": 1024, "num_gpu_blocks_override": 256}
+    options = {
+        **{"data_parallel_size": 2, "max_model_len": 1024, "num_gpu_blocks_override": 256},
+        "choreo_keep": str(folder / "kept"),
+        "settings": {"server": {"page": True}},
+    }
     with start_server(tiny_model_path("llama"), folder, **options) as started:
         yield started
 
@@ -56,6 +65,48 @@ def test_a_session_outlives_an_engine(server: Server) -> None:
     )
     assert answer.status_code == 200
     assert "vllm_choreo:num_messages" in server.client(None).get("/metrics").text
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="needs curl and jq")
+def test_the_engines_are_seen_from_outside(server: Server) -> None:
+    with ChoreoClient(server.base_url, api_key=server.keys[0], timeout=600) as c:
+        facts = c.prefill(
+            [{"tokens": " ".join(f"t{20 + i + j}" for i in range(40))} for j in (0, 1)]
+        )
+        c.decode("t5 t6", parents=facts, sampling_params=_GREEDY)
+        page = Path(__file__).parents[2] / "docs" / "fleet.md"
+        (command,) = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        told = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            env={**os.environ, "BASE": server.base_url, "KEY": server.keys[0]},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert told.count('"state": "running"') == 2
+        found = server.client().get("/v1/choreo/fleet").json()
+        TypeAdapter(FleetAnswer).validate_python(found)
+        assert [engine["engine"] for engine in found["data"]] == [0, 1]
+        assert sum(engine["tokens"] for engine in found["data"]) >= 80
+        assert server.client(None).get("/v1/choreo/fleet").status_code == 401
+        shown = server.client().get(f"/v1/choreo/sessions/{c.session}/page").text
+        assert re.search(r", engine [01]", shown)
+    metrics = server.client(None).get("/metrics").text
+    for engine in (0, 1):
+        assert re.search(rf'vllm_choreo:num_messages\{{engine="{engine}"', metrics)
+
+
+@pytest.mark.timeout(1500)
+def test_messages_are_saved_and_loaded(server: Server) -> None:
+    with ChoreoClient(server.base_url, api_key=server.keys[0], timeout=600) as c:
+        facts = c.prefill([{"tokens": f"t3{n} t4{n} t5{n}"} for n in range(4)])
+        expected = c.decode("t5 t6", parents=facts, sampling_params=_GREEDY)
+        c.save(facts, "facts", encodings=True)
+    with ChoreoClient(server.base_url, api_key=server.keys[0], timeout=600) as c:
+        loaded = c.load("facts")
+        again = c.decode("t5 t6", parents=loaded, sampling_params=_GREEDY)
+        assert again.generated_token_ids == expected.generated_token_ids
 
 
 @pytest.mark.timeout(1500)

@@ -44,7 +44,10 @@ class Page:
 
     def value(self, name: str, **labels: str) -> float:
         labels = {"model_name": MODEL_NAME, **labels}
-        return self.series[f"vllm_choreo:{name}", frozenset(labels.items())]
+        keys = [frozenset(named.items()) for named in (labels, {**labels, "engine": "0"})]
+        series = [(f"vllm_choreo:{name}", key) for key in keys]
+        (value,) = (self.series[key] for key in series if key in self.series)
+        return value
 
     def ours(self) -> set[Series]:
         return {key for key in self.series if key[0].startswith("vllm_choreo:")}
@@ -57,7 +60,7 @@ class Page:
 
 
 def _short(name: str, labels: frozenset[tuple[str, str]]) -> str:
-    values = [value for label, value in sorted(labels) if label != "model_name"]
+    values = [value for label, value in sorted(labels) if label not in ("model_name", "engine")]
     return name.removeprefix("vllm_choreo:") + (f"{{{','.join(values)}}}" if values else "")
 
 
@@ -281,7 +284,7 @@ def test_labels_hold_no_ids_and_series_do_not_grow(
     for text in ("secret-name", *KEYS, *(s.id for s in sessions), *(m["id"] for m in made)):
         assert text not in page.text
     labels = {label for _, pairs in page.ours() for label, _ in pairs}
-    assert labels == {"model_name", "type", "outcome", "error_type", "reason", "le"}
+    assert labels == {"model_name", "type", "outcome", "error_type", "reason", "le", "engine"}
     for s in sessions:
         s.client.delete(s.path)
 

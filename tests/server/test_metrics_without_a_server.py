@@ -62,7 +62,11 @@ class Measured:
         self.engine = EngineMetrics(add)
 
     def value(self, name: str, **labels: str) -> float:
-        value = self.registry.get_sample_value(f"vllm_choreo:{name}", {"model_name": "m", **labels})
+        found = (
+            self.registry.get_sample_value(f"vllm_choreo:{name}", {"model_name": "m", **named})
+            for named in (labels, {"engine": "0", **labels})
+        )
+        value = next((value for value in found if value is not None), None)
         assert value is not None, name
         return value
 
@@ -140,13 +144,13 @@ def test_no_event_makes_a_new_series(measured: Measured) -> None:
     measured.calls.opened()
     for reason in REASONS:
         measured.calls.chosen(ChosenCell(Cell(((0, 2),), 0.0, 0.0, 0.0, 0.0), reason))
-    measured.engine._show({**TOTALS, "evicted_messages_total": 4})
+    measured.engine._show({0: {**TOTALS, "evicted_messages_total": 4}})
     assert measured.series() == before
     assert measured.value("errors_total", error_type="LimitError") == 1
     # Seconds since 1970, at which each series was made, are no series of their own in a graph.
     names = {name for name, _ in before if not name.endswith("_created")}
     assert {label for _, labels in before for label, _ in labels} == {
-        "model_name", "type", "outcome", "error_type", "reason", "le",
+        "model_name", "type", "outcome", "error_type", "reason", "le", "engine",
     }  # fmt: skip
     assert len(names) < 60 and len(before) < 400
 
@@ -199,7 +203,7 @@ def poll(measured: Measured, *answers: Any) -> None:
         answer = next(queue)
         if isinstance(answer, Exception):
             raise answer
-        return answer() if callable(answer) else answer
+        return {0: answer() if callable(answer) else answer}
 
     asyncio.run(asyncio.wait_for(measured.engine.poll(totals), 10))
 
@@ -238,6 +242,24 @@ def test_totals_become_counters(measured: Measured) -> None:
     assert measured.value("evicted_messages_total") == 2
     assert measured.value("evicted_tokens_total") == 70
     assert measured.value("restored_tokens_total") == 0
+
+
+def test_each_engine_has_series_of_its_own_and_counts_from_0_when_it_starts_again() -> None:
+    registry = CollectorRegistry()
+    engines = EngineMetrics(partial(metrics._add, registry, "m"), num_engines=2)
+
+    def values(name: str) -> list[float]:
+        labels = [{"model_name": "m", "engine": engine} for engine in ("0", "1")]
+        found = [registry.get_sample_value(f"vllm_choreo:{name}", named) for named in labels]
+        return [value for value in found if value is not None]
+
+    counted = {**TOTALS, "evicted_messages_total": 5, "moved_bytes_total": 640}
+    engines._show({0: TOTALS, 1: counted})
+    assert values("num_messages") == [5, 5] and values("evicted_messages_total") == [0, 5]
+    engines._show({0: TOTALS})
+    assert values("num_messages")[0] == 5 and math.isnan(values("num_messages")[1])
+    engines._show({0: TOTALS, 1: {**counted, "evicted_messages_total": 2}})
+    assert values("evicted_messages_total") == [0, 7] and values("moved_bytes_total") == [0, 640]
 
 
 @pytest.mark.usefixtures("at_once")
@@ -279,7 +301,7 @@ def test_a_full_engine_is_asked_rarely(measured: Measured, monkeypatch: pytest.M
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return {0: answer}
 
     monkeypatch.setattr(metrics.asyncio, "sleep", sleep)
     asyncio.run(measured.engine.poll(totals))
@@ -298,7 +320,7 @@ def dashboard(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 def test_dashboard_has_its_rows_and_variables(dashboard: dict[str, Any]) -> None:
     rows = [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"]
-    assert rows == ["Traffic", "Reuse", "Memory", "Latency", "Errors"]
+    assert rows == ["Traffic", "Reuse", "Memory", "Latency", "Errors", "Engines"]
     variables = {v["name"]: v for v in dashboard["templating"]["list"]}
     assert list(variables) == ["datasource", "model_name", "instance"]
     assert variables["datasource"]["type"] == "datasource"

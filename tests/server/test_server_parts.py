@@ -285,12 +285,12 @@ def test_several_api_servers_are_refused() -> None:
 
 
 def test_what_one_engine_alone_can_do_is_refused_of_several() -> None:
-    asked = Namespace(choreo_keep="folder", choreo_load=None, choreo_pair=None)
+    asked = Namespace(choreo_keep="folder", choreo_load=None, choreo_pair="other")
     check_one_engine(asked, 1)
-    check_one_engine(Namespace(), 2)
-    with pytest.raises(UnsupportedOptionError, match="neither saved nor loaded") as refused:
+    check_one_engine(Namespace(choreo_keep="folder", choreo_load="folder"), 2)
+    with pytest.raises(UnsupportedOptionError, match="what another model has encoded") as refused:
         check_one_engine(asked, 2)
-    assert refused.value.parameter == "--choreo-keep"
+    assert refused.value.parameter == "--choreo-pair"
 
 
 # -- chats that name no messages -------------------------------------------------------------------

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from vllm_choreo.api.async_runner import AsyncRunner
-from vllm_choreo.api.fleet import fleet_of, refuse_snapshots
+from vllm_choreo.api.fleet import fleet_of
 from vllm_choreo.api.fleet_runner import FleetRunner
 from vllm_choreo.api.outcomes import Outcome, check_ttl
 from vllm_choreo.api.pending import OutputQueue, Pending
@@ -254,17 +254,13 @@ class AsyncChoreography(AsyncCallMethods):
         encodings: bool = False,
         progress: bool | None = None,
     ) -> Saved:
-        """Keep messages in a folder: `Choreography.save`. Files are written in a thread.
-
-        Raises:
-            UnsupportedOptionError: there are several engines.
-        """
-        if isinstance(self._runner, FleetRunner):
-            refuse_snapshots()
+        """Keep messages in a folder: `Choreography.save`. Files are written in a thread."""
         steps = self._snapshots.save(
             messages, uri, encodings=encodings, progress=progress, denied=self._denied
         )
-        return await drive_async(steps, self._answer)
+        ids = list(self._entries.messages()) if messages is None else self._ids(messages)
+        async with self._runner.one_engine(ids):
+            return await drive_async(steps, self._answer)
 
     async def load(
         self,
@@ -276,16 +272,23 @@ class AsyncChoreography(AsyncCallMethods):
         """Load saved messages: `Choreography.load`. Files are read in a thread.
 
         Raises:
-            UnsupportedOptionError: there are several engines.
+            UnsupportedOptionError: there are several engines, which could not make one of the
+                messages again.
         """
-        if isinstance(self._runner, FleetRunner):
-            refuse_snapshots()
         steps = self._snapshots.load(uri, on_mismatch=on_mismatch, progress=progress)
-        return await drive_async(steps, self._answer)
+        async with self._runner.one_engine(()):
+            return await drive_async(steps, self._answer)
 
     def message(self, named: Named) -> Message:
         """Return a complete message by its id or name."""
         return self._entries.complete("message", named)
+
+    def engine_of(self, named: Named) -> int | None:
+        """Number of the engine on which the call of a complete message ran.
+
+        None: there is one engine, or the message was loaded.
+        """
+        return self._runner.engine_of(self.message(named).id)
 
     def is_live(self, message_id: str) -> bool:
         """Return whether a message of this id is complete or pending."""

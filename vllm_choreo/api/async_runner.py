@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.api import baseline
@@ -100,6 +101,10 @@ class AsyncRunner:
             if not pending._future.done():
                 pending._future.set_result(result)
 
+    def engine_of(self, message_id: str) -> int | None:
+        """Number of the engine on which the call of a message ran; None: there is one engine."""
+        return None
+
     async def cancel(self, pending: Sequence[Pending]) -> None:
         """End calls that are running; nothing of them is kept."""
         futures = [call._future for call in pending if call._future and not call._future.done()]
@@ -124,6 +129,10 @@ class AsyncRunner:
         from vllm_choreo.engine.utility import call_async
 
         return checked_answer(await call_async(self._llm, operation, *args))
+
+    def one_engine(self, ids: Sequence[str]) -> AbstractAsyncContextManager[None]:
+        """Have one engine do what a save or a load asks, and know these messages meanwhile."""
+        return nullcontext()
 
     async def of_workers(self, method: str, *args: object) -> list[Any]:
         """Run a method of the engine's workers; one answer each."""

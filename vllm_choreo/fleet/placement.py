@@ -99,7 +99,7 @@ def place(
     queue: Sequence[float],
     rates: Rates,
 ) -> Placement:
-    """Choose the engine on which a call is done first; of equals the first by number.
+    """Choose the engine on which a call is done first; of equals the first of the candidates.
 
     Args:
         reads: encodings that it reads; one that is read twice may be listed twice.
@@ -121,12 +121,12 @@ def place(
         if slowness:
             work *= slowness.get(engine, 1.0)
         done = queue[engine] + work
-        if done < best_done or (done == best_done and engine < best):
+        if done < best_done:
             best, best_done, best_work = engine, done, work
     if best < 0:
         raise ValueError("a call is placed on one of the candidates, and there is none")
     missing = [read for read in reads if best not in read.homes]
-    fetches = tuple(Fetch(read.key, _source(read, queue, rates)) for read in missing)
+    fetches = tuple(Fetch(read.key, source_of(read, queue, rates)) for read in missing)
     return Placement(best, best_work, fetches)
 
 
@@ -184,8 +184,11 @@ def _distinct(reads: Sequence[Read]) -> Sequence[Read]:
     return list({read.key: read for read in reads}.values())
 
 
-def _source(read: Read, queue: Sequence[float], rates: Rates) -> int | None:
-    """Engine from which an encoding is moved: of some of its homes, the one with least to do."""
+def source_of(read: Read, queue: Sequence[float], rates: Rates) -> int | None:
+    """Engine from which an encoding is moved: of some of its homes, the one with least to do.
+
+    None: it lies nowhere, or is rather encoded.
+    """
     homes = read.homes
     if not homes or not rates.is_moved(read.num_tokens):
         return None

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 from pydantic import ConfigDict, with_config
 from starlette.responses import JSONResponse
 
+from vllm_choreo.api.fleet import EngineState, Fleet
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import Result
 from vllm_choreo.semantics.message import Message
@@ -152,6 +153,88 @@ def blocks_json(session_id: str, stats: Mapping[str, Any]) -> BlocksAnswer:
             }
             for message in described
         ],
+    }
+
+
+# -- engines -------------------------------------------------------------------------------------
+
+
+class MovesAnswer(AnswerObject):
+    """Moves of keys and values to an engine, since the server started."""
+
+    made: int
+    failed: Annotated[int, Doc("What could not be moved was encoded.")]
+    tokens: Annotated[int, Doc("Of the moves that were made.")]
+    bytes: int
+
+
+class EncodedAgain(AnswerObject):
+    """What an engine was made to encode though it had been encoded before."""
+
+    messages: int
+    tokens: int
+
+
+class EngineAnswer(AnswerObject):
+    """An engine of the fleet, as the server knows it; sums over all tenants."""
+
+    engine: Annotated[int, Doc("Its number, as in the label `engine` of metrics.")]
+    object: Literal["choreo.engine"]
+    state: Annotated[Literal["running", "starting"], Doc("One that has ended is started again.")]
+    restarts: int
+    queued_calls: Annotated[int, Doc("Choreographed calls that were handed to it.")]
+    queued_seconds: Annotated[float, Doc("What their tokens take, by measured rates.")]
+    messages: Annotated[int, Doc("Encodings that lie there; equal ones of a tenant count once.")]
+    tokens: int
+    bytes: Annotated[int, Doc("Of the keys and values of these, about.")]
+    moves: MovesAnswer
+    encoded_again: EncodedAgain
+
+
+class FleetAnswer(ListAnswer[EngineAnswer]):
+    """All engines by their numbers, and the rates by which calls are placed."""
+
+    encode_seconds_per_token: float
+    move_seconds: Annotated[
+        float | None, Doc("Of a move, besides those of its bytes; null: nothing is moved.")
+    ]
+    move_bytes_per_second: Annotated[float | None, Doc("Null: nothing is moved, or not measured.")]
+
+
+def fleet_json(fleet: Fleet) -> FleetAnswer:
+    """Answer about all engines."""
+    start, per_second = fleet.measured.moves()
+    return {
+        "object": "list",
+        "data": [engine_json(state) for state in fleet.describe()],
+        "encode_seconds_per_token": fleet.measured.encode,
+        "move_seconds": start,
+        "move_bytes_per_second": per_second,
+    }
+
+
+def engine_json(state: EngineState) -> EngineAnswer:
+    """Answer about one engine."""
+    return {
+        "engine": state.engine,
+        "object": "choreo.engine",
+        "state": "running" if state.is_running else "starting",
+        "restarts": state.restarts,
+        "queued_calls": state.queued_calls,
+        "queued_seconds": state.queued_seconds,
+        "messages": state.messages,
+        "tokens": state.tokens,
+        "bytes": state.bytes,
+        "moves": {
+            "made": state.moves.moved,
+            "failed": state.moves.failed,
+            "tokens": state.moves.tokens,
+            "bytes": state.moves.bytes,
+        },
+        "encoded_again": {
+            "messages": state.encoded_again_messages,
+            "tokens": state.encoded_again_tokens,
+        },
     }
 
 

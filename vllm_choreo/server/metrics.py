@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.buckets import histogram_buckets
 
 from vllm_choreo import errors
-from vllm_choreo.engine.utility import totals_async
+from vllm_choreo.api.fleet import totals_by_engine
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.repair.pair_rule import REASONS, ChosenCell
 from vllm_choreo.semantics.message import Message
@@ -138,6 +138,13 @@ _COUNTERS = {
     "scored_tokens": "Tokens of calls that were run to choose what is repaired for them.",
     "restored_messages": "Messages that came back from host memory.",
     "restored_tokens": "Tokens that came back from host memory.",
+    "moved_messages": "Messages whose keys and values came from another engine.",
+    "moved_tokens": "Tokens of these messages.",
+    "moved_bytes": "Bytes of their keys and values.",
+    "failed_moves": "Moves that failed: the messages were encoded.",
+    "remade_messages": "Messages that were encoded though another engine had encoded them.",
+    "remade_tokens": "Tokens of these messages.",
+    "engine_restarts": "Starts of the engine after it had ended.",
 }
 
 # `_add` for a registry and a model.
@@ -154,8 +161,9 @@ def start(sessions: Sessions, async_llm: AsyncLLM) -> None:
     overrides = async_llm.vllm_config.observability_config.custom_histogram_buckets
     add = partial(_add, REGISTRY, sessions.model)
     sessions.observers.append(CallMetrics(add, overrides))
-    totals = partial(totals_async, async_llm)
-    sessions.in_background(EngineMetrics(add).poll(totals))
+    num_engines = async_llm.vllm_config.parallel_config.data_parallel_size
+    totals = partial(totals_by_engine, async_llm)
+    sessions.in_background(EngineMetrics(add, num_engines).poll(totals))
 
 
 class CallMetrics:
@@ -265,24 +273,28 @@ class CallMetrics:
 
 
 class EngineMetrics:
-    """Metrics of what the engine holds, and of what it did on its own.
+    """Metrics of what the engines hold, and of what they did on their own.
 
     Args:
         add: `_add` for a registry and a model.
+        num_engines: number of engines, each with series of its own.
     """
 
-    def __init__(self, add: _Adder) -> None:
-        self._gauges = {
-            name: add(Gauge, name, text, multiprocess_mode="mostrecent")()
+    def __init__(self, add: _Adder, num_engines: int = 1) -> None:
+        gauges = {
+            name: add(Gauge, name, text, ["engine"], multiprocess_mode="mostrecent")
             for name, (text, _) in _GAUGES.items()
         }
-        self._counters = {name: add(Counter, name, text)() for name, text in _COUNTERS.items()}
-        self._last: _Totals = {}
+        counters = {name: add(Counter, name, text, ["engine"]) for name, text in _COUNTERS.items()}
+        engines = range(num_engines)
+        self._gauges = [{name: of(str(e)) for name, of in gauges.items()} for e in engines]
+        self._counters = [{name: of(str(e)) for name, of in counters.items()} for e in engines]
+        self._last: list[_Totals] = [{} for _ in engines]
 
-    async def poll(self, totals: Callable[[], Awaitable[_Totals]]) -> None:
-        """Ask for the engine's totals again and again, until it has ended.
+    async def poll(self, totals: Callable[[], Awaitable[Mapping[int, _Totals]]]) -> None:
+        """Ask for the engines' totals again and again, until they have ended.
 
-        While it does not answer, gauges are NaN: better no number than an old one.
+        While one does not answer, its gauges are NaN: better no number than an old one.
         """
         is_failing = False
         while True:
@@ -290,27 +302,35 @@ class EngineMetrics:
                 self._show(await totals())
                 is_failing = False
             except EngineDeadError:  # vLLM ends the server, and says why
-                return self._hide()
+                return self._show({})
             except Exception as error:
-                self._hide()
+                self._show({})
                 if not is_failing:
                     logger.warning("no metrics of the engine until it answers again: %r", error)
                 is_failing = True
-            num_messages = self._last.get("num_messages", 0)
+            num_messages = max(last.get("num_messages", 0) for last in self._last)
             await asyncio.sleep(max(POLL_SECONDS, num_messages / _MESSAGES_PER_SECOND))
 
-    def _show(self, totals: _Totals) -> None:
-        for name, (_, value) in _GAUGES.items():
-            self._gauges[name].set(value(totals))
-        for name, counter in self._counters.items():
-            key = f"{name}_total"  # left out until there is something to count
-            # Of several engines, one that is started again counts from 0.
-            counter.inc(max(0, totals.get(key, 0) - self._last.get(key, 0)))
-        self._last = totals
+    def _show(self, totals: Mapping[int, _Totals]) -> None:
+        """Show the totals of the engines that have answered."""
+        for engine, gauges in enumerate(self._gauges):
+            if engine not in totals:
+                for gauge in gauges.values():
+                    gauge.set(math.nan)
+                continue
+            found = totals[engine]
+            for name, (_, value) in _GAUGES.items():
+                gauges[name].set(value(found))
+            self._count(engine, found)
 
-    def _hide(self) -> None:
-        for gauge in self._gauges.values():
-            gauge.set(math.nan)
+    def _count(self, engine: int, totals: _Totals) -> None:
+        last = self._last[engine]
+        for name, counter in self._counters[engine].items():
+            key = f"{name}_total"  # left out until there is something to count
+            now, before = totals.get(key, 0), last.get(key, 0)
+            # An engine that was started again counts from 0.
+            counter.inc(now - before if now >= before else now)
+        self._last[engine] = totals
 
 
 def _add(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.transcript.page import Shown, ShownProblem, page_html
@@ -14,7 +14,13 @@ MAX_MESSAGES = 2_000
 _EMPTY = "<!DOCTYPE html><title>No messages</title><p>The session holds no messages.</p>\n"
 
 
-def session_page(session: str, mode: str, model: str, messages: Sequence[Message]) -> str:
+def session_page(
+    session: str,
+    mode: str,
+    model: str,
+    messages: Sequence[Message],
+    engines: Mapping[str, int | None] | None = None,
+) -> str:
     """HTML page of a session.
 
     Args:
@@ -22,6 +28,8 @@ def session_page(session: str, mode: str, model: str, messages: Sequence[Message
         mode: mode of the session.
         model: the name under which the model is served.
         messages: complete messages of the session, in the order in which they were named.
+        engines: engine on which the call of each message ran, by the message's id; None: there is
+            one engine.
 
     Returns:
         The text of an HTML file that loads nothing from elsewhere.
@@ -37,7 +45,7 @@ def session_page(session: str, mode: str, model: str, messages: Sequence[Message
     transcript = Transcript(
         workflow="session",
         mode=mode,
-        steps=[Step(f"level {levels[m.id]}", m.id.partition("/")[2], m) for m in ordered],
+        steps=[Step(f"level {levels[m.id]}", _author(m, engines or {}), m) for m in ordered],
         answers=tuple(m.generated_text for m in ordered if m.generated_text and m.id not in read),
         seconds=max(m.metrics.submitted + m.metrics.latency for m in shown) - start,
         start=start,
@@ -47,6 +55,12 @@ def session_page(session: str, mode: str, model: str, messages: Sequence[Message
         note += f" Shown are the latest {len(shown)} of {len(messages)} messages."
     problem = ShownProblem(session, note, (), [Shown(transcript.to_json())])
     return page_html("session", [problem], {"id": session, "model": model, "mode": mode})
+
+
+def _author(message: Message, engines: Mapping[str, int | None]) -> str:
+    """The name of a message, and of several engines the one on which its call ran."""
+    name, engine = message.id.partition("/")[2], engines.get(message.id)
+    return name if engine is None else f"{name}, engine {engine}"
 
 
 def _levels(messages: Sequence[Message]) -> dict[str, int]:

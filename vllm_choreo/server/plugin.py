@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class ChoreoEndpoints:
     """Entry point of `vllm.endpoint_plugins`; vLLM makes one for each API server, or batch.
 
-    After `init_state`, `app.state.choreo` is the `Sessions` of the server, `choreo_reader` its
-    `CallReader`, and `choreo_snapshots` its `SnapshotFolders` or None; wings add what is theirs.
+    After `init_state`, `app.state.choreo` is the `Sessions` of the server, `choreo_fleet` its
+    `Fleet` or None, `choreo_reader` its `CallReader`, and `choreo_snapshots` its `SnapshotFolders`
+    or None; wings add what is theirs.
     """
 
     name = "choreo"
@@ -59,6 +60,7 @@ class ChoreoEndpoints:
                 option that several engines do not have.
             ChoreoError: what the command line asks for, or a wing, cannot be set up.
         """
+        from vllm_choreo.api.fleet import fleet_of
         from vllm_choreo.config import ChoreoConfig
         from vllm_choreo.server import exchange, metrics, snapshot_folders
         from vllm_choreo.server.auto_messages import TenantChats
@@ -80,6 +82,7 @@ class ChoreoEndpoints:
         config = replace(settings.server, page=shows_page)
         llm = guarded(engine_client, state.openai_serving_responses)
         state.choreo = Sessions(llm, config, state.openai_serving_models.model_name())
+        state.choreo_fleet = fleet_of(engine_client)
         metrics.start(state.choreo, engine_client)
         if self._has_routes:
             adapters = ServedAdapters(state.openai_serving_models)
@@ -141,11 +144,11 @@ def check_one_engine(args: Namespace, num_engines: int) -> None:
     Raises:
         UnsupportedOptionError: there are several engines, and it is.
     """
-    for name in ("choreo_keep", "choreo_load", "choreo_pair"):
-        if num_engines > 1 and getattr(args, name, None) is not None:
-            raise UnsupportedOptionError(
-                "messages of several engines are neither saved nor loaded yet: leave the option "
-                "out, or --data-parallel-size",
-                parameter=f"--{name.replace('_', '-')}",
-                value=getattr(args, name),
-            )
+    given = getattr(args, "choreo_pair", None)
+    if num_engines > 1 and given is not None:
+        raise UnsupportedOptionError(
+            "what another model has encoded cannot be made again by an engine of several: leave "
+            "the option out, or --data-parallel-size",
+            parameter="--choreo-pair",
+            value=given,
+        )

@@ -14,17 +14,20 @@ from fastapi import APIRouter, Depends, Path, Request, Security
 from fastapi.security import HTTPBearer
 from starlette.responses import HTMLResponse, Response
 
-from vllm_choreo.errors import ChoreoError, LimitError
+from vllm_choreo.api.fleet import Fleet
+from vllm_choreo.errors import ChoreoError, LimitError, UnsupportedOptionError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.session_options import RepairGiven, SessionOptions
 from vllm_choreo.server import responses
 from vllm_choreo.server.answers import (
     BlocksAnswer,
     ClosedAnswer,
+    FleetAnswer,
     JsonAnswer,
     ListAnswer,
     SessionAnswer,
     blocks_json,
+    fleet_json,
     list_json,
     results_json,
 )
@@ -91,6 +94,22 @@ OwnSession = Annotated[OpenSession, Depends(_session)]
 Name = Annotated[str, Path(description="The name of a message: the part of its id after `/`.")]
 
 
+# -- engines -------------------------------------------------------------------------------------
+
+
+@router.get("/fleet", summary="Look at the engines")
+async def show_fleet(request: Request) -> JsonAnswer[FleetAnswer]:
+    """What each of several engines holds and has to do, and what was moved between them."""
+    fleet: Fleet | None = request.app.state.choreo_fleet
+    if fleet is None:
+        raise UnsupportedOptionError(
+            "this server has one engine, of which /metrics tells: --data-parallel-size starts more",
+            parameter="data_parallel_size",
+            value=1,
+        )
+    return JsonAnswer(fleet_json(fleet))
+
+
 # -- sessions ------------------------------------------------------------------------------------
 
 
@@ -144,9 +163,10 @@ async def show_session(request: Request, session: OwnSession) -> Response:
         return error_response(page_off_error(), 404)
     with session.used() as choreography:
         messages = choreography.messages()
+        engines = {message.id: choreography.engine_of(message) for message in messages}
         content = await sessions.work.run(
             session.tenant,
-            partial(session_page, session.id, choreography.mode, sessions.model, messages),
+            partial(session_page, session.id, choreography.mode, sessions.model, messages, engines),
         )
     return HTMLResponse(content, headers={"Cache-Control": "no-store"})
 

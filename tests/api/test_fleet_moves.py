@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves between engines that are played: real files, real checks, keys and values of their own.
+
+What an engine has of a message are numbers drawn from the message's digest: so a message that got
+those of another one, or of another tenant's, has wrong ones, which is found when it is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from tests.api.test_fleet import PlayedEngine, PlayedLLM, _run, greedy, model_config
+from vllm_choreo.api import fleet_moves
+from vllm_choreo.api.async_choreography import AsyncChoreography
+from vllm_choreo.api.fleet import Fleet, fleet_of
+from vllm_choreo.fleet.placement import Rates
+
+__all__ = ["model_config"]  # a fixture
+
+_LAYERS, _SIZE = 2, 2
+
+
+def numbers_of(digest: bytes, num_tokens: int) -> Any:
+    """Keys and values of a message: float32 `[2 * layers, num_tokens, 1 * size]`."""
+    draw = np.random.default_rng(list(blake2b(digest, digest_size=8).digest()))
+    return draw.standard_normal((2 * _LAYERS, num_tokens, _SIZE), dtype=np.float32)
+
+
+class SavingEngine(PlayedEngine):
+    """An engine that has keys and values, and saves and loads them.
+
+    Attributes:
+        numbers: keys and values of each message by session and id.
+        unfinished: messages whose last token is not encoded until a call reads them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[tuple[str, str], Any] = {}
+        self.tokens: dict[tuple[str, str], list[int]] = {}
+        self.unfinished: set[tuple[str, str]] = set()
+        self.on_read: Callable[[], None] = lambda: None
+        self._loads: dict[int, Any] = {}
+        self._blocks: list[Any] = []
+
+    def make(self, prompt: list[int], params: Any) -> tuple[list[int], dict[str, Any]]:
+        call = params.extra_args["choreo"]
+        key = call["session"], call["save_as"]
+        for parent, _, _ in call["parents"]:
+            self.unfinished.discard((call["session"], parent))
+        generated, report = super().make(prompt, params)
+        if "choreo_error" in report:
+            return generated, report
+        is_decode = call["kind"] == "decode"
+        tokens = [*prompt, *(generated if is_decode else ())]
+        digest, tenant = self.messages[key], call.get("tenant", "")
+        digest = self.messages[key] = tenant.encode() + digest
+        numbers = numbers_of(digest, len(tokens))
+        same = [other for other, found in self.messages.items() if found == digest and other != key]
+        if same:
+            assert (self.numbers[same[0]] == numbers).all(), "these are another message's"
+            report["choreo"]["encoded_tokens"] = 1
+        self.numbers[key], self.tokens[key] = numbers, tokens
+        if is_decode:
+            self.unfinished.add(key)
+        return generated, report
+
+    async def call_utility_async(self, method: str, operation: str, args: list[Any]) -> Any:
+        name = operation.removeprefix("snapshot_")
+        if name == operation:
+            return await super().call_utility_async(method, operation, args)
+        await asyncio.sleep(0)
+        return getattr(self, f"_{name}")(*args)
+
+    def _describe(self, session: str, ids: list[str]) -> Any:
+        entries = [
+            {
+                "message": message_id,
+                "is_copy": False,
+                "trace": 0,
+                "adapter": None,
+                "tokens": self.tokens[session, message_id],
+                "parents": [],
+                "spans": [],
+                "new_offset": 0,
+                "exact": True,
+                "repaired_tokens": 0,
+                "weights": None,
+                "patch": None,
+                "keeps": [],
+                "is_untrusted": False,
+                "digest": self.messages[session, message_id].hex(),
+            }
+            for message_id in ids
+        ]
+        self._keys = [(session, message_id) for message_id in ids]
+        traces = [{"id": "t", "parents": [], "origin": None}]
+        recipes = {"adapters": [], "traces": traces, "encodings": entries}
+        numbers = list(range(len(ids)))
+        return {"ticket": 1, "recipes": recipes, "own": numbers, "resident": numbers}
+
+    def _release_ticket(self, ticket: int) -> None: ...
+
+    def _hold(self, ticket: int, number: int) -> Any:
+        key = self._keys[number]
+        if key in self.unfinished:
+            return None
+        self._blocks.append(self.numbers[key])
+        blocks = [len(self._blocks) - 1]
+        return {"ticket": 2, "blocks": blocks, "stored_position": 0, "hidden": None}
+
+    def _release(self, ticket: int) -> bool:
+        return True
+
+    def _begin(self, session: str, tenant: str, recipes: Any, named: Any) -> int:
+        ticket = len(self._loads)
+        self._loads[ticket] = session, recipes["encodings"], named, {}
+        return ticket
+
+    def _allocate(self, ticket: int, number: int, position: int) -> Any:
+        _, entries, _, places = self._loads[ticket]
+        self._blocks.append(np.zeros((2 * _LAYERS, len(entries[number]["tokens"]), _SIZE), "f4"))
+        places[number] = len(self._blocks) - 1
+        return {"blocks": [places[number]], "in_host": False, "hidden": None}
+
+    def _commit(self, ticket: int) -> Any:
+        session, entries, named, places = self._loads.pop(ticket)
+        for message_id, number in named.items():
+            key = session, message_id
+            self.messages[key] = bytes.fromhex(entries[number]["digest"])
+            self.tokens[key] = entries[number]["tokens"]
+            if number in places:
+                self.numbers[key] = self._blocks[places[number]]
+        tokens = sum(len(entries[number]["tokens"]) for number in places)
+        return {"messages": len(places), "tokens": tokens}
+
+    def _abort(self, ticket: int) -> None:
+        self._loads.pop(ticket, None)
+
+    async def collective_rpc_async(self, method: str, timeout: None, args: Any) -> list[Any]:
+        await asyncio.sleep(0)
+        if method == "choreo_kv_shape":
+            layers = [[1, _SIZE, _SIZE]] * _LAYERS
+            shape = {"dtype": "float32", "layers": layers, "scales": []}
+            return [{**shape, "hidden": ("float32", 0)}]
+        if method == "choreo_read_kv":
+            self.on_read()
+            (block,), (first, last), start, stop = args
+            return [self._blocks[block][first:last, start:stop].tobytes()]
+        assert method == "choreo_write_kv"
+        piece, _, ((block,), _), (first, last), start, stop = args
+        found = np.frombuffer(bytes(piece), "f4").reshape(last - first, stop - start, _SIZE)
+        self._blocks[block][first:last, start:stop] = found
+        return [None]
+
+
+def started(model_config: Any) -> tuple[PlayedLLM, Fleet]:
+    """Two engines between which moves cost nothing."""
+    llm = PlayedLLM(2, model_config)
+    llm.vllm_config.parallel_config = _Parallel()
+    llm.vllm_config.load_config = _Parallel()
+    llm.engine_core.clients[:] = [SavingEngine(), SavingEngine()]  # type: ignore[list-item]
+    fleet = fleet_of(llm)  # type: ignore[arg-type]
+    assert fleet is not None
+    fleet.measured.rates = lambda: Rates(1e-3, 0.0)  # type: ignore[method-assign]
+    return llm, fleet
+
+
+class _Parallel:
+    tensor_parallel_size = 1
+    load_format = "auto"
+
+
+def home_of(fleet: Fleet, c: AsyncChoreography, message: Any) -> int:
+    runner: Any = c._runner
+    (home,) = fleet.homes.of(runner._recipes[message.id].key)
+    return int(home)
+
+
+@contextmanager
+def only_on(fleet: Fleet, engine: int) -> Iterator[None]:
+    """Have calls go to one engine of two: the other one has much to do."""
+    fleet.loads.add(1 - engine, 1e6)
+    yield
+    fleet.loads.add(1 - engine, -1e6)
+
+
+async def read_elsewhere(fleet: Fleet, c: AsyncChoreography, messages: Any) -> Any:
+    """Answers over messages of one engine: there, and at the other one."""
+    (home,) = {home_of(fleet, c, message) for message in messages}
+    with only_on(fleet, home):
+        first = await c.decode([4], parents=messages, sampling_params=greedy())
+    assert c.engine_of(first) == home
+    with only_on(fleet, 1 - home):
+        again = await c.decode([4], parents=messages, sampling_params=greedy())
+    assert c.engine_of(again) == 1 - home
+    assert again.generated_token_ids == first.generated_token_ids
+    return first
+
+
+def test_what_lies_elsewhere_is_moved_and_not_encoded(model_config: Any) -> None:
+    async def main() -> None:
+        llm, fleet = started(model_config)
+        c = AsyncChoreography(llm, tenant="t")  # type: ignore[arg-type]
+        with only_on(fleet, 0):
+            chain = [await c.prefill([7] * 100)]
+            chain.append(await c.prefill([8] * 50, parents=chain))
+        await read_elsewhere(fleet, c, chain)
+        total = fleet.mover.total
+        assert (total.moved, total.failed, total.tokens) == (2, 0, 150)
+        assert total.bytes >= 150 * 2 * _LAYERS * _SIZE * 4
+        assert fleet.num_again == [0, 0]
+        assert not list(fleet.mover.folder.iterdir())
+        await c.close()
+        assert not any(engine.messages for engine in llm.engine_core.clients)
+        assert fleet.homes.used(0) == fleet.homes.used(1) == 0
+
+    _run(main())
+
+
+def test_a_tenant_is_given_nothing_of_another(model_config: Any) -> None:
+    async def main() -> None:
+        llm, fleet = started(model_config)
+        a, b, c = (AsyncChoreography(llm, tenant=t) for t in ("one", "two", "one"))  # type: ignore[arg-type]
+        first = await a.prefill([7] * 100)
+        home = home_of(fleet, a, first)
+        other = await b.prefill([7] * 100)
+        assert home_of(fleet, b, other) == 1 - home, "the idlest engine"
+        # The other tenant's engine has the same tokens, and they do not count.
+        await read_elsewhere(fleet, a, [first])
+        assert fleet.mover.total.moved == 1
+        # A session of the same tenant: what its sibling has made is there already.
+        same = await c.prefill([7] * 100)
+        await c.decode([4], parents=[same], sampling_params=greedy())
+        assert fleet.mover.total.moved == 1 and fleet.num_again == [0, 0]
+
+    _run(main())
+
+
+def test_an_answer_whose_last_token_is_not_encoded_yet_is_moved(model_config: Any) -> None:
+    async def main() -> None:
+        llm, fleet = started(model_config)
+        c = AsyncChoreography(llm)  # type: ignore[arg-type]
+        answer = await c.decode([5] * 60, sampling_params=greedy())
+        home = home_of(fleet, c, answer)
+        with only_on(fleet, 1 - home):
+            await c.decode([4], parents=[answer], sampling_params=greedy())
+        assert (fleet.mover.total.moved, fleet.mover.total.failed) == (1, 0)
+        names = {name for _, name in llm.engine_core.clients[home].messages}
+        assert names == {answer.id}, "the call that read it is freed"
+
+    _run(main())
+
+
+def _flipped(fleet: Fleet) -> None:
+    """Change a byte of what is being moved."""
+    (path,) = fleet.mover.folder.glob("*/*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("fault", ["damaged file", "engine ends", "no room"])
+def test_a_move_that_fails_is_an_encoding(
+    fault: str, model_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        llm, fleet = started(model_config)
+        c = AsyncChoreography(llm)  # type: ignore[arg-type]
+        document = await c.prefill([7] * 100)
+        home = home_of(fleet, c, document)
+        engines: Any = llm.engine_core.clients
+        if fault == "damaged file":
+            loading = fleet_moves.loading
+
+            def damaged(*args: Any) -> Any:
+                _flipped(fleet)
+                return loading(*args)
+
+            monkeypatch.setattr(fleet_moves, "loading", damaged)
+        elif fault == "engine ends":
+
+            def end() -> None:
+                llm.engine_core.end(home)
+                raise EngineDeadError
+
+            engines[home].on_read = end
+        else:
+            monkeypatch.setattr(fleet_moves.shutil, "disk_usage", lambda path: _Full())
+        with only_on(fleet, home):
+            expected = await c.decode([4], parents=[document], sampling_params=greedy())
+        fleet.loads.add(home, 1e6)
+        found = await c.decode([4], parents=[document], sampling_params=greedy())
+        assert found.generated_token_ids == expected.generated_token_ids
+        assert (fleet.mover.total.moved, fleet.mover.total.failed) == (0, 1)
+        assert fleet.num_again[1 - home] == 1
+        assert not list(fleet.mover.folder.iterdir())
+
+    _run(main())
+
+
+class _Full:
+    free = 10
+
+
+def test_a_session_is_saved_from_engines_and_loaded_into_one(
+    model_config: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        llm, fleet = started(model_config)
+        client = llm.engine_core
+        c = AsyncChoreography(llm)  # type: ignore[arg-type]
+        a = await c.prefill([7] * 100, save_as="a")
+        fleet.loads.add(home_of(fleet, c, a), 1e6)
+        b = await c.prefill([8] * 70, save_as="b")
+        assert home_of(fleet, c, a) != home_of(fleet, c, b)
+        saved = await c.save([a, b], tmp_path, encodings=True)
+        assert (saved.messages, saved.encodings, saved.tokens) == (2, 2, 170)
+        expected = await c.decode([4], parents=[b, a], sampling_params=greedy())
+        await c.close()
+
+        later = AsyncChoreography(llm)  # type: ignore[arg-type]
+        loaded = await later.load(tmp_path)
+        assert [m.token_ids for m in loaded] == [a.token_ids, b.token_ids]
+        (home,) = {home_of(fleet, later, message) for message in loaded}
+        found = await later.decode([4], parents=loaded[::-1], sampling_params=greedy())
+        assert found.generated_token_ids == expected.generated_token_ids
+        client.end(home)  # recipes are in front of the engines
+        found = await later.decode([4], parents=loaded[::-1], sampling_params=greedy())
+        assert found.generated_token_ids == expected.generated_token_ids
+        assert later.engine_of(found) == 1 - home
+        await later.close()
+
+    _run(main())

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves and loads of a session over several engines: each goes through one of them.
+
+A save has one engine know all its messages, most of which lie there already; a load goes to the
+engine that has least to do. Recipes of what is loaded are then in front of the engines, as those of
+what was made here: so any engine can be given the messages.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from vllm_choreo.api.fleet_moves import OneEngine, ask_engine
+from vllm_choreo.api.planned import PlannedCall
+from vllm_choreo.api.recipes import CallRecipe, recipe_again
+from vllm_choreo.errors import UnsupportedOptionError
+from vllm_choreo.semantics.naming import ParentSpan
+from vllm_choreo.semantics.params import ChoreoParams
+from vllm_choreo.semantics.provenance import Trace
+
+
+class Loaded(NamedTuple):
+    """A message that was loaded, and whether its keys and values were."""
+
+    recipe: CallRecipe
+    has_data: bool
+
+
+@dataclass
+class SnapshotEngine:
+    """The engine that a save or a load goes through, in one life of it.
+
+    Attributes:
+        number: number of the engine.
+        one: the engine, as operations take it.
+        loading: messages that are being loaded, by their load's ticket.
+    """
+
+    number: int
+    one: OneEngine
+    loading: dict[int, list[Loaded]] = field(default_factory=dict)
+
+    async def ask(self, operation: str, *args: Any) -> Any:
+        """Run an operation. Raises ChoreoError: it is refused."""
+        messages = loaded_messages(*args) if operation == "snapshot_begin" else []
+        answer = await ask_engine(self.one, operation, *args)
+        if operation == "snapshot_begin":
+            self.loading[answer] = messages
+        return answer
+
+
+# Of the save or load that the running task does, and of the calls that it makes.
+SNAPSHOT_ENGINE: ContextVar[SnapshotEngine | None] = ContextVar("SNAPSHOT_ENGINE", default=None)
+
+
+def loaded_messages(
+    session: str, tenant: str, recipes: Mapping[str, Any], named: Mapping[str, int]
+) -> list[Loaded]:
+    """Messages that a load names, with recipes by which any engine can make them again.
+
+    Args:
+        session, tenant, recipes, named: as the operation "snapshot_begin" takes them.
+
+    Raises:
+        UnsupportedOptionError: no call would make one of them again as it was.
+    """
+    entries: Sequence[Mapping[str, Any]] = recipes["encodings"]
+    for number in _needed(entries, named.values()):
+        _check_makeable(entries[number])
+    unnamed = f"{session}/loaded-{secrets.token_hex(8)}"
+    ids = {number: message_id for message_id, number in named.items()}
+    made: list[CallRecipe] = []
+    for number, entry in enumerate(entries):
+        message_id = ids.get(number, f"{unnamed}-{number}")
+        parents = [made[parent] for parent in entry["parents"]]
+        params = ChoreoParams(
+            parents=tuple(
+                ParentSpan(parent.id, start, stop)
+                for parent, (start, stop, _) in zip(parents, entry["spans"], strict=True)
+            ),
+            offsets=tuple(offset for _, _, offset in entry["spans"]),
+            new_offset=max(0, entry["new_offset"]),  # below 0 in what nobody needs alone
+            save_as=message_id,
+            kind="prefill",
+            session=session,
+            tenant=tenant,
+            keep_hidden=tuple(entry["keeps"]),
+        )
+        call = PlannedCall("", tuple(entry["tokens"]), params, None, Trace(message_id))
+        made.append(recipe_again(call, {parent.id: parent for parent in parents}))
+    return [Loaded(made[number], entries[number]["data"] is not None) for number in ids]
+
+
+def _needed(entries: Sequence[Mapping[str, Any]], named: Any) -> set[int]:
+    """Numbers of encodings that are named, and of those behind which they were made."""
+    found, stack = set[int](), list(named)
+    while stack:
+        number = stack.pop()
+        if number not in found:
+            found.add(number)
+            stack += entries[number]["parents"]
+    return found
+
+
+def _check_makeable(entry: Mapping[str, Any]) -> None:
+    """Check that a prefill makes an encoding again.
+
+    Raises:
+        UnsupportedOptionError: none would.
+    """
+    if entry["patch"] is not None or entry["weights"] is not None:
+        reason = "tokens of it were repaired"
+    elif entry["adapter"] is not None:
+        reason = "an adapter, or another model, has encoded it"
+    elif entry["is_untrusted"]:
+        reason = "its keys and values come from somebody whose key this process does not have"
+    else:
+        return
+    raise UnsupportedOptionError(
+        f"an engine of several could not make this message again ({reason}): load it where there "
+        "is one engine (--data-parallel-size 1), or have it encoded anew (on_mismatch='encode')",
+        parameter="uri",
+        value=entry["message"],
+    )
