@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -174,7 +175,7 @@ class FleetClient(AsyncMPClient):
         held = _InFlight(request, engine)
         self._in_flight[request.request_id] = held
         client = self.clients[engine]
-        life = self.lives.pop(_message_of(request), self.starts[engine])
+        life = self.lives.pop(message_of(request), self.starts[engine])
         if client is None or life != self.starts[engine]:
             self._give_back([held])
             return
@@ -313,7 +314,7 @@ class FleetClient(AsyncMPClient):
         self._outputs.put_nowait(EngineDeadError())
 
 
-def _message_of(request: EngineCoreRequest) -> str:
+def message_of(request: EngineCoreRequest) -> str:
     """Id of the message that a request makes; "": it is not choreographed."""
     params = request.sampling_params
     extra_args = (params and params.extra_args) or {}
@@ -333,8 +334,14 @@ def _ended(request_id: str) -> EngineCoreOutput:
     )
 
 
+# Class of the clients of AsyncLLMs that are made in this context, or a function that makes one.
+client_class: ContextVar[Callable[..., FleetClient]] = ContextVar(
+    "choreo_client_class", default=FleetClient
+)
+
+
 def install(is_active: Callable[[], bool]) -> None:
-    """Give AsyncLLMs of several engines this client, where `is_active` says so."""
+    """Give AsyncLLMs of several engines a `client_class`, where `is_active` says so."""
     make_async_mp_client = EngineCoreClient.make_async_mp_client
 
     def make(
@@ -346,7 +353,7 @@ def install(is_active: Callable[[], bool]) -> None:
         **options: object,
     ) -> AsyncMPClient:
         if vllm_config.parallel_config.data_parallel_size > 1 and is_active():
-            return FleetClient(vllm_config, executor_class, log_stats, renderer)
+            return client_class.get()(vllm_config, executor_class, log_stats, renderer)
         return make_async_mp_client(
             vllm_config, executor_class, log_stats, *args, renderer=renderer, **options
         )
