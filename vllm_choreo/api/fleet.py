@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from vllm_choreo.api.recipes import CallRecipe
+from vllm_choreo.api.restored import SessionJournal
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.errors import EngineRestartedError, UnsupportedOptionError
 from vllm_choreo.fleet.homes import Homes
@@ -52,6 +53,7 @@ class Fleet:
         homes: encodings by engine, as far as the front can tell.
         loads: estimated seconds of work by engine; infinite while one starts again.
         encode_rate: measured seconds that an engine takes for a token.
+        journal: journal of what sessions make and free; None: they end with this process.
     """
 
     def __init__(self, async_llm: AsyncLLM, client: FleetClient) -> None:
@@ -66,6 +68,7 @@ class Fleet:
         )
         self.loads = Loads(count)
         self.encode_rate = _FIRST_RATE
+        self.journal: SessionJournal | None = None
         self._turn = 0
         self._starts = client.starts
         self._resources = client.resources
