@@ -14,6 +14,7 @@
     place            calls                     -> calls of each worker, and their times
     nest             operators, calls          -> calls in the order of their operators
     schedule         calls of each worker      -> calls in an order of their own, if that is better
+    fit              calls of each worker      -> calls in blocks of queries that fit a KV cache
 
 Each pass takes a plan and returns one that has more. Nothing that a pass has made is changed later,
 but for the timetable: it gets better from `place` on.
@@ -42,6 +43,8 @@ class Target:
         cost: the cost model.
         profile: lengths of answers.
         template: chat template of the model.
+        dispatch: of the calls that can run, "rank" begins the one that is first in the order of
+            calls; "pending" one of the query with the most of them, in the order of sequences.
         without: parts that are left out, to measure what each is worth: names of passes behind
             `demand`; "prune" and "merge" of `expand`; "warm", which encodes static prefixes first.
     """
@@ -51,6 +54,7 @@ class Target:
     cost: CostModel = field(default_factory=CostModel)
     profile: Profile = field(default_factory=Profile)
     template: Template = CHATML
+    dispatch: str = "rank"
     without: frozenset[str] = frozenset()
 
 
@@ -185,10 +189,11 @@ class Plan:
     def behind_chain(self, call: int) -> list[str | None]:
         """Symbols of a prompt behind its chain of shared prefixes; None: read as a message."""
         found: list[str | None] = []
-        for symbol in self.prompts[call]:
+        last = len(self.prompts[call]) - 1
+        for i, symbol in enumerate(self.prompts[call]):
             if isinstance(symbol, str):
                 found.append(symbol)
-            elif self.reads_message(call, symbol):
+            elif i < last and self.reads_message(call, symbol):
                 found.append(None)
             else:
                 found.append(f"<{symbol}>")  # not known yet: the same for those that read it

@@ -110,6 +110,8 @@ def _passed(node: Node) -> int | None:
         return 0
     if node.kind == "fmt" and len(attrs["pieces"]) == 1 and node.inputs:
         return 0
+    if node.kind == "chat" and [role for role, _ in attrs["turns"]] == ["messages"]:
+        return 0
     if node.kind == "slice" and attrs["start"] in (None, 0) and attrs["stop"] is None:
         return 0
     return None

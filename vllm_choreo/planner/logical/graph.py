@@ -21,7 +21,16 @@ from vllm_choreo.planner.explain import explain
 from vllm_choreo.planner.logical.draw import mermaid
 from vllm_choreo.planner.logical.graph_json import from_json, to_json
 from vllm_choreo.planner.logical.nodes import SOURCES, Node, Value
-from vllm_choreo.planner.logical.op import Op, type_of
+from vllm_choreo.planner.logical.op import (
+    DECLARED,
+    Messages,
+    Msg,
+    Op,
+    is_sequence,
+    is_type,
+    operator,
+    type_of,
+)
 from vllm_choreo.planner.plan import Plan, Target
 
 
@@ -46,7 +55,8 @@ class Graph:
         """Bind the placeholders to a batch: a list has one value for each query.
 
         Args:
-            inputs: lists of one length; or a text, which is the same in all queries.
+            inputs: lists of one length; or a text, which is the same in all queries. Those
+                that the program has declared, but no result reads, are accepted.
 
         Raises:
             UnknownPlaceholderError, BatchLengthError, OperatorTypeError
@@ -104,12 +114,12 @@ class CompiledGraph:
 # -- building --------------------------------------------------------------------------------------
 
 
-def build(results: Sequence[Op] | Mapping[str, Op]) -> Graph:
+def build(results: Sequence[Messages] | Mapping[str, Messages]) -> Graph:
     """Build the graph of all operators that these results need.
 
     Args:
-        results: operators; a mapping or `output` names its results, others have their operators'
-            names.
+        results: operators, or histories; a mapping or `output` names its results, others have
+            their operators' names.
 
     Raises:
         GraphError: no result, or two of one name; two placeholders of one name.
@@ -121,7 +131,8 @@ def build(results: Sequence[Op] | Mapping[str, Op]) -> Graph:
             "build takes a list of operators", parameter="results", value=repr(results)
         )
     named = list(results) if isinstance(results, Mapping) else []
-    wanted: list[Op] = list(results.values() if isinstance(results, Mapping) else results)
+    given = results.values() if isinstance(results, Mapping) else results
+    wanted = [_as_operator(result) for result in given]
     order = _in_order(wanted)
     numbers: dict[Op, int] = {}
     nodes: list[Node] = []
@@ -142,6 +153,16 @@ def build(results: Sequence[Op] | Mapping[str, Op]) -> Graph:
             raise GraphError("two results have this name", op=name, line=op.line)
         outputs[name] = numbers[op]
     return settled(Graph(tuple(nodes), outputs))
+
+
+def _as_operator(result: object) -> Op:
+    """Return a result, a history as the operator of one."""
+    if is_sequence(result) and any(isinstance(part, Msg) for part in result):
+        return operator("chat", result, "results")
+    if isinstance(result, Op):
+        return result
+    advice = "a result is an operator, or a list of Msg in the list of results"
+    raise OperatorTypeError(advice, parameter="results", value=repr(result))
 
 
 def settled(graph: Graph) -> Graph:
@@ -176,8 +197,6 @@ def _in_order(wanted: Sequence[Op]) -> list[Op]:
     stack: list[tuple[Op, bool]] = [(op, False) for op in reversed(wanted)]
     while stack:
         op, read = stack.pop()
-        if not isinstance(op, Op):
-            raise OperatorTypeError("a result is an operator", parameter="results", value=repr(op))
         if read:
             done[op] = True
             order.append(op)
@@ -222,7 +241,8 @@ class _Names:
 def _bound(graph: Graph, inputs: Mapping[str, Value]) -> tuple[dict[int, Sequence[Value]], int]:
     placeholders = graph.placeholders
     for name in inputs:
-        if name not in placeholders:
+        # One that no result reads is no mistake: pruning has dropped it.
+        if name not in placeholders and name not in DECLARED:
             raise UnknownPlaceholderError(
                 f"the graph has no such placeholder; it has {', '.join(placeholders) or 'none'}",
                 parameter=name,
@@ -264,10 +284,9 @@ def _bound(graph: Graph, inputs: Mapping[str, Value]) -> tuple[dict[int, Sequenc
 
 
 def _check_value(node: Node, value: Value) -> None:
-    found = type_of(value)
-    if node.type not in (found, "value"):
+    if not is_type(value, node.type):
         raise OperatorTypeError(
-            f"a {node.type} is needed, this is a {found}",
+            f"{node.type} is needed, this is {type_of(value)}",
             op=node.name,
             line=node.line,
             value=value,

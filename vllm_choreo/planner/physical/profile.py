@@ -51,8 +51,10 @@ class Profile:
                 found.append(min(float(node.attrs["sampling"].get("max_tokens") or _GUESS), _GUESS))
             elif node.kind in ("switch", "output"):
                 found.append(max(found[case] for case in node.inputs[node.kind == "switch" :]))
-            elif node.kind == "fmt":
-                found.append(sum(_piece(piece, node, found) for piece in node.attrs["pieces"]))
+            elif node.kind in ("fmt", "chat"):
+                turns = node.attrs["turns"] if node.kind == "chat" else [["", node.attrs["pieces"]]]
+                pieces = [piece for _, turn in turns for piece in turn]
+                found.append(sum(_piece(piece, node, found) for piece in pieces))
             else:
                 found.append(_GUESS)
         return found
