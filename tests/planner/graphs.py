@@ -46,11 +46,17 @@ _KINDS += ["complete", "history", "chat", "chat"]
 
 
 class RandomGraph:
-    """A graph of every kind of operator, some twice, some that no output needs."""
+    """A graph of every kind of operator, some twice, some that no output needs.
 
-    def __init__(self, seed: int, num_ops: int = 18, sampled: bool = False) -> None:
+    With `turns`, some values are those of the query after, and of the first one in the last.
+    """
+
+    def __init__(
+        self, seed: int, num_ops: int = 18, sampled: bool = False, turns: bool = False
+    ) -> None:
         self._random = random.Random(seed)
         self._sampled = sampled
+        self._kinds = [*_KINDS, *["turn"] * 3 * turns]
         self._texts: list[Op] = [ops.placeholder("a"), ops.placeholder("b")]
         self._lists: list[Op] = []
         self._histories: list[Op] = []
@@ -70,10 +76,14 @@ class RandomGraph:
         return self._random.choice(self._texts)
 
     def _add(self) -> None:
-        kind = self._random.choice(_KINDS)
+        kind = self._random.choice(self._kinds)
         kind = "llm" if kind == "item" and not self._lists else kind
         if kind in ("chat", "complete", "history"):
             self._add_chat(kind)
+        elif kind == "turn":
+            source = self._text()
+            parts = ops.batch_slice(source, 1), ops.batch_slice(source, 0, 1)
+            self._texts.append(ops.batch_concat(*parts))
         elif kind == "llm":
             turns = [Msg("system", self._random.choice(SYSTEMS))]
             turns += [Msg("user", self._text()) for _ in range(self._random.randint(1, 3))]

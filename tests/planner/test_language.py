@@ -12,7 +12,7 @@ import pytest
 
 from tests.planner.facades import DigestFacade
 from tests.planner.graphs import RandomGraph, is_even, shout, words
-from vllm_choreo.planner import Graph, Msg, Template, build, naive, ops
+from vllm_choreo.planner import Graph, Msg, Template, build, invoke, naive, ops
 from vllm_choreo.planner.errors import (
     BatchLengthError,
     GraphCycleError,
@@ -158,6 +158,22 @@ def test_inputs_that_no_result_reads_are_accepted() -> None:
         "x",
         "y",
     ]
+
+
+def test_queries_are_chosen_and_put_together() -> None:
+    a, b, inputs = ops.placeholder("a"), ops.placeholder("b"), {"a": ["x", "y", "z"]}
+    assert value(ops.batch_slice(a, 1), **inputs) == ["y", "z"]
+    assert value(ops.batch_slice(a, -1), **inputs) == ["z"]
+    assert value(ops.batch_concat(a, ops.batch_slice(a, 0, 1)), **inputs) == ["x", "y", "z", "x"]
+    pairs = ops.fmt("{}{}{}", ops.batch_slice(a, 1), ops.batch_slice(a, 0, -1), b)
+    assert value(pairs, **inputs, b="!") == ["yx!", "zy!"]
+    facade = DigestFacade()
+    halves = [ask(ops.batch_slice(a, 0, 2)), ask(ops.batch_slice(a, 2))]
+    graph = build([ops.batch_concat(*halves)]).compile(**inputs)
+    assert list(invoke(graph, facade)) == naive(graph, DigestFacade("baseline"))
+    assert len(facade.decodes) == 3
+    back = Graph.from_json(graph.graph.to_json()).compile(**inputs)
+    assert naive(back, DigestFacade()) == naive(graph, DigestFacade())
 
 
 def test_results_are_named() -> None:
@@ -329,6 +345,28 @@ REFUSED: dict[str, tuple[type[GraphError], str, Callable[[], Any]]] = {
         OperatorTypeError,
         "in the list of results",
         lambda: build([Msg("user", A)]),  # type: ignore[list-item]
+    ),
+    "a batch of two lengths": (
+        BatchLengthError,
+        r"operator both at test_language.*what it reads has 1 and 2 rows",
+        lambda: build([ops.fmt("{}{}", A, ops.batch_slice(A, 1), name="both")]).compile(
+            a=["x", "y"]
+        ),
+    ),
+    "results of two lengths": (
+        BatchLengthError,
+        "results have 1 and 2 rows",
+        lambda: build([A, ops.batch_slice(A, 1)]).compile(a=["x", "y"]),
+    ),
+    "a batch of nothing": (
+        BatchLengthError,
+        "leaves no query",
+        lambda: build([ops.batch_slice(A, 5)]).compile(a=["x", "y"]),
+    ),
+    "queries of two types": (
+        OperatorTypeError,
+        "sources of one type",
+        lambda: ops.batch_concat(A, [Msg("user", A)]),
     ),
     "no body": (OperatorTypeError, "function of the state", lambda: ops.loop(A, "s", rounds=2)),  # type: ignore[arg-type]
     "a slice of a text": (OperatorTypeError, "this is a str", lambda: ops.slice("abc", 1)),  # type: ignore[arg-type]

@@ -66,12 +66,14 @@ class OpTask:
         node: number of the operator in the graph.
         inputs: numbers of the tasks that it reads, all less than its own.
         query: number of the first query that needs it.
+        row: number of the operator's row of which it is.
         num_queries: number of queries that need it.
     """
 
     node: int
     inputs: tuple[int, ...]
     query: int
+    row: int
     num_queries: int = 1
 
 

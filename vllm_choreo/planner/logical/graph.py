@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, overload
 
 from vllm_choreo.planner.errors import (
     BatchLengthError,
@@ -31,6 +31,7 @@ from vllm_choreo.planner.logical.op import (
     operator,
     type_of,
 )
+from vllm_choreo.planner.logical.rows import row_counts
 from vllm_choreo.planner.plan import Plan, Target
 
 
@@ -61,7 +62,12 @@ class Graph:
         Raises:
             UnknownPlaceholderError, BatchLengthError, OperatorTypeError
         """
-        return CompiledGraph(self, *_bound(self, inputs))
+        bound, size = _bound(self, inputs)
+        given = {
+            number: None if isinstance(values, Repeated) else len(values)
+            for number, values in bound.items()
+        }
+        return CompiledGraph(self, bound, *_counted(self, given, size))
 
     def draw(self) -> str:
         """Return the graph as Mermaid text, which many viewers show as a picture."""
@@ -83,12 +89,16 @@ class CompiledGraph:
 
     Attributes:
         graph: the graph.
-        inputs: values of each placeholder and each `data`, one per query, by number of the node.
-        batch_size: number of queries.
+        inputs: values of each placeholder and each `data`, one per row, by number of the node.
+        counts: rows of each node; None: it has the same value in every row.
+        size: rows of the inputs that have a list.
+        batch_size: number of queries, which is that of the results.
     """
 
     graph: Graph
     inputs: Mapping[int, Sequence[Value]] = field(repr=False)
+    counts: Sequence[int | None] = field(repr=False)
+    size: int
     batch_size: int
 
     def explain(
@@ -104,11 +114,6 @@ class CompiledGraph:
     def draw(self) -> str:
         """Return the graph as Mermaid text."""
         return self.graph.draw()
-
-    def query(self, number: int) -> CompiledGraph:
-        """Return the same graph with one of the queries."""
-        one = {node: (values[number],) for node, values in self.inputs.items()}
-        return replace(self, inputs=one, batch_size=1)
 
 
 # -- building --------------------------------------------------------------------------------------
@@ -275,12 +280,48 @@ def _bound(graph: Graph, inputs: Mapping[str, Value]) -> tuple[dict[int, Sequenc
                 op=node.name,
                 line=node.line,
             )
-        bound[number] = tuple(values) if number in lists else (values,) * size
-        for value in bound[number]:
+        bound[number] = tuple(values) if number in lists else Repeated(values, size)
+        for value in bound[number] if number in lists else [values]:
             _check_value(node, value)
     if not size:
         raise BatchLengthError("a batch has at least one query")
     return bound, size
+
+
+def _counted(
+    graph: Graph, given: Mapping[int, int | None], size: int
+) -> tuple[Sequence[int | None], int, int]:
+    counts, batch_size = row_counts(graph, given, size)
+    return counts, size, batch_size
+
+
+class Repeated(Sequence[Value]):
+    """A value that every row has, in a batch of `size` rows."""
+
+    def __init__(self, value: Value, size: int) -> None:
+        self._value, self._size = value, size
+
+    @overload
+    def __getitem__(self, row: int) -> Value: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[Value]: ...
+
+    def __getitem__(self, row: int | slice) -> Value:
+        if isinstance(row, slice):
+            return [self._value for _ in range(self._size)[row]]
+        return self._value  # also where results have more rows than inputs
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter([self._value] * self._size)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
 
 
 def _check_value(node: Node, value: Value) -> None:

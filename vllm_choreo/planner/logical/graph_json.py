@@ -41,6 +41,8 @@ _KINDS: dict[str, tuple[type[Struct], int, int | None]] = {
     "item": (_attrs({"index": int}), 1, 1),
     "concat": (_attrs({}), 1, None),
     "switch": (_attrs({"keys": list[Any], "default": bool}), 2, None),
+    "batch_slice": (_attrs({"start": int | None, "stop": int | None}), 1, 1),
+    "batch_concat": (_attrs({}), 1, None),
     "output": (_attrs({}), 1, 1),
 }
 

@@ -24,7 +24,7 @@ class Op:
 
     Attributes:
         kind: "placeholder", "data", "fmt", "chat", "llm", "fn", "slice", "item", "concat",
-            "switch" or "output".
+            "switch", "batch_slice", "batch_concat" or "output".
         type: "text", "list" (of texts), "messages" (of a chat) or "value", as its value is.
         inputs: the operators that it reads.
         attrs: all else that defines it; only data that JSON can express, and functions.

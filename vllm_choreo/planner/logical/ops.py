@@ -376,6 +376,40 @@ def _state_of(made: Op, given: object, parameter: str) -> list[Op]:
     raise refused(made, advice, parameter, repr(given))
 
 
+# -- the batch -------------------------------------------------------------------------------------
+
+
+def batch_slice(
+    source: Messages, start: int | None = None, stop: int | None = None, *, name: str = ""
+) -> Op:
+    """Take some queries: the first one of the result reads query `start` of the source.
+
+    Args:
+        source: an operator, or a history.
+        start, stop: as in `list[start:stop]`, counted in queries.
+    """
+    source = operator("batch_slice", source, "source", name)
+    attrs = {"start": start, "stop": stop}
+    made = Op("batch_slice", source.type, (source,), attrs, name, line_of_caller())
+    for key, bound in attrs.items():
+        if bound is not None and type(bound) is not int:
+            raise refused(made, "bounds are ints or None", key, bound)
+    return made
+
+
+def batch_concat(*sources: Messages, name: str = "") -> Op:
+    """Concatenate queries: those of the first source, then those of the next one.
+
+    Raises:
+        OperatorTypeError: no source, or sources of different types.
+    """
+    read = tuple(operator("batch_concat", source, "sources", name) for source in sources)
+    made = Op("batch_concat", read[0].type if read else "value", read, {}, name, line_of_caller())
+    if len({source.type for source in read}) != 1:
+        raise refused(made, "sources of one type are needed", "sources", [*map(repr, read)])
+    return made
+
+
 # -- results ---------------------------------------------------------------------------------------
 
 

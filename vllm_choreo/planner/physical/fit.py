@@ -19,7 +19,7 @@ from vllm_choreo.planner.physical.pool import ModelEngine, by_rank, working_set
 from vllm_choreo.planner.plan import Plan
 
 # Up to so many calls of one worker the sizes of blocks are tried.
-_TRIED_UP_TO = 1000
+_TRIED_UP_TO = 2000
 # An order of blocks must be better by this, for the model of the engine is a rough one.
 _WORTHWHILE = 0.02
 
