@@ -14,7 +14,9 @@ from benchmarks.mixed import tables as mixed
 from benchmarks.on_ramps import tables as on_ramps
 from benchmarks.ordinary import tables as ordinary
 from benchmarks.planner import tables as workers
+from benchmarks.planner.agreement import tables as agreement
 from benchmarks.planner.moves import tables as moves
+from benchmarks.planner.pressure import tables as pressure
 from benchmarks.planner.rivals import tables as rivals
 from benchmarks.pml import tables as pml
 from benchmarks.policies import tables as policies
@@ -30,8 +32,8 @@ from benchmarks.workflows import tables as workflows
 
 _FOLDERS = (
     attention, checkouts, fleet, frontier, keep, memory, mixed, on_ramps, ordinary, workers,
-    moves, rivals, pml, policies, quality, scaling, soak, soak_routes, sweep, training, ttft,
-    variants, workflows,
+    agreement, moves, pressure, rivals, pml, policies, quality, scaling, soak, soak_routes, sweep,
+    training, ttft, variants, workflows,
 )  # fmt: skip
 TABLES: dict[str, Table] = {
     name: table for folder in _FOLDERS for name, table in folder.TABLES.items()
