@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner.data import role, text
 from tests.planner.graphs import RandomGraph
 from vllm_choreo.planner import CompiledGraph, CostModel, EngineModel, Profile, build
 from vllm_choreo.planner.execute.ready import ReadyCalls
@@ -40,9 +39,14 @@ def run(calls: Calls, order: Sequence[int], capacity: float, width: int = 4) -> 
     return ModelEngine(calls, EngineModel(capacity, width)).run(by_rank(ranks))
 
 
+def text(name: str, num_words: int) -> str:
+    """Words that no other text has."""
+    return " ".join(f"{name} {number}" for number in range(num_words // 2))
+
+
 def debates(num_queries: int) -> CompiledGraph:
-    roles = [role(f"agent {i}") for i in range(3)]
-    context = [text(f"context {i}", 300) for i in range(num_queries)]
+    roles = [text(f"agent{i}", 40) for i in range(3)]
+    context = [text(f"context{i}", 300) for i in range(num_queries)]
     return build(debate(roles)).compile(context=context, question="Why?")
 
 

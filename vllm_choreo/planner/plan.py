@@ -43,8 +43,8 @@ class Target:
         cost: the cost model.
         profile: lengths of answers.
         template: chat template of the model.
-        dispatch: of the calls that can run, "rank" begins the one that is first in the order of
-            calls; "pending" one of the query with the most of them, in the order of sequences.
+        dispatch: choice among the calls that can run: "rank" begins the one that is first in the
+            order of calls; "pending" one of the query with the most of them, sequence by sequence.
         without: parts that are left out, to measure what each is worth: names of passes behind
             `demand`; "prune" and "merge" of `expand`; "warm", which encodes static prefixes first.
     """

@@ -15,7 +15,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 from vllm_choreo.planner.errors import GraphError
 from vllm_choreo.planner.logical.nodes import Value
@@ -265,6 +265,28 @@ def switch(
 # -- repetition ------------------------------------------------------------------------------------
 
 
+@overload
+def loop(  # type: ignore[overload-overlap]  # a tuple is several states, never a history
+    state: tuple[Messages, ...],
+    body: Callable[..., State],
+    *,
+    rounds: int,
+    until: Callable[..., bool] | None = None,
+    name: str = "",
+) -> tuple[Op, ...]: ...
+
+
+@overload
+def loop(
+    state: Messages,
+    body: Callable[..., State],
+    *,
+    rounds: int,
+    until: Callable[..., bool] | None = None,
+    name: str = "",
+) -> Op: ...
+
+
 def loop(
     state: State,
     body: Callable[..., State],
@@ -272,14 +294,14 @@ def loop(
     rounds: int,
     until: Callable[..., bool] | None = None,
     name: str = "",
-) -> Any:
+) -> Op | tuple[Op, ...]:
     """Repeat `state = body(state)`, at most `rounds` times, until `until(state)` is true.
 
     The body is called once for each round, to write its operators; rounds that `until` ends are not
     run.
 
     Args:
-        state: what the first round reads: an operator, a history, or a tuple of them for several
+        state: input of the first round: an operator, a history, or a tuple of them for several
             states, which body and `until` take as arguments one after the other.
         body: function of a round's state that returns the next one's, of the same types.
         rounds: 1 to 1000.
@@ -300,6 +322,28 @@ def loop(
     return tuple(result) if isinstance(state, tuple) else result[0]
 
 
+@overload
+def while_(  # type: ignore[overload-overlap]
+    condition: Callable[..., bool],
+    state: tuple[Messages, ...],
+    body: Callable[..., State],
+    *,
+    rounds: int,
+    name: str = "",
+) -> tuple[Op, ...]: ...
+
+
+@overload
+def while_(
+    condition: Callable[..., bool],
+    state: Messages,
+    body: Callable[..., State],
+    *,
+    rounds: int,
+    name: str = "",
+) -> Op: ...
+
+
 def while_(
     condition: Callable[..., bool],
     state: State,
@@ -307,7 +351,7 @@ def while_(
     *,
     rounds: int,
     name: str = "",
-) -> Any:
+) -> Op | tuple[Op, ...]:
     """Repeat `state = body(state)` while `condition(state)` is true, which may be never.
 
     The result of a query whose condition still holds after `rounds` is an error.
@@ -323,8 +367,9 @@ def while_(
     made = Op("while", "value", (), {}, name, line_of_caller())
     states = _unrolled(made, state, body, rounds)
     holds = _checked_condition(made, condition, "condition")
-    result: list[Op | None] = [None for _ in states[0]]
-    for before in reversed(states):
+    key = fn(holds, *states[-1], returns="value")
+    result = [switch(key, {False: one}) for one in states[-1]]
+    for before in reversed(states[:-1]):
         key = fn(holds, *before, returns="value")
         result = [
             switch(key, {False: one}, other) for one, other in zip(before, result, strict=True)

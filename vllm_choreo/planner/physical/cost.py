@@ -20,7 +20,7 @@ DEFAULT_CAPACITY = 32_768  # tokens of KV cache of a worker, where nothing is kn
 
 @dataclass(frozen=True)
 class EngineModel:
-    """What a worker's engine holds at a time, and what its steps cost.
+    """Model of a worker's engine: what it holds at a time, and what its steps cost.
 
     Times are in the time in which the engine encodes one token. An 8B model on one H100 has about
     200 and 1, SmolLM2-135M in float32 on two CPU cores 4 and 2.5.
