@@ -16,7 +16,9 @@ from benchmarks.on_ramps import tables as on_ramps
 from benchmarks.ordinary import tables as ordinary
 from benchmarks.paper import tables as paper
 from benchmarks.planner import tables as workers
+from benchmarks.planner.agreement import tables as agreement
 from benchmarks.planner.moves import tables as moves
+from benchmarks.planner.pressure import tables as pressure
 from benchmarks.planner.rivals import tables as rivals
 from benchmarks.pml import tables as pml
 from benchmarks.policies import tables as policies
@@ -33,10 +35,36 @@ from benchmarks.variants import tables as variants
 from benchmarks.workflows import tables as workflows
 
 _FOLDERS = (
-    attention, checkouts, fleet, frontier, inside, keep, memory, mixed, on_ramps, ordinary, workers,
-    moves, paper, rivals, pml, policies, quality, rival_settings, scaling, soak, soak_routes,
-    states, sweep, training, ttft, variants, workflows,
-)  # fmt: skip
+    attention,
+    checkouts,
+    fleet,
+    frontier,
+    inside,
+    keep,
+    memory,
+    mixed,
+    on_ramps,
+    ordinary,
+    paper,
+    workers,
+    agreement,
+    moves,
+    pressure,
+    rivals,
+    pml,
+    policies,
+    quality,
+    rival_settings,
+    scaling,
+    soak,
+    soak_routes,
+    states,
+    sweep,
+    training,
+    ttft,
+    variants,
+    workflows,
+)
 TABLES: dict[str, Table] = {
     name: table for folder in _FOLDERS for name, table in folder.TABLES.items()
 }

@@ -14,8 +14,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.harness.record import record, write_csv
 from benchmarks.planner.data import role, text
 from benchmarks.planner.optimum import Optimum, optimum
+from benchmarks.planner.tables import OPTIMA
 from vllm_choreo.planner import CompiledGraph, CostModel, Profile, build
 from vllm_choreo.planner.patterns import (
     debate,
@@ -86,6 +88,44 @@ def operator_by_operator(plan: Plan, calls: Sequence[int]) -> list[int]:
     return sorted(calls, key=lambda call: (plan.tasks[call].node, call))
 
 
+def at_random(calls: Calls, model: CostModel) -> list[int]:
+    """Any call that can run (LangGraph), in one draw."""
+    chosen = random.Random(0)
+    return _online(calls, model, lambda last, ready: chosen.choice(sorted(ready)))
+
+
+def longest_shared_prefix(calls: Calls, model: CostModel) -> list[int]:
+    """Of the calls that can run, the one that shares most with the last one (LSPF, SGLang)."""
+
+    def shared(last: int | None, call: int) -> float:
+        return calls.tree.total(call) - calls.tree.new_tokens(last, call)
+
+    return _online(
+        calls, model, lambda last, ready: max(sorted(ready), key=lambda c: shared(last, c))
+    )
+
+
+def _online(
+    calls: Calls, model: CostModel, choose: Callable[[int | None, set[int]], int]
+) -> list[int]:
+    """Order in which calls are begun by who knows only those that can run now."""
+    order: list[int] = []
+    clock = 0.0
+    answered: dict[int, float] = {}
+    while len(order) < len(calls.num_out):
+        free = {
+            call: max((answered[other] for other in calls.depends[call]), default=0.0)
+            for call in calls.num_out
+            if call not in answered and all(other in answered for other in calls.depends[call])
+        }
+        clock = max(clock, min(free.values()))
+        call = choose(order[-1] if order else None, {c for c, at in free.items() if at <= clock})
+        clock += calls.usage(model, order[-1] if order else None, call)
+        answered[call] = clock + model.delay(calls.num_out[call])
+        order.append(call)
+    return order
+
+
 def totals(given: Case, seconds: float) -> tuple[dict[str, float], Optimum]:
     """Token steps of each way to order the calls, and the optimum."""
     model = CostModel(capacity=CAPACITY)
@@ -95,6 +135,8 @@ def totals(given: Case, seconds: float) -> tuple[dict[str, float], Optimum]:
     orders = {
         "query by query": query_by_query(plan, names),
         "operator by operator": operator_by_operator(plan, names),
+        "random": at_random(calls, model),
+        "longest shared prefix": longest_shared_prefix(calls, model),
     }
     found = {way: calls.timetable([order], model).total for way, order in orders.items()}
     found["planner"] = plan.table.total
@@ -107,13 +149,21 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    gaps = []
+    gaps: list[float] = []
+    rows: list[dict[str, object]] = []
     for name in arguments.case or CASES:
         found, best = totals(case(name, arguments.seed), arguments.seconds)
         gap = {way: 100 * (steps / best.bound - 1) for way, steps in found.items()}
         gaps.append(gap["planner"])
         shown = ", ".join(f"{way} {found[way]:.1f} (+{gap[way]:.1f} %)" for way in found)
         proven = "proven" if best.proven else f"bound; best found {best.total:.1f}"
+        steps = {way: round(total, 2) for way, total in found.items()}
+        of_optimum = {"bound": round(best.bound, 2), "proven": best.proven}
+        rows += [
+            {"case": name, "way": way, "steps": total, "gap": round(gap[way], 2), **of_optimum}
+            for way, total in steps.items()
+        ]
+        write_csv(OPTIMA, rows, **record())
         print(f"{name}: optimum {best.bound:.1f} ({proven}); {shown}", flush=True)
     print(f"gap: mean {sum(gaps) / len(gaps):.2f} %, largest {max(gaps):.2f} %")
 

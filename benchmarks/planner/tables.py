@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of plans on several workers."""
+"""The tables of plans on several workers, and of schedules against the optimum."""
 
 from __future__ import annotations
 
-from benchmarks.harness.tables import Table, middle, of, ratio, spread
+from benchmarks.harness.tables import Table, middle, of, ratio, spread, text
 
-NAME = "planner_workers"
+NAME, OPTIMA = "planner_workers", "planner_optima"
+_ORDERS = (
+    *("query by query", "operator by operator", "random", "longest shared prefix", "planner"),
+)
 COUNTS = (1, 2)
 
 
@@ -14,6 +17,14 @@ def _name(count: int) -> str:
 
 
 TABLES = {
+    OPTIMA: Table(
+        OPTIMA,
+        {"% above the optimum": "case"},
+        {
+            **{way: middle(of("gap", way=way), ".1f") for way in _ORDERS},
+            "proven": text("proven"),
+        },
+    ),
     NAME: Table(
         NAME,
         {"workflow": "workflow", "semantics": "semantics"},

@@ -23,7 +23,7 @@ from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.planner.rivals.text import WIDTH
 from benchmarks.planner.rivals.ways import Ran, planned_on
-from benchmarks.planner.rivals.workloads import Workload, add_sizes, workload
+from benchmarks.planner.rivals.workloads import Workload, add_sizes, asked_workload
 from benchmarks.planner.tables import COUNTS, NAME, TABLES
 
 SEMANTICS = ("exact", "choreo")
@@ -32,10 +32,11 @@ SEMANTICS = ("exact", "choreo")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add_sizes(parser)
+    parser.add_argument("--turns", type=int, default=2)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in args.workflow or ["trading"]:
-        one = workload(name, args.queries, args.answer_tokens, args.words)
+        name, one = asked_workload(name, args)
         for semantics in SEMANTICS:
             rows += _turns(name, one, semantics, args.turns)
             write_csv(NAME, rows, **record())

@@ -38,9 +38,10 @@ def main() -> int:
     )
     parser.add_argument("reader", help="whose requests are about them: alike")
     parser.add_argument("pair", help="the profile of the two")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0, 0.25, 0.5, 1.0, 2.0, 4.0])
+    rates = [0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0]
+    parser.add_argument("--rates", type=float, nargs="+", default=rates)
     parser.add_argument("--layers", nargs="*", default=[], help="further blocks: '[7, 24]'")
-    parser.add_argument("--requests", type=int, default=24, help="per side, rate and pass")
+    parser.add_argument("--requests", type=int, default=100, help="per side, rate and pass")
     parser.add_argument("--document-tokens", type=int, default=1000)
     parser.add_argument("--target", type=float, default=2.0, help="seconds to the first token")
     parser.add_argument("--max-quality-loss", type=float, default=0.5, help="of the choice by load")

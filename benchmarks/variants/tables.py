@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of variants, alone and under load."""
+"""The tables of variants, alone and under load."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from benchmarks.harness.stats import median, percentile
-from benchmarks.harness.tables import Cell, Rows, Table, of
-from benchmarks.variants.load import OWN
+from benchmarks.harness.tables import Cell, Rows, Table, Values, of
+from benchmarks.variants.load import ANSWER_TOKENS, OWN
 
 
 def rates_met(rows: Rows) -> list[float]:
@@ -56,4 +56,38 @@ def _against_own(rows: Rows) -> Cell:
     return cell
 
 
-TABLES = {"variants": Table("variants", {"side": "side"}, _columns)}
+def _between(rows: Rows) -> list[float]:
+    """Milliseconds between two tokens of an answer, request by request."""
+    return [
+        1e3 * (float(row["latency_s"]) - float(row["ttft_s"])) / (ANSWER_TOKENS - 1) for row in rows
+    ]
+
+
+def _with_tail(values: Values) -> Cell:
+    """Median, and within which nine of ten are."""
+    return lambda rows: f"{median(values(rows)):,.0f}, {percentile(values(rows), 0.9):,.0f}"
+
+
+def _per_second(rows: Rows) -> str:
+    """Requests that were answered a second: the median of the passes."""
+    passes: dict[str, list[float]] = {}
+    for row in rows:
+        passes.setdefault(str(row["pass"]), []).append(float(row["load_s"]))
+    return f"{median([len(loads) / loads[0] for loads in passes.values()]):.2f}"
+
+
+TABLES = {
+    "variants": Table("variants", {"side": "side"}, _columns),
+    "variants_load": Table(
+        "variants",
+        {"side": "side", "requests a second": "rate"},
+        {
+            "requests": lambda rows: str(len(rows)),
+            "first token, ms": _with_tail(of("ttft_s", 1e3)),
+            "between tokens, ms": _with_tail(_between),
+            "end to end, ms": _with_tail(of("latency_s", 1e3)),
+            "answered a second": _per_second,
+        },
+        rows=lambda rows: [row for row in rows if float(row["rate"])],
+    ),
+}

@@ -12,7 +12,11 @@ from benchmarks.planner.rivals.state_graph import langgraph
 from benchmarks.planner.rivals.text import WIDTH, Text
 from benchmarks.planner.rivals.ways import (
     Runner,
+    agent_at_a_time,
     dataflow,
+    first_come,
+    gangs_by_prefix,
+    longest_shared,
     num_shared,
     operator_by_operator,
     query_by_query,
@@ -24,8 +28,10 @@ from vllm_choreo.planner import FacadeWorker, naive
 RUNNERS: dict[str, Runner] = {
     "query by query": query_by_query,
     "operator by operator": operator_by_operator,
-    "as they come": partial(dataflow, by_prefix=False),
-    "longest shared prefix": partial(dataflow, by_prefix=True),
+    "as they come": partial(dataflow, choose=first_come),
+    "longest shared prefix": partial(dataflow, choose=longest_shared),
+    "an agent at a time": partial(dataflow, choose=agent_at_a_time),
+    "gangs by prefix": partial(dataflow, choose=gangs_by_prefix),
     "LangGraph": langgraph,
 }
 

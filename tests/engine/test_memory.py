@@ -182,12 +182,16 @@ def test_what_never_fits_is_refused_and_others_go_on(
 def test_an_emptied_prefix_cache_leaves_messages_readable(
     llm: Any, tiny_oracle: Callable[[str], Oracle]
 ) -> None:
-    """vLLM wants an empty pool: messages give their blocks back, and are encoded again if read."""
+    """vLLM wants an empty pool: messages give their blocks back, and are encoded again if read.
+
+    Pinned ones, too.
+    """
     oracle, rng = tiny_oracle("llama"), random.Random(6)
     tokens, header = random_tokens(rng, 70), random_tokens(rng, 3)
     with Choreography(llm) as c:
         message = c.prefill(tokens)
         first = c.decode(header, parents=[message], sampling_params=_params(4))
+        c.pin(message)
         assert llm.reset_prefix_cache()
         assert _free_blocks(llm) == POOL_BLOCKS - 1
         again = c.decode(header, parents=[message], sampling_params=_params(4))

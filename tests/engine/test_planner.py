@@ -16,6 +16,7 @@ from vllm_choreo.errors import KeptError
 from vllm_choreo.planner import AnswerCache, Msg, Planner, build, invoke, naive, ops
 from vllm_choreo.planner.errors import GraphError
 from vllm_choreo.planner.logical.graph import CompiledGraph
+from vllm_choreo.planner.logical.op import Op
 from vllm_choreo.planner.patterns import (
     debate,
     iterative_refinement,
@@ -46,13 +47,51 @@ DESK = {
     "news": ["A new factory.", "A strike."],
     "fundamentals": "No debts.",
 }
+DOCUMENTS = {
+    **{
+        f"{kind}_{i}": [f"{kind} {i} of A.", f"{kind} {i} of B."]
+        for kind, i in [("market", 1), ("market", 2), ("social", 1), ("social", 2), ("social", 3)]
+    },
+    "news": ["A new factory.", "A strike."],
+    "fundamentals": "No debts.",
+}
+
+
+def dialogue() -> CompiledGraph:
+    """A completion, a history that grows until it is long, and a while over two states."""
+    q = ops.placeholder("context")
+    opened = ops.complete(ops.fmt("Two facts. {} And", q), sampling=GREEDY)
+
+    def more(said: Op, last: Op) -> tuple[list[Msg | Op], Op]:
+        turn = [said, Msg("user", ops.fmt("Go on from this: {}", last))]
+        answer = ops.llm(turn, sampling=GREEDY)
+        return [*turn, Msg("assistant", answer)], answer
+
+    begin = ([Msg("system", 3 * ROLES[0]), Msg("user", q)], opened)
+    said, last = ops.loop(begin, more, rounds=3, until=lambda said, last: len(said) > 5)
+    grown = ops.while_(
+        lambda text: len(text) < 12,
+        last,
+        lambda text: ops.fmt("{}{}", text, ops.complete(text, sampling=GREEDY)),
+        rounds=12,
+    )
+    return build({"said": said, "last": last, "grown": grown}).compile(context=TASK["context"])
+
+
 WORKFLOWS: dict[str, Callable[[], CompiledGraph]] = {
     "map_reduce": lambda: build([map_reduce(ROLES, sampling=GREEDY)]).compile(**TASK),
     "debate": lambda: build(debate(ROLES, sampling=GREEDY)).compile(**TASK),
     "reflection": lambda: build([reflection(ROLES, sampling=GREEDY)]).compile(**TASK),
+    "critics in turn": lambda: build([reflection(ROLES, in_turn=True, sampling=GREEDY)]).compile(
+        **TASK
+    ),
     "iterative": lambda: build([iterative_refinement(2, sampling=GREEDY)]).compile(**CHUNKS),
     "parallel": lambda: build([parallel_chains(ROLES, 2, sampling=GREEDY)]).compile(**CHUNKS),
     "trading": lambda: build([trading(ROLES, rounds=1, sampling=GREEDY)]).compile(**DESK),
+    "documents": lambda: build(
+        [trading(ROLES[:1], rounds=2, documents={"market": 2, "social": 3}, sampling=GREEDY)]
+    ).compile(ticker=["AAA", "BBB"], **DOCUMENTS),
+    "dialogue": dialogue,
 }
 
 

@@ -41,14 +41,25 @@ def is_even(text: str) -> bool:
     return len(text) % 2 == 0
 
 
-class RandomGraph:
-    """A graph of every kind of operator, some twice, some that no output needs."""
+_KINDS = ["llm"] * 5 + ["fmt", "fmt", "fn", "list", "item", "switch"]
+_KINDS += ["complete", "history", "chat", "chat"]
 
-    def __init__(self, seed: int, num_ops: int = 18, sampled: bool = False) -> None:
+
+class RandomGraph:
+    """A graph of every kind of operator, some twice, some that no output needs.
+
+    With `turns`, some values are those of the query after, and of the first one in the last.
+    """
+
+    def __init__(
+        self, seed: int, num_ops: int = 18, sampled: bool = False, turns: bool = False
+    ) -> None:
         self._random = random.Random(seed)
         self._sampled = sampled
+        self._kinds = [*_KINDS, *["turn"] * 3 * turns]
         self._texts: list[Op] = [ops.placeholder("a"), ops.placeholder("b")]
         self._lists: list[Op] = []
+        self._histories: list[Op] = []
         for _ in range(num_ops):
             self._add()
 
@@ -65,9 +76,15 @@ class RandomGraph:
         return self._random.choice(self._texts)
 
     def _add(self) -> None:
-        kind = self._random.choice(["llm"] * 5 + ["fmt", "fmt", "fn", "list", "item", "switch"])
+        kind = self._random.choice(self._kinds)
         kind = "llm" if kind == "item" and not self._lists else kind
-        if kind == "llm":
+        if kind in ("chat", "complete", "history"):
+            self._add_chat(kind)
+        elif kind == "turn":
+            source = self._text()
+            parts = ops.batch_slice(source, 1), ops.batch_slice(source, 0, 1)
+            self._texts.append(ops.batch_concat(*parts))
+        elif kind == "llm":
             turns = [Msg("system", self._random.choice(SYSTEMS))]
             turns += [Msg("user", self._text()) for _ in range(self._random.randint(1, 3))]
             sampled = self._sampled and self._random.random() < 0.3
@@ -87,3 +104,30 @@ class RandomGraph:
         else:
             key = ops.fn(is_even, self._text(), returns="value")
             self._texts.append(ops.switch(key, {True: self._text()}, self._text()))
+
+    def _add_chat(self, kind: str) -> None:
+        """A completion, or a history: written, chosen while the plan runs, read, or taken apart."""
+        sampling = {"max_tokens": 8}
+        if kind == "complete":
+            prompt = self._random.choice(
+                [
+                    self._text(),
+                    ops.fmt("{} and {}", self._text(), self._text()),
+                    ops.fmt("{}, so ", self._text()),
+                ]
+            )
+            self._texts.append(ops.complete(prompt, sampling=sampling))
+        elif kind == "history" or not self._histories:
+            said = [Msg("user", self._text()), Msg("assistant", self._text())]
+            before = self._random.choice([None, *self._histories])
+            made: Op = ops.chat(said if before is None else [before, *said])
+            if before is not None and self._random.random() < 0.5:
+                made = ops.switch(
+                    ops.fn(is_even, self._text(), returns="value"), {True: made}, before
+                )
+            self._histories.append(made)
+        else:
+            history = self._random.choice(self._histories)
+            turn = [Msg("system", self._random.choice(SYSTEMS)), history, Msg("user", self._text())]
+            self._texts.append(ops.llm(turn, sampling=sampling))
+            self._texts.append(ops.item(ops.slice(history, -2), 1))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.planner.facades import DigestFacade
 from tests.planner.graphs import RandomGraph, is_even, shout, words
-from vllm_choreo.planner import Graph, Msg, Template, build, naive, ops
+from vllm_choreo.planner import Graph, Msg, Template, build, invoke, naive, ops
 from vllm_choreo.planner.errors import (
     BatchLengthError,
     GraphCycleError,
@@ -30,6 +30,10 @@ def value(op: Any, **inputs: Any) -> Any:
 
 def ask(text: Any, **options: Any) -> Any:
     return ops.llm([Msg("user", text)], **options)
+
+
+def ask_in(messages: Any) -> Any:
+    return ops.llm(messages)
 
 
 def test_text_operators() -> None:
@@ -79,6 +83,97 @@ def test_a_loop_ends_after_its_rounds_or_when_it_is_done() -> None:
     asked = ops.loop(text, lambda state: ask(state), rounds=5, until=lambda answer: True)
     naive(build([asked]).compile(text="a"), facade)
     assert len(facade.decodes) == 1
+
+
+def test_a_completion_has_no_chat() -> None:
+    a, facade = ops.placeholder("a"), DigestFacade("baseline")
+    naive(build([ops.complete(ops.fmt("One, {}, ", a))]).compile(a=["two"]), facade)
+    assert [said.header for said in facade.decodes] == ["One, two, "]
+
+
+def test_messages_are_values() -> None:
+    a, system = ops.placeholder("a"), {"role": "system", "content": "Be brief."}
+    history = ops.chat([Msg("system", "Be brief."), Msg("user", ops.fmt("{}?", a))])
+    asked = [{"role": "user", "content": "x?"}]
+    assert value(history, a="x") == [[system, *asked]]
+    assert value(ops.slice(history, 1), a="x") == [asked]
+    assert value(ops.item(history, -1), a="x") == ["x?"]
+    assert value(ops.concat(history, history), a="x") == [[system, *asked] * 2]
+    chosen = ops.switch(a, {"x": history}, [Msg("user", "none")])
+    assert value(chosen, a=["x", "y"]) == [
+        [system, *asked],
+        [{"role": "user", "content": "none"}],
+    ]
+    assert value(ops.output([history, Msg("assistant", a)], "said"), a="x") == [
+        [system, *asked, {"role": "assistant", "content": "x"}]
+    ]
+    given = ops.placeholder("given", type="messages")
+    facade = DigestFacade("baseline")
+    naive(build([ops.llm([given, Msg("user", "And?")])]).compile(given=[[system, *asked]]), facade)
+    naive(build([ops.llm([history, Msg("user", "And?")])]).compile(a=["x"]), facade)
+    first, second = [said.header for said in facade.decodes]
+    assert first == second and first.count("<|im_start|>") == 4
+
+
+def test_a_loop_may_have_a_history_and_several_states() -> None:
+    a, facade = ops.placeholder("a"), DigestFacade("baseline")
+
+    def round_of(said: Any, last: Any) -> Any:
+        answer = ask_in([said, Msg("user", last)])
+        return [said, Msg("user", last), Msg("assistant", answer)], answer
+
+    said, last = ops.loop(([Msg("system", "Be brief.")], a), round_of, rounds=2)
+    (result,) = naive(build({"said": said, "last": last}).compile(a=["x"]), facade)
+    assert [message["role"] for message in result["said"]] == [
+        *["system", "user", "assistant", "user", "assistant"]
+    ]
+    assert result["said"][3]["content"] == result["said"][2]["content"]
+    assert result["said"][4]["content"] == result["last"]
+    ended = ops.loop((a, a), lambda x, y: (y, ops.fmt("{}+", x)), rounds=9, until=is_longer)
+    assert [value(one, a=["a", "bb"]) for one in ended] == [["a", "bb"], ["a+", "bb+"]]
+
+
+def is_longer(one: str, other: str) -> bool:
+    return len(other) > len(one)
+
+
+def is_short(text: str) -> bool:
+    return len(text) < 4
+
+
+def test_a_while_runs_as_long_as_its_condition_holds() -> None:
+    a, facade = ops.placeholder("a"), DigestFacade("baseline")
+    grown = ops.while_(is_short, a, lambda text: ops.fmt("{}{}", text, a), rounds=5)
+    assert value(grown, a=["abcd", "ab", "a"]) == ["abcd", "abab", "aaaa"]
+    asked = ops.while_(is_short, a, lambda text: ask(text), rounds=5)
+    naive(build([asked]).compile(a=["long enough"]), facade)
+    assert not facade.decodes, "what holds from the beginning needs no call"
+
+
+def test_inputs_that_no_result_reads_are_accepted() -> None:
+    a = ops.placeholder("a")
+    unread = ops.placeholder("unread_by_all")
+    graph = build([ops.loop(unread, lambda state: a, rounds=1)])
+    assert naive(graph.compile(a=["x", "y"], unread_by_all=["1", "2"]), DigestFacade()) == [
+        "x",
+        "y",
+    ]
+
+
+def test_queries_are_chosen_and_put_together() -> None:
+    a, b, inputs = ops.placeholder("a"), ops.placeholder("b"), {"a": ["x", "y", "z"]}
+    assert value(ops.batch_slice(a, 1), **inputs) == ["y", "z"]
+    assert value(ops.batch_slice(a, -1), **inputs) == ["z"]
+    assert value(ops.batch_concat(a, ops.batch_slice(a, 0, 1)), **inputs) == ["x", "y", "z", "x"]
+    pairs = ops.fmt("{}{}{}", ops.batch_slice(a, 1), ops.batch_slice(a, 0, -1), b)
+    assert value(pairs, **inputs, b="!") == ["yx!", "zy!"]
+    facade = DigestFacade()
+    halves = [ask(ops.batch_slice(a, 0, 2)), ask(ops.batch_slice(a, 2))]
+    graph = build([ops.batch_concat(*halves)]).compile(**inputs)
+    assert list(invoke(graph, facade)) == naive(graph, DigestFacade("baseline"))
+    assert len(facade.decodes) == 3
+    back = Graph.from_json(graph.graph.to_json()).compile(**inputs)
+    assert naive(back, DigestFacade()) == naive(graph, DigestFacade())
 
 
 def test_results_are_named() -> None:
@@ -150,7 +245,7 @@ REFUSED: dict[str, tuple[type[GraphError], str, Callable[[], Any]]] = {
     "an unknown input": (
         UnknownPlaceholderError,
         "it has a",
-        lambda: build([A]).compile(a="x", b="y"),
+        lambda: build([A]).compile(a="x", never_declared="y"),
     ),
     "a missing input": (
         UnknownPlaceholderError,
@@ -165,12 +260,12 @@ REFUSED: dict[str, tuple[type[GraphError], str, Callable[[], Any]]] = {
     "an empty batch": (BatchLengthError, "at least one", lambda: build([A]).compile(a=[])),
     "an input of another type": (
         OperatorTypeError,
-        "a text is needed",
+        "text is needed",
         lambda: build([A]).compile(a=[3]),
     ),
     "a list as text": (
         OperatorTypeError,
-        "a list is no text",
+        "list is no text",
         lambda: ops.fmt("{}", ops.fn(words, A, returns="list")),
     ),
     "no list of messages": (OperatorTypeError, "operator llm at", lambda: ops.llm(A)),
@@ -194,17 +289,86 @@ REFUSED: dict[str, tuple[type[GraphError], str, Callable[[], Any]]] = {
         lambda: ops.switch(A, {"x": A, "y": ops.fn(words, A, returns="list")}),
     ),
     "too many rounds": (OperatorTypeError, "1 to 1000", lambda: ops.loop(A, lambda s: s, rounds=0)),
-    "a loop over two states": (
+    "a list of states": (
         OperatorTypeError,
-        r"operator loop at test_language.*one operator is needed, this is a list",
-        lambda: ops.loop([A, A], lambda one: one, rounds=2),  # type: ignore[arg-type]
+        r"operator loop at test_language.*several states are a tuple",
+        lambda: ops.loop([A, A], lambda one: one, rounds=2),
+    ),
+    "a body of one state for two": (
+        OperatorTypeError,
+        r"operator loop at test_language.*the body raised TypeError",
+        lambda: ops.loop((A, A), lambda one: one, rounds=2),
+    ),
+    "a body that appends to its history": (
+        OperatorTypeError,
+        r"operator loop at test_language.*the body raised AttributeError.*append",
+        lambda: ops.loop([Msg("user", A)], lambda said: said.append(A), rounds=2),
+    ),
+    "a body that unpacks its history": (
+        OperatorTypeError,
+        r"operator chat at test_language.*\[history, Msg",
+        lambda: ops.loop([Msg("user", A)], lambda said: [*said, Msg("user", A)], rounds=2),
+    ),
+    "a body of fewer states": (
+        OperatorTypeError,
+        "the body must return text, text",
+        lambda: ops.loop((A, A), lambda one, two: (one,), rounds=2),
+    ),
+    "a condition that is none": (
+        OperatorTypeError,
+        "a function of the state's value",
+        lambda: ops.while_(True, A, lambda one: one, rounds=2),  # type: ignore[arg-type]
+    ),
+    "a condition that still holds": (
+        OperatorFailedError,
+        "no case has the key True",
+        lambda: value(ops.while_(bool, A, lambda one: one, rounds=3), a="x"),
+    ),
+    "a history as text": (
+        OperatorTypeError,
+        "messages is no text",
+        lambda: ops.fmt("{}", ops.chat([Msg("user", A)])),
+    ),
+    "a history of something else": (
+        OperatorTypeError,
+        "each is a Msg",
+        lambda: ops.chat([Msg("user", A), A]),
+    ),
+    "a message by an unknown role": (
+        OperatorTypeError,
+        "messages is needed, this is value",
+        lambda: build([ops.placeholder("h", type="messages")]).compile(
+            h=[[{"role": "boss", "content": "x"}]]
+        ),
+    ),
+    "results that are one history": (
+        OperatorTypeError,
+        "in the list of results",
+        lambda: build([Msg("user", A)]),  # type: ignore[list-item]
+    ),
+    "a batch of two lengths": (
+        BatchLengthError,
+        r"operator both at test_language.*what it reads has 1 and 2 rows",
+        lambda: build([ops.fmt("{}{}", A, ops.batch_slice(A, 1), name="both")]).compile(
+            a=["x", "y"]
+        ),
+    ),
+    "results of two lengths": (
+        BatchLengthError,
+        "results have 1 and 2 rows",
+        lambda: build([A, ops.batch_slice(A, 1)]).compile(a=["x", "y"]),
+    ),
+    "a batch of nothing": (
+        BatchLengthError,
+        "leaves no query",
+        lambda: build([ops.batch_slice(A, 5)]).compile(a=["x", "y"]),
+    ),
+    "queries of two types": (
+        OperatorTypeError,
+        "sources of one type",
+        lambda: ops.batch_concat(A, [Msg("user", A)]),
     ),
     "no body": (OperatorTypeError, "function of the state", lambda: ops.loop(A, "s", rounds=2)),  # type: ignore[arg-type]
-    "an output that is a history": (
-        OperatorTypeError,
-        r"operator chat at test_language.*this is a list: put several into",
-        lambda: ops.output([Msg("user", A)], "chat"),  # type: ignore[arg-type]
-    ),
     "a slice of a text": (OperatorTypeError, "this is a str", lambda: ops.slice("abc", 1)),  # type: ignore[arg-type]
     "an item of a text": (OperatorTypeError, "this is a str", lambda: ops.item("abc", 1)),  # type: ignore[arg-type]
     "cases without keys": (OperatorTypeError, "a dict", lambda: ops.switch(A, ["x"])),  # type: ignore[arg-type]
@@ -224,7 +388,7 @@ REFUSED: dict[str, tuple[type[GraphError], str, Callable[[], Any]]] = {
     ),
     "a function of another type": (
         OperatorTypeError,
-        "declared to return a text",
+        "declared to return text",
         lambda: value(ops.fn(len, A), a="x"),
     ),
     "no such item": (

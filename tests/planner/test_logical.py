@@ -25,11 +25,12 @@ def decodes(compiled: CompiledGraph, *without: str) -> int:
     merge=st.booleans(),
     mode=st.sampled_from(["baseline", "exact", "choreo"]),
     batch=st.integers(1, 5),
+    turns=st.booleans(),
 )
 def test_rewriting_never_changes_an_output(
-    seed: int, prune: bool, merge: bool, mode: str, batch: int
+    seed: int, prune: bool, merge: bool, mode: str, batch: int, turns: bool
 ) -> None:
-    compiled = RandomGraph(seed).compile(batch)
+    compiled = RandomGraph(seed, turns=turns).compile(batch)
     expected = naive(compiled, DigestFacade("baseline"))
     facade = DigestFacade(mode)
     without = [*([] if prune else ["prune"]), *([] if merge else ["merge"])]
@@ -38,9 +39,11 @@ def test_rewriting_never_changes_an_output(
     assert len(facade.decodes) <= len(compiled.graph.nodes) * batch
 
 
-@given(seed=st.integers(0, 10**6), semantics=st.sampled_from(["exact", "choreo"]))
-def test_answers_do_not_depend_on_how_calls_overlap(seed: int, semantics: str) -> None:
-    compiled = RandomGraph(seed, num_ops=25).compile(4)
+@given(
+    seed=st.integers(0, 10**6), semantics=st.sampled_from(["exact", "choreo"]), turns=st.booleans()
+)
+def test_answers_do_not_depend_on_how_calls_overlap(seed: int, semantics: str, turns: bool) -> None:
+    compiled = RandomGraph(seed, num_ops=25, turns=turns).compile(4)
     expected = naive(compiled, DigestFacade("baseline"))
     for facade in (DigestFacade("choreo"), AsyncDigestFacade("choreo")):
         assert list(invoke(compiled, facade, semantics=semantics)) == expected

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -356,6 +357,29 @@ def test_who_loads_while_another_process_saves_gets_the_old_or_the_new(tmp_path:
     assert tokens == sorted(set(tokens))
     save_whole(uri, 1)
     assert len(list((tmp_path / "kept").iterdir())) == 2, "nothing is left of it"
+
+
+@pytest.mark.parametrize("scheme", ["{}/kept", "memory://often-{}"])
+def test_who_is_overtaken_again_and_again_loads_the_last_one(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the folder is followed by a save, which removes what was to be read."""
+    uri, looks = scheme.format(tmp_path), itertools.count(2)
+    save_whole(uri, 1)
+    look, is_saving = SnapshotFolder.manifest, False
+
+    def overtaken(folder: SnapshotFolder) -> bytes:
+        nonlocal is_saving
+        content = look(folder)
+        if not is_saving and (token := next(looks)) <= 60:
+            is_saving = True
+            save_whole(uri, token)
+            is_saving = False
+        return content
+
+    monkeypatch.setattr(SnapshotFolder, "manifest", overtaken)
+    token, written = _load_whole(uri, lambda token: None)
+    assert token == 60 and written == np.full(8, 60, np.float32).tobytes()
 
 
 @pytest.mark.parametrize("scheme", ["{}/kept", "memory://gone-{}"])

@@ -11,7 +11,7 @@ from vllm_choreo.planner.logical import ops
 from vllm_choreo.planner.logical.graph import CompiledGraph, Graph, build
 from vllm_choreo.planner.logical.ops import Msg
 from vllm_choreo.planner.logical.values import Template
-from vllm_choreo.planner.physical.cost import CostModel
+from vllm_choreo.planner.physical.cost import CostModel, EngineModel
 from vllm_choreo.planner.physical.profile import Profile
 from vllm_choreo.planner.planner import BatchResult, Planner, ainvoke, invoke, profile
 from vllm_choreo.planner.workers.facade import FacadeWorker
@@ -21,6 +21,7 @@ __all__ = [
     "BatchResult",
     "CompiledGraph",
     "CostModel",
+    "EngineModel",
     "FacadeWorker",
     "Graph",
     "Msg",

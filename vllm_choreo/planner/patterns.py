@@ -63,23 +63,25 @@ def debate(roles: Sequence[str], *, rounds: int = 2, sampling: Sampling = None) 
     return answers
 
 
-def reflection(critics: Sequence[str], *, sampling: Sampling = None) -> Op:
-    """Ask an expert, who revises after critics' comments. Inputs: `context`, `question`."""
+def reflection(critics: Sequence[str], *, in_turn: bool = False, sampling: Sampling = None) -> Op:
+    """Ask an expert, who revises after critics' comments. Inputs: `context`, `question`.
+
+    Args:
+        critics: system prompts, one for each critic.
+        in_turn: critics come one after the other and read those before, and the expert sums up.
+        sampling: sampling parameters of all calls.
+    """
     task = _task()
     expert = Msg("system", "You are an expert in finance who answers questions about a report.")
     draft = ops.llm([expert, Msg("user", task)], sampling=sampling, name="draft")
-    comments = [
-        ops.llm(
-            [
-                Msg("system", critic),
-                Msg("user", ops.concat(task, draft, "What is wrong with this answer?", sep="\n\n")),
-            ],
-            sampling=sampling,
-            name=f"critic_{i}",
-        )
-        for i, critic in enumerate(critics, 1)
-    ]
-    revise = ops.concat(*_signed("Critic", comments), "Revise your answer.", sep="\n\n")
+    comments: list[Op] = []
+    for i, critic in enumerate(critics, 1):
+        before = _signed("Critic", comments) if in_turn else []
+        parts: list[Op | str] = [task, draft, *before, "What is wrong with this answer?"]
+        turn = [Msg("system", critic), Msg("user", ops.concat(*parts, sep="\n\n"))]
+        comments.append(ops.llm(turn, sampling=sampling, name=f"critic_{i}"))
+    last = "Sum up what holds, and give your final answer." if in_turn else "Revise your answer."
+    revise = ops.concat(*_signed("Critic", comments), last, sep="\n\n")
     turns = [expert, Msg("user", task), Msg("assistant", draft), Msg("user", revise)]
     return ops.llm(turns, sampling=sampling, name="revision")
 
@@ -121,21 +123,32 @@ def parallel_chains(roles: Sequence[str], num_chunks: int, *, sampling: Sampling
 # -- a trading desk --------------------------------------------------------------------------------
 
 ANALYSTS = ("market", "social", "news", "fundamentals")
+PAPER_DOCUMENTS = {"market": 2, "social": 3, "news": 4, "fundamentals": 5}
 RISKS = ("risky", "neutral", "safe")
 
 
-def trading(traders: Sequence[str], *, rounds: int = 2, sampling: Sampling = None) -> Op:
+def trading(
+    traders: Sequence[str],
+    *,
+    rounds: int = 2,
+    documents: Mapping[str, int] | None = None,
+    sampling: Sampling = None,
+) -> Op:
     """Run analysts, a researchers' debate, traders with risk managers, and a fund manager.
 
-    Inputs: `ticker`, and a document for each analyst: `market`, `social`, `news`, `fundamentals`.
+    Inputs: `ticker`, and a document for each analyst: `market`, `social`, `news`, `fundamentals`;
+    with several documents `market_1`, `market_2` and so on.
 
     Args:
         traders: system prompts, one for each trader.
         rounds: rounds of each debate.
+        documents: number of documents of each analyst, who extracts what matters from each, and
+            then sums up; `PAPER_DOCUMENTS` are 2 to 5, as in the paper. None: one, and no summary.
         sampling: sampling parameters of all calls.
     """
     ticker = ops.placeholder("ticker")
-    reports = [_analyst(kind, sampling) for kind in ANALYSTS]
+    counts = documents or {}
+    reports = [_analyst(kind, counts.get(kind, 1), sampling) for kind in ANALYSTS]
     findings = ops.concat(ops.fmt("Stock: {}", ticker), *_signed("Report", reports), sep="\n\n")
     thesis = _research(findings, rounds, sampling)
     decisions = [
@@ -154,9 +167,18 @@ def trading(traders: Sequence[str], *, rounds: int = 2, sampling: Sampling = Non
     )
 
 
-def _analyst(kind: str, sampling: Sampling) -> Op:
+def _analyst(kind: str, num_documents: int, sampling: Sampling) -> Op:
+    """Let an analyst report on a document, or extract from several and sum up."""
     role = f"You are the {kind} analyst. Summarise what matters to an investor in these documents."
-    turns = [Msg("system", role), Msg("user", ops.placeholder(kind))]
+    if num_documents == 1:
+        turns = [Msg("system", role), Msg("user", ops.placeholder(kind))]
+        return ops.llm(turns, sampling=sampling, name=f"analyst_{kind}")
+    found = []
+    for i in range(1, num_documents + 1):
+        turns = [Msg("system", role), Msg("user", ops.placeholder(f"{kind}_{i}"))]
+        found.append(ops.llm(turns, sampling=sampling, name=f"extract_{kind}_{i}"))
+    summary = ops.concat(*_signed("Extract", found), "Sum up.", sep="\n\n")
+    turns = [Msg("system", role), Msg("user", summary)]
     return ops.llm(turns, sampling=sampling, name=f"analyst_{kind}")
 
 

@@ -15,6 +15,7 @@ from vllm_choreo.planner.logical.nodes import BoundGraph
 from vllm_choreo.planner.physical.choose import choose
 from vllm_choreo.planner.physical.cut import cut
 from vllm_choreo.planner.physical.estimate import estimate
+from vllm_choreo.planner.physical.fit import fit
 from vllm_choreo.planner.physical.gather import gather
 from vllm_choreo.planner.physical.nest import nest
 from vllm_choreo.planner.physical.place import place
@@ -25,7 +26,7 @@ from vllm_choreo.planner.plan import Pass, Plan, Target
 LOGICAL: tuple[Pass, ...] = (expand, demand)
 PHYSICAL: tuple[Pass, ...] = (
     *(estimate, spell_operators, choose, spell_calls, continue_chats, cut),
-    *(gather, place, nest, schedule),
+    *(gather, place, nest, schedule, fit),
 )
 
 

@@ -14,6 +14,7 @@
     place            calls                     -> calls of each worker, and their times
     nest             operators, calls          -> calls in the order of their operators
     schedule         calls of each worker      -> calls in an order of their own, if that is better
+    fit              calls of each worker      -> calls in blocks of queries that fit a KV cache
 
 Each pass takes a plan and returns one that has more. Nothing that a pass has made is changed later,
 but for the timetable: it gets better from `place` on.
@@ -42,6 +43,8 @@ class Target:
         cost: the cost model.
         profile: lengths of answers.
         template: chat template of the model.
+        dispatch: choice among the calls that can run: "rank" begins the one that is first in the
+            order of calls; "pending" one of the query with the most of them, sequence by sequence.
         without: parts that are left out, to measure what each is worth: names of passes behind
             `demand`; "prune" and "merge" of `expand`; "warm", which encodes static prefixes first.
     """
@@ -51,6 +54,7 @@ class Target:
     cost: CostModel = field(default_factory=CostModel)
     profile: Profile = field(default_factory=Profile)
     template: Template = CHATML
+    dispatch: str = "rank"
     without: frozenset[str] = frozenset()
 
 
@@ -62,12 +66,14 @@ class OpTask:
         node: number of the operator in the graph.
         inputs: numbers of the tasks that it reads, all less than its own.
         query: number of the first query that needs it.
+        row: number of the operator's row of which it is.
         num_queries: number of queries that need it.
     """
 
     node: int
     inputs: tuple[int, ...]
     query: int
+    row: int
     num_queries: int = 1
 
 
@@ -185,10 +191,11 @@ class Plan:
     def behind_chain(self, call: int) -> list[str | None]:
         """Symbols of a prompt behind its chain of shared prefixes; None: read as a message."""
         found: list[str | None] = []
-        for symbol in self.prompts[call]:
+        last = len(self.prompts[call]) - 1
+        for i, symbol in enumerate(self.prompts[call]):
             if isinstance(symbol, str):
                 found.append(symbol)
-            elif self.reads_message(call, symbol):
+            elif i < last and self.reads_message(call, symbol):
                 found.append(None)
             else:
                 found.append(f"<{symbol}>")  # not known yet: the same for those that read it

@@ -16,7 +16,7 @@ from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.semantics.other_model import OTHER_MODEL
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.snapshot.byte_bar import ByteBar
-from vllm_choreo.snapshot.manifest import Manifest, checked_manifest, data_files
+from vllm_choreo.snapshot.manifest import Manifest, checked_manifest, named_files
 from vllm_choreo.snapshot.origin import Origin, shape_of
 from vllm_choreo.snapshot.signature import differences, is_same_text, is_variant
 from vllm_choreo.snapshot.steps import Ask, Steps, operation, session, workers
@@ -35,8 +35,8 @@ from vllm_choreo.wire.messages import message_of
 
 ON_MISMATCH = ("refuse", "encode", "variant")
 # So often a load begins again because a save has replaced what it reads; where there are locks, it
-# does so only if that was between two looks at the folder.
-_TRIES = 10
+# does so only if that was between the manifest and the lock.
+_TRIES = 100
 
 
 class Unfit(Exception):
@@ -88,16 +88,23 @@ def loading(
     """
     check_on_mismatch(on_mismatch)
     into = _Into(target, tenant, names_of, admit, check_open)
-    for tries_left in reversed(range(_TRIES)):
-        manifest = checked_manifest(folder)
-        try:
-            with folder.reading(data_files(manifest.kept)):
+    for _ in range(_TRIES):
+        content = folder.manifest()
+        with folder.reading(named_files(content)):
+            if folder.manifest() != content:
+                continue  # its files may have been removed before they were locked
+            try:
+                manifest = checked_manifest(folder, content)
                 return (yield from _load(folder, manifest, into, on_mismatch, progress))
-        except KeptError:
-            # Files of a generation that is not there any more cannot be read, and need not be.
-            if not tries_left or folder.manifest() == manifest.content:
-                raise
-    raise AssertionError("the last try returns or raises")
+            except KeptError:
+                # Files of a generation that is not there any more cannot be read, and need not be.
+                if folder.manifest() == content:
+                    raise
+    raise KeptError(
+        "other processes save here again and again while this is read: load when they are done",
+        parameter="uri",
+        value=folder.label,
+    )
 
 
 class _Into(NamedTuple):

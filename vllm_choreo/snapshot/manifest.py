@@ -90,14 +90,26 @@ def read_manifest(folder: SnapshotFolder) -> dict[str, Any]:
     return checked_manifest(folder).kept
 
 
-def checked_manifest(folder: SnapshotFolder) -> Manifest:
+def named_files(content: bytes) -> set[str]:
+    """Names of the data files of a manifest that was not checked; none if it is no manifest."""
+    try:
+        return data_files(json.loads(content)["kept"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return set()
+
+
+def checked_manifest(folder: SnapshotFolder, content: bytes | None = None) -> Manifest:
     """Read what is kept in a folder, and whether it is trusted.
+
+    Args:
+        folder: the folder.
+        content: bytes of its manifest, if they have been read.
 
     Raises:
         UnknownKeptError: nothing is kept there.
         KeptError: the manifest is damaged, or of another format.
     """
-    content = folder.manifest()
+    content = folder.manifest() if content is None else content
     try:
         found = json.loads(content)
         kept, digest = found["kept"], found["sha256"]

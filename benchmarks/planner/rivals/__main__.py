@@ -4,6 +4,7 @@
     python -m benchmarks.planner.rivals --workflow trading --queries 4 --turns 3
         [--ablations | --way LangGraph --way 'plan, choreographed' ...]
     python -m benchmarks.planner.rivals --sweep
+    python -m benchmarks.planner.rivals --pool 4096 --workflow debate --queries 8 --way ...
 
 All ways run in turn, with an empty cache before each, on one engine, and LangGraph on a server
 without the plugin, which sleeps meanwhile. Answers have a fixed length, and those of exact ways are
@@ -28,10 +29,17 @@ from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.planner.rivals.bars import BARS, Batch, batches, reached
 from benchmarks.planner.rivals.served import stock_server
-from benchmarks.planner.rivals.tables import NAME, SWEEP, TABLES
+from benchmarks.planner.rivals.tables import NAME, POOLS, SWEEP, TABLES
 from benchmarks.planner.rivals.text import WIDTH
 from benchmarks.planner.rivals.ways import ABLATIONS, SERVED, SWEPT, WAYS, Engines
-from benchmarks.planner.rivals.workloads import NAMES, Workload, add_sizes, trading_days, workload
+from benchmarks.planner.rivals.workloads import (
+    NAMES,
+    Workload,
+    add_sizes,
+    asked_workload,
+    trading_days,
+    workload,
+)
 
 _ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -54,18 +62,22 @@ def main() -> int:
     print(as_text(TABLES.values()))
     if args.sweep:
         return 0
+    if args.pool is not None:
+        return 0
     return int(any(found < BARS[bar] for bar, (found, _) in reached(rows).items()))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add_sizes(parser)
+    parser.add_argument("--turns", type=int, default=2)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--ablations", action="store_true", help="plans that lack something, too")
     what.add_argument("--way", choices=WAYS, action="append", help="these alone")
     what.add_argument("--sweep", action="store_true", help="trading in several sizes, few ways")
     says = "engines run the model themselves, without a process for it"
     parser.add_argument("--one-process", action="store_true", help=says)
+    parser.add_argument("--pool", type=int, help="tokens of KV cache; by default enough for all")
     args = parser.parse_args()
     if args.sweep and args.workflow:
         parser.error("the sweep is of trading: leave out --workflow")
@@ -77,26 +89,29 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     Rows of other batches, from an earlier run, are kept; of a sweep, none.
     """
-    asked, file, ways = asked_for(args), SWEEP if args.sweep else NAME, _ways(args)
+    asked, ways = asked_for(args), _ways(args)
+    file = SWEEP if args.sweep else NAME if args.pool is None else POOLS
     again = {Batch(name, args.queries, args.one_process) for name in asked}
     others = [rows for batch, rows in batches(read_csv(file)).items() if batch not in again]
-    kept = [] if args.sweep else [row for rows in others for row in rows]
+    kept = [] if args.sweep or args.pool else [row for rows in others for row in rows]
     rows: list[dict[str, Any]] = []
-    async with _engines(ways, args.one_process) as engines:
+    async with _engines(ways, args.one_process, args.pool) as engines:
         first_calls = workload("map_reduce", 1, 4, 20)
         await WAYS["operator by operator"](engines, first_calls)
         if engines.server is not None:
             await WAYS[SERVED](engines, first_calls)
         for name, one in asked.items():
             ran = await _workload(engines, name, one, ways, args.turns)
-            where = {"one_process": str(args.one_process)}
+            where = {"one_process": str(args.one_process), "pool": args.pool or ""}
             rows += [{**row, **where, **record()} for row in ran]
             write_csv(file, [*kept, *rows])
     return rows
 
 
 @asynccontextmanager
-async def _engines(ways: Sequence[str], one_process: bool = False) -> AsyncIterator[Engines]:
+async def _engines(
+    ways: Sequence[str], one_process: bool = False, pool: int | None = None
+) -> AsyncIterator[Engines]:
     """What these ways are run on."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -104,18 +119,21 @@ async def _engines(ways: Sequence[str], one_process: bool = False) -> AsyncItera
     from vllm_choreo.testing.models.embedded import embedded_model
 
     model, options = embedded_model(), {**_ENGINE, **(_ONE_PROCESS if one_process else {})}
+    if pool is not None:
+        options["num_gpu_blocks_override"] = pool // BLOCK_SIZE
+        options["max_model_len"] = min(options["max_model_len"], pool)
     with ExitStack() as stack:
         server = stack.enter_context(stock_server(model, **options)) if SERVED in ways else None
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), **options))
         stack.callback(llm.shutdown)
-        yield Engines(llm, server)
+        yield Engines(llm, server, pool)
 
 
 def asked_for(args: argparse.Namespace) -> dict[str, Workload]:
     """By name; of a sweep, those that differ from trading in one thing."""
     sizes = (args.queries, args.answer_tokens, args.words)
     if not args.sweep:
-        return {name: workload(name, *sizes) for name in args.workflow or NAMES}
+        return dict(asked_workload(name, args) for name in args.workflow or NAMES)
     found = {"as it is": trading_days(*sizes)}
     for queries in (max(args.queries // 2, 1), 2 * args.queries):
         found[f"{queries} queries"] = trading_days(queries, *sizes[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from benchmarks.harness.tables import Cell, Row, Rows, Table, of, ratio, spread
 
-NAME, SWEEP = "planner_rivals", "planner_sweep"
+NAME, SWEEP, POOLS = "planner_rivals", "planner_sweep", "planner_small_pool"
 _EXACT, _CHOREO = "plan, exact, messages", "plan, choreographed"
 _PARTS = "without "
 
@@ -16,6 +16,10 @@ def _seconds(way: str) -> Cell:
 
 def _times(rival: str, way: str) -> Cell:
     return ratio(of("seconds", way=rival), of("seconds", way=way), ".3f")
+
+
+def _hits(rows: Rows) -> list[float]:
+    return [100 * (1 - float(row["encoded"]) / float(row["prompt"])) for row in rows]
 
 
 def _batch(row: Row) -> str:
@@ -54,6 +58,14 @@ TABLES = {
         {"batch": _batch, "plan": "way"},
         {"s": spread(of("seconds"), ".1f")},
         rows=_without_parts,
+    ),
+    POOLS: Table(
+        POOLS,
+        {"batch": _batch, "KV cache, tokens": "pool", "way": "way"},
+        {
+            "s": spread(of("seconds"), ".1f"),
+            "prompt tokens found, %": spread(_hits, ".0f"),
+        },
     ),
     "planner_sweep": Table(
         SWEEP,

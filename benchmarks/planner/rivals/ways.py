@@ -7,6 +7,8 @@
 | operator by operator | an operator for all queries, before the next operator |
 | as they come | every call as soon as its inputs are there |
 | longest shared prefix | of these, the one whose prompt shares most with one sent (as SGLang) |
+| an agent at a time | as they come, but one call of a role at a time (as AgentScope's actors) |
+| gangs by prefix | calls of the earliest stage, those that begin alike together (as Parrot) |
 | LangGraph | the package's own runner, `abatch` over the queries; on `vllm serve` |
 | LangGraph, in process | the same on the engine of the plans, with no HTTP between |
 
@@ -29,7 +31,7 @@ from benchmarks.planner.rivals.served import completions
 from benchmarks.planner.rivals.state_graph import langgraph
 from benchmarks.planner.rivals.text import WIDTH, Answers, Text
 from benchmarks.planner.rivals.workloads import Workload
-from vllm_choreo.planner import AnswerCache, FacadeWorker, Planner
+from vllm_choreo.planner import AnswerCache, CostModel, EngineModel, FacadeWorker, Planner
 from vllm_choreo.planner.logical.nodes import Node
 from vllm_choreo.testing.server import Server
 
@@ -41,10 +43,12 @@ class Engines:
     Attributes:
         llm: an `AsyncLLM` with the plugin.
         server: `vllm serve` without it; None: no way asks for it.
+        pool: tokens of their KV cache; None: enough for all.
     """
 
     llm: Any
     server: Server | None = None
+    pool: int | None = None
 
 
 @dataclass
@@ -139,47 +143,101 @@ async def operator_by_operator(text: Text) -> list[dict[int, Any]]:
     return found
 
 
-async def dataflow(text: Text, by_prefix: bool) -> list[dict[int, Any]]:
-    """Calls whose inputs are there, in the order in which they were; or by the prefix they share.
+@dataclass
+class Flow:
+    """Calls under way, of which some can run.
 
-    Args:
-        by_prefix: the next one is that which shares most with a prompt that was sent.
+    Attributes:
+        text: the batch.
+        found: values that are there, by query and operator.
+        running: the calls that are under way, (query, operator).
+        sent: prompts that were sent, in their alphabetical order.
     """
-    found, nodes = text.given(), text.compiled.graph.nodes
-    sent: list[str] = []
-    running: dict[asyncio.Task[Any], tuple[int, int]] = {}
+
+    text: Text
+    found: list[dict[int, Any]]
+    running: dict[asyncio.Task[Any], tuple[int, int]]
+    sent: list[str]
+
+    def prompt(self, place: tuple[int, int]) -> str:
+        """Prompt of a call that can run."""
+        query, number = place
+        node = self.text.compiled.graph.nodes[number]
+        return self.text.prompt(number, [self.found[query][given] for given in node.inputs])
+
+    def shared(self, place: tuple[int, int]) -> int:
+        """Characters with which a call's prompt and one that was sent begin alike."""
+        prompt = self.prompt(place)
+        beside = bisect_left(self.sent, prompt)  # who shares most with it stands next to it
+        nearest = self.sent[max(0, beside - 1) : beside + 1]
+        return max((num_shared(prompt, other) for other in nearest), default=0)
+
+
+Next = Callable[[Flow, list[tuple[int, int]]], tuple[int, int] | None]
+
+
+def first_come(flow: Flow, ready: list[tuple[int, int]]) -> tuple[int, int] | None:
+    return ready[0]
+
+
+def longest_shared(flow: Flow, ready: list[tuple[int, int]]) -> tuple[int, int] | None:
+    return max(ready, key=flow.shared)
+
+
+def agent_at_a_time(flow: Flow, ready: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """Take the first call whose role has none under way: an actor answers one after the other."""
+    nodes = flow.text.compiled.graph.nodes
+    busy = {role_of(nodes[number]) for _, number in flow.running.values()}
+    return next((place for place in ready if role_of(nodes[place[1]]) not in busy), None)
+
+
+def gangs_by_prefix(flow: Flow, ready: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """Take calls of the earliest stage, those that begin alike one after the other."""
+    nodes = flow.text.compiled.graph.nodes
+    levels: list[int] = []
+    for node in nodes:
+        levels.append(max((levels[i] for i in node.inputs), default=0) + (node.kind == "llm"))
+    return min(ready, key=lambda place: (levels[place[1]], role_of(nodes[place[1]]), place))
+
+
+def role_of(node: Node) -> str:
+    """Role of an `llm` operator: what its system turn says; of others none."""
+    return str(node.attrs["turns"][0]) if node.kind == "llm" else ""
+
+
+async def dataflow(text: Text, choose: Next) -> list[dict[int, Any]]:
+    """Run calls whose inputs are there; `choose` says which of them is next, None: none yet."""
+    nodes = text.compiled.graph.nodes
+    flow = Flow(text, text.given(), {}, [])
     begun: set[tuple[int, int]] = set()
 
     def is_ready(query: int, number: int) -> bool:
-        values = found[query]
+        values = flow.found[query]
         is_new = number not in values and (query, number) not in begun
         return is_new and all(given in values for given in nodes[number].inputs)
 
-    def shared(place: tuple[int, int]) -> int:
-        query, number = place
-        if nodes[number].kind != "llm":
-            return 1 << 30  # costs nothing
-        prompt = text.prompt(number, [found[query][given] for given in nodes[number].inputs])
-        beside = bisect_left(sent, prompt)  # who shares most with it stands next to it
-        nearest = sent[max(0, beside - 1) : beside + 1]
-        return max((num_shared(prompt, other) for other in nearest), default=0)
-
     while True:
-        ready = [(q, n) for q in range(len(found)) for n in range(len(nodes)) if is_ready(q, n)]
-        while ready and len(running) < WIDTH:
-            query, number = place = max(ready, key=shared) if by_prefix else ready[0]
-            ready.remove(place)
+        each = [(q, n) for q in range(len(flow.found)) for n in range(len(nodes))]
+        ready = [place for place in each if is_ready(*place)]
+        free = [place for place in ready if nodes[place[1]].kind != "llm"]
+        calls = [place for place in ready if nodes[place[1]].kind == "llm"]
+        while free or (calls and len(flow.running) < WIDTH):
+            place = free.pop() if free else choose(flow, calls)
+            if place is None:
+                break
+            query, number = place
             begun.add(place)
-            inputs = [found[query][given] for given in nodes[number].inputs]
-            if nodes[number].kind == "llm":
-                insort(sent, text.prompt(number, inputs))
-            running[asyncio.ensure_future(text.value(number, inputs))] = place
-        if not running:
-            return found
-        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if place in calls:
+                calls.remove(place)
+                insort(flow.sent, flow.prompt(place))
+            inputs = [flow.found[query][given] for given in nodes[number].inputs]
+            flow.running[asyncio.ensure_future(text.value(number, inputs))] = place
+        if not flow.running:
+            return flow.found
+        done, _ = await asyncio.wait(flow.running, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            query, number = running.pop(task)
-            found[query][number] = task.result()
+            query, number = flow.running.pop(task)
+            flow.found[query][number] = task.result()
 
 
 def num_shared(one: str, other: str) -> int:
@@ -206,6 +264,9 @@ async def planned(
     from vllm_choreo import AsyncChoreography
 
     await engines.llm.reset_prefix_cache()
+    if engines.pool is not None:
+        engine = EngineModel(engines.pool, WIDTH, step=4.0, decode=2.5)
+        options["cost"] = CostModel(engine=engine)
     async with AsyncChoreography(engines.llm, mode=mode) as c:
         return await planned_on(FacadeWorker(c, width=WIDTH), workload, caches=caches, **options)
 
@@ -246,13 +307,16 @@ SERVED = "LangGraph"  # the way that asks for a server
 RIVALS: dict[str, Way] = {
     "query by query": partial(as_text, runner=query_by_query),
     "operator by operator": partial(as_text, runner=operator_by_operator),
-    "as they come": partial(as_text, runner=partial(dataflow, by_prefix=False)),
-    "longest shared prefix": partial(as_text, runner=partial(dataflow, by_prefix=True)),
+    "as they come": partial(as_text, runner=partial(dataflow, choose=first_come)),
+    "longest shared prefix": partial(as_text, runner=partial(dataflow, choose=longest_shared)),
+    "an agent at a time": partial(as_text, runner=partial(dataflow, choose=agent_at_a_time)),
+    "gangs by prefix": partial(as_text, runner=partial(dataflow, choose=gangs_by_prefix)),
     "LangGraph, in process": partial(as_text, runner=langgraph),
     SERVED: partial(as_text, runner=langgraph, opened=served),
 }
 PLANS: dict[str, Way] = {
     "plan, exact, text": partial(planned, mode="baseline"),
+    "plan, exact, text, no blocks": partial(planned, mode="baseline", without=["fit"]),
     "plan, exact, messages": partial(planned, mode="choreo"),
     "plan, choreographed": _CHOREO,
 }

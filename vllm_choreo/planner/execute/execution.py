@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,10 +23,11 @@ from vllm_choreo.planner.execute.read import (
     reading,
     repeated,
 )
+from vllm_choreo.planner.execute.ready import ReadyCalls
 from vllm_choreo.planner.execute.retry import MESSAGES_GONE, Retry
 from vllm_choreo.planner.execute.run_stats import Lane, RunStats
 from vllm_choreo.planner.logical.nodes import Node, Value
-from vllm_choreo.planner.logical.values import Functions, failed
+from vllm_choreo.planner.logical.values import Functions, as_text, failed
 from vllm_choreo.planner.physical.radix import Symbol
 from vllm_choreo.planner.plan import Plan
 from vllm_choreo.planner.workers.worker import Answer, Worker
@@ -65,7 +65,7 @@ class Execution:
         self.progress = Progress(plan, self._function_done, self._function)
         self._readers = readers
         self._before_run = [(reader.num_shared, reader.num_tokens) for reader in readers]
-        self._ready: list[list[tuple[int, int]]] = [[] for _ in workers]
+        self._ready = [ReadyCalls(plan, number) for number in range(len(workers))]
         self._running: dict[asyncio.Task[None], int] = {}
         self._counts = [0] * len(workers)
         self._answers = HeldAnswers(plan, workers)
@@ -117,13 +117,12 @@ class Execution:
         calls = self.progress.calls
         while calls:
             call = calls.popleft()
-            worker = self.plan.worker.get(call, 0)
-            heapq.heappush(self._ready[worker], (self.plan.rank.get(call, call), call))
+            self._ready[self.plan.worker.get(call, 0)].push(call)
         self._report()
         for worker, ready in enumerate(self._ready):
             while ready and self._counts[worker] < self.workers[worker].width:
                 self._counts[worker] += 1
-                task = asyncio.ensure_future(self._call(heapq.heappop(ready)[1], worker))
+                task = asyncio.ensure_future(self._call(ready.pop(), worker))
                 self._running[task] = worker
 
     def _report(self) -> None:
@@ -215,7 +214,7 @@ class Execution:
         """Divide a call's prompt into messages and text, given which worker holds which answer."""
         before = await self._before(call, worker)
         start = 0 if before is None else len(self.plan.prompts[self.plan.goes_on[call]]) + 1
-        symbols = self.plan.prompts[call][start:]
+        *symbols, last = self.plan.prompts[call][start:]
         await self._bring(call, worker, symbols)
         pieces: list[Part] = []
         for symbol in symbols:
@@ -223,6 +222,7 @@ class Execution:
                 pieces.append(self._at(symbol, worker) or Told(self._told(symbol)))
             else:
                 pieces.append(self._told(symbol))
+        pieces.append(self._told(last))  # the header, even where it is an answer
         cuts = [cut - start for cut in self.plan.cuts.at.get(call, ()) if cut >= start]
         return reading(pieces, cuts, before)
 
@@ -237,14 +237,24 @@ class Execution:
             return None
         prompt = self.plan.prompts[earlier]
         rest = "".join(map(self._told, self.plan.prompts[call][len(prompt) + 1 :]))
-        return answer if await is_retold(asked, self._told(prompt[-1]), answer, rest) else None
+        return answer if await is_retold(asked, self._opening(prompt), answer, rest) else None
+
+    def _opening(self, prompt: Sequence[Symbol]) -> str:
+        """Text of a prompt behind its last turn: before that, texts are tokenised apart."""
+        closing, texts = self.plan.target.template.closing, [self._told(prompt[-1])]
+        for symbol in reversed(prompt[:-1]):
+            if isinstance(symbol, str) and symbol.endswith(closing):
+                break
+            texts.append(self._told(symbol))
+        return "".join(reversed(texts))
 
     def _told(self, symbol: Symbol) -> str:
         """Text of a symbol: itself, or the value of a task that is done or known."""
         if isinstance(symbol, str):
             return symbol
         known = self.plan.known
-        return str(known[symbol] if symbol in known else self.progress.values[symbol])
+        value = known[symbol] if symbol in known else self.progress.values[symbol]
+        return as_text(value, self.plan.target.template)
 
     def _at(self, symbol: int, worker: int) -> Answer | None:
         """Answer from which a value comes, if the worker can read it as a message."""

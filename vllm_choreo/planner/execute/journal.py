@@ -97,7 +97,7 @@ def task_keys(plan: Plan) -> dict[int, str]:
         if node.kind in SOURCES:
             parts.append(plan.known[number])
         if not node.deterministic:
-            parts.append(task.query)
+            parts.append(task.row)
         digests.append(hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32])
         if node.kind in ("llm", "fn"):
             keys[number] = digests[-1]

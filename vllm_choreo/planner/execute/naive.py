@@ -36,53 +36,65 @@ def naive(
 async def _naive(compiled: BoundGraph, worker: Worker, template: Template) -> list[Value]:
     results = []
     for query in range(compiled.batch_size):
-        run = _Query(compiled, query, worker, template)
-        values = {name: await run.value(n) for name, n in compiled.graph.outputs.items()}
+        run = _Query(compiled, worker, template)
+        outputs = compiled.graph.outputs
+        values = {name: await run.value((n, query)) for name, n in outputs.items()}
         results.append(values if len(values) > 1 else next(iter(values.values())))
     return results
 
 
-class _Query:
-    """One query: the values of its operators, each computed when it is asked for."""
+Place = tuple[int, int]  # number of an operator, and of a row of the batch
 
-    def __init__(
-        self, compiled: BoundGraph, query: int, worker: Worker, template: Template
-    ) -> None:
-        self._compiled, self._query = compiled, query
+
+class _Query:
+    """One query: the values of operators in rows of the batch, each computed when asked for."""
+
+    def __init__(self, compiled: BoundGraph, worker: Worker, template: Template) -> None:
+        self._compiled = compiled
         self._worker, self._template = worker, template
         self._functions = Functions()
-        self._values: dict[int, Value] = {}
+        self._values: dict[Place, Value] = {}
 
-    async def value(self, wanted: int) -> Value:
+    async def value(self, wanted: Place) -> Value:
         stack = [wanted]  # no recursion: chains of operators may be long
         while stack:
-            number = stack[-1]
-            missing = [given for given in self._reads(number) if given not in self._values]
+            place = stack[-1]
+            missing = [given for given in self._reads(place) if given not in self._values]
             if missing:
                 stack += missing
                 continue
             stack.pop()
-            if number not in self._values:
-                self._values[number] = await self._compute(number)
+            if place not in self._values:
+                self._values[place] = await self._compute(place)
         return self._values[wanted]
 
-    def _reads(self, number: int) -> tuple[int, ...]:
-        """Nodes that an operator reads; of a switch, its key and, once known, the chosen case."""
+    def _reads(self, place: Place) -> list[Place]:
+        """Places that an operator reads; of a switch, its key and, once known, the chosen case."""
+        number, row = place
         node = self._compiled.graph.nodes[number]
+        if node.kind in ("batch_slice", "batch_concat"):
+            rows = [(given, at) for given in node.inputs for at in range(self._num_rows(given))]
+            chosen = rows[node.attrs.get("start") : node.attrs.get("stop")]
+            return [chosen[row]]
+        read = [(given, row) for given in node.inputs]
         if node.kind != "switch":
-            return node.inputs
-        key = node.inputs[0]
-        if key not in self._values:
-            return (key,)
-        return key, node.inputs[chosen_case(node, self._values[key])]
+            return read
+        if read[0] not in self._values:
+            return read[:1]
+        return [read[0], read[chosen_case(node, self._values[read[0]])]]
 
-    async def _compute(self, number: int) -> Value:
+    def _num_rows(self, number: int) -> int:
+        count = self._compiled.counts[number]
+        return self._compiled.size if count is None else count
+
+    async def _compute(self, place: Place) -> Value:
+        number, row = place
         node = self._compiled.graph.nodes[number]
         if number in self._compiled.inputs:
-            return self._compiled.inputs[number][self._query]
-        if node.kind == "switch":
-            return self._values[self._reads(number)[1]]
-        inputs = [self._values[given] for given in node.inputs]
+            return self._compiled.inputs[number][row]
+        inputs = [self._values[given] for given in self._reads(place)]
+        if node.kind in ("switch", "batch_slice", "batch_concat"):
+            return inputs[-1]
         if node.kind == "fn":
             return self._functions.call(node, inputs)
         if node.kind != "llm":

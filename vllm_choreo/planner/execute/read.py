@@ -77,6 +77,8 @@ def reading(pieces: Sequence[Part], cuts: Sequence[int], before: Answer | None =
         before: answer of an earlier call, which `pieces` follow; see `Reading`.
     """
     first = next((i for i, p in enumerate(pieces) if not isinstance(p, str)), len(pieces))
+    # A prompt may end with an empty answer: its header is the text before that.
+    pieces = _up_to_text(pieces)
     chain: list[str] = []
     start = 0
     for cut in cuts:
@@ -91,9 +93,19 @@ def reading(pieces: Sequence[Part], cuts: Sequence[int], before: Answer | None =
             rest[-1] += piece
         elif piece not in ("", Told("")):
             rest.append(piece)
-    header = rest.pop()
-    assert isinstance(header, str), "a prompt ends with the opening of the answer"
+    header = rest.pop() if rest else ""
+    assert isinstance(header, str), "a prompt ends with text"
     return Reading(tuple(chain), tuple(rest), header, before)
+
+
+def _up_to_text(pieces: Sequence[Part]) -> list[Part]:
+    """Pieces up to the last one with text, which is text of the prompt itself."""
+    kept = list(pieces)
+    while len(kept) > 1 and kept[-1] == "":
+        kept.pop()
+        last = kept[-1]
+        kept[-1] = last if isinstance(last, str) else last.text
+    return kept
 
 
 async def is_retold(worker: Worker, opening: str, answer: Answer, rest: str) -> bool:

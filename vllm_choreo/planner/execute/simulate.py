@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_choreo.planner.execute.progress import Progress
+from vllm_choreo.planner.execute.ready import ReadyCalls
 from vllm_choreo.planner.physical.cost import CostModel
 from vllm_choreo.planner.physical.radix import TreeNode
 from vllm_choreo.planner.plan import Plan
@@ -81,7 +82,7 @@ class _Simulator:
         self.busy = [0.0] * num_workers
         self.total = self.tokens = self.hits = 0.0
         self.num_calls = 0
-        self._ready: list[list[tuple[int, int]]] = [[] for _ in range(num_workers)]
+        self._ready = [ReadyCalls(plan, number) for number in range(num_workers)]
         self._last: list[int | None] = [None] * num_workers
         self._caches = [_Cache(model.capacity) for _ in range(num_workers)]
         self._idle = set(range(num_workers))
@@ -107,7 +108,7 @@ class _Simulator:
         while self.progress.calls:
             call = self.progress.calls.popleft()
             worker = self._plan.worker[call]
-            heapq.heappush(self._ready[worker], (self._plan.rank[call], call))
+            self._ready[worker].push(call)
             woken.add(worker)
         for worker in sorted(woken & self._idle):
             self._begin(now, worker)
@@ -115,7 +116,7 @@ class _Simulator:
     def _begin(self, now: float, worker: int) -> None:
         if not self._ready[worker]:
             return
-        _, call = heapq.heappop(self._ready[worker])
+        call = self._ready[worker].pop()
         calls = self._plan.calls
         new = calls.tree.new_tokens(self._last[worker], call)
         num_out = calls.num_out[call]

@@ -35,6 +35,7 @@ def _label(node: Node) -> str:
     about = {
         "fmt": lambda: "".join(p if isinstance(p, str) else "{}" for p in node.attrs["pieces"]),
         "fn": lambda: getattr(node.attrs["function"], "__name__", "function"),
+        "chat": lambda: " ".join(role for role, _ in node.attrs["turns"]),
         "llm": lambda: " ".join(role for role, _ in node.attrs["turns"]),
         "item": lambda: f"[{node.attrs['index']}]",
         "slice": lambda: f"[{node.attrs['start'] or ''}:{node.attrs['stop'] or ''}]",

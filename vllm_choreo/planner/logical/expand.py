@@ -10,12 +10,13 @@ never merged.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from vllm_choreo.planner.errors import GraphError
 from vllm_choreo.planner.logical.nodes import SOURCES, BoundGraph, Node, Operators, Value
+from vllm_choreo.planner.logical.rows import CHOOSERS, read_rows
 from vllm_choreo.planner.logical.values import chosen_case
 from vllm_choreo.planner.plan import OpTask, Plan
 
@@ -29,19 +30,36 @@ def expand(plan: Plan) -> Plan:
     passed = {number: _passed(graph.nodes[number]) if prune else None for number in live}
     outputs = []
     for query in range(plan.batch.batch_size):
-        tasks: dict[int, int] = {}
-        for number in live:
+        tasks: dict[tuple[int, int], int] = {}
+        for number, rows in _rows(plan.batch, live, query).items():
             node = graph.nodes[number]
-            through = passed[number]
-            if prune and node.kind == "switch":
-                through = made.known_case(node, tasks[node.inputs[0]])
-            if through is not None:
-                tasks[number] = tasks[node.inputs[through]]
-                continue
-            inputs = tuple(tasks[given] for given in node.inputs)
-            tasks[number] = made.task(number, signs[number], inputs, query)
-        outputs.append({name: tasks[number] for name, number in graph.outputs.items()})
+            for row in rows:
+                read = read_rows(node, row, plan.batch.counts, plan.batch.size)
+                through = 0 if node.kind in CHOOSERS else passed[number]
+                if prune and node.kind == "switch":
+                    through = made.known_case(node, tasks[read[0]])
+                if through is not None:
+                    tasks[number, row] = tasks[read[through]]
+                    continue
+                inputs = tuple(tasks[given] for given in read)
+                tasks[number, row] = made.task(number, signs[number], inputs, query, row)
+        outputs.append({name: tasks[number, query] for name, number in graph.outputs.items()})
     return replace(plan, tasks=made.tasks, known=made.known, outputs=outputs)
+
+
+def _rows(batch: BoundGraph, live: Sequence[int], query: int) -> dict[int, Sequence[int]]:
+    """Rows of operators that a query needs, each operator after those that it reads."""
+    nodes = batch.graph.nodes
+    if all(node.kind not in CHOOSERS for node in nodes):
+        return dict.fromkeys(live, (query,))
+    needed: dict[int, dict[int, None]] = {number: {} for number in live}
+    for number in {*batch.graph.outputs.values()}:
+        needed[number][query] = None
+    for number in reversed(live):
+        for row in needed[number]:
+            for given, its_row in read_rows(nodes[number], row, batch.counts, batch.size):
+                needed[given][its_row] = None
+    return {number: tuple(rows) for number, rows in needed.items()}
 
 
 class _Expansion:
@@ -59,26 +77,26 @@ class _Expansion:
         key = (node.kind, node.type, _attrs_key(node.attrs))
         return self._signs.setdefault(key, len(self._signs))
 
-    def task(self, number: int, sign: int, inputs: tuple[int, ...], query: int) -> int:
-        """Find or make the task of a node in a query."""
+    def task(self, number: int, sign: int, inputs: tuple[int, ...], query: int, row: int) -> int:
+        """Find or make the task of a node's row, which a query needs."""
         node = self._batch.graph.nodes[number]
         key: Hashable
         if node.kind in SOURCES:
-            value = self._batch.inputs[number][query]
+            value = self._batch.inputs[number][row]
             text = value if isinstance(value, str) else _attrs_key({"value": value})
-            key = ("value", node.type, text) if self._merge else (number, query)
+            key = ("value", node.type, text) if self._merge else (number, row)
         elif self._merge and node.deterministic:
             key = (sign, inputs)
         else:
-            key = (number, query, inputs)
+            key = (number, row, inputs)
         found = self._found.get(key)
         if found is not None:
             self.tasks[found].num_queries += 1
             return found
         made = self._found[key] = len(self.tasks)
-        self.tasks.append(OpTask(number, inputs, query))
+        self.tasks.append(OpTask(number, inputs, query, row))
         if node.kind in SOURCES:
-            self.known[made] = self._batch.inputs[number][query]
+            self.known[made] = self._batch.inputs[number][row]
         return made
 
     def known_case(self, node: Node, key: int) -> int | None:
@@ -109,6 +127,8 @@ def _passed(node: Node) -> int | None:
     if node.kind == "output" or (node.kind == "concat" and len(node.inputs) == 1):
         return 0
     if node.kind == "fmt" and len(attrs["pieces"]) == 1 and node.inputs:
+        return 0
+    if node.kind == "chat" and [role for role, _ in attrs["turns"]] == ["messages"]:
         return 0
     if node.kind == "slice" and attrs["start"] in (None, 0) and attrs["stop"] is None:
         return 0

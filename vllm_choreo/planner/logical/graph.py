@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, overload
 
 from vllm_choreo.planner.errors import (
     BatchLengthError,
@@ -21,7 +21,17 @@ from vllm_choreo.planner.explain import explain
 from vllm_choreo.planner.logical.draw import mermaid
 from vllm_choreo.planner.logical.graph_json import from_json, to_json
 from vllm_choreo.planner.logical.nodes import SOURCES, Node, Value
-from vllm_choreo.planner.logical.op import Op, type_of
+from vllm_choreo.planner.logical.op import (
+    DECLARED,
+    Messages,
+    Msg,
+    Op,
+    is_sequence,
+    is_type,
+    operator,
+    type_of,
+)
+from vllm_choreo.planner.logical.rows import row_counts
 from vllm_choreo.planner.plan import Plan, Target
 
 
@@ -46,14 +56,20 @@ class Graph:
         """Bind the placeholders to a batch: a list has one value for each query.
 
         Args:
-            inputs: lists of one length; or a text, which is the same in all queries.
+            inputs: lists of one length; or a text, which is the same in all queries. Those
+                that the program has declared, but no result reads, are accepted.
 
         Raises:
             UnknownPlaceholderError: the graph has no placeholder of a name.
             BatchLengthError: lists are of different lengths.
             OperatorTypeError: a value is neither a text nor a list of texts.
         """
-        return CompiledGraph(self, *_bound(self, inputs))
+        bound, size = _bound(self, inputs)
+        given = {
+            number: None if isinstance(values, Repeated) else len(values)
+            for number, values in bound.items()
+        }
+        return CompiledGraph(self, bound, *_counted(self, given, size))
 
     def draw(self) -> str:
         """Return the graph as Mermaid text, which many viewers show as a picture."""
@@ -75,12 +91,16 @@ class CompiledGraph:
 
     Attributes:
         graph: the graph.
-        inputs: values of each placeholder and each `data`, one per query, by number of the node.
-        batch_size: number of queries.
+        inputs: values of each placeholder and each `data`, one per row, by number of the node.
+        counts: rows of each node; None: it has the same value in every row.
+        size: rows of the inputs that have a list.
+        batch_size: number of queries, which is that of the results.
     """
 
     graph: Graph
     inputs: Mapping[int, Sequence[Value]] = field(repr=False)
+    counts: Sequence[int | None] = field(repr=False)
+    size: int
     batch_size: int
 
     def explain(
@@ -97,21 +117,16 @@ class CompiledGraph:
         """Return the graph as Mermaid text."""
         return self.graph.draw()
 
-    def query(self, number: int) -> CompiledGraph:
-        """Return the same graph with one of the queries."""
-        one = {node: (values[number],) for node, values in self.inputs.items()}
-        return replace(self, inputs=one, batch_size=1)
-
 
 # -- building --------------------------------------------------------------------------------------
 
 
-def build(results: Sequence[Op] | Mapping[str, Op]) -> Graph:
+def build(results: Sequence[Messages] | Mapping[str, Messages]) -> Graph:
     """Build the graph of all operators that these results need.
 
     Args:
-        results: operators; a mapping or `output` names its results, others have their operators'
-            names.
+        results: operators, or histories; a mapping or `output` names its results, others have
+            their operators' names.
 
     Raises:
         GraphError: no result, or two of one name; two placeholders of one name.
@@ -123,7 +138,8 @@ def build(results: Sequence[Op] | Mapping[str, Op]) -> Graph:
             "build takes a list of operators", parameter="results", value=repr(results)
         )
     named = list(results) if isinstance(results, Mapping) else []
-    wanted: list[Op] = list(results.values() if isinstance(results, Mapping) else results)
+    given = results.values() if isinstance(results, Mapping) else results
+    wanted = [_as_operator(result) for result in given]
     order = _in_order(wanted)
     numbers: dict[Op, int] = {}
     nodes: list[Node] = []
@@ -144,6 +160,16 @@ def build(results: Sequence[Op] | Mapping[str, Op]) -> Graph:
             raise GraphError("two results have this name", op=name, line=op.line)
         outputs[name] = numbers[op]
     return settled(Graph(tuple(nodes), outputs))
+
+
+def _as_operator(result: object) -> Op:
+    """Return a result, a history as the operator of one."""
+    if is_sequence(result) and any(isinstance(part, Msg) for part in result):
+        return operator("chat", result, "results")
+    if isinstance(result, Op):
+        return result
+    advice = "a result is an operator, or a list of Msg in the list of results"
+    raise OperatorTypeError(advice, parameter="results", value=repr(result))
 
 
 def settled(graph: Graph) -> Graph:
@@ -178,8 +204,6 @@ def _in_order(wanted: Sequence[Op]) -> list[Op]:
     stack: list[tuple[Op, bool]] = [(op, False) for op in reversed(wanted)]
     while stack:
         op, read = stack.pop()
-        if not isinstance(op, Op):
-            raise OperatorTypeError("a result is an operator", parameter="results", value=repr(op))
         if read:
             done[op] = True
             order.append(op)
@@ -224,7 +248,8 @@ class _Names:
 def _bound(graph: Graph, inputs: Mapping[str, Value]) -> tuple[dict[int, Sequence[Value]], int]:
     placeholders = graph.placeholders
     for name in inputs:
-        if name not in placeholders:
+        # One that no result reads is no mistake: pruning has dropped it.
+        if name not in placeholders and name not in DECLARED:
             raise UnknownPlaceholderError(
                 f"the graph has no such placeholder; it has {', '.join(placeholders) or 'none'}",
                 parameter=name,
@@ -257,19 +282,54 @@ def _bound(graph: Graph, inputs: Mapping[str, Value]) -> tuple[dict[int, Sequenc
                 op=node.name,
                 line=node.line,
             )
-        bound[number] = tuple(values) if number in lists else (values,) * size
-        for value in bound[number]:
+        bound[number] = tuple(values) if number in lists else Repeated(values, size)
+        for value in bound[number] if number in lists else [values]:
             _check_value(node, value)
     if not size:
         raise BatchLengthError("a batch has at least one query")
     return bound, size
 
 
+def _counted(
+    graph: Graph, given: Mapping[int, int | None], size: int
+) -> tuple[Sequence[int | None], int, int]:
+    counts, batch_size = row_counts(graph, given, size)
+    return counts, size, batch_size
+
+
+class Repeated(Sequence[Value]):
+    """A value that every row has, in a batch of `size` rows."""
+
+    def __init__(self, value: Value, size: int) -> None:
+        self._value, self._size = value, size
+
+    @overload
+    def __getitem__(self, row: int) -> Value: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[Value]: ...
+
+    def __getitem__(self, row: int | slice) -> Value:
+        if isinstance(row, slice):
+            return [self._value for _ in range(self._size)[row]]
+        return self._value  # also where results have more rows than inputs
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter([self._value] * self._size)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+
 def _check_value(node: Node, value: Value) -> None:
-    found = type_of(value)
-    if node.type not in (found, "value"):
+    if not is_type(value, node.type):
         raise OperatorTypeError(
-            f"a {node.type} is needed, this is a {found}",
+            f"{node.type} is needed, this is {type_of(value)}",
             op=node.name,
             line=node.line,
             value=value,

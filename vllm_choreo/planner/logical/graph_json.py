@@ -34,12 +34,15 @@ _KINDS: dict[str, tuple[type[Struct], int, int | None]] = {
     "placeholder": (_attrs({}), 0, 0),
     "data": (_attrs({"value": Any, "values": list[Any]}, UNSET), 0, 0),
     "fmt": (_attrs({"pieces": list[Any]}), 0, None),
+    "chat": (_attrs({"turns": list[tuple[str, list[Any]]]}), 0, None),
     "llm": (_attrs({"turns": list[tuple[str, list[Any]]], "sampling": dict[str, Any]}), 0, None),
     "fn": (_attrs({"function": str, "pure": bool}), 0, None),
     "slice": (_attrs({"start": int | None, "stop": int | None}), 1, 1),
     "item": (_attrs({"index": int}), 1, 1),
     "concat": (_attrs({}), 1, None),
     "switch": (_attrs({"keys": list[Any], "default": bool}), 2, None),
+    "batch_slice": (_attrs({"start": int | None, "stop": int | None}), 1, 1),
+    "batch_concat": (_attrs({}), 1, None),
     "output": (_attrs({}), 1, 1),
 }
 
@@ -200,18 +203,21 @@ def _callable(op: _Operator, functions: Mapping[str, Callable[..., Any]]) -> Map
 
 
 def _check_pieces(node: Node, before: Sequence[Node]) -> None:
-    """Check that each piece is text or the number of a text input, else OperatorTypeError."""
-    if node.kind not in ("fmt", "llm"):
+    """Check that each piece is text or the number of an input that fits, else OperatorTypeError."""
+    if node.kind not in ("fmt", "llm", "chat"):
         return
-    turns = node.attrs["turns"] if node.kind == "llm" else [["text", node.attrs["pieces"]]]
-    roles = (*ROLES, "opening", "text")
+    turns = [["text", node.attrs["pieces"]]] if node.kind == "fmt" else node.attrs["turns"]
+    roles = (*ROLES, "messages") if node.kind == "chat" else (*ROLES, "messages", "opening", "text")
     for role, pieces in turns:
-        for piece in pieces:
+        for piece in pieces or [None] * (role == "messages"):
             is_input = type(piece) is int and 0 <= piece < len(node.inputs)
-            fits = is_input and before[node.inputs[piece]].type == "text"
-            if role not in roles or not (isinstance(piece, str) or fits):
+            needed = "messages" if role == "messages" else "text"
+            fits = is_input and before[node.inputs[piece]].type == needed
+            is_text = isinstance(piece, str) and role != "messages"
+            if role not in roles or not (is_text or fits):
                 raise OperatorTypeError(
-                    "a piece is text, or the number of an input that is text",
+                    "a piece is text, or the number of an input that is text or, of messages, "
+                    "a history",
                     op=node.name,
                     line=node.line,
                     parameter="pieces",

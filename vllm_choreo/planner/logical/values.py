@@ -15,7 +15,7 @@ from vllm_choreo.planner.errors import (
     OperatorTypeError,
 )
 from vllm_choreo.planner.logical.nodes import Node, Value
-from vllm_choreo.planner.logical.op import type_of
+from vllm_choreo.planner.logical.op import is_type
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Template(TurnTemplate):
         """
         if not self.closing:
             raise GraphError(
-                "a message needs an end, such as a line break: prompts are cut there",
+                "a message needs an end, such as a line break: prompts are cut there; for text "
+                "without a chat, use ops.complete",
                 parameter="template.closing",
                 value=self.closing,
             )
@@ -55,21 +56,34 @@ def prompt_pieces(node: Node, template: Template) -> list[str | int]:
     pieces: list[str | int] = []
     opening = ""
     for role, parts in node.attrs["turns"]:
+        if role == "text":  # without a chat
+            return list(parts)
         if role == "opening":
             opening = parts[0]
-            continue
-        pieces += [template.begin(role), *parts, template.closing]
+        elif role == "messages":
+            pieces += parts
+        else:
+            pieces += [template.begin(role), *parts, template.closing]
     return [*pieces, template.begin("assistant") + opening]
 
 
-def prompt_text(node: Node, inputs: Sequence[str], template: Template) -> str:
+def prompt_text(node: Node, inputs: Sequence[Value], template: Template) -> str:
     """Prompt of an `llm` operator as text."""
     pieces = prompt_pieces(node, template)
-    return "".join(piece if isinstance(piece, str) else inputs[piece] for piece in pieces)
+    return "".join(
+        piece if isinstance(piece, str) else as_text(inputs[piece], template) for piece in pieces
+    )
+
+
+def as_text(value: Value, template: Template) -> str:
+    """Text of a value in a prompt: a text itself, messages with their openings and closings."""
+    if not isinstance(value, list):
+        return str(value)
+    return "".join(template.turn(message["role"], message["content"]) for message in value)
 
 
 def evaluate(node: Node, inputs: Sequence[Value]) -> Value:
-    """Compute the value of a `fmt`, `slice`, `item`, `concat`, `switch` or `output`.
+    """Compute the value of a `fmt`, `chat`, `slice`, `item`, `concat`, `switch` or `output`.
 
     Raises:
         OperatorFailedError: a list has no such item, or a switch no such case.
@@ -78,11 +92,14 @@ def evaluate(node: Node, inputs: Sequence[Value]) -> Value:
     if node.kind == "fmt":
         pieces = attrs["pieces"]
         return "".join(piece if isinstance(piece, str) else inputs[piece] for piece in pieces)
+    if node.kind == "chat":
+        return _history(node, inputs)
     if node.kind == "slice":
         return inputs[0][attrs["start"] : attrs["stop"]]
     if node.kind == "item":
         try:
-            return inputs[0][attrs["index"]]
+            found = inputs[0][attrs["index"]]
+            return found if isinstance(found, str) else found["content"]
         except IndexError as error:
             raise failed(
                 node, f"a list of {len(inputs[0])} has no item {attrs['index']}"
@@ -93,6 +110,18 @@ def evaluate(node: Node, inputs: Sequence[Value]) -> Value:
         return inputs[chosen_case(node, inputs[0])]
     assert node.kind == "output", node.kind
     return inputs[0]
+
+
+def _history(node: Node, inputs: Sequence[Value]) -> list[dict[str, str]]:
+    """Messages of a `chat`."""
+    messages: list[dict[str, str]] = []
+    for role, pieces in node.attrs["turns"]:
+        if role == "messages":
+            messages += inputs[pieces[0]]
+        else:
+            texts = (piece if isinstance(piece, str) else inputs[piece] for piece in pieces)
+            messages.append({"role": role, "content": "".join(texts)})
+    return messages
 
 
 def chosen_case(node: Node, key: Value) -> int:
@@ -151,9 +180,9 @@ def failed(node: Node, message: str) -> OperatorFailedError:
 def _checked(node: Node, value: Value) -> Value:
     """Return the value, a tuple as a list. Raises OperatorTypeError: not of the declared type."""
     value = list(value) if isinstance(value, tuple) else value
-    if node.type not in ("value", type_of(value)):
+    if not is_type(value, node.type):
         raise OperatorTypeError(
-            f"the function is declared to return a {node.type}",
+            f"the function is declared to return {node.type}",
             op=node.name,
             line=node.line,
             parameter="returns",

@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import replace
 
 from vllm_choreo.planner.logical.nodes import Operators
+from vllm_choreo.planner.logical.rows import CHOOSERS
 from vllm_choreo.planner.physical.radix import Symbol
 from vllm_choreo.planner.plan import Choice, Plan
 
@@ -74,7 +75,7 @@ def _writes_message(graph: Operators, number: int) -> bool:
         node = graph.nodes[found := stack.pop()]
         if node.kind == "llm":
             return True
-        if node.kind in ("switch", "output") and found not in seen:
+        if node.kind in ("switch", "output", *CHOOSERS) and found not in seen:
             seen.add(found)
             stack += node.inputs[node.kind == "switch" :]
     return False

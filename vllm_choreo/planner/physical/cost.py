@@ -19,6 +19,28 @@ DEFAULT_CAPACITY = 32_768  # tokens of KV cache of a worker, where nothing is kn
 
 
 @dataclass(frozen=True)
+class EngineModel:
+    """Model of a worker's engine: what it holds at a time, and what its steps cost.
+
+    Times are in the time in which the engine encodes one token. An 8B model on one H100 has about
+    200 and 1, SmolLM2-135M in float32 on two CPU cores 4 and 2.5.
+
+    Attributes:
+        capacity: tokens that its KV cache holds.
+        width: calls at a time.
+        step: constant of each step.
+        decode: time of each call that decodes a token in a step.
+        budget: tokens that a step encodes at most.
+    """
+
+    capacity: float
+    width: int = 16
+    step: float = 200.0
+    decode: float = 1.0
+    budget: float = 8192.0
+
+
+@dataclass(frozen=True)
 class CostModel:
     """Cost of calls on workers that are alike, unless `slowness` says otherwise.
 
@@ -26,10 +48,13 @@ class CostModel:
         capacity: tokens that the KV cache of a worker holds: `M` of the paper.
         slowness: factor of each worker's cost, by its number; 1 for those that are left out.
             `alpha` of the paper is this over `capacity`.
+        engine: model of an engine, by which calls are put into blocks that fit its KV cache; None:
+            all calls fit.
     """
 
     capacity: float = DEFAULT_CAPACITY
     slowness: Mapping[int, float] = field(default_factory=dict)
+    engine: EngineModel | None = None
 
     def usage(self, num_new: float, num_out: float, worker: int = 0, times: float = 1.0) -> float:
         """Token steps of a call: `u` of the paper.
@@ -94,6 +119,12 @@ class Calls:
         """Token steps of a call right after `before` (None: it is the first) on a worker."""
         new = self.tree.new_tokens(before, call)
         return model.usage(new, self.num_out[call], worker, self.times.get(call, 1.0))
+
+    def restricted(self, order: Sequence[int]) -> Calls:
+        """Return some of the calls; what they read of others is taken to be there."""
+        here = set(order)
+        depends = {call: tuple(c for c in self.depends[call] if c in here) for call in order}
+        return Calls(self.tree, {call: self.num_out[call] for call in order}, depends)
 
     def dependents(self) -> dict[int, list[int]]:
         """Calls that depend on each call."""

@@ -39,7 +39,7 @@ def cut(plan: Plan) -> Plan:
         symbols = plan.prompts[call]
         allowed = [i for i in range(len(path)) if anywhere or ends_turn(symbols[i])]
         at = []
-        for i, after in zip(allowed, [*allowed[1:], None], strict=True):
+        for i, after in zip(allowed, [*allowed, None][1:], strict=True):
             shared, further = counts[path[i]], counts[path[after]] if after is not None else 0
             if shared > 1 and further < shared:
                 at.append(i)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_choreo.planner.logical.nodes import SOURCES
+from vllm_choreo.planner.logical.values import as_text
 from vllm_choreo.planner.plan import Plan
 
 
@@ -14,8 +15,9 @@ def estimate(plan: Plan) -> Plan:
     sizes = plan.target.profile.expected(plan.graph)
     given: dict[int, list[float]] = {}
     for task, value in plan.known.items():
-        if isinstance(value, str) and plan.node(task).kind in SOURCES:
-            given.setdefault(plan.tasks[task].node, []).append(plan.weigh(value))
+        if plan.node(task).type in ("text", "messages") and plan.node(task).kind in SOURCES:
+            text = as_text(value, plan.target.template)
+            given.setdefault(plan.tasks[task].node, []).append(plan.weigh(text))
     for number, found in given.items():
         sizes[number] = sum(found) / len(found)
     return replace(plan, sizes=sizes)

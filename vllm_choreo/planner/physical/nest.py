@@ -67,7 +67,7 @@ def _spread(plan: Plan, nested: list[list[int]]) -> list[int]:
     those on which it depends.
     """
     place_of = {number: (i, j) for i, inner in enumerate(nested) for j, number in enumerate(inner)}
-    homes = _homes(plan)
+    homes = query_ranks(plan)
     ranks = {}
     for position, call in enumerate(plan.calls.num_out):
         outer, inner = place_of[plan.tasks[call].node]
@@ -75,7 +75,7 @@ def _spread(plan: Plan, nested: list[list[int]]) -> list[int]:
     return in_order(plan.calls.depends, ranks.__getitem__)
 
 
-def _homes(plan: Plan) -> dict[int, int]:
+def query_ranks(plan: Plan) -> dict[int, int]:
     """Rank of the first query that needs each task, queries ordered by their results' structure."""
     order = sorted(
         range(plan.batch.batch_size),

@@ -11,6 +11,7 @@ from pathlib import Path
 from vllm_choreo.files import write_text
 from vllm_choreo.planner.errors import GraphError
 from vllm_choreo.planner.logical.nodes import Node, Operators, Value
+from vllm_choreo.planner.logical.rows import CHOOSERS
 
 # Of operators that were not measured: `max_tokens`, but no more than answers commonly have.
 _GUESS = 128.0
@@ -49,10 +50,12 @@ class Profile:
                 found.append(self.num_out[node.name])
             elif node.kind == "llm":
                 found.append(min(float(node.attrs["sampling"].get("max_tokens") or _GUESS), _GUESS))
-            elif node.kind in ("switch", "output"):
+            elif node.kind in ("switch", "output", *CHOOSERS):
                 found.append(max(found[case] for case in node.inputs[node.kind == "switch" :]))
-            elif node.kind == "fmt":
-                found.append(sum(_piece(piece, node, found) for piece in node.attrs["pieces"]))
+            elif node.kind in ("fmt", "chat"):
+                turns = node.attrs["turns"] if node.kind == "chat" else [["", node.attrs["pieces"]]]
+                pieces = [piece for _, turn in turns for piece in turn]
+                found.append(sum(_piece(piece, node, found) for piece in pieces))
             else:
                 found.append(_GUESS)
         return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from vllm_choreo.planner.logical.nodes import Node
-from vllm_choreo.planner.logical.values import Template, prompt_pieces
+from vllm_choreo.planner.logical.values import Template, as_text, prompt_pieces
 from vllm_choreo.planner.physical.radix import Symbol, TemplatedRadixTree
 from vllm_choreo.planner.plan import Plan
 
@@ -50,7 +50,7 @@ def continue_chats(plan: Plan) -> Plan:
         return plan
     found, prompts = {}, plan.prompts
     for call, symbols in prompts.items():
-        for i in range(len(symbols) - 1, 0, -1):
+        for i in range(len(symbols) - 2, 0, -1):  # the header is text behind it
             before = symbols[i]
             if isinstance(before, int) and prompts.get(before) == symbols[:i]:
                 found[call] = before
@@ -72,7 +72,8 @@ def _spell_calls(plan: Plan, apart: Collection[int]) -> dict[int, list[Symbol]]:
     """Symbols of each call's prompt; tasks of `apart` stay numbers."""
 
     def symbol(task: int) -> Symbol:
-        return task if task in apart else plan.known.get(task, task)
+        is_known = task in plan.known and task not in apart
+        return as_text(plan.known[task], plan.target.template) if is_known else task
 
     spell = _speller(plan.node, lambda task: plan.tasks[task].inputs, symbol, plan.target.template)
     return {call: spell(call) for call in plan.asked}
