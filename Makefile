@@ -30,7 +30,7 @@ CLANG_SOURCES := $(filter %.cpp %.h %.hpp %.cu %.cuh,$(SOURCES))
 
 help:
 	@echo "make setup   install vLLM for CPU and this package into $(VENV)"
-	@echo "make programs  install what some tests run: Chromium, curl, jq, axe-core (needs root)"
+	@echo "make programs  install what some tests run by apt: Chromium, curl, jq (needs root)"
 	@echo "make demo    run the demo on a small real model"
 	@echo "make test    run the tests        (ARGS=\"tests/store -x\"; ALL=1: exhaustive grids, too)"
 	@echo "make check-vllm  compare what is used of vLLM with another version (VERSION=latest)"

@@ -118,6 +118,8 @@ install_package() {
     # No build isolation: the kernels must be built with the torch that runs them.
     pip_install "the package could not be installed. A C++ compiler (g++) is needed for csrc/" \
         --no-build-isolation --editable '.[dev]'
+    # Its script alone, which tests run in Chromium: not what the package needs for Playwright.
+    pip_install "axe-core could not be installed" --no-deps axe-playwright-python==0.1.8
     # setup.py installs without kernels when they do not compile; here that must not go unseen.
     if [ "${CHOREO_SKIP_EXT:-}" != 1 ] &&
         ! "$BIN/python" -c 'import torch, vllm_choreo._C' >>"$LOG" 2>&1; then

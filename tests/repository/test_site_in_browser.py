@@ -18,7 +18,7 @@ SITE = ROOT / "site"
 pytestmark = [
     pytest.mark.exhaustive,  # a browser of its own, and some sixty pages
     needs_chromium,
-    pytest.mark.skipif(not AXE.exists(), reason="no axe-core found (make programs fetches it)"),
+    pytest.mark.skipif(not AXE.exists(), reason="no axe-core found (make setup installs it)"),
     pytest.mark.skipif(not (SITE / "index.html").exists(), reason="no site found: make docs"),
 ]
 PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))

@@ -228,7 +228,7 @@ def test_a_reload_keeps_the_session_and_the_key_stays_in_the_tab(
 
 
 @needs_chromium
-@pytest.mark.skipif(not AXE.exists(), reason="no axe-core found (make programs fetches it)")
+@pytest.mark.skipif(not AXE.exists(), reason="no axe-core found (make setup installs it)")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(page: Page, scheme: str) -> None:
     features = [{"name": "prefers-color-scheme", "value": scheme}]
