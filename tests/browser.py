@@ -22,7 +22,7 @@ CHROMIUM = next(filter(None, map(shutil.which, NAMES)), "")
 needs_chromium = pytest.mark.skipif(
     not CHROMIUM, reason="no Chromium found (CONTRIBUTING.md says how to get one)"
 )
-# Where `make setup` puts axe-core; the package that brings it cannot be imported without Playwright.
+# Where `make setup` puts axe-core: its package cannot be imported without Playwright.
 AXE = Path(sysconfig.get_path("purelib")) / "axe_playwright_python/axe.min.js"
 _SECONDS = 240.0
 
