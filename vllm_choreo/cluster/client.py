@@ -226,6 +226,10 @@ class ServeClient(FleetClient):
     def _start(self, engine: int, renderer: BaseRenderer | None = None) -> ReplicaClient | None:
         return self._first[engine] if engine < len(self._first) else None
 
+    def _read_identity(self) -> dict[str, str]:
+        """Nothing: each replica tells its own, which is compared when it is taken in."""
+        return {}
+
     def _sync_config(self) -> None:
         """Take over the sizes of the first engine's cache; the others have the same."""
         sizes, cache = self._first[0].info.cache, self.vllm_config.cache_config

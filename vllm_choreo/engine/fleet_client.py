@@ -112,7 +112,7 @@ class FleetClient(AsyncMPClient):
         self.starts = [1] * self.num_engines
         self.lives: dict[tuple[str, int], int] = {}
         self.watcher: Watcher | None = None
-        self._identity = identity_of(vllm_config.model_config.model)
+        self._identity = self._read_identity()
         self._make = partial(AsyncMPClient, executor_class=executor_class, log_stats=log_stats)
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self._in_flight: dict[str, _InFlight] = {}
@@ -295,13 +295,17 @@ class FleetClient(AsyncMPClient):
             self.resources.engine_dead = True
             self._outputs.put_nowait(EngineDeadError())
 
+    def _read_identity(self) -> dict[str, str]:
+        """Identity of what an engine that starts now would load."""
+        return identity_of(self.vllm_config.model_config.model)
+
     def _check_identity(self) -> None:
         """Check that an engine that starts now would be as those that run.
 
         Raises:
             UnsupportedModelError: the model, or a package, was replaced since the server started.
         """
-        found = identity_of(self.vllm_config.model_config.model)
+        found = self._read_identity()
         changed = [name for name, value in self._identity.items() if found[name] != value]
         if changed:
             raise UnsupportedModelError(
