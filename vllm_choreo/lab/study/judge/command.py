@@ -20,7 +20,6 @@ from vllm_choreo.lab.cli.recorded import recorded_task
 from vllm_choreo.lab.cli.report import aligned
 from vllm_choreo.lab.cli.run import make_folder
 from vllm_choreo.lab.cli.task import Task
-from vllm_choreo.lab.study.stats import bootstrap_interval
 from vllm_choreo.lab.workflows.direct import question_of
 
 _SECONDS = 600.0
@@ -108,6 +107,8 @@ def pairs_of(folders: Sequence[Path]) -> tuple[tuple[str, str], list[tuple[Task,
 
 def win_rates(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Shares of pairs that either run wins, and of ties: each with its 95% bootstrap interval."""
+    from vllm_choreo.lab.study.stats import bootstrap_interval
+
     rates = {}
     for name, winner in (("first_wins", 1), ("second_wins", 2), ("ties", 0)):
         values = [float(row["winner"] == winner) for row in rows]
