@@ -308,7 +308,7 @@ def _record(recipe: CallRecipe, message_id: str) -> Message:
 
 
 def _answerer(engine: OneEngine, complete: Callable[[], Awaitable[None]] | None = None) -> _Answer:
-    """What answers a save or a load, from one engine.
+    """Make a function that answers a save or a load, from one engine.
 
     Args:
         complete: has the message encoded as far as it is not; its last token, as a rule.
@@ -322,7 +322,8 @@ def _answerer(engine: OneEngine, complete: Callable[[], Awaitable[None]] | None 
             return await ask_workers(engine, *ask.args)
         if ask.what == "encode":
             assert complete is not None, "loads encode nothing"
-            return await complete()
+            await complete()
+            return None
         found = await ask_engine(engine, *ask.args)
         if ask.args[0] == "snapshot_describe":
             assert isinstance(found, dict)
