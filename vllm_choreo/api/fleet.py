@@ -228,9 +228,9 @@ class Fleet:
         if engine in read.homes:
             return None  # a message of another session has them
         source = source_of(read, self.loads.queue, self.measured.rates())
-        held = {} if source is None else self._holders[source].get(recipe.key, {})
-        for message_id, session in held.items():
-            assert source is not None
+        if source is None:
+            return None
+        for message_id, session in self._holders[source].get(recipe.key, {}).items():
             holder = Holder(source, session, message_id)
             return self.mover.moved(recipe, holder, self._clients, engine, complete)
         return None

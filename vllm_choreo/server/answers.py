@@ -169,7 +169,7 @@ class MovesAnswer(AnswerObject):
 
 
 class EncodedAgain(AnswerObject):
-    """What an engine was made to encode though it had been encoded before."""
+    """Messages that an engine was made to encode though they had been encoded before."""
 
     messages: int
     tokens: int

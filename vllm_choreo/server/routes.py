@@ -99,7 +99,7 @@ Name = Annotated[str, Path(description="The name of a message: the part of its i
 
 @router.get("/fleet", summary="Look at the engines")
 async def show_fleet(request: Request) -> JsonAnswer[FleetAnswer]:
-    """What each of several engines holds and has to do, and what was moved between them."""
+    """Show what each of several engines holds and has to do, and what was moved between them."""
     fleet: Fleet | None = request.app.state.choreo_fleet
     if fleet is None:
         raise UnsupportedOptionError(
