@@ -37,7 +37,11 @@ BEHIND = (
 DOCUMENT = f"{BEFORE} {BEHIND}"
 QUESTION = "What colour is the shed behind the house?"
 # How the chats are read: mode, context.
-WAYS = {"seen": ("choreo", "seen"), "alone": ("choreo", "alone"), "exact": ("exact", None)}
+WAYS: dict[str, tuple[str, str | None]] = {
+    "seen": ("choreo", "seen"),
+    "alone": ("choreo", "alone"),
+    "exact": ("exact", None),
+}
 Chat = list[dict[str, str]]
 
 

@@ -127,7 +127,8 @@ def measure_cost(llm: Any, one_token: Any, chats: Sequence[Chat]) -> list[dict[s
 
 def _timed(do: Any, repeats: int = 5) -> tuple[float, Any]:
     """The least time of several, and what was made."""
-    times, made = [], None
+    times: list[float] = []
+    made: Any = None
     for _ in range(repeats):
         began = time.perf_counter()
         made = do()

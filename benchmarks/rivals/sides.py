@@ -66,9 +66,10 @@ def run(
     """
     layouts = {side.name: make() for side in sides}
     asks = {side: next(layout) for side, layout in layouts.items()}
-    rows, number = [], 0
+    rows: list[dict[str, Any]] = []
+    number = 0
     while asks:
-        answers = {}
+        answers: dict[str, dict[str, Any]] = {}
         for side in in_turn(sides, number):
             answers[side.name] = answer = ask(side, asks[side.name], ignore_eos)
             rows.append({"layout": name, "number": number, "side": side.name, **answer})
@@ -108,7 +109,9 @@ def ask(side: Side, asked: Ask, ignore_eos: bool) -> dict[str, Any]:
         **({"ignore_eos": True} if ignore_eos and not asked.gold else {}),
         **side.extra,
     }
-    text, first, usage, began = "", None, {}, time.perf_counter()
+    text, began = "", time.perf_counter()
+    first: float | None = None
+    usage: dict[str, Any] = {}
     with side.http.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             raise SystemExit(f"{side.name}: {response.read().decode()[:500]}")

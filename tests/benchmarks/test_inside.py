@@ -52,7 +52,7 @@ def test_the_benchmark(engine_slot: Callable[..., Any], shallow_model_path: Path
     llm = engine_slot(shallow_model_path)
     one = SamplingParams(temperature=0.0, max_tokens=1)
     tokenizer = llm.get_tokenizer()
-    sizes = enumerate((400, 200, 200))
+    sizes = enumerate((400, 500, 500))
     prompt, *documents = [long_text(tokenizer, size, n, "\n\n") for n, size in sizes]
     rows = [
         {key: str(value) for key, value in row.items()}
