@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from vllm import LLM, SamplingParams
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE
@@ -41,6 +42,16 @@ def _answered(llm: LLM, prompt: str) -> tuple[list[int], list[float], str]:
         step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)
     ]
     return list(answer.token_ids), logprobs, answer.text
+
+
+def test_tokens_are_those_of_qwen() -> None:
+    """As its authors' tokenizer cuts them."""
+    folder = embedded_model(progress=False, name="qwen2.5-coder-0.5b")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("Hello world").ids == [9707, 1879]
+    turn = tokenizer.encode("<|im_start|>user\n1234 it's<|im_end|>\n")
+    assert turn.ids[:3] == [151644, 872, 198] and turn.ids[-2:] == [151645, 198]
+    assert turn.tokens[3:9] == ["1", "2", "3", "4", "Ġit", "'s"]
 
 
 @pytest.mark.parametrize(
