@@ -62,7 +62,7 @@ def shell_commands(program: str) -> list[Any]:
 def test_vllm_takes_the_arguments(words: list[str], serve_parser: Any) -> None:
     command, *arguments = words
     if command == "run-batch":
-        from vllm.entrypoints.openai.run_batch import make_arg_parser
+        from vllm.entrypoints.launchers.run_batch import make_arg_parser
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         parser = make_arg_parser(FlexibleArgumentParser())
