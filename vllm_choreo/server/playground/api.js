@@ -36,7 +36,9 @@ async function reason(answer) {
   const text = await answer.text();
   try {
     const { error } = JSON.parse(text);
-    return typeof error === "string" ? error : `${error.param || error.type}: ${error.message}`;
+    if (typeof error === "string") return error;
+    const given = error.value === null ? "" : ` (given: ${JSON.stringify(error.value)})`;
+    return `${error.param || error.type}: ${error.message}${given}`;
   } catch {
     return text || `HTTP ${answer.status}`;
   }
