@@ -77,9 +77,9 @@ def run(
         for row in rows[-len(sides) :]:
             print({**row, "answer": row["answer"][:60]}, flush=True)
         following = {}
-        for side, layout in layouts.items():
+        for asked, layout in layouts.items():
             try:
-                following[side] = layout.send(answers[side]["answer"])
+                following[asked] = layout.send(answers[asked]["answer"])
             except StopIteration:
                 continue
         asks, number = following, number + 1

@@ -92,13 +92,11 @@ class Served:
 
 
 class Policy(Protocol):
-    """A way to serve sessions.
+    """A way to serve sessions."""
 
-    Attributes:
-        num_encoded: prompt tokens that engines have encoded, on whatever engine and how often ever.
-    """
-
-    num_encoded: int
+    @property
+    def num_encoded(self) -> int:
+        """Prompt tokens that engines have encoded, on whatever engine and how often ever."""
 
     async def serve(self, session: Session) -> list[Served]:
         """Serve the turns of a session, one after the other."""

@@ -104,7 +104,8 @@ class OneEngine:
 
     async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[Any]:
         """Run a method of the engine's workers; one answer each."""
-        return await self.engine_core.collective_rpc_async(method, None, args)
+        answers: list[Any] = await self.engine_core.collective_rpc_async(method, None, args)
+        return answers
 
 
 def exchange_folder(folder: str) -> Path:

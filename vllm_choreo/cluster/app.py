@@ -82,15 +82,15 @@ def build(args: FleetArgs | Mapping[str, Any]) -> Application:
     Args:
         args: arguments of the fleet; of a file, by name.
     """
-    args = FleetArgs.model_validate(args)
-    most = args.max_engines or args.engines
-    number: dict[str, Any] = {"num_replicas": args.engines}
-    if most > args.engines:
+    fleet = FleetArgs.model_validate(args)
+    most = fleet.max_engines or fleet.engines
+    number: dict[str, Any] = {"num_replicas": fleet.engines}
+    if most > fleet.engines:
         number = {
             "autoscaling_config": {
-                "min_replicas": args.engines,
+                "min_replicas": fleet.engines,
                 "max_replicas": most,
-                "target_ongoing_requests": args.calls_per_engine,
+                "target_ongoing_requests": fleet.calls_per_engine,
             }
         }
     engines = serve.deployment(EngineReplica).options(
@@ -98,9 +98,9 @@ def build(args: FleetArgs | Mapping[str, Any]) -> Application:
         **number,
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={
-            "num_cpus": args.num_cpus,
-            "num_gpus": args.num_gpus,
-            "resources": args.resources,
+            "num_cpus": fleet.num_cpus,
+            "num_gpus": fleet.num_gpus,
+            "resources": fleet.resources,
         },
         request_router_config=RequestRouterConfig(request_router_class=PlacedRouter),
         graceful_shutdown_timeout_s=_STOP_SECONDS,
@@ -108,13 +108,13 @@ def build(args: FleetArgs | Mapping[str, Any]) -> Application:
     )
     ingress = serve.deployment(Ingress).options(
         name="ingress",
-        num_replicas=args.ingresses,
+        num_replicas=fleet.ingresses,
         max_ongoing_requests=_MAX_ONGOING,
         request_router_config=RequestRouterConfig(
             request_router_class=TenantRouter,
-            request_router_kwargs={"keys": _key_digests(args.options.get("api_key"))},
+            request_router_kwargs={"keys": _key_digests(fleet.options.get("api_key"))},
         ),
         ray_actor_options={"num_cpus": 0},
     )
-    handle = engines.bind(args.model, args.options)
-    return ingress.bind(handle, args.model, args.options, most)
+    handle = engines.bind(fleet.model, fleet.options)
+    return ingress.bind(handle, fleet.model, fleet.options, most)

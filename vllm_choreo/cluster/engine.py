@@ -76,7 +76,10 @@ class EngineReplica:
         options: options of `vllm serve`, with underscores.
     """
 
-    async def __init__(self, model: str, options: Mapping[str, object]) -> None:
+    # Serve awaits it.
+    async def __init__(  # type: ignore[misc]
+        self, model: str, options: Mapping[str, object]
+    ) -> None:
         from vllm import envs
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.core_client import EngineCoreClient

@@ -41,7 +41,8 @@ class Ingress:
         max_engines: so many engines there may be at a time.
     """
 
-    async def __init__(
+    # Serve awaits it.
+    async def __init__(  # type: ignore[misc]
         self,
         engines: DeploymentHandle,
         model: str,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-Listener = Callable[[Sequence[str]], None]
+Listener = Callable[[Sequence[str]], object]
 
 
 class Members:

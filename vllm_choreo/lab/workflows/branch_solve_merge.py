@@ -110,7 +110,7 @@ def groups_of(said: str, concepts: Sequence[str]) -> list[list[str]]:
         parts = [first, rest]
     texts = [part.lower() for part in parts]
     groups: list[list[str]] = [[], []]
-    left = []
+    left: list[str] = []
     for concept in concepts:
         word = re.compile(rf"\b{re.escape(concept.lower())}\b")
         named = [number for number, text in enumerate(texts) if word.search(text)]
