@@ -158,6 +158,8 @@ class PlayedLLM:
             model_config=model_config,
             lora_config=None,
             speculative_config=None,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            load_config=SimpleNamespace(load_format="auto"),
         )
         self._answers: set[asyncio.Task[None]] = set()
         self.before_end: Any = lambda name, engine: None
@@ -207,7 +209,9 @@ def fleet_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFix
     """What is logged of the fleet; vLLM's loggers hand on nothing."""
     logger = logging.getLogger("vllm.choreo.fleet")
     logger.addHandler(caplog.handler)
+    handed_on, logger.propagate = logger.propagate, False  # else each line may come twice
     yield caplog
+    logger.propagate = handed_on
     logger.removeHandler(caplog.handler)
 
 

@@ -166,18 +166,11 @@ class SavingEngine(PlayedEngine):
 def started(model_config: Any) -> tuple[PlayedLLM, Fleet]:
     """Two engines between which moves cost nothing."""
     llm = PlayedLLM(2, model_config)
-    llm.vllm_config.parallel_config = _Parallel()
-    llm.vllm_config.load_config = _Parallel()
     llm.engine_core.clients[:] = [SavingEngine(), SavingEngine()]  # type: ignore[list-item]
     fleet = fleet_of(llm)  # type: ignore[arg-type]
     assert fleet is not None
     fleet.measured.rates = lambda: Rates(1e-3, 0.0)  # type: ignore[method-assign]
     return llm, fleet
-
-
-class _Parallel:
-    tensor_parallel_size = 1
-    load_format = "auto"
 
 
 def home_of(fleet: Fleet, c: AsyncChoreography, message: Any) -> int:
