@@ -160,6 +160,7 @@ def test_what_is_moved_is_not_encoded(model_path: Path, monkeypatch: pytest.Monk
             rates = Rates(encode=1e-3, move=0.0)
             monkeypatch.setattr(fleet.measured, "rates", lambda: rates)
             async with AsyncChoreography(llm, tenant="a") as c:
+                fleet.loads.add(1, 1e3)  # moves cost nothing: what comes first goes to one engine
                 chain = [await c.prefill(tokens[0])]
                 chain.append(await c.prefill(tokens[1], parents=chain))
                 chain.append(await c.prefill(tokens[2], parents=chain))
