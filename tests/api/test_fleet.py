@@ -209,6 +209,7 @@ def fleet_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFix
     """What is logged of the fleet; vLLM's loggers hand on nothing."""
     logger = logging.getLogger("vllm.choreo.fleet")
     logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger.name)  # servers of other tests log less
     handed_on, logger.propagate = logger.propagate, False  # else each line may come twice
     yield caplog
     logger.propagate = handed_on

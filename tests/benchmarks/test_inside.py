@@ -33,7 +33,7 @@ def test_a_chunk_that_an_attacker_sent_before_steers_only_who_reads_as_seen(llm:
     }
     for row in rows:
         if row["way"] == "seen":
-            assert row["kl"] > 1e-3 and row["largest"] > 0.1, row
+            assert row["largest"] > 0.1, row
         else:
             assert row["kl"] < KL_TOLERANCE and row["largest"] < LOGPROB_TOLERANCE, row
 

@@ -52,13 +52,18 @@ RUN_BY: dict[str, list[str]] = {
     ],
     "CONTRIBUTING.md": [_INSTALLS],
     "RELEASING.md": [_RELEASE],
+    "docs/answers.md": [_LONG],
     "docs/commands.md": ["tests/cli/test_commands.py::test_the_page_adds_a_command"] * 2,
     "docs/exactness.md": [_EXACT] * 6,
     "docs/examples.md": [
         "tests/engine/test_examples.py::test_a_program_in_process_runs",
         "tests/server/test_examples.py::test_a_program_over_http_runs",
     ],
-    "docs/fleet.md": [_SERVES, "not run: three engines take the memory of three"],
+    "docs/fleet.md": [
+        _SERVES,
+        "not run: three engines take the memory of three",
+        "tests/server/test_fleet.py::test_the_engines_are_seen_from_outside",
+    ],
     "docs/gpu.md": [_GPU, _GPU],
     "docs/http.md": [_SERVES, *[_HTTP] * 9],
     "docs/install.md": [_INSTALLS, _INSTALLS],
@@ -75,11 +80,14 @@ RUN_BY: dict[str, list[str]] = {
         _SERVES,
         "tests/server/test_keep.py::test_the_example_of_the_documentation",
     ],
+    "docs/models.md": [
+        "not run: it converts a file of the reader's; test_gguf_files.py small ones"
+    ],
     "docs/on-ramps.md": [
         _SERVES,
         _AUTO,
         "tests/engine/test_auto.py::test_the_page_runs",
-        *[_AUTO] * 2,
+        *[_AUTO] * 3,
         "tests/chat/test_chats.py::test_the_command_of_the_page_explains_the_example",
     ],
     "docs/openai.md": [_SERVES, *[_OPENAI] * 5, _SERVES, _OPENAI],
@@ -90,9 +98,9 @@ RUN_BY: dict[str, list[str]] = {
         _GRAFANA,
         _SERVES,
     ],
-    "docs/planner.md": [*[_PLANNER] * 5, _MACHINES, _MACHINES],
+    "docs/planner.md": [*[_PLANNER] * 6, _MACHINES, _MACHINES],
     "docs/pml.md": [
-        *[_PML] * 2,
+        *[_PML] * 3,
         "tests/pml/test_docs.py::test_the_commands_parse",
         _SERVES,
         _CLIENT,
@@ -102,6 +110,7 @@ RUN_BY: dict[str, list[str]] = {
         "tests/lab/study/test_evaluate.py::test_what_repair_buys",
         "tests/lab/study/test_calibrate.py::test_the_command",
     ],
+    "docs/serve.md": ["not run: it installs, and serves for good; tests/cluster runs the command"],
     "docs/testing.md": [
         _SELF_CHECK,
         "tests/testing/test_docs.py::test_the_example_runs",
@@ -121,7 +130,7 @@ RUN_BY: dict[str, list[str]] = {
         _SERVES,
     ],
     "docs/wings.md": ["tests/server/test_wings.py::installed"] * 2,
-    "docs/workflows.md": [_LONG, _SERVES, _LONG, *[_WORKFLOW] * 2],
+    "docs/workflows.md": [_LONG, _SERVES, _LONG, _LONG, *[_WORKFLOW] * 3],
 }
 
 

@@ -44,7 +44,6 @@ class SessionChats:
         self.book = MessageTable(MAX_MESSAGES, MAX_TOKENS)
         self._llm = llm
         self._is_live = is_live
-        self._keeps_states: bool = llm.model_config.is_hybrid
         self._count = 0
         self._cutter: Cutter | None = None
 
@@ -73,7 +72,8 @@ class SessionChats:
         marks, contents = marked(messages)
         marked_ids, marked_text = self._render(marks, rendering)
         adapter = str(options.get("adapter") or "")
-        how = Matching.of(mode, cut, context, self._keeps_states, adapter, options.get("repair"))
+        keeps_states: bool = self._llm.model_config.is_hybrid
+        how = Matching.of(mode, cut, context, keeps_states, adapter, options.get("repair"))
         split = self._cutter_of_model().split(
             token_ids, text, marked_text or marked_ids, contents, min_tokens, cut, how.is_alone
         )

@@ -59,7 +59,7 @@ class SessionRecord:
     """A session, as it is taken over.
 
     Attributes:
-        id, tenant: of the session.
+        id, tenant: those of the session.
         content: the options that it was opened with, pickled; see `options`.
         is_default: True if the tenant's requests that name no session are in this one.
         messages: its messages by id, in the order in which they were made; those that were freed

@@ -19,11 +19,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from vllm_choreo.chat.message_table import Entry, MessageTable, digest
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 # Tokens of an anchor, and of what is read at either end: about those of a block of the KV cache.
 ANCHOR_TOKENS = 16
@@ -79,6 +81,8 @@ def find_edit(
     Returns:
         The messages; None: none has enough in common with the piece.
     """
+    import numpy as np
+
     anchored = anchors(token_ids, space)
     if anchored is None:
         return None
@@ -123,6 +127,8 @@ def _best(
 
 
 def _tokens(entry: Entry) -> npt.NDArray[np.int32]:
+    import numpy as np
+
     held = entry.token_ids
     assert held is not None, "what has anchors has tokens"
     return np.frombuffer(held, dtype=np.int32)
@@ -135,6 +141,8 @@ def held_tokens(token_ids: Sequence[int]) -> array[int]:
 
 def _num_common(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
     """Number of tokens that two texts begin with in common."""
+    import numpy as np
+
     count = min(len(one), len(other))
     differ = np.flatnonzero(one[:count] != other[:count])
     return int(differ[0]) if len(differ) else count
