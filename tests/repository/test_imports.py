@@ -53,7 +53,6 @@ PACKAGES: dict[str, set[str]] = {
     "pml.language": {"chat"},
     "pml.client": {"pml", "pml.language", "semantics", "wire", "client"},
     "pml.server": {"pml", "pml.language", "semantics", "wire", "api", "server"},
-    "cluster": {"config", "semantics", "engine", "api", "server", "integrations", "cli"},
     "planner": {"convert", "chat", "semantics", "api", "client", "files", "fleet"},
     "lab": set(),
     "lab.problems": set(),
@@ -74,7 +73,7 @@ PACKAGES: dict[str, set[str]] = {
 }
 # The two processes of an engine meet in `engine` alone; what runs in neither stays out of both.
 NESTED = {package for package in PACKAGES if "." in package}
-WINGS = {"cluster", "planner", "pml", "lab"}
+WINGS = {"planner", "pml", "lab"}
 
 
 def _sources(folder: str) -> list[Path]:
