@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.chat.chat_templates import tokenizer_of
 from tests.engine.adapters import Adapter
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.task import Task
@@ -24,7 +25,6 @@ from vllm_choreo.lab.study.tables import arms as table_arms
 from vllm_choreo.lab.study.tables import command, running
 from vllm_choreo.lab.study.tables.definitions import TABLES, measured
 from vllm_choreo.lab.study.tables.log import RunLog
-from vllm_choreo.lab.workflows import branch_solve_merge
 from vllm_choreo.lab.workflows.prisoners_dilemma import STRATEGIES
 
 DOCS = (Path(__file__).parents[3] / "docs" / "answers.md").read_text(encoding="utf-8")
@@ -53,14 +53,12 @@ def test_each_question_of_two_is_counted() -> None:
         assert all(one.coverage is None and one.num_encoded == 7 for one in found)
 
 
-def test_concepts_of_each_story_are_counted() -> None:
+def test_concepts_of_the_merged_story_are_counted() -> None:
     words = ("tree", "dog", "house", "boat", "river")
     problem = Problem("0", "Write.", words, "concepts")
     task, measures = Task("one", "file", {}, (problem,)), TABLES["branch_solve_merge"].measures
-    first, second = branch_solve_merge._branches(words)
-    assert (list(first), list(second)) == (["tree", "dog", "house"], ["boat", "river"])
     found = [measured(one, task, _judged("Two dogs and a boat.")) for one in measures.values()]
-    assert [one.coverage for one in found] == pytest.approx([2 / 5, 1 / 3, 1 / 2])
+    assert [one.coverage for one in found] == pytest.approx([2 / 5])
 
 
 def test_cooperation_is_counted_by_what_alice_is_told() -> None:
@@ -143,13 +141,17 @@ def tables(
     monkeypatch.setattr(command, "start_engine", lambda *_, **__: llm)
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"Who is {name}?", "answers": [name]} for name in "abcd"]
+    template = tmp_path / "turns.jinja"  # the tiny model has none
+    template.write_text(str(tokenizer_of("smollm2").chat_template))
     (tmp_path / "trivia.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(*arguments: str) -> int:
         parser = argparse.ArgumentParser()
         main = command.command(parser)
         given = [str(model) if word == "MODEL" else word for word in arguments]
-        return main(parser.parse_args([*given, "--max-tokens", "4"]))
+        return main(
+            parser.parse_args([*given, "--max-tokens", "4", "--chat-template", str(template)])
+        )
 
     return run
 

@@ -99,6 +99,8 @@ def _tasks(args: argparse.Namespace, table: PaperTable) -> Sequence[Task]:
         raise ChoreoError(f"{args.table} needs a file of {table.data}: name it with --data FILE")
     if not table.data and args.data is not None:
         raise ChoreoError(f"{args.table} has no problems but its games: leave out --data")
+    if args.data is not None and not args.data.is_file():
+        raise ChoreoError("cannot read it: no such file", parameter="--data", value=str(args.data))
     asked = {
         **vars(args),
         "recorded": [],
@@ -118,12 +120,13 @@ def _settings(args: argparse.Namespace, table: PaperTable) -> dict[str, Any]:
     from vllm_choreo.testing.models.embedded import embedded_model
 
     model = ModelIdentity.of(args.model or str(embedded_model()))
+    files = {"data": args.data, "chat_template": args.chat_template}
     sampling = {name: getattr(args, name) for name in sorted(vars(args).keys() - _NO_SETTINGS)}
     return {
         **sampling,
         "model": model.name,
         "weights": model.weights,
-        "data": None if args.data is None else file_digest(args.data),
+        **{name: path and file_digest(path) for name, path in files.items()},
         "seed": args.seed or 0,
         "temperature": table.temperature if args.temperature is None else args.temperature,
         "max_tokens": args.max_tokens or table.max_tokens,

@@ -76,16 +76,10 @@ def _answers_question(number: int) -> Measure:
     return measure
 
 
-def _covers(first: bool | None) -> Measure:
-    """Share of the concepts of one of both stories, or of all, that the merged story holds."""
-
-    def measure(task: Task, answers: Sequence[str]) -> float:
-        (problem,), (story,) = task.problems, answers
-        half = (len(problem.answers) + 1) // 2
-        stories = {None: problem.answers, True: problem.answers[:half]}
-        return coverage(story, stories.get(first, problem.answers[half:]))
-
-    return measure
+def _covers(task: Task, answers: Sequence[str]) -> float:
+    """Share of all concepts that the merged story holds."""
+    (problem,), (story,) = task.problems, answers
+    return coverage(story, problem.answers)
 
 
 def _cooperates(player: int) -> Measure:
@@ -121,9 +115,9 @@ TABLES = {
         PaperTable(
             2,
             "branch_solve_merge",
-            "two stories merged: concepts that the merged one holds, all and of each story",
+            "two stories merged: concepts that the merged one holds",
             "concepts, as of CommonGen-hard",
-            {"all concepts": _covers(None), "story 1": _covers(True), "story 2": _covers(False)},
+            {"concepts": _covers},
             max_tokens=256,
         ),
         PaperTable(
