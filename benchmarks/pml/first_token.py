@@ -17,8 +17,9 @@ from typing import Any
 
 from benchmarks.harness.engine import empty_caches, forced
 from benchmarks.harness.stats import median
+from benchmarks.harness.texts import long_text
 from benchmarks.harness.turns import in_turn
-from benchmarks.pml.texts import NUM_ROLES, QUESTION, long_prompt, long_schema, long_text, role
+from benchmarks.pml.texts import NUM_ROLES, QUESTION, long_prompt, long_schema, role
 from vllm_choreo.lab.problems import Problem
 
 SIDES = ("text", "same text", "cached", "from host", "first")

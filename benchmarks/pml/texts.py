@@ -4,28 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from vllm_choreo.lab.problems import Problem
-from vllm_choreo.lab.problems.long_documents import reports
 from vllm_choreo.pml.language.tree import Module, Prompt, Scaffold, Schema, Text, Turn, Union, Use
 
 INSTRUCTION = "Answer from the given facts."
 QUESTION = " Which of the numbers above is the largest?"
 NUM_ROLES = 64
-
-
-def long_text(tokenizer: Any, num_tokens: int, seed: int) -> str:
-    """A document of `num_tokens` tokens, or a few less: whole sentences that no other seed has."""
-    text, number = f"Collection {seed}.", 0
-    while True:
-        (problem,) = reports(1, seed * 1000 + number)
-        for document in problem.documents:
-            longer = f"{text} {document}"
-            if len(tokenizer.encode(longer, add_special_tokens=False)) > num_tokens:
-                return text
-            text = longer
-        number += 1
 
 
 def role(number: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from benchmarks.harness.texts import long_text
 from benchmarks.pml import answers, bars, first_token, memory, texts
 from vllm_choreo import Choreography
 from vllm_choreo.lab.problems import Problem
@@ -39,7 +40,7 @@ def test_the_schemas_of_problems_take_their_prompts(task: answers.Task) -> None:
 
 
 def test_long_documents_have_the_length_that_is_asked_for_and_differ() -> None:
-    one, other = (texts.long_text(Letters(), 2000, seed) for seed in (1, 2))
+    one, other = (long_text(Letters(), 2000, seed) for seed in (1, 2))
     assert one != other and all(1500 < len(text) <= 2000 for text in (one, other))
     schema = texts.long_schema("long", one)
     check_documents([schema, texts.long_prompt("long", texts.NUM_ROLES - 1)])

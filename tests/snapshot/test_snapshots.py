@@ -41,7 +41,7 @@ from vllm_choreo.errors import (
 from vllm_choreo.ops.layout import Layout, write_kv
 from vllm_choreo.server import snapshot_folders as served
 from vllm_choreo.server import tenants
-from vllm_choreo.snapshot import keys
+from vllm_choreo.snapshot import file_locks, keys
 from vllm_choreo.snapshot.loading import loading
 from vllm_choreo.snapshot.manifest import (
     FORMAT,
@@ -489,6 +489,26 @@ def test_who_has_the_key_is_believed_and_nobody_else(tmp_path: Path) -> None:
     ):
         path.write_bytes(content)
         assert not is_trusted(mine), "anybody can make the plain digest"
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/b", ".x", "a\0b", 3, ["x"], {"a": 1}, True])
+def test_files_that_a_forged_manifest_names_are_not_opened(
+    name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are locked before the manifest is checked, for others may remove them."""
+    (tmp_path / "outside").touch()
+    opened: list[str] = []
+    monkeypatch.setattr(file_locks, "lock_shared", opened.append)
+    uri = tmp_path / "kept"
+    save_whole(str(uri), 1)
+    _load_whole(str(uri), lambda token: None)
+    assert opened.pop().startswith(f"{uri}/") and not opened
+    kept = json.loads((uri / "manifest.json").read_bytes())["kept"]
+    kept["encodings"][0]["data"]["file"] = name
+    (uri / "manifest.json").write_bytes(manifest_bytes(kept))
+    with pytest.raises(KeptError, match="damaged"):
+        _load_whole(str(uri), lambda token: None)
+    assert not opened
 
 
 def test_a_programs_key_is_its_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

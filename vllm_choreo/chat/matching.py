@@ -68,7 +68,7 @@ def _one_of(choices: Sequence[str], value: object, parameter: str) -> str:
 
 @dataclass(frozen=True)
 class Matching:
-    """Which messages may be read in place of the parts of a chat.
+    """Conditions on the messages that are read in place of the parts of a chat.
 
     Attributes:
         adapter: name of the adapter that encodes the chat, or "".

@@ -38,8 +38,10 @@ def turns_of_model(model: str | None, template: Path | None = None) -> ChatTurns
         ) from error
     try:
         text = None if template is None else template.read_text("utf-8")
-    except OSError as error:
-        raise ChoreoError(f"cannot read {template}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ChoreoError(
+            f"cannot read {template}: {error}", parameter="--chat-template", value=str(template)
+        ) from error
     if text is None and not getattr(tokenizer, "chat_template", None):
         raise ChoreoError(
             "the model has no chat template, so nobody knows how it reads turns: give one in Jinja "

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from vllm_choreo.errors import UnsupportedVersionError
 
-# Each has a row in the README, which says what was run with it.
+# Each has a row in docs/install.md, which says what was run with it.
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
 
 

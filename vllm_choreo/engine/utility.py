@@ -103,22 +103,6 @@ def fleet_client_of(async_llm: AsyncLLM) -> FleetClient | None:
     return client if isinstance(client, FleetClient) else None
 
 
-async def totals_async(async_llm: AsyncLLM) -> dict[str, Any]:
-    """The operation "totals" of all engines that run, added up.
-
-    Raises:
-        EngineDeadError: no engine runs.
-    """
-    fleet = fleet_client_of(async_llm)
-    engines = [0] if fleet is None else fleet.alive
-    asked = [call_async(async_llm, "totals", engine=engine) for engine in engines]
-    found = await asyncio.gather(*asked, return_exceptions=True)
-    answers = [answer for answer in found if isinstance(answer, dict)]
-    if not answers:
-        raise EngineDeadError
-    return added(answers)
-
-
 def added(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Numbers of several engines, added up; of what is no number, the first one's."""
     total = dict(answers[0])

@@ -18,7 +18,11 @@ from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.datastructures import State
+    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vllm_choreo.server.openai.auto_chats import AutoChats
+    from vllm_choreo.server.sessions import Sessions
 
 
 class ChoreoEndpoints:
@@ -63,12 +67,9 @@ class ChoreoEndpoints:
         from vllm_choreo.api.fleet import fleet_of
         from vllm_choreo.config import ChoreoConfig
         from vllm_choreo.server import exchange, metrics, snapshot_folders
-        from vllm_choreo.server.auto_messages import TenantChats
         from vllm_choreo.server.call_reader import CallReader
         from vllm_choreo.server.guard import guarded
         from vllm_choreo.server.openai import batch, handlers
-        from vllm_choreo.server.openai.auto_chats import AutoChats
-        from vllm_choreo.server.openai.auto_options import default_context
         from vllm_choreo.server.served_adapters import ServedAdapters
         from vllm_choreo.server.sessions import Sessions
         from vllm_choreo.server.tenants import use_keys
@@ -106,13 +107,24 @@ class ChoreoEndpoints:
             if loaded is not None:
                 await loaded.load_all(state.choreo)
             state.choreo.start_expiry()
-            auto = getattr(args, "choreo_auto", None) or "off"
-            chats = TenantChats(state.choreo, engine_client.vllm_config)
-            cut = getattr(args, "choreo_auto_cut", None) or "messages"
-            context = default_context(config.auto_context, auto, bool(api_keys(args)))
-            handlers.init_state(state, llm, AutoChats(chats, llm, auto, cut, context))
+            chats = _auto_chats(state.choreo, llm, engine_client.vllm_config, args)
+            handlers.init_state(state, llm, chats)
         else:
             batch.init_batch(state, llm)
+
+
+def _auto_chats(
+    sessions: Sessions, llm: AsyncLLM, vllm_config: VllmConfig, args: Namespace
+) -> AutoChats:
+    """The chats that name no messages, as the command line and the settings have them."""
+    from vllm_choreo.server.auto_messages import TenantChats
+    from vllm_choreo.server.openai.auto_chats import AutoChats
+    from vllm_choreo.server.openai.auto_options import default_context
+
+    auto = getattr(args, "choreo_auto", None) or "off"
+    cut = getattr(args, "choreo_auto_cut", None) or "messages"
+    context = default_context(sessions.config.auto_context, auto, bool(api_keys(args)))
+    return AutoChats(TenantChats(sessions, vllm_config), llm, auto, cut, context)
 
 
 def api_keys(args: Namespace) -> list[str]:

@@ -91,11 +91,16 @@ def read_manifest(folder: SnapshotFolder) -> dict[str, Any]:
 
 
 def named_files(content: bytes) -> set[str]:
-    """Names of the data files of a manifest that was not checked; none if it is no manifest."""
+    """Names of the data files of a manifest that was not checked; none if it is no manifest, or
+    names files of other folders.
+    """
     try:
-        return data_files(json.loads(content)["kept"])
+        names = data_files(json.loads(content)["kept"])
+        for name in names:
+            _check_file_name(name)
     except (ValueError, TypeError, KeyError, RecursionError):
         return set()
+    return names
 
 
 def checked_manifest(folder: SnapshotFolder, content: bytes | None = None) -> Manifest:
@@ -239,12 +244,17 @@ def _check_layers(patch: Mapping[str, Any], kept: Sequence[int]) -> None:
 
 
 def _check_data(data: Mapping[str, Any]) -> None:
-    _texts(data["file"], data["sha256"])
-    if "/" in data["file"] or data["file"].startswith("."):
-        raise ValueError("data lies in the folder of its manifest")
+    _texts(data["sha256"])
+    _check_file_name(data["file"])
     _count(data["bytes"])
     if type(data["stored_position"]) is not int:
         raise TypeError("stored_position is an int")
+
+
+def _check_file_name(name: str) -> None:
+    _texts(name)
+    if "/" in name or "\0" in name or name.startswith("."):
+        raise ValueError("data lies in the folder of its manifest")
 
 
 def _earlier(numbers: Sequence[int], before: int) -> None:

@@ -235,6 +235,9 @@ def test_a_model_without_a_template_is_refused_unless_one_is_given(tmp_path: Pat
     assert task.inputs["turns"]["start"] == "<bos>"
     with pytest.raises(ChoreoError, match=r"cannot read .*none\.jinja"):
         tasks_of(parsed(*given, "--chat-template", str(tmp_path / "none.jinja")))
+    template.write_bytes(b"\xff")
+    with pytest.raises(ChoreoError, match=r"cannot read .*turns\.jinja"):
+        tasks_of(parsed(*given, "--chat-template", str(template)))
     with pytest.raises(ChoreoError, match=r"tokenizer of .* cannot be read"):
         tasks_of(parsed("direct", "--model", str(tmp_path / "nothing")))
 

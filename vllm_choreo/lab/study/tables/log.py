@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.files import write_text
 from vllm_choreo.lab.cli.task import unreadable
 from vllm_choreo.lab.study.scores import Judged
+from vllm_choreo.testing.models import fetch
 
 _SETTINGS, _RUNS = "settings.json", "runs.jsonl"
 
@@ -77,7 +77,7 @@ def file_digest(file: Path) -> str:
         ChoreoError: it cannot be read.
     """
     try:
-        return sha256(file.read_bytes()).hexdigest()
+        return fetch.file_digest(file)
     except OSError as error:
         raise unreadable(file, error) from error
 
