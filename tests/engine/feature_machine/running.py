@@ -84,6 +84,7 @@ class Run:
             self, self._ledger, self._engine.vllm_config, f"feature-machine-{id(self)}"
         )
         self._running: dict[str, Made | Ordinary] = {}  # by request
+        self._request_ids: set[str] = set()  # of all calls
         self._ends: list[tuple[int, Made]] = []  # and the step after which the client tells
         self._answers: list[tuple[Ordinary, Any]] = []
         self._num_steps = 0
@@ -127,9 +128,9 @@ class Run:
         from vllm_choreo.api.outcomes import engine_prompt
 
         made = self._ledger.open(call)
-        # While a request of that name runs, another one has an id of its own.
+        # A name is given again when its message is gone; what was seen of a request goes by its id.
         request_id, number = made.id, 0
-        while request_id in self._running:
+        while request_id in self._request_ids:
             number += 1
             request_id = f"{made.id}#{number}"
         try:
@@ -147,6 +148,7 @@ class Run:
             self._refused(made, "TooLongError")
             return made
         self._running[request_id] = made
+        self._request_ids.add(request_id)
         # What the engine refuses at once has no name.
         if not made.must and self._message_of(made) is not None:
             self._ledger.enter(made)
