@@ -256,6 +256,21 @@ def test_what_is_exact_does_not_depend_on_what_others_had_copied(
     )
 
 
+def test_a_call_that_is_preempted_takes_nothing_from_whom_it_was_preempted_for(
+    machine_of: MachineOf,
+) -> None:
+    """It came first, and is ready; the other has priority, and waits for what is encoded again."""
+    ranges = ((), ((11, 20), (56, 84)), ((37, 82),), ((41, 50), (64, 86)))
+    run(
+        machine_of("async"),
+        Call("c", "m0", (0, 90), priority=2),
+        Call("c", "m1", (2, 32)),
+        Call("c", "m2", (8, 90), new_offset=0, scores=2),
+        Call("c", "m6", (2, 97), (Read("m2"), Read("m1")), repair="first:1", priority=2),
+        Call("c", "m7", (1, 22), (Read("m0"),) * 4, generate=3, repair=ranges, copy_of="m6"),
+    )
+
+
 def test_what_a_patch_is_placed_over_stays_until_it_is(machine_of: MachineOf) -> None:
     """It is read by a message that is encoded again, not by the call that waits for that."""
     run(

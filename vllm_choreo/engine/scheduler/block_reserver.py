@@ -68,13 +68,13 @@ class BlockReserver:
     def prepare_waiting(self) -> None:
         """Resolve calls whose parents are known now; have evicted parents encoded again.
 
-        The oldest call always gets what it needs, or has what it takes to start if it is ready;
-        younger ones get only what fits beside, or calls would evict one another's parents in turn.
+        The first in turn always gets what it needs, or has what it takes to start if it is ready;
+        later ones get only what fits beside, or calls would evict one another's parents in turn.
         """
         self.short, self.has_begun = {}, False
         self.end_unneeded()
         self._end_lost_runs()
-        oldest, free = None, 0
+        first, free = None, 0
         self._enter_woken()
         waiting = self._call_table.in_turn()
         for index, call in enumerate(waiting):  # grows: by what encodes again, and who is woken
@@ -83,14 +83,14 @@ class BlockReserver:
             try:
                 is_resolved = self._call_table.resolve(call)
                 for woken in self._enter_woken():
-                    insort(waiting, woken, index + 1, key=attrgetter("number"))
+                    insort(waiting, woken, index + 1, key=attrgetter("turn"))
                 if not is_resolved:
                     continue
-                if oldest is None:
-                    oldest, free = call.beneficiary, self._free_blocks()
+                if first is None:
+                    first, free = call.beneficiary, self._free_blocks()
                 if not self._call_table.is_ready(call):
-                    free -= self._prepare(call, waiting, free, call.beneficiary is oldest)
-                elif call is oldest and not call.is_internal:  # ours are promised
+                    free -= self._prepare(call, waiting, free, call.beneficiary is first)
+                elif call is first and not call.is_internal:  # ours are promised
                     free -= self._num_blocks_ahead(call.request)
             except ChoreoError as error:
                 self._refusals.refuse(call.beneficiary.id, error)

@@ -37,6 +37,9 @@ _ROUNDS = 8
 class CallTable:
     """Calls in flight. Knows messages and plans; queues and allocation are the scheduler's.
 
+    Args:
+        by_priority: True if vLLM starts requests by their priority first.
+
     Attributes:
         min_run_tokens: tokens that a run has at least. With speculative decoding vLLM pads a
             request of one token to more, which would be written over the tokens after the run.
@@ -47,8 +50,15 @@ class CallTable:
             waits for the encoding.
     """
 
-    def __init__(self, store: MessageStore, max_model_len: int, min_run_tokens: int = 1) -> None:
+    def __init__(
+        self,
+        store: MessageStore,
+        max_model_len: int,
+        min_run_tokens: int = 1,
+        by_priority: bool = False,
+    ) -> None:
         self.store = store
+        self._by_priority = by_priority
         self.min_run_tokens = min_run_tokens
         self.block_size = store.block_size
         self.max_model_len = max_model_len
@@ -121,7 +131,8 @@ class CallTable:
         self.store.residency.wait_for(call.reads)
         self._num_opened += 1
         if call.serves is None:
-            call.number = self._num_opened
+            priority = call.request.priority if self._by_priority else 0
+            call.turn = (priority, self._num_opened)
         self.calls[call.id] = call
         if not self._park(call):
             self.waiting[call.id] = call
@@ -165,8 +176,11 @@ class CallTable:
         return [call for call in woken if call.id in self.calls]
 
     def in_turn(self) -> list[ScheduledCall]:
-        """Waiting calls, in order of arrival."""
-        return sorted(self.waiting.values(), key=lambda call: call.number)
+        """Waiting calls in vLLM's order, by priority where that is its policy, then by arrival.
+
+        In another one, a call that vLLM preempts for the next one would take from that in turn.
+        """
+        return sorted(self.waiting.values(), key=lambda call: call.turn)
 
     def resolve(self, call: ScheduledCall) -> bool:
         """Decide positions and write the virtual sequence, once all parents are known.
@@ -270,7 +284,7 @@ class CallTable:
     def adopt_encoders(self, call: ScheduledCall) -> None:
         """Have what others' calls encode for themselves, and `call` waits for, serve it first.
 
-        It is the oldest. Else it would wait for what waits for room beside it.
+        It is first in turn. Else it would wait for what waits for room beside it.
         """
         sources = (parent.patch.source for parent in call.parents if parent.patch)
         for encoding in (*call.parents, *sources):
@@ -474,7 +488,7 @@ class CallTable:
     def waiting_for(self, encoding: Encoding) -> ScheduledCall | None:
         """First call that waits for an encoding as one of its parents, or None."""
         found = (c for c in self.waiting.values() if encoding in c.parents)
-        return min(found, key=lambda c: c.number, default=None) if encoding.num_waiting else None
+        return min(found, key=lambda c: c.turn, default=None) if encoding.num_waiting else None
 
     def readers_of(self, encoding: Encoding) -> list[ScheduledCall]:
         """Calls that wait for an encoding, or for what is encoded with it; internal ones, too."""

@@ -52,7 +52,8 @@ class ScheduledCall:
         max_served: limit of `num_served`; 0: not known yet.
         served_since: number of calls begun and ended when `num_served` was last reset.
         stored_positions: positions of each parent's first key, while it is scheduled.
-        number: order of arrival; an encoding again has that of the call that it serves.
+        turn: priority, 0 unless vLLM schedules by that, and order of arrival; an encoding again
+            has that of the call that it serves.
         parked_on: the parent that it waits for, which is not known yet; None: all are known.
     """
 
@@ -70,7 +71,7 @@ class ScheduledCall:
     max_served: int = 0
     served_since: int = 0
     stored_positions: Sequence[int] | None = None
-    number: int = 0
+    turn: tuple[int, int] = (0, 0)
     parked_on: Encoding | None = None
     helpers: set[ScheduledCall] = field(default_factory=set, repr=False)
     beneficiary: ScheduledCall = field(init=False, repr=False)
@@ -89,7 +90,7 @@ class ScheduledCall:
         served = [self]
         while served:
             call = served.pop()
-            call.beneficiary, call.number = other.beneficiary, other.number
+            call.beneficiary, call.turn = other.beneficiary, other.turn
             served += call.helpers
 
     @property

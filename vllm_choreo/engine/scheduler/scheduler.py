@@ -20,6 +20,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput
@@ -86,7 +87,8 @@ class _Choreographed(Scheduler):
         self.store.tier = self._host_tier()
         self.store.hidden = self._hidden_index()
         min_run_tokens = 1 if self.vllm_config.speculative_config is None else 2
-        self.call_table = CallTable(self.store, self.max_model_len, min_run_tokens)
+        by_priority = self.policy == SchedulingPolicy.PRIORITY
+        self.call_table = CallTable(self.store, self.max_model_len, min_run_tokens, by_priority)
         in_place = self.choreo_config.reposition == "in_place"
         self.mover = KeyMover(self.call_table, manager.block_pool) if in_place else None
         # vLLM's constructor names its manager class; the subclass only adds methods.
