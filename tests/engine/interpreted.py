@@ -218,17 +218,17 @@ def check_layers(llm: Any, oracle: Any) -> None:
         assert_greedy(answer, oracle, layered.repair(parents, [range(1, 3)]), offset)
 
 
-def check_eviction(llm: Any, oracle: Any) -> int:
+def check_eviction(llm: Any, model_path: str) -> int:
     """Messages that do not fit go to host memory and come back. Returns how many came back."""
     import random
 
     from vllm import SamplingParams
 
-    from tests.engine.oracle import assert_greedy, random_tokens, whole
+    from tests.engine.oracle import Oracle, assert_greedy, random_tokens, whole
     from vllm_choreo import Choreography
     from vllm_choreo.engine.utility import call
 
-    rng = random.Random(1)
+    rng, oracle = random.Random(1), Oracle(model_path)
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     with Choreography(llm) as c:
         docs = []
@@ -251,15 +251,13 @@ def check_eviction(llm: Any, oracle: Any) -> int:
     return restored
 
 
-def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
-    llm, runner = start(model_path, choices)
+def check_choreographies(llm: Any, model_path: str, choices: dict[str, Any]) -> None:
+    """Ordinary requests, calls with many readers, by layers, and at random are as the oracle's."""
     from tests.engine.choreographies import Draw, check, draw_choreography
-    from tests.engine.conftest import stop_engine
     from tests.engine.oracle import Oracle
     from vllm_choreo import Choreography
 
     oracle = Oracle(model_path)
-    steps = watch(runner.batcher, choose_graphs(runner))
     check_ordinary(llm, oracle)
     check_readers(llm, oracle)
     if choices["settings"].get("hidden_memory_gib"):
@@ -268,6 +266,44 @@ def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
     for seed in choices["seeds"]:
         with Choreography(llm) as c:
             check(c, oracle, draw_choreography(seed, draw))
+
+
+def check_chains(llm: Any, model_path: str) -> None:
+    """Calls behind chains, several in a batch and prefilled in chunks, are as the text."""
+    import random
+    from pathlib import Path
+
+    from vllm import SamplingParams
+
+    from tests.engine.oracle import random_tokens
+    from tests.engine.text_oracle import TextOracle
+    from vllm_choreo import Choreography
+
+    rng, oracle = random.Random(4), TextOracle(Path(model_path))
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2)
+    with Choreography(llm) as c:
+        first = c.prefill(random_tokens(rng, 40))
+        others = [c.prefill(random_tokens(rng, n), parents=[first]) for n in (33, 1)]
+        headers = [random_tokens(rng, n) for n in (1, 280)]
+        calls = [
+            {"header": header, "parents": [first, other]}
+            for header, other in zip(headers, others, strict=True)
+        ]
+        for _ in range(2):
+            answers = c.decode(calls, sampling_params=params)
+            for header, other, answer in zip(headers, others, answers, strict=True):
+                oracle.check([*first.token_ids, *other.token_ids, *header], answer)
+
+
+def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
+    llm, runner = start(model_path, choices)
+    from tests.engine.conftest import stop_engine
+
+    steps = watch(runner.batcher, choose_graphs(runner))
+    if runner.states is None:
+        check_choreographies(llm, model_path, choices)
+    else:
+        check_chains(llm, model_path)
     report: dict[str, Any] = {
         "runner": type(runner).__name__,
         "scheduler": type(llm.llm_engine.engine_core.engine_core.scheduler).__name__,
@@ -275,7 +311,7 @@ def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
         "steps": steps,
     }
     if choices["settings"].get("host_memory_gib"):
-        report["restored"] = check_eviction(llm, oracle)
+        report["restored"] = check_eviction(llm, model_path)
     stop_engine(llm)
     return report
 

@@ -17,8 +17,9 @@ import pytest
 
 BLOCK_GIB = 3 * 2 * 32 * 2 * 32 * 4 / 2**30  # of the tiny model, see test_tiers.py
 TRITON = "ChoreoTritonBackend"
-# The default on GPUs; the older runner, which moves keys; the new one on CPU, with little memory.
-CASES = {
+# The default on GPUs; the older runner, which moves keys; the new one on CPU, with little memory,
+# with positions in rows (M-RoPE), and with layers that have states.
+CASES: dict[str, dict[str, Any]] = {
     "default": {
         "runner": "v2",
         "backend": TRITON,
@@ -41,11 +42,29 @@ CASES = {
         "seeds": [*range(4)],
         "num_blocks": 66,
     },
+    "m-rope": {
+        "model": "paddleocr_vl",
+        "runner": "v2",
+        "backend": TRITON,
+        "is_async": True,
+        "settings": {},
+        "seeds": [0],
+    },
+    "states": {
+        "model": "granite_hybrid",
+        "runner": "v2",
+        "backend": None,
+        "is_async": False,
+        "settings": {},
+        "seeds": [],
+    },
 }
 EXPECTED = {
     "default": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
     "v1": ("ChoreoCPUModelRunner", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
     "cpu": ("ChoreoCPUModelRunnerV2", "ChoreoScheduler", ["ChoreoCPUImpl"]),
+    "m-rope": ("ChoreoCPUModelRunnerV2", "ChoreoAsyncScheduler", ["ChoreoTritonImpl"]),
+    "states": ("ChoreoCPUModelRunnerV2", "ChoreoScheduler", ["ChoreoCPUImpl"]),
 }
 
 
@@ -65,7 +84,7 @@ def run(model_path: Path, choices: dict[str, Any]) -> dict[str, Any]:
 def test_random_choreographies(case: str, tiny_model_path: Callable[[str], Path]) -> None:
     """Compared with the oracle in that process; here, that it ran what it should."""
     pytest.importorskip("triton")
-    report = run(tiny_model_path("llama"), CASES[case])
+    report = run(tiny_model_path(CASES[case].get("model", "llama")), CASES[case])
     assert (report["runner"], report["scheduler"], report["impls"]) == EXPECTED[case]
     choreographed = {mode for reads_spans, mode in report["steps"] if reads_spans}
     ordinary = {mode for reads_spans, mode in report["steps"] if not reads_spans}

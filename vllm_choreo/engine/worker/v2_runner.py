@@ -14,13 +14,15 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 from vllm_choreo.engine.worker.model_runner import ChoreoModelRunner
 from vllm_choreo.engine.worker.span_batcher import StepBatch
-from vllm_choreo.errors import UnsupportedModelError
+from vllm_choreo.engine.worker.state_layers import StateBatch
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.states import RequestState
 
 
 class ChoreoCudaGraphManager(ModelCudaGraphManager):
@@ -46,28 +48,46 @@ class ChoreoCudaGraphManager(ModelCudaGraphManager):
         }
 
 
+class ChoreoModelState(ModelState):
+    """Mixin over the runner's state of a model: positions of own tokens, layers with states.
+
+    Of models with M-RoPE vLLM makes the positions here, in rows; and it builds the metadata of the
+    layers in its KV cache, among which those with states are not.
+    """
+
+    runner: ChoreoGPUModelRunnerV2
+
+    @classmethod
+    def take_over(cls, state: ModelState, runner: ChoreoGPUModelRunnerV2) -> None:
+        """Mix this class into the state of a runner's model."""
+        mixed = type(f"Choreo{type(state).__name__}", (cls, type(state)), {})
+        state.__class__ = mixed
+        state.runner = runner
+
+    def prepare_inputs(
+        self, input_batch: InputBatch, req_states: RequestState
+    ) -> dict[str, torch.Tensor | None]:
+        inputs: dict[str, torch.Tensor | None] = super().prepare_inputs(input_batch, req_states)
+        if (rows := inputs.get("positions")) is not None:
+            self.runner.place_rows(rows)
+        return inputs
+
+    def prepare_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        by_layer: dict[str, Any] = super().prepare_attn(input_batch, *args, **kwargs)
+        return by_layer | self.runner.state_metadata(input_batch)
+
+
 class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
     """The runner V2 on GPU, which takes part where vLLM looks up the blocks of a batch.
 
     Dummy runs look none up.
     """
 
-    def prepare_choreography(self) -> None:
-        """Refuse models with M-RoPE or states, whose inputs are built elsewhere; prepare others.
+    _step: StepBatch | None = None  # the batch of the step that runs
 
-        Raises:
-            UnsupportedModelError: the model cannot be choreographed; says why.
-        """
-        model = self.vllm_config.model_config
-        if model.uses_mrope or self.states is not None:
-            raise UnsupportedModelError(
-                "models with M-RoPE or states are choreographed by vLLM's model runner V1: set "
-                "VLLM_USE_V2_MODEL_RUNNER=0, or run this model without the plugin "
-                '(VLLM_PLUGINS="")',
-                parameter="model",
-                value=model.model,
-            )
+    def prepare_choreography(self) -> None:
         super().prepare_choreography()
+        ChoreoModelState.take_over(self.model_state, self)
 
     @property
     def graphs(self) -> ChoreoCudaGraphManager:
@@ -85,17 +105,45 @@ class ChoreoGPUModelRunnerV2(ChoreoModelRunner, GPUModelRunner):
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         block_tables, slot_mappings = super().prepare_attn(input_batch)
+        self._step = None
         if self._in_step:
             num_reqs = input_batch.num_reqs
-            step = StepBatch(
+            self._step = StepBatch(
                 input_batch.req_ids,
                 torch.from_numpy(input_batch.query_start_loc_np[: num_reqs + 1]),
                 input_batch.seq_lens_cpu_upper_bound[:num_reqs],
                 block_tables[0][:num_reqs],
                 input_batch.seq_lens[:num_reqs],
             )
-            self._lay_out(step, input_batch.positions)
+            self._lay_out(self._step, input_batch.positions)
         return block_tables, slot_mappings
+
+    def place_rows(self, positions: torch.Tensor) -> None:
+        """Place own tokens of a step, whose positions are rows (M-RoPE).
+
+        Args:
+            positions: int64 `[num_rows, num_tokens]`, on the device, changed in place.
+        """
+        if self._in_step and self._step is not None:
+            self.batcher.place(self._step, positions)
+
+    def state_metadata(self, input_batch: InputBatch) -> dict[str, object]:
+        """Attention metadata of the layers with states, by layer; of a dummy run, too."""
+        if self.states is None:
+            return {}
+        num_padded = len(input_batch.seq_lens)
+        is_prefilling = torch.zeros(num_padded, dtype=torch.bool)
+        is_prefilling[: input_batch.num_reqs] = torch.from_numpy(input_batch.is_prefilling_np)
+        return self.states.metadata(
+            StateBatch(
+                input_batch.req_ids if self._in_step else [],
+                input_batch.query_start_loc,
+                torch.from_numpy(input_batch.query_start_loc_np),
+                input_batch.seq_lens,
+                input_batch.seq_lens_cpu_upper_bound[:num_padded],
+                is_prefilling,
+            )
+        )
 
 
 class ChoreoCPUModelRunnerV2(ChoreoGPUModelRunnerV2, CPUModelRunner):
