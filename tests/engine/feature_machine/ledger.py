@@ -359,11 +359,14 @@ class Ledger:
         for number, ((parent, _), (start, stop, offset)) in enumerate(
             zip(made.parents, made.spans, strict=True)
         ):
-            where = tuple(offset for *_, offset in made.spans[: number + 1])
-            if has(made, parent, links, made.spans[:number], start, offset):
+            before = made.spans[:number]
+            where = (*(offset for *_, offset in before), offset)
+            # One of all tokens is the same whether it is made for exact mode or for repair.
+            copy = ("copy", parent, start, stop, tuple(links), where)
+            if has(made, parent, links, before, start, offset):
                 links.append((parent, start, stop))
             elif made.call.exact:
-                links.append((("copy", parent, start, stop, tuple(links)), 0, stop - start))
+                links.append((copy, 0, stop - start))
             elif not runs[number]:
                 links.append((parent, start, stop))
             elif is_layered:
@@ -371,7 +374,6 @@ class Ledger:
                     made.must.add("RepairError")
                 links.append((("layers", made, parent, tuple(links)), start, stop))
             elif tuple(runs[number]) == ((0, stop - start),):
-                copy = ("copy", parent, start, stop, tuple(links), where)
                 links.append((copy, 0, stop - start))
             else:
                 links.append((("patch", made, parent, tuple(links)), start, stop))
