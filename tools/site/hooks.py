@@ -70,3 +70,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     # A table begins a block of its own, as on the sites that show repositories.
     text = re.sub(r"<!-- (table: .*|end) -->", "", markdown)
     return relink(text, sources[where], where, paths, ROOT)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Name the theme's search dialog, for who hears the page; see `on_post_template`."""
+    return _with_names(output)
+
+
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    """Do the same for the page of what is not found, which is no page to MkDocs."""
+    return _with_names(output)
+
+
+def _with_names(output: str) -> str:
+    dialog = 'data-md-component="search" role="dialog"'
+    return output.replace(dialog, f'{dialog} aria-label="Search"')
