@@ -271,6 +271,45 @@ def test_a_call_that_is_preempted_takes_nothing_from_whom_it_was_preempted_for(
     )
 
 
+def test_who_runs_is_not_preempted_for_what_a_later_call_begins(machine_of: MachineOf) -> None:
+    """It would start again, and take that back, for ever."""
+    run(
+        machine_of("tight"),
+        Call("a", "m0", (0, 5)),
+        Call("a", "m1", (0, 35), scores=2),
+        Settle(),
+        Call(
+            "a",
+            "m2",
+            (7, 37),
+            (Read("m0"), Read("m1"), Read("m1")),
+            generate=1,
+            keep=(1, 2),
+            adapter=2,
+            seed=64,
+        ),
+        Call("a", "m3", (0, 90), adapter=1),
+        Call(
+            "a",
+            "m7",
+            (8, 39),
+            (*(Read("m2"),) * 3, Read("m1")),
+            generate=5,
+            repair={"share": 0.3, "by": "random", "seed": 0},
+        ),
+        Call(
+            "a",
+            "m8",
+            (0, 32),
+            (Read("m2"), Read("m1"), Read("m1"), Read("m2")),
+            generate=1,
+            repair={"layers": [0, 2]},
+            adapter=2,
+            seed=11,
+        ),
+    )
+
+
 def test_what_a_patch_is_placed_over_stays_until_it_is(machine_of: MachineOf) -> None:
     """It is read by a message that is encoded again, not by the call that waits for that."""
     run(

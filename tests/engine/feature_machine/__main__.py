@@ -67,9 +67,8 @@ def main() -> int:
     for tally in found:
         tallies.append(tally)
         for failure in tally.failures:
-            if failure.law not in shown:
-                shown.add(failure.law)
-                _print_failure(failure)
+            _print_failure(failure, is_new=failure.law not in shown)
+            shown.add(failure.law)
         _print_progress(tallies, time.monotonic() - start)
     _print_table(tallies)
     return int(any(tally.failures for tally in tallies))
@@ -102,11 +101,13 @@ def _seeds(text: str) -> tuple[int, int | None]:
     return int(first or 0), int(last) if last else None
 
 
-def _print_failure(failure: Failure) -> None:
-    print(f"\n{failure.configuration}, seed {failure.seed}: {failure.law}")
-    print(failure.detail)
-    print(failure.where)
-    print(failure.test, flush=True)
+def _print_failure(failure: Failure, is_new: bool) -> None:
+    """Print which program failed, and of the first that broke a law all there is to know."""
+    print(f"\n{failure.configuration}, seed {failure.seed}: {failure.law}", flush=True)
+    if is_new:
+        print(failure.detail)
+        print(failure.where)
+        print(failure.test, flush=True)
 
 
 def _print_progress(tallies: list[Tally], seconds: float) -> None:

@@ -111,13 +111,14 @@ class BlockReserver:
 
         Args:
             waiting: calls that wait; those that encode for this one are appended.
-            is_first: True if it need not fit beside blocks promised to others, and may take those
-                of encodings that others wait for.
+            is_first: True if it may take blocks of encodings that others wait for, and those
+                promised to requests that run, unless one of these comes before it.
 
         Returns:
             Number of the free blocks that will be taken.
         """
-        taken, most = 0, sys.maxsize if is_first else free
+        is_bound = not is_first or self._runs_before(call.beneficiary)
+        taken, most = 0, free if is_bound else sys.maxsize
         if is_first:
             self._call_table.adopt_encoders(call)
         for wanted in self._lacks(call):
@@ -148,6 +149,19 @@ class BlockReserver:
                 taken += need
                 self._watch(call, is_first)
         return taken
+
+    def _runs_before(self, call: ScheduledCall) -> bool:
+        """Return whether a request runs that comes before a call in turn.
+
+        It would be preempted for what that call begins, and take it back when it starts again.
+        """
+        for request in self._running():
+            other = self._call_table.calls.get(request.request_id)
+            if other is not None and other.beneficiary is call:
+                continue
+            if self._call_table.turn_of(request) < self._call_table.turn_of(call.request):
+                return True
+        return False
 
     def refuse_too_large(self, waiting: Iterable[Request], is_tried: Callable[..., bool]) -> None:
         """Refuse, when no call can get on, the first one that found too little room."""
@@ -286,7 +300,8 @@ class BlockReserver:
         if call is not None and call.plan is not None:
             num_there = call.plan.base
         size, num_there = self._store.block_size, max(num_there, request.num_computed_tokens)
-        return -(-request.num_tokens // size) - -(-num_there // size)
+        num_tokens = request.num_tokens_with_spec + request.num_output_placeholders
+        return -(-num_tokens // size) - -(-num_there // size)
 
     def _free_blocks(self) -> int:
         """Number of blocks that are free, or idle and so evictable, less those promised.

@@ -182,6 +182,14 @@ class CallTable:
         """
         return sorted(self.waiting.values(), key=lambda call: call.turn)
 
+    def turn_of(self, request: Request) -> tuple[int, float, int]:
+        """Turn of a call's request, or of an ordinary one: by priority, then by arrival."""
+        call = self.calls.get(request.request_id)
+        if call is None:
+            return request.priority * self._by_priority, request.arrival_time, 0
+        priority, number = call.turn
+        return priority, call.beneficiary.request.arrival_time, number
+
     def resolve(self, call: ScheduledCall) -> bool:
         """Decide positions and write the virtual sequence, once all parents are known.
 
