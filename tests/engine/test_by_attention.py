@@ -240,7 +240,7 @@ def _run(llm: Any, program: Callable[[Choreography], Program], num_steps: int = 
         assert c.stats()["num_free_blocks"] == free
 
 
-@pytest.fixture(scope="module", params=sampled(("llama", "qwen3", "glm4", "bloom", "gemma3"), 5))
+@pytest.fixture(scope="module", params=sampled(("llama", "qwen3", "glm4", "bloom", "gemma3"), 1))
 def tiny(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],
@@ -275,7 +275,7 @@ def test_random_calls_of_variants(
 
 
 @pytest.mark.parametrize("seed", sampled(range(100, 110), 2))
-@pytest.mark.parametrize("reposition", ["query", "in_place"])
+@pytest.mark.parametrize("reposition", sampled(["in_place", "query"], 1))
 def test_random_calls_in_a_small_pool(
     engine_slot: Callable[..., Any],
     tiny_model_path: Callable[[str], Path],

@@ -151,6 +151,7 @@ def test_calls_that_end_early_with_asynchronous_scheduling(
 # -- processes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive  # tests/server asks such an engine in every run
 @pytest.mark.slow
 def test_one_batch_of_both_kinds_in_an_engine_process(
     tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

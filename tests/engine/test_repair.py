@@ -19,7 +19,7 @@ from vllm_choreo import Choreography
 from vllm_choreo.errors import DeniedMessageError, RepairError, UnsupportedOptionError
 from vllm_choreo.semantics.message import Message
 
-_MODELS = sampled(("llama", "qwen3", "gemma3", "bloom", "glm4", "paddleocr_vl"), 4)
+_MODELS = sampled(("llama", "qwen3", "gemma3", "bloom", "glm4", "paddleocr_vl"), 1)
 
 
 # -- laws ----------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_random_repairs(tiny: tuple[Any, Oracle], seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", sampled(range(100, 105), 1))
-@pytest.mark.parametrize("reposition", ["query", "in_place"])
+@pytest.mark.parametrize("reposition", sampled(["in_place", "query"], 1))
 def test_random_repairs_in_a_small_pool(
     engine_slot: Callable[..., Any],
     tiny_model_path: Callable[[str], Path],

@@ -108,7 +108,7 @@ class WeighedProgram(Program):
         return parents
 
 
-@pytest.fixture(scope="module", params=sampled(("llama", "qwen3", "glm4", "gemma3"), 4))
+@pytest.fixture(scope="module", params=sampled(("llama", "qwen3", "glm4", "gemma3"), 1))
 def tiny(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],
