@@ -20,6 +20,7 @@ import torch
 from tests.engine import fp8_kernels
 from tests.engine.oracle import Oracle
 from tests.quick import NUM_BLOCKS
+from tests.selection import SHARES_NEXT
 from vllm_choreo.testing.models.embedded import default_path, is_complete
 from vllm_choreo.testing.models.tiny import MAX_MODEL_LEN
 
@@ -27,6 +28,19 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 BLOCK_SIZE = 32
+_OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": MAX_MODEL_LEN,
+    "block_size": BLOCK_SIZE,
+    "num_gpu_blocks_override": NUM_BLOCKS,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 16,
+    "enable_prefix_caching": True,
+    "disable_log_stats": True,
+    "language_model_only": True,  # of models that take pictures, which have no processor here
+    "seed": 0,
+}
 
 # Whoever wants such a model has made its folder: none is ever fetched for a test.
 _TESTS_OF_MODELS = {
@@ -53,20 +67,7 @@ def start_engine(model_path: Path, **options: Any) -> LLM:
 
     if options.get("kv_cache_dtype", "auto") != "auto":
         fp8_kernels.install_where_missing()
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": MAX_MODEL_LEN,
-        "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": NUM_BLOCKS,
-        "max_num_batched_tokens": 256,
-        "max_num_seqs": 16,
-        "enable_prefix_caching": True,
-        "disable_log_stats": True,
-        "language_model_only": True,  # of models that take pictures, which have no processor here
-        "seed": 0,
-    }
-    return LLM(str(model_path), **{**defaults, **options})
+    return LLM(str(model_path), **{**_OPTIONS, **options})
 
 
 def stop_engine(llm: LLM) -> None:
@@ -87,25 +88,56 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+class _Slot:
+    """The engine of this process, of which there is one at a time."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Path, str] | None = None
+        self._llm: LLM | None = None
+
+    def take(self, model_path: Path, **options: Any) -> LLM:
+        key = (model_path, repr(sorted({**_OPTIONS, **options}.items())))
+        if self._llm is None or self._key != key:
+            self.stop()
+            self._llm, self._key = start_engine(model_path, **options), key
+        return self._llm
+
+    def clear(self) -> None:
+        """Let nobody find what was computed until now."""
+        if self._llm is not None:
+            assert self._llm.reset_prefix_cache(), "a test has left something"
+
+    def stop(self) -> None:
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            stop_engine(llm)
+
+
+@pytest.fixture(scope="session")
+def _slot() -> Iterator[_Slot]:
+    slot = _Slot()
+    yield slot
+    slot.stop()
+
+
 @pytest.fixture(scope="module")
-def engine_slot() -> Iterator[Callable[..., LLM]]:
+def engine_slot(_slot: _Slot, request: pytest.FixtureRequest) -> Iterator[Callable[..., LLM]]:
     """`engine_slot(model_path, **options)`: the module's one engine, started on first use.
 
     Asking for another model or other options stops the engine before it starts the new one, so
-    order parametrised tests by model.
+    order parametrised tests by model. It stays for the next module, emptied, if that runs in this
+    process because it asks for the same one: see `plain_llama`.
     """
-    current: dict[str, Any] = {}
+    yield _slot.take
+    if request.config.stash[SHARES_NEXT]:
+        _slot.clear()
+    else:
+        _slot.stop()
 
-    def get(model_path: Path, **options: Any) -> LLM:
-        key = (model_path, repr(sorted(options.items())))
-        if current.get("key") != key:
-            if "llm" in current:
-                current.pop("key")
-                stop_engine(current.pop("llm"))
-            current["llm"] = start_engine(model_path, **options)
-            current["key"] = key
-        return current["llm"]
 
-    yield get
-    if "llm" in current:
-        stop_engine(current.pop("llm"))
+@pytest.fixture
+def plain_llama(engine_slot: Callable[..., LLM], tiny_model_path: Callable[[str], Path]) -> LLM:
+    """An engine of the tiny Llama as it is by default. Files that ask for it run one after
+    another, and share it.
+    """
+    return engine_slot(tiny_model_path("llama"))

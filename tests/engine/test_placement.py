@@ -158,7 +158,7 @@ def test_a_call_gets_what_it_names(
                 assert_choices(read, len(_HEADER))
 
 
-# -- folders and what they hold ---------------------------------------------------------------------
+# -- folders and what they hold ----------------------------------------------------------------
 
 
 def test_the_same_weights_are_the_same_adapter(llm: Any, adapter: Adapter) -> None:

@@ -25,9 +25,9 @@ _MODELS = sampled(("llama", "qwen3", "gemma3", "bloom", "glm4", "paddleocr_vl"),
 # -- laws ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
-    return engine_slot(tiny_model_path("llama"))
+@pytest.fixture
+def llm(plain_llama: Any) -> Any:
+    return plain_llama
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import Session
+from tests.server.serving import Session, cpu_seconds
 from tests.server.test_routes import GREEDY, error_of
+from vllm_choreo.testing.server import Server
 
 JSON = {"Content-Type": "application/json"}
 
@@ -252,11 +252,11 @@ MANY = 1_000_000
     ],
     ids=lambda body: json.dumps(body)[:30],
 )
-def test_a_million_of_anything_is_refused_soon(shared: Session, body: Any) -> None:
+def test_a_million_of_anything_is_refused_soon(shared: Session, server: Server, body: Any) -> None:
     content = json.dumps(body).encode()
-    start = time.monotonic()
+    before = cpu_seconds(server)
     answer = shared.client.post(f"{shared.path}/messages", content=content, headers=JSON)
-    seconds = time.monotonic() - start
+    seconds = cpu_seconds(server) - before
     assert answer.status_code in (400, 429) and len(answer.content) < 2000, answer.text[:2000]
     assert seconds < 5
 
@@ -270,15 +270,12 @@ def test_long_texts_do_not_stop_the_server(shared: Session, server: Any) -> None
         running = pool.submit(
             shared.client.post, f"{shared.path}/messages", content=content, headers=JSON
         )
-        longest, begin = 0.0, time.monotonic()
+        num_answered = 0
         while not running.done():
-            start = time.monotonic()
             assert httpx.get(f"{server.base_url}/health").status_code == 200
-            longest = max(longest, time.monotonic() - start)
-        seconds = time.monotonic() - begin
+            num_answered += 1
     assert error_of(running.result(), 400)["type"] == "TooLongError"
-    # On a busy machine everything takes longer.
-    assert longest < max(1.0, seconds / 3)
+    assert num_answered > 5, "one of them waited for most of it"
 
 
 @pytest.mark.parametrize("name", ["%ff", "%00", "a%2Fb", "..%2F..", "%E2%98%83", "x" * 10_000, "%"])
