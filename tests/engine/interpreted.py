@@ -68,7 +68,7 @@ def start(model_path: str, choices: dict[str, Any]) -> Any:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from tests.engine.conftest import start_engine
+    from tests.engine.engines import start_engine
     from vllm_choreo.engine.plugin import configure_after
     from vllm_choreo.engine.worker.cpu_worker import ChoreoCPUWorker
 
@@ -254,7 +254,7 @@ def check_eviction(llm: Any, oracle: Any) -> int:
 def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
     llm, runner = start(model_path, choices)
     from tests.engine.choreographies import Draw, check, draw_choreography
-    from tests.engine.conftest import stop_engine
+    from tests.engine.engines import stop_engine
     from tests.engine.oracle import Oracle
     from vllm_choreo import Choreography
 

@@ -281,7 +281,7 @@ def test_async_calls_stream_overlap_and_end_early(tiny_model_path: Callable[[str
 def test_an_engine_in_its_own_process_gives_the_same_answers(
     llm: Any, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.engine.conftest import start_engine, stop_engine
+    from tests.engine.engines import start_engine, stop_engine
 
     with Choreography(llm) as c:
         expected = conversation(c)

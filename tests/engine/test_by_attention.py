@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from tests.engine.adapters import Adapter
 from tests.engine.attention_oracle import AttentionOracle
-from tests.engine.conftest import BLOCK_SIZE
+from tests.engine.engines import BLOCK_SIZE
 from tests.engine.oracle import Oracle, Parent, random_tokens
 from tests.engine.programs import GREEDY, Program
 from tests.grids import sampled

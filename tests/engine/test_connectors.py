@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import BLOCK_SIZE, start_engine, stop_engine
+from tests.engine.engines import BLOCK_SIZE, start_engine, stop_engine
 from tests.engine.offloading import OFFLOADING, copies
 from tests.engine.oracle import TIE, Oracle, assert_greedy, random_tokens, whole
 from tests.grids import sampled

@@ -13,8 +13,8 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.choreographies import check, draw_choreography
-from tests.engine.conftest import start_engine, stop_engine
 from tests.engine.eagle_head import make_eagle_head
+from tests.engine.engines import start_engine, stop_engine
 from tests.engine.oracle import Oracle, Parent, assert_greedy, random_tokens, whole
 from tests.engine.suffix_cache import installed
 from tests.grids import sampled

@@ -35,7 +35,7 @@ ENVIRONMENT = {
 
 
 def make(path: str, mode: str) -> Any:
-    from tests.engine.conftest import start_engine
+    from tests.engine.engines import start_engine
     from vllm_choreo import Choreography
 
     return Choreography(start_engine(Path(path), max_num_batched_tokens=1024), mode=mode)

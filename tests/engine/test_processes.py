@@ -16,7 +16,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.choreographies import check, draw_choreography
-from tests.engine.conftest import start_engine, stop_engine
+from tests.engine.engines import start_engine, stop_engine
 from tests.engine.oracle import Oracle, whole
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.engine import utility

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import stop_engine
+from tests.engine.engines import stop_engine
 from tests.lab.train.packings import load
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.engine import start_engine
