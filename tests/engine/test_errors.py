@@ -78,11 +78,12 @@ def _error(output: Any) -> ChoreoError:
 
 
 @pytest.fixture
-def llm(plain_llama: Any) -> Iterator[Any]:
-    """A test must leave no call, no message and no block behind."""
-    yield plain_llama
-    utility.call(plain_llama, "close", SESSION)
-    stats = _stats(plain_llama)
+def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Iterator[Any]:
+    """The module's engine. A test must leave no call, no message and no block behind."""
+    engine = engine_slot(tiny_model_path("llama"), max_model_len=MAX_MODEL_LEN)
+    yield engine
+    utility.call(engine, "close", SESSION)
+    stats = _stats(engine)
     assert stats["num_calls"] == stats["num_messages"] == stats["num_blocks_all_sessions"] == 0
     assert stats["num_free_blocks"] == stats["num_pool_blocks"] - 1
 
