@@ -23,7 +23,6 @@ from vllm import SamplingParams
 
 from tests.engine.choreographies import Draw, check, draw_choreography
 from tests.engine.oracle import Oracle, whole
-from tests.grids import sampled
 from vllm_choreo import Choreography
 
 _NOISE_FACTOR = 2.5
@@ -56,7 +55,7 @@ def _measure_noise(llm: Any, oracle: Oracle) -> float:
     return worst
 
 
-@pytest.fixture(scope="module", params=sampled(["gemma3", "bloom", "llama", "qwen3"], 1))
+@pytest.fixture(scope="module", params=["gemma3", "bloom", "llama", "qwen3"])
 def subject(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],

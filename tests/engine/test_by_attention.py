@@ -240,7 +240,7 @@ def _run(llm: Any, program: Callable[[Choreography], Program], num_steps: int = 
         assert c.stats()["num_free_blocks"] == free
 
 
-@pytest.fixture(scope="module", params=sampled(("llama", "qwen3", "glm4", "bloom", "gemma3"), 1))
+@pytest.fixture(scope="module", params=sampled(("llama", "gemma3", "bloom", "qwen3", "glm4"), 3))
 def tiny(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],

@@ -25,7 +25,7 @@ NUM_PROGRAMS = 12
 MAX_TOKENS = 6
 
 
-@pytest.fixture(scope="module", params=sampled(["llama", "bloom", "ministral3"], 1))
+@pytest.fixture(scope="module", params=["llama", "bloom", "ministral3"])
 def llm(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],

@@ -145,7 +145,7 @@ def _check_spans(done: Sequence[Ran], witness: Witness) -> None:
 
 
 @pytest.mark.parametrize("seeds", sampled(_SEEDS, 1), ids=str)
-@pytest.mark.parametrize("engine", sampled(_ENGINES, 1), ids="-".join)
+@pytest.mark.parametrize("engine", sampled(_ENGINES, 2), ids="-".join)
 def test_random_choreographies(
     start: Callable[..., tuple[Any, Witness]], engine: tuple[str, str], seeds: range
 ) -> None:

@@ -29,7 +29,7 @@ class Subject(laws.Subject):
     oracle: Oracle
 
 
-@pytest.fixture(scope="module", params=sampled(["llama", "bloom", "deepseek_v3", "embedded"], 1))
+@pytest.fixture(scope="module", params=sampled(["llama", "bloom", "deepseek_v3", "embedded"], 3))
 def subject(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],

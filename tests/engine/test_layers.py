@@ -226,7 +226,7 @@ def test_runs_go_through_the_model_in_order_and_in_parts() -> None:
 # -- random programs, against the oracle ---------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=sampled(("llama", "qwen3", "glm4", "bloom"), 1))
+@pytest.fixture(scope="module", params=sampled(("llama", "qwen3", "bloom", "glm4"), 3))
 def tiny(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],

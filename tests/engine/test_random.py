@@ -33,12 +33,10 @@ _LOCAL = [
     *sorted(name for name, model in TINY_MODELS.items() if model.is_local and name != "gpt_oss"),
     "paddleocr_vl",
 ]
-# Ways in which positions act: of a half of each head, by distance, scaled, in pairs, apart.
-_FIRST = ["gpt_neox", "bloom", "yarn", "glm4"]
-_GLOBAL = [*_FIRST, *sorted({*TINY_MODELS} - {*_LOCAL, *_FIRST})]
+_GLOBAL = sorted({*TINY_MODELS} - {*_LOCAL})
 
 
-@pytest.fixture(scope="module", params=sampled(_GLOBAL, len(_FIRST)))
+@pytest.fixture(scope="module", params=_GLOBAL)
 def tiny(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],
@@ -49,7 +47,7 @@ def tiny(
     return engine_slot(tiny_model_path(request.param)), tiny_oracle(request.param)
 
 
-@pytest.fixture(scope="module", params=sampled(_LOCAL, 2))
+@pytest.fixture(scope="module", params=sampled(_LOCAL, 4))
 def local(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],

@@ -19,7 +19,7 @@ from vllm_choreo import Choreography
 from vllm_choreo.errors import DeniedMessageError, RepairError, UnsupportedOptionError
 from vllm_choreo.semantics.message import Message
 
-_MODELS = sampled(("llama", "qwen3", "gemma3", "bloom", "glm4", "paddleocr_vl"), 1)
+_MODELS = sampled(("llama", "qwen3", "gemma3", "bloom", "glm4", "paddleocr_vl"), 4)
 
 
 # -- laws ----------------------------------------------------------------------------------------

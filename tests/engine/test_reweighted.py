@@ -108,7 +108,7 @@ class WeighedProgram(Program):
         return parents
 
 
-@pytest.fixture(scope="module", params=sampled(("llama", "qwen3", "glm4", "gemma3"), 1))
+@pytest.fixture(scope="module", params=sampled(("llama", "gemma3", "qwen3", "glm4"), 3))
 def tiny(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],

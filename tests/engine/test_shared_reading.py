@@ -13,7 +13,6 @@ from vllm import SamplingParams
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE
 from tests.engine.oracle import Oracle, Parent, assert_greedy, random_tokens, whole
-from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.engine.worker.span_batcher import SpanBatcher
 from vllm_choreo.errors import ChoreoError
@@ -82,7 +81,7 @@ def _oracle_parents(call: dict[str, Any], encoded: dict[str, Any]) -> list[Paren
     return parents
 
 
-@pytest.mark.parametrize("model", sampled(MODELS, 1))
+@pytest.mark.parametrize("model", MODELS)
 def test_readers_in_one_batch_equal_the_oracle(
     model: str,
     groups: list[int],

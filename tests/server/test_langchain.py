@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from langchain_core.callbacks import UsageMetadataCallbackHandler
 from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI
 from langchain_tests.unit_tests import ChatModelUnitTests
 from openai import DefaultHttpxClient
@@ -152,19 +152,6 @@ def test_calls_at_once_share_what_they_read(llm: ChatChoreo, server: Server) -> 
     assert used["input_token_details"]["cache_read"] == sum(
         told(answer)["reused_tokens"] for answer in answers
     )
-
-
-def test_calls_of_tools_are_known_by_their_ids(llm: ChatChoreo, server: Server) -> None:
-    """The template writes them in other words than the model did."""
-    place = {"type": "string", "enum": ["shed"]}
-    parameters = {"type": "object", "properties": {"place": place}, "required": ["place"]}
-    tool = {"name": "look", "description": "Look.", "parameters": parameters}
-    call = llm.bind_tools([tool], tool_choice="look", max_tokens=64).invoke([RULE, QUESTION])
-    (made,) = call.tool_calls
-    assert made["args"] == {"place": "shed"}
-    result = ToolMessage("green", tool_call_id=made["id"])
-    answer = llm.bind_tools([tool]).invoke([RULE, QUESTION, call, result])
-    assert call.id in parents_of(server, answer)
 
 
 def test_a_lost_session_is_opened_again(llm: ChatChoreo, server: Server) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChatChoreo` on a server against LangChain's standard tests.
+"""`ChatChoreo` on a server against LangChain's standard tests, and with calls of tools.
 
-They know nothing of choreography. What they skip for what a model cannot do is marked here as
-expected, with the reason.
+The standard tests know nothing of choreography. What they skip for what a model cannot do is marked
+here as expected, with the reason.
 """
 
 from __future__ import annotations
@@ -13,11 +13,22 @@ from typing import Any
 
 import pytest
 from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import ToolMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
-from tests.server.test_langchain import chat, expected, options_of
+from tests.server.test_langchain import (
+    QUESTION,
+    RULE,
+    chat,
+    expected,
+    llm,
+    options_of,
+    parents_of,
+)
 from vllm_choreo.integrations.langchain import ChatChoreo
 from vllm_choreo.testing.server import Server
+
+__all__ = ["llm"]  # the fixture
 
 
 @pytest.fixture
@@ -86,3 +97,17 @@ UNABLE = {
 }  # fmt: skip
 for _name, _reason in UNABLE.items():
     setattr(TestIntegration, _name, expected(_reason))
+
+
+@pytest.mark.exhaustive
+def test_calls_of_tools_are_known_by_their_ids(llm: ChatChoreo, server: Server) -> None:
+    """The template writes them in other words than the model did."""
+    place = {"type": "string", "enum": ["shed"]}
+    parameters = {"type": "object", "properties": {"place": place}, "required": ["place"]}
+    tool = {"name": "look", "description": "Look.", "parameters": parameters}
+    call = llm.bind_tools([tool], tool_choice="look", max_tokens=64).invoke([RULE, QUESTION])
+    (made,) = call.tool_calls
+    assert made["args"] == {"place": "shed"}
+    result = ToolMessage("green", tool_call_id=made["id"])
+    answer = llm.bind_tools([tool]).invoke([RULE, QUESTION, call, result])
+    assert call.id in parents_of(server, answer)

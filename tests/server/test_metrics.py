@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.serving import Session, leave
+from tests.server.test_routes import num_running, wait_until_idle
 from vllm_choreo.server.metrics import POLL_SECONDS
 from vllm_choreo.testing.server import KEYS, MODEL_NAME, Server
 
@@ -210,11 +211,11 @@ def test_calls_whose_client_went_away(
 ) -> None:
     long = {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}
     for path, body in (
-        (f"{session.path}/messages", {"content": "a", "save_as": "one", "sampling_params": long}),
-        ("/v1/completions", {**choreo(session, save_as="other"), "prompt": "a", **long}),
+        (f"{session.path}/messages", {"content": "a", "sampling_params": long}),
+        ("/v1/completions", {**choreo(session), "prompt": "a", **long}),
     ):
-        name = "other" if "prompt" in body else "one"
-        leave(server, path, body, lambda name=name: session.message(name).status_code != 404)  # type: ignore[misc]
+        leave(server, path, body, lambda: num_running(alpha) > 0)
+        wait_until_idle(alpha)
     name = "calls_total{abandoned,decode}"
     page = eventually(alpha, lambda page: page.changes(before).get(name) == 2)
     assert not any(key.startswith("errors_total") for key in page.changes(before))
