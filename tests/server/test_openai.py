@@ -131,10 +131,10 @@ def test_message_ends_where_a_stop_string_ended_it(
 ) -> None:
     call("completions", ANNA, save_as="p")
     prompt = "One, two, three, four, five,"
-    free = text_of(call("completions", prompt, parents=["p"], options={"max_tokens": 40}))
+    options: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 5}
+    free = text_of(call("completions", prompt, parents=["p"], options=options))
     stop = next(word for word in re.findall(r"[A-Za-z]{4,}", free) if free.index(word) > 9)
-    before = free[: free.index(stop)]
-    options = {"stop": [stop], "max_tokens": 40}
+    options["stop"] = [stop]
     body = call.body("completions", prompt, {"parents": ["p"], "save_as": "s"}, options)
     if stream:
         chunks = list(call.client.completions.create(**body, stream=True))
@@ -146,7 +146,7 @@ def test_message_ends_where_a_stop_string_ended_it(
         (choice,) = call.client.completions.create(**body).choices
         text, kept = choice.text, choice.token_ids
         assert choice.finish_reason == "stop"
-    assert text == before
+    assert text == free[: free.index(stop)]
     stored = session.message("s").json()
     assert stored["generated_token_ids"] == kept and stored["generated_text"] == text
     parent = session.message("p").json()["token_ids"]
