@@ -468,4 +468,4 @@ def examples(server: Server) -> Iterator[str]:
 def test_page_runs(examples: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It asserts what it says; test_openai_answers.py reads what it prints."""
     exec(compile(examples, "docs/openai.md", "exec"), {})
-    assert "nobody" in capsys.readouterr().out
+    assert "message of this session" in capsys.readouterr().out
