@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.quick import shallow_copy
+from tests.quick import freeze_what_is_imported, shallow_copy
 from tests.selection import (  # noqa: F401  hooks of pytest
     pytest_addoption,
     pytest_collection_modifyitems,
     pytest_configure,
     pytest_make_collect_report,
     pytest_runtest_makereport,
+    pytest_runtest_teardown,
     pytest_xdist_make_scheduler,
 )
 
@@ -47,6 +48,10 @@ for _name, _value in _ENVIRONMENT.items():
 if not torch.cuda.is_available():
     # Read when Triton is first imported: without a GPU its kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    freeze_what_is_imported()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,8 @@
 - `--all` runs the tests marked `exhaustive`, too, and draws more random inputs.
 - `--no-skips` fails what is skipped for any reason but a missing GPU.
 - Folders whose files take long come first, so that processes which share the files end together.
-- Files whose tests ask for the same server run in one process: a server takes 50 s of CPU to start.
+- Files whose tests ask for the same server, or the same engine, run in one process, one after
+  another: a server takes 50 s of CPU to start, an engine 5.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _FOLDERS = (
     *("ops", "train"),
 )
 _TURN = {name: turn for turn, name in enumerate(_FOLDERS)}
+# True while a test is torn down if the next one is of the same file, or shares its engine.
+SHARES_NEXT = pytest.StashKey[bool]()
 # Hundreds of choreographies each with `--all`, and a file is run by one process.
 _LONGEST = ("test_random.py", "test_repair.py")
 
@@ -55,27 +58,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=exhaustive)
             items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     items.sort(key=_turn)
+    first: dict[str, int] = {}
+    for index, item in enumerate(items):
+        first.setdefault(_home(item.path), index)
+    items.sort(key=lambda item: first[_home(item.path)])
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests stay together in a process: those of a file, or of a server."""
+    """Which tests stay together in a process: those of a file, of a server, of an engine."""
     from xdist.scheduler import LoadFileScheduling
 
-    class LoadServerScheduling(LoadFileScheduling):
+    class LoadHomeScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return _home(config.rootpath / super()._split_scope(nodeid))
 
-    return LoadServerScheduling(config, log)
+    return LoadHomeScheduling(config, log)
 
 
 @cache
 def _home(path: Path) -> str:
-    """The server that the tests of a file share with others, or the file itself."""
+    """The server or engine that the tests of a file share with others, or the file itself."""
+    text = path.read_text(encoding="utf-8") if path.suffix == ".py" else ""
+    if "plain_llama" in text:
+        return "plain_llama"
     if path.parent.name == "server":
-        text = path.read_text(encoding="utf-8")
         if "whole_server" in text:
             return "whole_server"
         if "start_server" not in text:
@@ -85,6 +94,13 @@ def _home(path: Path) -> str:
 
 def _turn(item: pytest.Item) -> tuple[bool, int]:
     return item.path.name not in _LONGEST, _TURN.get(item.path.parent.name, len(_TURN))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Tell fixtures whether what they made is wanted by the next test, too."""
+    is_next = nextitem is not None and _home(nextitem.path) == _home(item.path)
+    item.config.stash[SHARES_NEXT] = is_next
 
 
 @cache

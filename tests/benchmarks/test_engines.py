@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
@@ -21,10 +19,8 @@ from benchmarks.ttft import breakdown
 from vllm_choreo import Choreography
 
 
-def test_the_time_to_first_token_has_parts(
-    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]
-) -> None:
-    llm = engine_slot(tiny_model_path("llama"))
+def test_the_time_to_first_token_has_parts(plain_llama: Any) -> None:
+    llm = plain_llama
     clock = breakdown.Clock()
     with Choreography(llm) as c:
         doc = c.prefill(list(range(5, 45)))
@@ -45,10 +41,8 @@ def test_the_planning_of_a_batch_is_timed() -> None:
     assert 0.0 < times["kept"] < times["new"]
 
 
-def test_what_benchmarks_switch_and_watch_is_there(
-    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]
-) -> None:
-    llm = engine_slot(tiny_model_path("llama"))
+def test_what_benchmarks_switch_and_watch_is_there(plain_llama: Any) -> None:
+    llm = plain_llama
     set_shared_reading(llm, False)
     set_shared_reading(llm, True)
     params = SamplingParams(max_tokens=4, ignore_eos=True)

@@ -25,6 +25,7 @@ def llm(engine_slot: Callable[..., Any], embedded_model_path: Path) -> Any:
     return engine_slot(embedded_model_path, **ENGINE_OPTIONS)
 
 
+@pytest.mark.exhaustive  # on a whole model; tests/engine/test_auto_laws.py has attacks in every run
 def test_a_chunk_that_an_attacker_sent_before_steers_only_who_reads_as_seen(llm: Any) -> None:
     """HijackKV (arXiv 2607.19957), carried out."""
     rows = attack.measure(llm, num_tokens=3, answer_tokens=0)

@@ -15,6 +15,7 @@ from tests.engine.test_keep import llm, saved
 __all__ = ["llm", "saved"]  # the fixtures
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark_measures_what_it_says(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(3)
     monkeypatch.setattr(measure, "draw_tokens", lambda start, count: random_tokens(rng, count))

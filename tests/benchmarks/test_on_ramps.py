@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from vllm import SamplingParams
 
 from benchmarks.on_ramps import bars
@@ -14,6 +15,7 @@ from tests.engine.test_auto import GREEDY, llm, words
 __all__ = ["llm"]  # the fixture
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark(llm: Any) -> None:
     def make() -> Bot:
         return Bot(llm, SamplingParams(temperature=0.0, max_tokens=1))

@@ -106,13 +106,14 @@ def test_bytes_of_a_token_are_those_of_the_paper_where_it_counts_all_heads() -> 
 
 
 def test_bytes_of_a_token_are_those_of_an_engine(
-    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]
+    plain_llama: Any, tiny_model_path: Callable[[str], Path]
 ) -> None:
     """The oracle is what the engine's cache takes of memory; it stores 32 bits, not 16."""
     path = tiny_model_path("llama")
     shape = memory.shape_of("tiny", AutoConfig.from_pretrained(path))
     assert shape.num_kv_heads < shape.num_heads, "keys are shared, or the test says nothing"
-    llm = engine_slot(path)
-    with Choreography(llm) as c:
-        num_bytes = c.stats()["block_bytes"] / llm.llm_engine.vllm_config.cache_config.block_size
+    with Choreography(plain_llama) as c:
+        num_bytes = (
+            c.stats()["block_bytes"] / plain_llama.llm_engine.vllm_config.cache_config.block_size
+        )
     assert num_bytes == 2 * shape.token_bytes

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # vLLM reads this when it starts an engine: without binding, engines of test runs beside one another
 # (and other work on the machine) are not all pinned to the same cores.
@@ -17,16 +16,13 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import pytest
 import torch
 
-from tests.engine import fp8_kernels
+from tests.engine.engines import SLOT
 from tests.engine.oracle import Oracle
-from tests.quick import NUM_BLOCKS
+from tests.selection import SHARES_NEXT
 from vllm_choreo.testing.models.embedded import default_path, is_complete
-from vllm_choreo.testing.models.tiny import MAX_MODEL_LEN
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-BLOCK_SIZE = 32
 
 # Whoever wants such a model has made its folder: none is ever fetched for a test.
 _TESTS_OF_MODELS = {
@@ -44,41 +40,6 @@ def tiny_oracle(tiny_model_path: Callable[[str], Path]) -> Callable[[str], Oracl
     return cache(lambda name: Oracle(tiny_model_path(name)))
 
 
-def start_engine(model_path: Path, **options: Any) -> LLM:
-    """An engine in this process; `options` override the defaults of the tests.
-
-    Chunks of 256 tokens, so that longer prompts are prefilled in several steps.
-    """
-    from vllm import LLM
-
-    if options.get("kv_cache_dtype", "auto") != "auto":
-        fp8_kernels.install_where_missing()
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": MAX_MODEL_LEN,
-        "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": NUM_BLOCKS,
-        "max_num_batched_tokens": 256,
-        "max_num_seqs": 16,
-        "enable_prefix_caching": True,
-        "disable_log_stats": True,
-        "language_model_only": True,  # of models that take pictures, which have no processor here
-        "seed": 0,
-    }
-    return LLM(str(model_path), **{**defaults, **options})
-
-
-def stop_engine(llm: LLM) -> None:
-    """Shut `llm` down now.
-
-    vLLM's process groups are global: an engine that is collected later would take down those of
-    the engine that was started after it.
-    """
-    llm.llm_engine.engine_core.shutdown()
-    gc.collect()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """The tiny models' matrices are small: on a busy machine two threads, each waiting for the
@@ -88,24 +49,23 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def engine_slot() -> Iterator[Callable[..., LLM]]:
+def engine_slot(request: pytest.FixtureRequest) -> Iterator[Callable[..., LLM]]:
     """`engine_slot(model_path, **options)`: the module's one engine, started on first use.
 
     Asking for another model or other options stops the engine before it starts the new one, so
-    order parametrised tests by model.
+    order parametrised tests by model. It stays for the next module, emptied, if that runs in this
+    process because it asks for the same one: see `plain_llama`.
     """
-    current: dict[str, Any] = {}
+    yield SLOT.take
+    if request.config.stash[SHARES_NEXT]:
+        SLOT.clear()
+    else:
+        SLOT.stop()
 
-    def get(model_path: Path, **options: Any) -> LLM:
-        key = (model_path, repr(sorted(options.items())))
-        if current.get("key") != key:
-            if "llm" in current:
-                current.pop("key")
-                stop_engine(current.pop("llm"))
-            current["llm"] = start_engine(model_path, **options)
-            current["key"] = key
-        return current["llm"]
 
-    yield get
-    if "llm" in current:
-        stop_engine(current.pop("llm"))
+@pytest.fixture
+def plain_llama(engine_slot: Callable[..., LLM], tiny_model_path: Callable[[str], Path]) -> LLM:
+    """An engine of the tiny Llama as it is by default. Files that ask for it run one after
+    another, and share it.
+    """
+    return engine_slot(tiny_model_path("llama"))

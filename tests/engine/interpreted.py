@@ -68,7 +68,7 @@ def start(model_path: str, choices: dict[str, Any]) -> Any:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from tests.engine.conftest import start_engine
+    from tests.engine.engines import start_engine
     from vllm_choreo.engine.plugin import configure_after
     from vllm_choreo.engine.worker.cpu_worker import ChoreoCPUWorker
 
@@ -297,7 +297,7 @@ def check_chains(llm: Any, model_path: str) -> None:
 
 def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
     llm, runner = start(model_path, choices)
-    from tests.engine.conftest import stop_engine
+    from tests.engine.engines import stop_engine
 
     steps = watch(runner.batcher, choose_graphs(runner))
     if runner.states is None:

@@ -55,7 +55,7 @@ def _measure_noise(llm: Any, oracle: Oracle) -> float:
     return worst
 
 
-@pytest.fixture(scope="module", params=["bloom", "gemma3", "llama", "qwen3"])
+@pytest.fixture(scope="module", params=["gemma3", "bloom", "llama", "qwen3"])
 def subject(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],

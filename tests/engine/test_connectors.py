@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import BLOCK_SIZE, start_engine, stop_engine
+from tests.engine.engines import BLOCK_SIZE, start_engine, stop_engine
 from tests.engine.offloading import OFFLOADING, copies
 from tests.engine.oracle import TIE, Oracle, assert_greedy, random_tokens, whole
+from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.errors import UnsupportedOptionError
 
@@ -23,7 +24,7 @@ _BLOCK_BYTES = 3 * 2 * BLOCK_SIZE * 64 * 4
 _TIGHT = {"num_gpu_blocks_override": 19, "max_model_len": 18 * BLOCK_SIZE}
 
 
-@pytest.fixture(params=["queries", "in_place"])
+@pytest.fixture(params=sampled(["in_place", "queries"], 1))
 def llm(request: pytest.FixtureRequest, tiny_model_path: Callable[[str], Path]) -> Iterator[Any]:
     choreo: dict[str, Any] = {"host_memory_gib": 6.5 * _BLOCK_BYTES / 2**30}
     if request.param == "in_place":

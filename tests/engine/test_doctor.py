@@ -21,7 +21,11 @@ from vllm_choreo.cli.main import main
 @pytest.mark.parametrize(
     ("name", "row"),
     [
-        ("glm4", "0-2       rotary, 16 dims, neighbours paired"),
+        pytest.param(
+            "glm4",
+            "0-2       rotary, 16 dims, neighbours paired",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("smollm3", "1         no rotation", marks=pytest.mark.exhaustive),
         ("gpt_oss", "0         rotary, 32 dims, halves paired, window of 8, sinks"),
         pytest.param(

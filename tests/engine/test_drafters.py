@@ -13,10 +13,11 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.choreographies import check, draw_choreography
-from tests.engine.conftest import start_engine, stop_engine
 from tests.engine.eagle_head import make_eagle_head
+from tests.engine.engines import start_engine, stop_engine
 from tests.engine.oracle import Oracle, Parent, assert_greedy, random_tokens, whole
 from tests.engine.suffix_cache import installed
+from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.engine.speculation import check_speculation
 from vllm_choreo.errors import UnsupportedOptionError
@@ -32,7 +33,7 @@ class Subject(NamedTuple):
 
 # A model that drafts for itself is always right: a draft that is not shows a drafter that has read
 # or written at wrong places. An EAGLE head reads hidden states of the model, and is hardly ever.
-@pytest.fixture(scope="module", params=["llama", "ministral3", "llama eagle"])
+@pytest.fixture(scope="module", params=sampled(["llama", "llama eagle", "ministral3"], 2))
 def subject(
     request: pytest.FixtureRequest,
     tiny_model_path: Callable[[str], Path],

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import start_engine, stop_engine
+from tests.engine.engines import start_engine, stop_engine
 from tests.engine.workflows import draw_workflow, facts, greedy, run
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.api.fleet import fleet_of

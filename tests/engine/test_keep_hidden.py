@@ -41,6 +41,8 @@ class Saved:
     keys: Path
     recipes: Path
     answers: list[Any]
+    plain: Path
+    said: tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +63,14 @@ def saved(
         kept = c.save(["one", "two", "three", "said"], folder / "keys", encodings=True)
         assert kept.encodings > 4, "and copies"
         c.save(None, folder / "recipes")
+    with Choreography(llm) as c:
+        c.prefill([7] * 50, keep_hidden=[1], save_as="one")
+        c.save(["one"], folder / "plain", encodings=True)
+        said = c.decode([5], parents=["one"], sampling_params=GREEDY).generated_token_ids
     (name,) = (f for f in sorted((folder / "keys").glob("*.safetensors"))[:1])
     with safe_open(name, "pt") as file:
         assert file.get_tensor("layers.2.hidden").shape == (70, 128)
-    return Saved(folder / "keys", folder / "recipes", answers)
+    return Saved(folder / "keys", folder / "recipes", answers, folder / "plain", said)
 
 
 @pytest.fixture
@@ -151,18 +157,10 @@ def test_engines_without_room_refuse_by_name(
 
 
 def test_what_nobody_repairs_by_layers_needs_no_hidden_states(
-    saved: Saved,
-    engine_slot: Callable[..., Any],
-    tiny_model_path: Callable[[str], Path],
-    tmp_path: Path,
+    saved: Saved, engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]
 ) -> None:
-    path = tiny_model_path("llama")
-    with Choreography(engine_slot(path, additional_config=_SETTINGS)) as c:
-        c.prefill([7] * 50, keep_hidden=[1], save_as="one")
-        c.save(["one"], tmp_path / "plain", encodings=True)
-        said = c.decode([5], parents=["one"], sampling_params=GREEDY).generated_token_ids
-    with Choreography(engine_slot(path)) as c:
-        c.load(tmp_path / "plain")
+    with Choreography(engine_slot(tiny_model_path("llama"))) as c:
+        c.load(saved.plain)
         reader = c.decode([5], parents=["one"], sampling_params=GREEDY)
-        assert reader.generated_token_ids == said
+        assert reader.generated_token_ids == saved.said
         assert reader.usage.encoded_tokens == reader.num_tokens

@@ -226,7 +226,7 @@ def test_runs_go_through_the_model_in_order_and_in_parts() -> None:
 # -- random programs, against the oracle ---------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=sampled(("llama", "qwen3", "glm4", "bloom"), 3))
+@pytest.fixture(scope="module", params=sampled(("llama", "qwen3", "bloom", "glm4"), 3))
 def tiny(
     request: pytest.FixtureRequest,
     engine_slot: Callable[..., Any],
@@ -278,7 +278,7 @@ class LayersProgram(Program):
         return [(None, self.oracle), *self.variants]
 
 
-@pytest.mark.parametrize("seed", sampled(range(25), 6))
+@pytest.mark.parametrize("seed", sampled(range(25), 4))
 def test_random_layers(tiny: tuple[Any, Oracle], seed: int) -> None:
     llm, oracle = tiny
     with Choreography(llm) as c:
@@ -305,7 +305,7 @@ def variants(
     return engine_slot(path, additional_config=_HIDDEN, **lora), path, adapters
 
 
-@pytest.mark.parametrize("seed", sampled(range(200, 220), 4))
+@pytest.mark.parametrize("seed", sampled(range(200, 220), 2))
 def test_random_layers_of_variants(
     variants: tuple[Any, Path, list[Adapter]], tiny_oracle: Callable[[str], Oracle], seed: int
 ) -> None:
@@ -340,7 +340,7 @@ def test_a_variant_encodes_all_layers_or_none(variants: tuple[Any, Path, list[Ad
 
 
 @pytest.mark.parametrize("seed", sampled(range(100, 110), 2))
-@pytest.mark.parametrize("reposition", ["query", "in_place"])
+@pytest.mark.parametrize("reposition", sampled(["in_place", "query"], 1))
 def test_random_layers_in_a_small_pool(
     engine_slot: Callable[..., Any],
     tiny_model_path: Callable[[str], Path],

@@ -109,24 +109,6 @@ def test_preempted_calls_come_back_right(llm: Any, tiny_oracle: Callable[[str], 
             assert_greedy(answer, oracle, [whole(doc, 0)], len(doc_tokens))
 
 
-def test_long_message_in_chunks(
-    engine_slot: Callable[..., Any],
-    tiny_model_path: Callable[[str], Path],
-    tiny_oracle: Callable[[str], Oracle],
-) -> None:
-    """Prefill of more tokens than a step takes, with a reader queued behind it."""
-    oracle, rng = tiny_oracle("llama"), random.Random(4)
-    llm = engine_slot(tiny_model_path("llama"))
-    first, second = random_tokens(rng, 700), random_tokens(rng, 600)
-    with Choreography(llm) as c:
-        a = c.prefill(first)
-        b = c.prefill(second, parents=[a], offsets=[100], new_offset=50)
-        answer = c.decode([9], parents=[b, a], sampling_params=_params(4))
-        oracle_a = oracle.encode(first)
-        oracle_b = oracle.encode(second, [whole(oracle_a, 100)], 50)
-        assert_greedy(answer, oracle, [whole(oracle_b, 0), whole(oracle_a, 600)], 1300)
-
-
 def test_the_same_recipe_is_encoded_once(llm: Any, tiny_oracle: Callable[[str], Oracle]) -> None:
     oracle, rng = tiny_oracle("llama"), random.Random(6)
     tokens = random_tokens(rng, 100)
@@ -197,3 +179,21 @@ def test_an_emptied_prefix_cache_leaves_messages_readable(
         again = c.decode(header, parents=[message], sampling_params=_params(4))
         assert again.token_ids == first.token_ids
         assert_greedy(again, oracle, [whole(oracle.encode(tokens), 0)], 70)
+
+
+def test_long_message_in_chunks(
+    engine_slot: Callable[..., Any],
+    tiny_model_path: Callable[[str], Path],
+    tiny_oracle: Callable[[str], Oracle],
+) -> None:
+    """Prefill of more tokens than a step takes, with a reader queued behind it."""
+    oracle, rng = tiny_oracle("llama"), random.Random(4)
+    llm = engine_slot(tiny_model_path("llama"))
+    first, second = random_tokens(rng, 700), random_tokens(rng, 600)
+    with Choreography(llm) as c:
+        a = c.prefill(first)
+        b = c.prefill(second, parents=[a], offsets=[100], new_offset=50)
+        answer = c.decode([9], parents=[b, a], sampling_params=_params(4))
+        oracle_a = oracle.encode(first)
+        oracle_b = oracle.encode(second, [whole(oracle_a, 100)], 50)
+        assert_greedy(answer, oracle, [whole(oracle_b, 0), whole(oracle_a, 600)], 1300)

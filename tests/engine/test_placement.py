@@ -44,6 +44,55 @@ def _used(placement: str) -> tuple[bool, bool]:
     return placement != "decode", placement != "prefill"
 
 
+# -- nobody else notices -------------------------------------------------------------------------
+
+
+def _ordinary(llm: Any) -> list[Any]:
+    """Tokens and log-probabilities of requests that know nothing of adapters."""
+    llm.reset_prefix_cache()
+    prompts = [{"prompt_token_ids": tokens} for tokens in (_DOC, _NEXT, [*_DOC, *_HEADER])]
+    outputs = llm.generate(prompts, _GREEDY, use_tqdm=False)
+    return [_said(output.outputs[0]) for output in outputs]
+
+
+def _said(output: Any) -> Any:
+    return [
+        {token: entry.logprob for token, entry in entries.items()} for entries in output.logprobs
+    ]
+
+
+def _choreographed(llm: Any, **options: Any) -> tuple[list[Message], list[Any]]:
+    with Choreography(llm, **options) as c:
+        docs = c.prefill([{"tokens": _DOC}, {"tokens": _NEXT}])
+        answers = c.decode(
+            [{"header": _HEADER, "parents": docs}, {"header": _HEADER, "parents": docs[1:]}],
+            sampling_params=_GREEDY,
+        )
+        return answers, list(map(_said, answers))
+
+
+def test_an_engine_without_adapters(
+    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path], adapter: Adapter
+) -> None:
+    bare = engine_slot(tiny_model_path("llama"))
+    _refused(bare, "enable_lora=True", UnsupportedOptionError, adapter=adapter.placed("prefill"))
+
+
+def test_all_others_get_the_same_to_the_last_bit(
+    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path], adapter: Adapter
+) -> None:
+    """As in an engine that takes no adapters, before and after both placements were used."""
+    bare = engine_slot(tiny_model_path("llama"))
+    expected = _ordinary(bare), _choreographed(bare)[1]
+    llm = engine_slot(tiny_model_path("llama"), **_ENGINE)
+    assert (_ordinary(llm), _choreographed(llm)[1]) == expected
+    for placement in ("prefill", "decode"):
+        _, said = _choreographed(llm, adapter=adapter.placed(placement))
+        assert said != expected[1]  # or the adapter would prove nothing
+    assert len(llm.llm_engine.list_loras()) == 2
+    assert (_ordinary(llm), _choreographed(llm)[1]) == expected
+
+
 # -- what is encoded by whom ---------------------------------------------------------------------
 
 
@@ -109,46 +158,7 @@ def test_a_call_gets_what_it_names(
                 assert_choices(read, len(_HEADER))
 
 
-# -- nobody else notices -------------------------------------------------------------------------
-
-
-def _ordinary(llm: Any) -> list[Any]:
-    """Tokens and log-probabilities of requests that know nothing of adapters."""
-    llm.reset_prefix_cache()
-    prompts = [{"prompt_token_ids": tokens} for tokens in (_DOC, _NEXT, [*_DOC, *_HEADER])]
-    outputs = llm.generate(prompts, _GREEDY, use_tqdm=False)
-    return [_said(output.outputs[0]) for output in outputs]
-
-
-def _said(output: Any) -> Any:
-    return [
-        {token: entry.logprob for token, entry in entries.items()} for entries in output.logprobs
-    ]
-
-
-def _choreographed(llm: Any, **options: Any) -> tuple[list[Message], list[Any]]:
-    with Choreography(llm, **options) as c:
-        docs = c.prefill([{"tokens": _DOC}, {"tokens": _NEXT}])
-        answers = c.decode(
-            [{"header": _HEADER, "parents": docs}, {"header": _HEADER, "parents": docs[1:]}],
-            sampling_params=_GREEDY,
-        )
-        return answers, list(map(_said, answers))
-
-
-def test_all_others_get_the_same_to_the_last_bit(
-    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path], adapter: Adapter
-) -> None:
-    """As in an engine that takes no adapters, before and after both placements were used."""
-    bare = engine_slot(tiny_model_path("llama"))
-    expected = _ordinary(bare), _choreographed(bare)[1]
-    llm = engine_slot(tiny_model_path("llama"), **_ENGINE)
-    assert (_ordinary(llm), _choreographed(llm)[1]) == expected
-    for placement in ("prefill", "decode"):
-        _, said = _choreographed(llm, adapter=adapter.placed(placement))
-        assert said != expected[1]  # or the adapter would prove nothing
-    assert len(llm.llm_engine.list_loras()) == 2
-    assert (_ordinary(llm), _choreographed(llm)[1]) == expected
+# -- folders and what they hold ----------------------------------------------------------------
 
 
 def test_the_same_weights_are_the_same_adapter(llm: Any, adapter: Adapter) -> None:
@@ -243,10 +253,3 @@ def test_a_folder_trained_anew_is_placed_anew(
         TrainedAdapter("decode", ModelIdentity.of(tiny_model_path("llama")), "kl").save(folder)
         with pytest.raises(AdapterError, match="placement decode"):
             c.prefill(_DOC, adapter=folder)
-
-
-def test_an_engine_without_adapters(
-    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path], adapter: Adapter
-) -> None:
-    bare = engine_slot(tiny_model_path("llama"))
-    _refused(bare, "enable_lora=True", UnsupportedOptionError, adapter=adapter.placed("prefill"))

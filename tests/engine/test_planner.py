@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.byte_model import make_byte_model
+from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.errors import KeptError
 from vllm_choreo.planner import AnswerCache, Msg, Planner, build, invoke, naive, ops
@@ -105,7 +106,7 @@ def llm(engine_slot: Callable[..., Any], model_path: Path) -> Any:
     return engine_slot(model_path, max_num_batched_tokens=1024)
 
 
-@pytest.mark.parametrize("name", WORKFLOWS)
+@pytest.mark.parametrize("name", sampled(WORKFLOWS, 3))
 def test_exact_plans_give_what_the_naive_run_gives(llm: Any, name: str) -> None:
     compiled = WORKFLOWS[name]()
     with Choreography(llm, mode="baseline") as c:
@@ -147,7 +148,7 @@ def test_a_chat_that_goes_on_encodes_its_new_turn_alone(llm: Any) -> None:
         assert c.stats()["num_messages"] <= len(result.plan.cuts.static)
 
 
-@pytest.mark.parametrize("name", ["debate", "reflection", "trading"])
+@pytest.mark.parametrize("name", sampled(["debate", "reflection", "trading"], 1))
 def test_choreographed_plans_read_answers_where_they_lie(llm: Any, name: str) -> None:
     compiled = WORKFLOWS[name]()
     with Choreography(llm, mode="choreo") as c:
@@ -171,7 +172,7 @@ def test_choreographed_plans_read_answers_where_they_lie(llm: Any, name: str) ->
     assert kept <= len(result.plan.cuts.static)
 
 
-@pytest.mark.parametrize("name", ["debate", "trading"])
+@pytest.mark.parametrize("name", sampled(["debate", "trading"], 1))
 def test_answers_are_moved_to_where_they_are_read(llm: Any, name: str) -> None:
     """Two workers say what one says, for both read the same keys and values."""
     compiled, said = WORKFLOWS[name](), []

@@ -14,7 +14,7 @@ DOCS = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
 
 @pytest.mark.exhaustive
 def test_examples_run(shallow_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.engine.conftest import start_engine, stop_engine
+    from tests.engine.engines import start_engine, stop_engine
 
     llm = start_engine(shallow_model_path, max_model_len=1024, max_num_batched_tokens=1024)
     scope: dict[str, object] = {"llm": llm}

@@ -35,7 +35,7 @@ ENVIRONMENT = {
 
 
 def make(path: str, mode: str) -> Any:
-    from tests.engine.conftest import start_engine
+    from tests.engine.engines import start_engine
     from vllm_choreo import Choreography
 
     return Choreography(start_engine(Path(path), max_num_batched_tokens=1024), mode=mode)
@@ -96,7 +96,5 @@ def test_an_engine_that_is_killed_loses_nothing(
     assert sorted(seen) == list(range(12)) and result.stats.num_retries > 0
     tasks = [lane.task for lane in result.stats.lanes]
     assert len(tasks) == len(set(tasks))
-    deadline = time.monotonic() + 30
-    while processes() - before and time.monotonic() < deadline:
+    while processes() - before:  # none is left behind
         time.sleep(0.2)
-    assert not processes() - before, "no process is left behind"

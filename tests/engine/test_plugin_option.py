@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.grids import sampled
+
 # Importing vLLM takes 8 s, so one process does it and forks one for each case. What a case needs
 # has not happened when it forks: no plugin is loaded, no parser is made, no engine is configured.
 _CASES = """
@@ -114,9 +116,15 @@ def _install_other(folder: Path, *groups: str) -> Path:
 
 @pytest.fixture(scope="module")
 def result(
-    tiny_model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tiny_model_path: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Result]:
-    """`result(name)`: what a case found, None if it ended, and what it wrote."""
+    """`result(name)`: what a case found, None if it ended, and what it wrote.
+
+    A case takes 2 s, so those run alone that the tests of this run ask for.
+    """
+    names = [name for name in _ALL if name in _asked_for(request)]
     folder = tmp_path_factory.mktemp("option")
     (folder / "serve.yaml").write_text("plugin: choreo\nmax-model-len: 512\n")
     general = "vllm.general_plugins"
@@ -127,7 +135,7 @@ def result(
     }
     model = str(tiny_model_path("llama"))
     cases = []
-    for case in _ALL.values():
+    for case in map(_ALL.__getitem__, names):
         options = [places.get(word, word) for word in case["options"]]
         argv = [model, "--dtype", "float32", *options]
         cases.append({**case, "argv": argv, "path": [places[word] for word in case["path"]]})
@@ -140,11 +148,21 @@ def result(
     )
 
     def get(name: str) -> Result:
-        number = list(_ALL).index(name)
+        number = names.index(name)
         found, log = (Path(f"{listed}.{number}.{kind}") for kind in ("json", "log"))
         return json.loads(found.read_text()) if found.exists() else None, log.read_text()
 
     return get
+
+
+def _asked_for(request: pytest.FixtureRequest) -> set[str]:
+    """Names of cases, which are parameters of the tests of this run."""
+    found: set[str] = set()
+    for item in request.session.items:
+        if item.path == request.path:
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            found |= {params.get("name"), params.get("case")}
+    return found
 
 
 def _assert_has(found: dict[str, Any] | None, expected: dict[str, Any], log: str) -> None:
@@ -153,7 +171,8 @@ def _assert_has(found: dict[str, Any] | None, expected: dict[str, Any], log: str
 
 
 @pytest.mark.parametrize(
-    "name", ["no option", "another", "child of a stock server", "not named", "none named"]
+    "name",
+    sampled(["no option", "not named", "another", "child of a stock server", "none named"], 2),
 )
 def test_engine_is_vllms_own_where_the_plugin_is_not_asked_for(
     name: str, result: Callable[[str], Result]
@@ -168,55 +187,64 @@ def test_engine_is_vllms_own_where_the_plugin_is_not_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("name", "names"),
-    [
-        ("option", _NAMES),
-        ("twice", _NAMES),
-        ("another before", _NAMES),
-        ("variable", "choreo"),
-        ("library", None),
-        ("child of a server", _NAMES),
-    ],
+    "name",
+    sampled(["option", "variable", "library", "twice", "another before", "child of a server"], 3),
 )
-def test_engine_choreographs(name: str, names: str | None, result: Callable[[str], Result]) -> None:
+def test_engine_choreographs(name: str, result: Callable[[str], Result]) -> None:
     found, log = result(name)
+    names = {"variable": "choreo", "library": None}.get(name, _NAMES)
     _assert_has(found, {**_OURS, "names": names}, log)
     assert "turns it on" not in log
 
 
-def test_config_file(result: Callable[[str], Result]) -> None:
-    found, log = result("config file")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["config file"])
+def test_config_file(name: str, result: Callable[[str], Result]) -> None:
+    found, log = result(name)
     _assert_has(found, {**_OURS, "names": _NAMES}, log)
 
 
-def test_unknown_name_is_refused(result: Callable[[str], Result]) -> None:
-    found, log = result("unknown")
+@pytest.mark.parametrize("name", ["unknown"])
+def test_unknown_name_is_refused(name: str, result: Callable[[str], Result]) -> None:
+    found, log = result(name)
     assert found is None
     assert "no plugin 'nobody' is installed; installed are choreo, lora_filesystem" in log
 
 
-def test_other_plugins_stay_as_they_are(result: Callable[[str], Result]) -> None:
-    found, log = result("other stays")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["other stays"])
+def test_other_plugins_stay_as_they_are(name: str, result: Callable[[str], Result]) -> None:
+    found, log = result(name)
     names = "lora_filesystem_resolver,other,choreo"
     _assert_has(found, {**_OURS, "names": names, "loaded": "yes"}, log)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["other added"])
 def test_another_plugin_is_added_to_those_of_the_variable(
-    result: Callable[[str], Result],
+    name: str, result: Callable[[str], Result]
 ) -> None:
-    found, log = result("other added")
+    found, log = result(name)
     _assert_has(found, {**_OURS, "names": "choreo,other", "loaded": "yes"}, log)
 
 
-def test_no_routes_are_added_unasked(result: Callable[[str], Result]) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["other has routes"])
+def test_no_routes_are_added_unasked(name: str, result: Callable[[str], Result]) -> None:
     """A plugin that is loaded anyway would, when named, add its routes, too."""
-    found, log = result("other has routes")
+    found, log = result(name)
     assert found is None
     assert "other would be named too" in log
 
 
 @pytest.mark.parametrize(
-    ("case", "servers"), [("no option", None), ("option", 1), ("servers", 2), ("servers before", 2)]
+    ("case", "servers"),
+    [
+        ("no option", None),
+        ("option", 1),
+        ("servers", 2),
+        pytest.param("servers before", 2, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_one_api_server_unless_others_are_asked_for(
     case: str, servers: int | None, result: Callable[[str], Result]

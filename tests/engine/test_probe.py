@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.conftest import start_engine, stop_engine
+from tests.engine.engines import start_engine, stop_engine
 from vllm_choreo.engine import query_scaling
 from vllm_choreo.errors import UnsupportedModelError
 

@@ -16,7 +16,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.choreographies import check, draw_choreography
-from tests.engine.conftest import start_engine, stop_engine
+from tests.engine.engines import start_engine, stop_engine
 from tests.engine.oracle import Oracle, whole
 from vllm_choreo import AsyncChoreography, Choreography
 from vllm_choreo.engine import utility
@@ -151,6 +151,7 @@ def test_calls_that_end_early_with_asynchronous_scheduling(
 # -- processes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive  # tests/server asks such an engine in every run
 @pytest.mark.slow
 def test_one_batch_of_both_kinds_in_an_engine_process(
     tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -21,8 +21,8 @@ from vllm_choreo.semantics.params import ChoreoParams
 
 
 @pytest.fixture
-def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
-    return engine_slot(tiny_model_path("llama"))
+def llm(plain_llama: Any) -> Any:
+    return plain_llama
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_example_runs(embedded_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.engine.conftest import stop_engine
+    from tests.engine.engines import stop_engine
 
     example, _ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)  # the other: tests/server
     scope: dict[str, object] = {}

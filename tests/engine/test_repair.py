@@ -25,9 +25,9 @@ _MODELS = sampled(("llama", "qwen3", "gemma3", "bloom", "glm4", "paddleocr_vl"),
 # -- laws ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
-    return engine_slot(tiny_model_path("llama"))
+@pytest.fixture
+def llm(plain_llama: Any) -> Any:
+    return plain_llama
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def test_random_repairs(tiny: tuple[Any, Oracle], seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", sampled(range(100, 105), 1))
-@pytest.mark.parametrize("reposition", ["query", "in_place"])
+@pytest.mark.parametrize("reposition", sampled(["in_place", "query"], 1))
 def test_random_repairs_in_a_small_pool(
     engine_slot: Callable[..., Any],
     tiny_model_path: Callable[[str], Path],

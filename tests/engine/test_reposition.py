@@ -18,7 +18,7 @@ IN_PLACE = {"additional_config": {"choreo": {"reposition": "in_place"}}}
 
 @pytest.fixture
 def llm(tiny_model_path: Callable[[str], Path]) -> Any:
-    from tests.engine.conftest import start_engine, stop_engine
+    from tests.engine.engines import start_engine, stop_engine
 
     engine = start_engine(tiny_model_path("llama"), **IN_PLACE)
     yield engine
@@ -60,7 +60,7 @@ def test_moved_keys_equal_the_oracle(llm: Any, tiny_oracle: Callable[[str], Orac
 
 
 def test_unknown_setting_is_refused(tiny_model_path: Callable[[str], Path]) -> None:
-    from tests.engine.conftest import start_engine
+    from tests.engine.engines import start_engine
 
     with pytest.raises(ValueError, match="repositon"):
         start_engine(

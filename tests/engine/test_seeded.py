@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.engine.conftest import start_engine, stop_engine
 from vllm_choreo import Choreography
 
 SEEDED = SamplingParams(seed=1, temperature=1.0, max_tokens=12, ignore_eos=True)
@@ -18,11 +14,9 @@ OTHER = SamplingParams(seed=2, temperature=1.0, max_tokens=12, ignore_eos=True)
 LONG = [5 + i % 300 for i in range(600)]
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_model_path: Callable[[str], Path]) -> LLM:
-    llm = start_engine(tiny_model_path("llama"))
-    yield llm
-    stop_engine(llm)
+@pytest.fixture
+def llm(plain_llama: LLM) -> LLM:
+    return plain_llama
 
 
 def tokens(llm: LLM, *calls: tuple[list[int], SamplingParams]) -> list[list[int]]:

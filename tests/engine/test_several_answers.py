@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from vllm_choreo.errors import UnsupportedOptionError
 
 
 @pytest.fixture
-def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
-    return engine_slot(tiny_model_path("llama"))
+def llm(plain_llama: Any) -> Any:
+    return plain_llama
 
 
 def test_each_is_a_message_and_as_vllm_samples_it(

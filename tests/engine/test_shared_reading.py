@@ -102,11 +102,8 @@ def test_readers_in_one_batch_equal_the_oracle(
             assert_greedy(answer, oracle, _oracle_parents(call, encoded), call["new_offset"])
 
 
-def test_together_equals_each_alone(
-    engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]
-) -> None:
-    llm = engine_slot(tiny_model_path("llama"))
-    rng = random.Random(7)
+def test_together_equals_each_alone(plain_llama: Any) -> None:
+    llm, rng = plain_llama, random.Random(7)
     with Choreography(llm) as c:
         messages = c.prefill([{"tokens": random_tokens(rng, n)} for n in (70, 41, 100)])
         calls = _readers(rng, messages)

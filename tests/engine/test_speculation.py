@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from vllm.v1.sample import rejection_sampler
 
 import vllm_choreo
 from tests.engine.choreographies import check, draw_choreography
-from tests.engine.conftest import start_engine, stop_engine
 from tests.engine.oracle import Oracle, assert_greedy, random_tokens, whole
 from tests.grids import sampled
 from vllm_choreo import Choreography
@@ -33,15 +32,8 @@ NGRAMS = {
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_model_path: Callable[[str], Path]) -> Iterator[Any]:
-    """An engine in a process of its own, as of a server."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        engine = start_engine(
-            tiny_model_path("llama"), speculative_config=NGRAMS, disable_log_stats=False
-        )
-    yield engine
-    stop_engine(engine)
+def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
+    return engine_slot(tiny_model_path("llama"), speculative_config=NGRAMS, disable_log_stats=False)
 
 
 @pytest.fixture

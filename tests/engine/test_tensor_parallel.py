@@ -19,7 +19,7 @@ import transformers
 from vllm import SamplingParams
 
 from tests.engine.choreographies import check, draw_choreography
-from tests.engine.conftest import BLOCK_SIZE, start_engine, stop_engine
+from tests.engine.engines import BLOCK_SIZE, start_engine, stop_engine
 from tests.engine.oracle import Oracle, random_tokens
 from vllm_choreo import Choreography
 from vllm_choreo.engine import utility

@@ -13,6 +13,7 @@ import pytest
 
 from tests.engine.oracle import Oracle, assert_greedy, random_tokens, whole
 from tests.engine.test_memory import SMALL_POOL, _params
+from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.engine.utility import call
 from vllm_choreo.errors import LimitError
@@ -43,7 +44,7 @@ def _resident(c: Choreography) -> dict[str, bool]:
     return {m["id"]: m["num_encoded"] == m["num_tokens"] for m in c.stats()["messages"]}
 
 
-@pytest.mark.parametrize("reposition", ["query", "in_place"])
+@pytest.mark.parametrize("reposition", sampled(["in_place", "query"], 1))
 def test_evicted_messages_come_back_from_host_memory(
     start: Callable[..., Any], tiny_oracle: Callable[[str], Oracle], reposition: str
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.grids import sampled
 from tests.ops.cases import GPU, TOLERANCE, Case, ints, make_case, make_rotation, run
 from tests.ops.test_sharing import WORKLOADS as SHARED
 from tests.ops.test_sharing import shared_case, shared_reads
@@ -36,7 +37,7 @@ def laid_out(cache: torch.Tensor, order: str) -> torch.Tensor:
     return layers[:, 1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("dtype", sampled(DTYPES, 1), ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("order", ["heads first", "slots first", "layers inside"])
 def test_side_by_side_caches(order, dtype):
     case = make_case(1, WORKLOADS["mixed"], dtype=dtype, block_size=16, head_size=80)
@@ -104,7 +105,7 @@ def with_tiles(case: Case, tiles) -> torch.Tensor:
     return output.cpu()
 
 
-@pytest.mark.parametrize("workload", SHARED)
+@pytest.mark.parametrize("workload", sampled(SHARED, 1))
 def test_tiles_serve_while_own_spans_grow(workload):
     """The plan of a step serves the next ones: only the counts of own tokens change."""
     case = shared_case(5, workload)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import stop_engine
+from tests.engine.engines import stop_engine
 from vllm_choreo.cli import main as cli
 from vllm_choreo.pml.language import whitespace
 from vllm_choreo.pml.server import openai

@@ -114,9 +114,9 @@ GRID: dict[str, tuple[str, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
-    return engine_slot(tiny_model_path("llama"))
+@pytest.fixture
+def llm(plain_llama: Any) -> Any:
+    return plain_llama
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return lines
 
 
+@pytest.mark.exhaustive  # mypy reads all of the package: 50 s
 def test_one_call_makes_a_message_and_a_list_of_calls_a_list(said: dict[str, list[str]]) -> None:
     lines = said["right.py"]
     assert not [line for line in lines if " error: " in line]
@@ -106,11 +107,13 @@ def test_one_call_makes_a_message_and_a_list_of_calls_a_list(said: dict[str, lis
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_argument_is_an_error(said: dict[str, list[str]]) -> None:
     numbers = {int(line.split(":")[1]) for line in said["wrong.py"] if " error: " in line}
     assert numbers == {6, 7, 8, 9, 10}
 
 
+@pytest.mark.exhaustive  # `make lint` does the same
 def test_examples_are_typed(said: dict[str, list[str]], tmp_path: Path) -> None:
     """`make lint` has pyright look at them, too."""
     names = [path.name for path in copy_examples(tmp_path)]

@@ -15,6 +15,7 @@ from tools.vllm_check.uses import Uses
 from vllm_choreo.engine.compat import SUPPORTED_VLLM
 
 
+@pytest.mark.exhaustive  # `make check-vllm` does the same
 def test_the_installed_vllm_has_all_that_is_used() -> None:
     version, folder = installed()
     assert version in SUPPORTED_VLLM

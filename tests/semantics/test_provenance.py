@@ -336,12 +336,12 @@ def test_whether_a_history_holds_a_message_is_told_without_walking_it() -> None:
     for number in range(2000):
         traces.append(trace_of(f"s/c{number}", traces[-60:], False))
     other = Trace("s/other")
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(2000):
         reader = trace_of("s/reader", traces[-1:], False)
         reader.check(["s/other", "s/nobody"])
         assert not reader.carries([other.id])
-    assert time.perf_counter() - start < 20, "walked each time, it is minutes"
+    assert time.process_time() - start < 20, "walked each time, it is minutes"
     with pytest.raises(DeniedMessageError):
         trace_of("s/reader", traces[-1:], False).check(["s/b0"])
 

@@ -18,13 +18,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize("name", ["online", "langgraph_team"])
 def test_a_program_over_http_runs(
     name: str,
-    whole_server: Server,
+    server: Server,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    base = whole_server.base_url + ("/v1" if name == "langgraph_team" else "")
+    base = server.base_url + ("/v1" if name == "langgraph_team" else "")
     words = ["--base-url", base, "--api-key", KEYS[0], "--max-tokens", "2"]
-    words += ["--model", whole_server.model] if name == "langgraph_team" else []
+    words += ["--model", server.model] if name == "langgraph_team" else []
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     printed = capsys.readouterr().out

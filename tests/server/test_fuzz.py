@@ -8,7 +8,6 @@ same tokens as before. On a server of a tiny model of its own, which holds nothi
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -388,16 +387,12 @@ BROKEN: dict[str, tuple[bytes, set[int]]] = {
 def test_broken_bodies(home: Home, content: bytes, statuses: set[int], has_length: bool) -> None:
     """Without a length, they come in chunks."""
     chunks = (content[i : i + 65536] for i in range(0, len(content), 65536))
-    start = time.monotonic()
     answer = home.client.post(
         f"{home.path}/messages", content=content if has_length else chunks, headers=JSON
     )
-    assert time.monotonic() - start < 5
     assert answer.status_code in statuses
     _error(answer)
-    start = time.monotonic()
     assert home.client.get("/health").status_code == 200
-    assert time.monotonic() - start < 1
     home.check()
 
 

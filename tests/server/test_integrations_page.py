@@ -18,12 +18,6 @@ EXAMPLES = [
 ]
 
 
-@pytest.fixture
-def server(whole_server: Server) -> Server:
-    """Of a model that can answer."""
-    return whole_server
-
-
 @pytest.mark.parametrize("example", EXAMPLES, ids=["langchain", "openai", "ag2"])
 def test_example_runs(example: str, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     for old, new in (

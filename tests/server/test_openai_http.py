@@ -24,12 +24,6 @@ CHAT = [
 
 
 @pytest.fixture
-def server(whole_server: Server) -> Server:
-    """Of a model that can answer."""
-    return whole_server
-
-
-@pytest.fixture
 def client(server: Server) -> Iterator[OpenAI]:
     http = ChoreoHttpClient()
     yield OpenAI(

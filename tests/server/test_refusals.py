@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.serving import Session
+from tests.server.serving import Session, cpu_seconds
 from tests.server.test_routes import GREEDY, error_of
+from vllm_choreo.testing.server import Server
 
 JSON = {"Content-Type": "application/json"}
 
@@ -225,38 +225,36 @@ def test_other_types_of_content(shared: Session, content_type: str) -> None:
 
 
 MANY = 1_000_000
+# Made when they are sent.
+A_MILLION: dict[str, Callable[[], Any]] = {
+    "parents": lambda: decode(parents=["known"] * MANY),
+    "parents unknown": lambda: decode(parents=["nobody"] * 50_000),
+    "parents just allowed": lambda: decode(parents=["known"] * 99_999),
+    "parents by number": lambda: decode(parents=[7] * MANY),
+    "offsets": lambda: decode(offsets=[0] * MANY),
+    "denied": lambda: decode(deny=["known"] * MANY),
+    "parents of calls": lambda: {"calls": [decode(parents=["known"] * 1000)] * 1000},
+    "parents that are objects": lambda: {"calls": [decode(parents=[{"id": 1}] * 1000)] * 1000},
+    "calls": lambda: {"calls": [{}] * MANY},
+    "fields of calls": lambda: {"calls": [{f"field{i}": i for i in range(900)}] * 1000},
+    "tokens": lambda: {"content": [1] * MANY},
+    "texts": lambda: {"content": ["a"] * MANY},
+    "letters of a field": lambda: {"x" * MANY: 1},
+    "fields": lambda: {f"f{i}": i for i in range(MANY // 2)},
+    "options": lambda: sampling(**{f"f{i}": i for i in range(MANY // 2)}),
+    "letters of a name": lambda: decode(save_as="x" * MANY),
+    "stop strings": lambda: sampling(stop=["x"] * MANY),
+    "biases": lambda: sampling(logit_bias={str(i): 0 for i in range(MANY)}),
+    "turns": lambda: {"messages": [{"role": "user", "content": "x"}] * 300_000},
+}
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        decode(parents=["known"] * MANY),
-        decode(parents=["nobody"] * 50_000),
-        decode(parents=["known"] * 99_999),
-        decode(parents=[7] * MANY),
-        decode(offsets=[0] * MANY),
-        decode(deny=["known"] * MANY),
-        {"calls": [decode(parents=["known"] * 1000)] * 1000},
-        {"calls": [decode(parents=[{"id": 1}] * 1000)] * 1000},
-        {"calls": [{}] * MANY},
-        {"calls": [{f"field{i}": i for i in range(900)}] * 1000},
-        {"content": [1] * MANY},
-        {"content": ["a"] * MANY},
-        {"x" * MANY: 1},
-        {f"f{i}": i for i in range(MANY // 2)},
-        sampling(**{f"f{i}": i for i in range(MANY // 2)}),
-        decode(save_as="x" * MANY),
-        sampling(stop=["x"] * MANY),
-        sampling(logit_bias={str(i): 0 for i in range(MANY)}),
-        {"messages": [{"role": "user", "content": "x"}] * 300_000},
-    ],
-    ids=lambda body: json.dumps(body)[:30],
-)
-def test_a_million_of_anything_is_refused_soon(shared: Session, body: Any) -> None:
-    content = json.dumps(body).encode()
-    start = time.monotonic()
+@pytest.mark.parametrize("what", A_MILLION)
+def test_a_million_of_anything_is_refused_soon(shared: Session, server: Server, what: str) -> None:
+    content = json.dumps(A_MILLION[what]()).encode()
+    before = cpu_seconds(server)
     answer = shared.client.post(f"{shared.path}/messages", content=content, headers=JSON)
-    seconds = time.monotonic() - start
+    seconds = cpu_seconds(server) - before
     assert answer.status_code in (400, 429) and len(answer.content) < 2000, answer.text[:2000]
     assert seconds < 5
 
@@ -270,15 +268,12 @@ def test_long_texts_do_not_stop_the_server(shared: Session, server: Any) -> None
         running = pool.submit(
             shared.client.post, f"{shared.path}/messages", content=content, headers=JSON
         )
-        longest, begin = 0.0, time.monotonic()
+        num_answered = 0
         while not running.done():
-            start = time.monotonic()
             assert httpx.get(f"{server.base_url}/health").status_code == 200
-            longest = max(longest, time.monotonic() - start)
-        seconds = time.monotonic() - begin
+            num_answered += 1
     assert error_of(running.result(), 400)["type"] == "TooLongError"
-    # On a busy machine everything takes longer.
-    assert longest < max(1.0, seconds / 3)
+    assert num_answered > 5, "one of them waited for most of it"
 
 
 @pytest.mark.parametrize("name", ["%ff", "%00", "a%2Fb", "..%2F..", "%E2%98%83", "x" * 10_000, "%"])

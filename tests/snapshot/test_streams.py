@@ -66,7 +66,7 @@ def test_pieces_and_digest_are_those_of_the_file(
 def test_a_piece_is_digested_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     is_used = threading.Semaphore(0)
     in_time: list[bool] = []
-    _digest_after(lambda: in_time.append(is_used.acquire(timeout=10)), monkeypatch)
+    _digest_after(lambda: in_time.append(is_used.acquire(timeout=120)), monkeypatch)
     with ReadAhead(io.BytesIO(bytes(6))) as ahead:
         for _ in ahead.pieces(iter([2, 2, 2])):
             is_used.release()

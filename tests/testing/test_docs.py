@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import stop_engine
+from tests.engine.engines import stop_engine
 from vllm_choreo import testing
 
 DOCS = (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")

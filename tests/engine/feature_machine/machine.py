@@ -91,7 +91,7 @@ def start_machine(
         folder: for adapters.
     """
     from tests.engine.adapters import Adapter
-    from tests.engine.conftest import start_engine
+    from tests.engine.engines import start_engine
 
     torch.set_num_threads(1)
     # What torch takes from the system holds NaN then, so that whoever reads it is found.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import stop_engine
+from tests.engine.engines import stop_engine
 from tests.transcript.test_page import browser, needs_chromium
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.engine import start_engine

@@ -158,6 +158,7 @@ def test_a_direct_call_is_the_question_alone(
     assert "tree, dog" in question_of("branch_solve_merge", {"concepts": ["tree", "dog"]})
 
 
+@pytest.mark.exhaustive
 def test_distilled_calls_are_those_of_the_direct_arm(
     llm: Any, tmp_path: Path, tiny_model_path: Callable[[str], Path]
 ) -> None:
@@ -275,6 +276,7 @@ def test_several_recordings_show_how_adapters_transfer(
     assert "http" not in page.replace("http-equiv", "")
 
 
+@pytest.mark.exhaustive
 @needs_chromium
 @pytest.mark.usefixtures("_one_engine")
 def test_the_page_in_a_browser(tmp_path: Path, llm: Any, adapter: Adapter) -> None:

@@ -202,6 +202,7 @@ def test_a_session_reads_by_its_profile(llm: Any, adapters: list[Adapter], profi
             assert plain.decode("So", parents=[doc], layers="encode").usage.repaired_tokens
 
 
+@pytest.mark.exhaustive
 def test_given_layers_alone_are_tried(
     adapters: list[Adapter],
     tmp_path: Path,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import stop_engine
+from tests.engine.engines import stop_engine
 from tests.lab.train.packings import load
 from vllm_choreo.cli import main as cli
 from vllm_choreo.cli.engine import start_engine
@@ -60,6 +60,7 @@ def folder(llm: Any, shallow_model_path: Path, tmp_path_factory: pytest.TempPath
     return folder
 
 
+@pytest.mark.exhaustive
 def test_what_the_commands_leave_behind(folder: Path, shallow_model_path: Path) -> None:
     recording, adapter = (
         Recording.load(folder / "recorded"),
@@ -72,6 +73,7 @@ def test_what_the_commands_leave_behind(folder: Path, shallow_model_path: Path) 
     assert curve[-1][0] == 2 and curve[-1][1] != curve[0][1] > 0
 
 
+@pytest.mark.exhaustive
 def test_what_was_recorded_is_what_the_text_says(folder: Path, shallow_model_path: Path) -> None:
     """The engine's likeliest tokens are those of the trainer's model, in order and in nats."""
     model = PackedModel(load(shallow_model_path))
@@ -79,6 +81,7 @@ def test_what_was_recorded_is_what_the_text_says(folder: Path, shallow_model_pat
         _assert_likeliest(model, example)
 
 
+@pytest.mark.exhaustive
 def test_exact_mode_records_what_the_text_says(
     llm: Any, shallow_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ import peft
 import pytest
 import torch
 
+from tests.grids import sampled
 from tests.lab.train.packings import load
 from tests.lab.train.recordings import record_runs
 from vllm_choreo.cli import main as cli
@@ -78,7 +79,7 @@ def weights(folder: Path) -> bytes:
 # -- it learns -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("placement", sampled(["both", "prefill", "decode"], 1))
 @pytest.mark.parametrize("loss", ["kl", "ce"])
 def test_the_loss_falls(
     model_path: str, recording: Recording, tmp_path: Path, placement: str, loss: str
@@ -129,7 +130,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("at", [1, 3, 4, 11, 16])
+@pytest.mark.parametrize("at", sampled([4, 1, 3, 11, 16], 1))
 def test_a_run_that_was_stopped_goes_on(
     model_path: str, recording: Recording, tmp_path: Path, at: int
 ) -> None:
@@ -157,6 +158,7 @@ def test_a_run_that_was_stopped_goes_on(
     assert again == whole
 
 
+@pytest.mark.exhaustive  # a process of its own
 def test_a_process_that_was_killed_goes_on(model_path: str, recorded: Path, tmp_path: Path) -> None:
     """By the command, and a signal that nothing can catch."""
     command = [sys.executable, "-m", "vllm_choreo.cli.main", "train", str(recorded)]

@@ -117,6 +117,7 @@ def test_the_text_is_what_the_base_model_says(
     torch.testing.assert_close(found, torch.cat(rows), rtol=0, atol=1e-4)
 
 
+@pytest.mark.exhaustive  # test_loop.py trains on recorded runs in every run
 @pytest.mark.parametrize("placement", ["prefill", "decode", "both"])
 def test_a_few_steps_come_nearer_to_the_text(
     model: PackedModel, tiny_model_path: Callable[[str], Path], placement: str

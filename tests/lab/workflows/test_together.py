@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +18,9 @@ from vllm_choreo.lab.workflows.together import run_together
 _SAMPLING = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
-    return engine_slot(tiny_model_path("llama"))
+@pytest.fixture
+def llm(plain_llama: Any) -> Any:
+    return plain_llama
 
 
 def _program(c: Any, number: int) -> list[tuple[int, ...]]:

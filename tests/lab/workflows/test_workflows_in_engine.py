@@ -131,7 +131,12 @@ def modes_of(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [(name, mode) for name in WORKFLOWS for mode in modes_of(name)]
+    ("name", "mode"),
+    [
+        (name, mode) if mode == "choreo" else pytest.param(name, mode, marks=pytest.mark.exhaustive)
+        for name in WORKFLOWS
+        for mode in modes_of(name)
+    ],
 )
 def test_a_workflow_runs_and_its_record_is_replayed(
     llm: Any, name: str, mode: str, tmp_path: Path

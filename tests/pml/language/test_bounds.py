@@ -32,15 +32,15 @@ def _pieces(count: int, more: str = "") -> str:
 
 def test_indentation_takes_the_time_of_its_length() -> None:
     n = 3_000_000
-    start = time.perf_counter()
+    start = time.process_time()
     text = normalised("a\n" + " " * n + "b\n  c", is_first=True, is_last=True)
     assert text == "a\n" + " " * (n - 2) + "b\nc"
-    assert time.perf_counter() - start < _SECONDS
+    assert time.process_time() - start < _SECONDS
 
 
 def test_scaffolds_that_read_too_much_are_refused_by_counting() -> None:
     scaffolds = "".join(f'<scaffold modules="m{2 * i} m{2 * i + 1}"/>' for i in range(400))
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(PmlError, match=r"up to 10000 encodings.*\d{6} encodings"):
         book(_pieces(999, scaffolds))
     few = "".join(f'<scaffold modules="m{2 * i} m{2 * i + 1}"/>' for i in range(3))
@@ -48,16 +48,16 @@ def test_scaffolds_that_read_too_much_are_refused_by_counting() -> None:
         book(_pieces(999, few))
     made = book(_pieces(999))
     assert len(made.missing(made.named("s").all_keys())) == 2 * 999
-    assert time.perf_counter() - start < _SECONDS
+    assert time.process_time() - start < _SECONDS
 
 
 def test_a_prompt_goes_through_so_many_pieces_at_most() -> None:
     made = book(_pieces(999))
     nested = '<prompt schema="s"/>'
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(PmlError, match=r"20000 pieces .*: name fewer"):
         made.asked(f'<prompt schema="s">{nested * 9000}t3</prompt>', {"layout": "compact"})
-    assert time.perf_counter() - start < _SECONDS
+    assert time.process_time() - start < _SECONDS
     plan = made.asked(f'<prompt schema="s">{nested * 3}t3</prompt>', {"layout": "compact"}).plan
     assert len(plan.parts) == 4 * 999
 

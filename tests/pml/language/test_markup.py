@@ -221,7 +221,7 @@ def _read(markup: str) -> None:
 
 
 def test_size_and_depth_are_bounded_and_told_quickly() -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     deep = "<module name='a'>" * 100_000
     with pytest.raises(PmlError, match=f"nested {MAX_DEPTH} deep"):
         parse(f'<schema name="s">{deep}')
@@ -237,7 +237,7 @@ def test_size_and_depth_are_bounded_and_told_quickly() -> None:
         tree = Module((tree,), name="a")
     with pytest.raises(PmlError, match="deep"):
         check_schema(Schema((tree,), name="s"))
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 def test_trees_that_are_no_schemas() -> None:

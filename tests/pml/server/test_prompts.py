@@ -27,6 +27,8 @@ from vllm_choreo.pml import (
 )
 from vllm_choreo.testing.server import KEYS, Server, start_server
 
+pytestmark = pytest.mark.exhaustive  # a server of its own; tests/server has prompts in every run
+
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 TEXT = " ".join(f"Shelf {n} of the cellar holds {n * 7} jars of plums." for n in range(1, 12))
 SCHEMA = f"""<schema name="cellar">
@@ -347,7 +349,6 @@ def test_clients_still_have_their_prompts(server: Server) -> None:
         assert client.prompts.schemas() == asyncio.run(listed())
 
 
-@pytest.mark.exhaustive  # a server's start
 def test_a_file_that_is_no_schema_ends_the_start(shallow_model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.pml").write_text('<schema name="s">\n <b/></schema>')
     with (
