@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet behind Ray Serve: what one engine says, on all routes, whatever ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from vllm import SamplingParams
+
+from tests.cluster.conftest import GREEDY, Fleet
+from tests.engine.conftest import start_engine, stop_engine
+from vllm_choreo import Choreography
+from vllm_choreo.errors import FreedMessageError
+from vllm_choreo.testing.server import KEYS
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]  # processes of their own
+
+_WORDS = [" ".join(f"t{(7 * i + j) % 400 + 20}" for i in range(40)) for j in range(4)]
+_LONG = {**GREEDY, "max_tokens": 100}
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_model_path: Callable[[str], Path]) -> list[tuple[int, ...]]:
+    """Answers of one engine that read one, two, three and four messages."""
+    llm = start_engine(tiny_model_path("llama"), max_model_len=1024)
+    try:
+        with Choreography(llm) as c:
+            facts = c.prefill([{"tokens": text} for text in _WORDS])
+            return [
+                c.decode(
+                    "t5 t6", parents=facts[: n + 1], sampling_params=SamplingParams(**_LONG)
+                ).generated_token_ids
+                for n in range(4)
+            ]
+    finally:
+        stop_engine(llm)
+
+
+@pytest.fixture(scope="module")
+def fleet(answers: list[tuple[int, ...]], start_fleet: Callable[..., Fleet]) -> Fleet:
+    return start_fleet(engines=2)
+
+
+def test_answers_are_those_of_one_engine(fleet: Fleet, answers: list[tuple[int, ...]]) -> None:
+    with fleet.client() as c:
+        facts = c.prefill([{"tokens": text} for text in _WORDS])
+        found = c.decode(
+            [{"header": "t5 t6", "parents": facts[: n + 1]} for n in range(4)],
+            sampling_params=_LONG,
+        )
+        engines = {message["engine"] for message in c.stats()["messages"]}
+    assert engines == {0, 1}
+    assert [answer.generated_token_ids for answer in found] == answers
+
+
+def test_all_routes_are_there(fleet: Fleet) -> None:
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    with httpx.Client(base_url=fleet.base_url, headers=headers, timeout=300) as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        body = {"model": "tiny", "prompt": "t5 t6", "max_tokens": 3, "temperature": 0}
+        assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
+        with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+            assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
+        assert "vllm_choreo:num_messages" in http.get("/metrics").text
+    assert httpx.get(f"{fleet.base_url}/v1/models").status_code == 401
+
+
+def test_tenants_are_apart(fleet: Fleet) -> None:
+    with fleet.client(KEYS[0]) as ours:
+        message = ours.prefill(_WORDS[0])
+        url = f"{fleet.base_url}/v1/choreo/sessions/{ours.session}"
+        for key, status in ((KEYS[0], 200), (KEYS[1], 404)):
+            answer = httpx.get(url, headers={"Authorization": f"Bearer {key}"}, timeout=300)
+            assert answer.status_code == status
+        assert message.num_tokens == 40
+
+
+def test_calls_and_a_session_outlive_an_engine(
+    fleet: Fleet, answers: list[tuple[int, ...]]
+) -> None:
+    with fleet.client() as c:
+        facts = c.prefill([{"tokens": text} for text in _WORDS])
+        calls = [{"header": "t5 t6", "parents": facts[: n + 1]} for n in range(4)]
+        with ThreadPoolExecutor(1) as thread:
+            others = thread.submit(c.decode, calls, sampling_params=_LONG)
+            tokens: list[int] = []
+            for piece in c.stream_decode("t5 t6", parents=facts, sampling_params=_LONG):
+                if not tokens and piece.token_ids:
+                    fleet.kill("engine")
+                tokens += piece.token_ids
+            assert tuple(tokens) == answers[3]
+            assert [answer.generated_token_ids for answer in others.result()] == answers
+        fleet.wait_for("engine", 2)
+
+
+def test_calls_outlive_all_engines(fleet: Fleet, answers: list[tuple[int, ...]]) -> None:
+    with fleet.client() as c:
+        facts = c.prefill([{"tokens": text} for text in _WORDS])
+        tokens: list[int] = []
+        for piece in c.stream_decode("t5 t6", parents=facts, sampling_params=_LONG):
+            if not tokens and piece.token_ids:
+                fleet.kill("engine", count=2)
+            tokens += piece.token_ids
+        assert tuple(tokens) == answers[3]
+        later = c.decode("t7", parents=[facts[1], facts[0]], sampling_params=GREEDY)
+        assert len(later.generated_token_ids) == 8
+
+
+def _ids(fleet: Fleet, session: str) -> set[str]:
+    """Ids of a session's messages, as its list says."""
+    url = f"{fleet.base_url}/v1/choreo/sessions/{session}/messages"
+    answer = httpx.get(url, headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=300)
+    return {message["id"] for message in answer.json()["data"]}
+
+
+def test_sessions_outlive_an_ingress(fleet: Fleet, answers: list[tuple[int, ...]]) -> None:
+    with fleet.client() as c:
+        facts = c.prefill([{"tokens": text} for text in _WORDS])
+        before = c.decode("t5 t6", parents=facts, sampling_params=_LONG)
+        c.free(facts[3])
+        fleet.kill("ingress")
+        fleet.wait_for("ingress", 1)
+        again = c.decode("t5 t6", parents=facts[:3], sampling_params=_LONG)
+        assert again.generated_token_ids == answers[2]
+        assert again.id not in {m.id for m in (*facts, before)}
+        assert _ids(fleet, c.session) == {m.id for m in (*facts[:3], before, again)}
+        with pytest.raises(FreedMessageError):
+            c.decode("t5 t6", parents=[facts[3]], sampling_params=GREEDY)
