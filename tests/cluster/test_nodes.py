@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("ray")
 
 from tests.cluster.conftest import GREEDY, serving
+from vllm_choreo.client.failures import ServerError
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]  # processes of their own
 
@@ -35,10 +36,12 @@ def test_a_session_outlives_a_node(tiny_model_path: Callable[[str], Path], proce
                 with ThreadPoolExecutor(1) as thread:
                     under_way = thread.submit(c.decode, calls, sampling_params=_LONG)
                     cluster.remove_node(second, allow_graceful=False)
-                    # An ingress on that node takes the connection with it, and no more.
-                    if under_way.exception() is None:
-                        found = [m.generated_token_ids for m in under_way.result()]
-                        assert found == before
+                    error = under_way.exception()
+                if error is None:
+                    found = [m.generated_token_ids for m in under_way.result()]
+                    assert found == before
+                else:  # an ingress on that node takes the connection with it, and no more
+                    assert isinstance(error, ServerError)
                 cluster.add_node(**has_room)
                 fleet.wait_for("engine", 2)
                 again = c.decode(calls, sampling_params=_LONG)
