@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+from ray.exceptions import RayTaskError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -49,7 +50,11 @@ class PlayedCore:
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         self.log.append((method, *args))
-        return ("done", method)
+        if method == "add_lora":
+            raise ValueError("no such adapter")
+        if args[:1] == ("snapshot_describe",):
+            return {"ticket": 7}
+        return 8 if args[:1] == ("snapshot_begin",) else ("done", method)
 
     async def get_output_async(self) -> Any:
         outputs = await self._outputs.get()
@@ -63,6 +68,9 @@ class PlayedCore:
         self._outputs.put_nowait(EngineCoreOutputs(outputs=[output], timestamp=1.0))
         if is_last:
             self.requests.remove(request_id)
+
+    def shutdown(self) -> None:
+        self.requests.clear()
 
     def end(self) -> None:
         self._outputs.put_nowait(EngineDeadError())
@@ -97,12 +105,20 @@ async def _unless(killed: asyncio.Event, work: Coroutine[Any, Any, Any]) -> Any:
     return task.result()
 
 
+async def _told_by_ray(work: Coroutine[Any, Any, Any]) -> Any:
+    """Raise what a method has raised as Ray does: as an error of a task, with its cause."""
+    try:
+        return await work
+    except (EngineDeadError, ValueError) as error:
+        raise RayTaskError("method", "traceback", error).as_instanceof_cause() from None
+
+
 def _copy(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
 class PlayedServe:
-    """Replicas, and the handle by which they are called."""
+    """Replicas, and the handle by which they are called: what these raise is Ray's then."""
 
     def __init__(self) -> None:
         self.cores: dict[str, PlayedCore] = {}
@@ -142,7 +158,7 @@ class PlayedServe:
             called = getattr(replica, method)(name, *_copy(args), **options)
             if method == "run":
                 return PlayedStream(called, killed)
-            return _unless(killed, called)
+            return _told_by_ray(_unless(killed, called))
 
         return SimpleNamespace(remote=remote)
 
@@ -235,6 +251,45 @@ def test_an_engine_that_ends_gives_back_what_it_had(how: str) -> None:
         await client.add_request_async(_request("z", engine))
         played.cores["b"].answer("z", 1, is_last=True)
         assert await _next(client) == [("z", [1], FinishReason.LENGTH)]
+
+    _run(main())
+
+
+def test_an_error_of_a_method_ends_no_engine() -> None:
+    async def main() -> None:
+        played = PlayedServe()
+        played.start("a")
+        client = await _client(played)
+        with pytest.raises(ValueError, match="no such adapter"):
+            await client.call_utility_async("add_lora", "x")
+        assert client.alive == [0]
+        assert client.starts == [1, 0]
+        assert await client.call_utility_async("go") == ("done", "go")
+
+    _run(main())
+
+
+def test_an_ingress_that_ends_leaves_no_save_or_load() -> None:
+    async def main() -> None:
+        played = PlayedServe()
+        played.start("a")
+        one = await connect(played, "a", "one", IDENTITY)  # type: ignore[arg-type]
+        for operation, *args in (
+            ("snapshot_describe", "s", ["s/0"]),
+            ("snapshot_begin", "moves", "us", {}, {}),
+            ("snapshot_describe", "s", ["s/1"]),
+        ):
+            await one.call_utility_async("choreo", operation, args)
+            if args[-1] == ["s/0"]:
+                await one.call_utility_async("choreo", "snapshot_release_ticket", [7])
+        log = played.cores["a"].log
+        del log[:]
+        await connect(played, "a", "one", IDENTITY)  # type: ignore[arg-type]
+        assert sorted(log) == [
+            ("choreo", "close", ["moves"]),
+            ("choreo", "snapshot_abort", [8]),
+            ("choreo", "snapshot_release_ticket", [7]),
+        ]
 
     _run(main())
 

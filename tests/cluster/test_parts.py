@@ -16,8 +16,8 @@ pytest.importorskip("ray")
 
 from pydantic import ValidationError
 
-from vllm_choreo.cluster.app import FleetArgs
-from vllm_choreo.cluster.command import command, options_of
+from vllm_choreo.cluster.app import FleetArgs, check_options
+from vllm_choreo.cluster.command import command, fleet_args, options_of
 from vllm_choreo.cluster.identity import EngineInfo, check_identity
 from vllm_choreo.cluster.journal import Places
 from vllm_choreo.cluster.members import Members
@@ -36,6 +36,9 @@ def test_an_engine_of_another_fleet_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedOptionError, match="deploy them together") as refused:
         check_identity(ours, EngineInfo("r", {**ours, name: "other"}, {}))
     assert refused.value.parameter == f"engine.{name}"
+    for theirs in ({**ours, name: ""}, {**ours, "more": "x"}):  # not known, or not asked for
+        check_identity(ours, EngineInfo("r", theirs, {}))
+    check_identity({**ours, name: ""}, EngineInfo("r", dict(ours), {}))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,14 @@ def test_an_engine_of_another_fleet_is_refused(name: str) -> None:
 def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         FleetArgs(model="m", **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"max_model_length": 9}, {"dtype": "float31"}])
+def test_options_that_vllm_does_not_take_are_refused(wrong: dict[str, Any]) -> None:
+    check_options("m", {"max_model_len": 512, "api_key": ["a"]})
+    with pytest.raises(UnsupportedOptionError, match="does not take these options") as refused:
+        check_options("m", wrong)
+    assert next(iter(wrong)).replace("_", "-") in str(refused.value)
 
 
 def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +82,21 @@ def test_options_of_vllm_serve_are_given_by_name() -> None:
     assert options_of(args.vllm) == options
     with pytest.raises(UnsupportedOptionError, match="by their names"):
         options_of(["--dtype"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("m --engines 0", "greater than or equal to 1"),
+        ("m --engines 3 --max-engines 2", "leave max_engines out"),
+        ("m --vllm port=1", "Serve's http_options"),
+    ],
+)
+def test_the_command_refuses_wrong_arguments(words: str, said: str) -> None:
+    parser = argparse.ArgumentParser()
+    command(parser)
+    with pytest.raises(ChoreoError, match=said):
+        fleet_args(parser.parse_args(words.split()))
 
 
 def test_members_are_told_of_in_the_order_of_their_coming() -> None:

@@ -37,6 +37,8 @@ class PlayedActor:
 
     def __init__(self) -> None:
         self.actor = JournalActor()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     def __getattr__(self, name: str) -> Any:
         actor = self
@@ -44,6 +46,7 @@ class PlayedActor:
         class Method:
             async def remote(self, *args: Any) -> Any:
                 await asyncio.sleep(0)
+                await actor.may_answer.wait()
                 args = pickle.loads(pickle.dumps(args))
                 return pickle.loads(pickle.dumps(getattr(actor.actor, name)(*args)))
 
@@ -56,6 +59,8 @@ class Ingress:
     def __init__(self, name: str, journal: Any, model_config: Any) -> None:
         self.llm = PlayedLLM(2, model_config)
         self.writer = JournalWriter(journal, name)
+        self.lost: list[str] = []
+        self.writer.on_lost = self.lost.append
         fleet = fleet_of(self.llm)
         assert fleet is not None
         fleet.journal = self.writer
@@ -141,15 +146,44 @@ def test_an_ingress_that_was_taken_over_writes_nothing(model_config: Any) -> Non
         first = Ingress("a", journal, model_config)
         session = first.open()
         await session.prefill([1], save_as="a")
-        assert await first.writer.flush() == set()
+        await first.writer.flush()
+        assert first.lost == []
         second = Ingress("b", journal, model_config)
         taken = await second.take_over()
         await session.prefill([2], save_as="late")
-        assert await first.writer.flush() == {"us"}
+        await first.writer.flush()
+        assert first.lost == ["us"]
         await taken.prefill([3], save_as="b")
-        assert await second.writer.flush() == set()
+        await second.writer.flush()
+        assert second.lost == []
         third = await Ingress("c", journal, model_config).take_over()
         assert [m.id.partition("/")[2] for m in third.messages()] == ["a", "b"]
+
+    _run(main())
+
+
+def test_what_is_written_outlives_who_waits_for_it(model_config: Any) -> None:
+    async def main() -> None:
+        journal = PlayedActor()
+        first = Ingress("a", journal, model_config)
+        session = first.open()
+        await session.prefill([1], save_as="a")
+        journal.may_answer.clear()
+        waiting = asyncio.ensure_future(first.writer.flush())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        journal.may_answer.set()
+        await first.writer.flush()
+        second = Ingress("b", journal, model_config)
+        taken = await second.take_over()
+        assert [m.id.partition("/")[2] for m in taken.messages()] == ["a"]
+        await session.prefill([2], save_as="late")
+        waiting = asyncio.ensure_future(first.writer.flush())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        while not first.lost:
+            await asyncio.sleep(0.01)
+        assert first.lost == ["us"]
 
     _run(main())
 

@@ -252,7 +252,7 @@ class Fleet:
             EngineState(
                 engine=engine,
                 is_running=self.is_alive(engine),
-                restarts=self._starts[engine] - 1,
+                restarts=max(0, self._starts[engine] - 1),
                 queued_calls=self.queued[engine],
                 queued_seconds=self.loads.queue[engine] if self.is_alive(engine) else 0.0,
                 messages=self.homes.count(engine),

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from ray.exceptions import RayError, RayTaskError
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -149,7 +150,18 @@ class ReplicaClient:
             self.resources.output_queue_task.cancel()
 
     async def call_utility_async(self, method: str, *args: object) -> object:
-        return await self._ask("call", method, list(args))
+        return await self._ask("call", self._owner, method, list(args))
+
+    async def collective_rpc_async(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run a method of the replica's workers, as vLLM's client does."""
+        sent = tuple(bytes(arg) if isinstance(arg, memoryview) else arg for arg in args)
+        return await self.call_utility_async("collective_rpc", method, timeout, sent, kwargs)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         outputs = await self._outputs.get()
@@ -158,10 +170,21 @@ class ReplicaClient:
         return outputs
 
     async def _ask(self, method: str, *args: object, **options: object) -> Any:
+        """Call a method of the replica.
+
+        Raises:
+            EngineDeadError: it has ended, or cannot be reached.
+            Exception: whatever the method itself raises, which ends no engine.
+        """
         try:
             return await send(self._handle, method, self.info.replica, *args, **options)
-        except Exception as error:
+        except EngineDeadError as error:
             raise self._ended(error) from None
+        except Exception as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if isinstance(error, RayTaskError) and not isinstance(cause, RayError):
+                raise cause from None
+            raise self._ended(error) from None  # whatever Ray says of one that is not reached
 
     def _ended(self, error: Exception) -> EngineDeadError:
         """Note that the replica has ended, or cannot be reached."""
@@ -201,8 +224,6 @@ class ServeClient(FleetClient):
         connect: function that connects to a replica by its id, or raises.
     """
 
-    can_move = False  # replicas may be on other machines: what one lacks is encoded there
-
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -220,8 +241,14 @@ class ServeClient(FleetClient):
         self._connecting: set[str] = set()
         self._leaving: list[ReplicaClient] = []
         super().__init__(vllm_config, executor_class, log_stats, renderer)
+        self.starts[len(first) :] = [0] * (self.num_engines - len(first))
         loop = asyncio.get_running_loop()
         members.listen(lambda ids: loop.call_soon_threadsafe(self._on_members, ids))
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What all its engines have in common."""
+        return self._first[0].info.identity
 
     def _start(self, engine: int, renderer: BaseRenderer | None = None) -> ReplicaClient | None:
         return self._first[engine] if engine < len(self._first) else None

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from vllm_choreo.cluster.app import FleetArgs
 
 _APP = "choreo"
 
@@ -52,13 +56,14 @@ def main(args: argparse.Namespace) -> int:
     """Start the fleet, and serve until a signal ends it.
 
     Raises:
-        ChoreoError: an option is refused, or Ray Serve is not there.
+        ChoreoError: an option is refused, Ray Serve is not there, or the fleet does not start.
     """
     try:
         import ray
         from ray import serve
 
-        from vllm_choreo.cluster.app import FleetArgs, build
+        from vllm_choreo.cluster.app import build
+        from vllm_choreo.cluster.ray_processes import start_ray
     except ImportError as error:
         raise ChoreoError(
             f"a fleet runs on Ray Serve, which is not here ({error}): run "
@@ -66,19 +71,21 @@ def main(args: argparse.Namespace) -> int:
             "--data-parallel-size N` for engines on this machine",
             parameter="ray",
         ) from None
-    fleet = FleetArgs(
-        model=args.model,
-        engines=args.engines,
-        max_engines=args.max_engines,
-        num_gpus=args.gpus_per_engine,
-        options=options_of(args.vllm),
-    )
     started = args.address is None
-    ray.init(address=args.address, include_dashboard=False, **_cpus(fleet.engines, started))
+    app = build(fleet_args(args))
+    if started:
+        # Engines of a small machine share its cores.
+        start_ray(max(os.cpu_count() or 1, args.engines + 1))
+    else:
+        ray.init(address=args.address)
     try:
         serve.start(http_options={"host": args.host, "port": args.port})
-        serve.run(build(fleet), name=_APP)
-        print(f"{fleet.engines} engines serve {args.model} at http://{args.host}:{args.port}")
+        try:
+            serve.run(app, name=_APP)
+        except RuntimeError as error:  # in which Serve tells of a replica's
+            raise ChoreoError(f"the fleet does not start: {error}") from None
+        where = f"http://{args.host}:{args.port}"
+        print(f"{args.engines} engines serve {args.model} at {where}", flush=True)
         ended = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())
@@ -89,6 +96,30 @@ def main(args: argparse.Namespace) -> int:
             serve.shutdown()
             ray.shutdown()
     return 0
+
+
+def fleet_args(args: argparse.Namespace) -> FleetArgs:
+    """Arguments of the fleet that the command line asks for.
+
+    Raises:
+        ChoreoError: one is refused.
+    """
+    from pydantic import ValidationError
+
+    from vllm_choreo.cluster.app import FleetArgs
+
+    try:
+        return FleetArgs(
+            model=args.model,
+            engines=args.engines,
+            max_engines=args.max_engines,
+            num_gpus=args.gpus_per_engine,
+            options=options_of(args.vllm),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise ChoreoError(first["msg"], parameter=name, value=first["input"]) from None
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
@@ -116,10 +147,3 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
 
 def _as_list(value: object) -> list[object]:
     return list(value) if isinstance(value, list) else [value]
-
-
-def _cpus(engines: int, started: bool) -> dict[str, int]:
-    """CPUs that Ray is told of: engines of a small machine share its cores."""
-    import os
-
-    return {"num_cpus": max(os.cpu_count() or 1, engines + 1)} if started else {}

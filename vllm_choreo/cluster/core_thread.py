@@ -57,6 +57,10 @@ class CoreThread:
             raise outputs
         return outputs
 
+    def shutdown(self) -> None:
+        """Take no more work. The thread ends with its process."""
+        self._is_dead = True
+
     async def _do(self, work: Callable[..., object], *args: object) -> object:
         """Have the thread run a function between two steps; return or raise what it does."""
         self.ensure_alive()

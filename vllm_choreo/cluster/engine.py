@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from ray import serve
 from vllm.logger import init_logger
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.choreo.cluster")
 
+# Utility of the core that runs the plugin's operations.
+_CHOREO = "choreo"
 # Seconds for which an answer to `watch` gathers numbers.
 _WATCH_SECONDS = 1.0
 # An ingress that has not asked for so long has ended; what it had made is forgotten.
@@ -61,11 +63,25 @@ class _Owner:
         seen: when it was heard of last, on this machine's clock, in seconds.
         sessions: ids of the sessions whose messages it had made.
         stats: numbers of the engine's steps that it has not been told yet.
+        held: tickets of the saves and loads that it does, by what lets each go.
     """
 
     seen: float
     sessions: set[str] = field(default_factory=set)
     stats: list[SchedulerStats] = field(default_factory=list)
+    held: dict[int, str] = field(default_factory=dict)
+
+    def note(self, operation: str, args: Sequence[object], answer: object) -> None:
+        """Note what an operation of a save or a load holds in the engine, or lets go."""
+        match operation, answer:
+            case "snapshot_describe", {"ticket": int(ticket)}:
+                self.held[ticket] = "snapshot_release_ticket"
+            case "snapshot_begin", int(ticket):
+                self.held[ticket] = "snapshot_abort"
+            case (("snapshot_release_ticket" | "snapshot_abort" | "snapshot_commit"), _):
+                (ended,) = args
+                assert isinstance(ended, int)
+                self.held.pop(ended, None)
 
 
 class EngineReplica:
@@ -86,8 +102,10 @@ class EngineReplica:
         from vllm.v1.executor import Executor
 
         from vllm_choreo.cluster.core_thread import CoreThread
+        from vllm_choreo.cluster.ray_processes import warn_of_niceness
         from vllm_choreo.integrations.in_process import parse_options
 
+        warn_of_niceness()
         args = parse_options(model, options)
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         identity = identity_of(config)  # as it is before the engine fills it in
@@ -106,6 +124,11 @@ class EngineReplica:
         self._step_time = 0.0
         self._end = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
+
+    def __del__(self) -> None:
+        """End the engine. Serve calls this when it stops the replica."""
+        if hasattr(self, "_client"):
+            self._client.shutdown()
 
     async def describe(self, replica: str) -> EngineInfo:
         """The engine and its sizes."""
@@ -157,10 +180,17 @@ class EngineReplica:
             if queue is not None:
                 queue.put_nowait(None)
 
-    async def call(self, replica: str, method: str, args: Sequence[object]) -> object:
+    async def call(self, replica: str, owner: str, method: str, args: Sequence[object]) -> object:
         """Run a utility of the engine's core."""
         self._check(replica)
-        return await self._client.call_utility_async(method, *args)
+        if method != _CHOREO:
+            return await self._client.call_utility_async(method, *args)
+        operation, given = cast(tuple[str, Sequence[object]], args)
+        if operation == "snapshot_begin":
+            await self._claim(owner, str(given[0]))
+        answer = await self._client.call_utility_async(method, *args)
+        self._owner(owner).note(operation, given, answer)
+        return answer
 
     async def _read(self) -> None:
         """Hand on what the engine says, until it ends."""
@@ -218,7 +248,7 @@ class EngineReplica:
         for name, other in self._owners.items():
             if name != owner and session in other.sessions:
                 other.sessions.remove(session)
-                await self._client.call_utility_async("choreo", "close", [session])
+                await self._client.call_utility_async(_CHOREO, "close", [session])
                 return
 
     async def _forget_the_gone(self) -> None:
@@ -227,11 +257,13 @@ class EngineReplica:
             await self._forget(name)
 
     async def _forget(self, owner: str) -> None:
-        """Free the messages of an ingress's sessions."""
+        """Free the messages of an ingress's sessions, and end its saves and loads."""
         gone = self._owners.pop(owner, None)
         if gone is not None:
+            for ticket, operation in gone.held.items():
+                await self._client.call_utility_async(_CHOREO, operation, [ticket])
             for session in gone.sessions:
-                await self._client.call_utility_async("choreo", "close", [session])
+                await self._client.call_utility_async(_CHOREO, "close", [session])
 
 
 async def _gathered(queue: _Queue) -> list[EngineCoreOutput]:

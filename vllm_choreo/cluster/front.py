@@ -54,6 +54,8 @@ async def front_of(
     reach = partial(connect, engines, owner=owner, identity=identity)
     members = members_of(engines.app_name, engines.deployment_name)
     first = await _first_engine(engines, members, reach)
+    # Here may be no weights; in an engine there are.
+    identity.update({k: v for k, v in first.info.identity.items() if not identity.get(k)})
     made = partial(make, first=[first], members=members, connect=reach)
     token = client_class.set(made)
     try:

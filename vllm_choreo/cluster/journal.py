@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -166,9 +166,13 @@ class JournalWriter:
     """Writer of one ingress's sessions: a `SessionJournal`.
 
     Changes are gathered until `flush`, which the answer that tells of them waits for.
+
+    Attributes:
+        on_lost: function that is told of a tenant that is another ingress's now.
     """
 
     def __init__(self, journal: ActorHandle, ingress: str) -> None:
+        self.on_lost: Callable[[str], None] = lambda tenant: None
         self._journal = journal
         self._ingress = ingress
         self._own = Records()
@@ -216,20 +220,24 @@ class JournalWriter:
             self._own.apply(Change(tenant, record.id, record=record))
         return records
 
-    async def flush(self) -> set[str]:
-        """Write all changes; returns the tenants that are another ingress's now."""
+    async def flush(self) -> None:
+        """Write all changes. Whoever waits may be cancelled: what was begun is written."""
+        if self._changes or self._lock.locked():
+            await asyncio.shield(asyncio.ensure_future(self._flush()))
+
+    async def _flush(self) -> None:
         async with self._lock:
             if not self._changes:
-                return set()
+                return
             changes, self._changes = self._changes, []
             life, lost = await self._ask("write", changes)
             if self._life not in (None, life):  # it is empty
                 life, more = await self._ask("write", self._all())
                 lost |= more
             self._life = life
-            for tenant in lost:
+            for tenant in lost:  # before anybody who waits goes on
                 self._forget(tenant)
-            return lost
+                self.on_lost(tenant)
 
     def _all(self) -> list[Change]:
         return [

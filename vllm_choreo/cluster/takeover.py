@@ -41,6 +41,8 @@ class Takeover:
         self._sessions = sessions
         self._writer = writer
         self._taken: dict[str, asyncio.Task[None]] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        writer.on_lost = self._lose
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,6 +85,8 @@ class Takeover:
             raise
 
     async def _take_over(self, tenant: str) -> None:
+        if tenant in self._leaving:
+            await self._leaving[tenant]
         for record in await self._writer.take_over(tenant):
             try:
                 self._sessions.restore(record)
@@ -91,7 +95,11 @@ class Takeover:
 
     async def _is_written(self, tenant: str) -> bool:
         """Write what is to be told; False: another ingress has taken the tenant over."""
-        for lost in await self._writer.flush():
-            self._taken.pop(lost, None)
-            await self._sessions.abandon(lost)
+        await self._writer.flush()
         return tenant in self._taken
+
+    def _lose(self, tenant: str) -> None:
+        """Leave a tenant to the ingress that has taken it over."""
+        self._taken.pop(tenant, None)
+        task = self._leaving[tenant] = asyncio.ensure_future(self._sessions.abandon(tenant))
+        task.add_done_callback(lambda _: self._leaving.pop(tenant, None))
