@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from tests.quick import ONE_PROCESS
-from vllm_choreo import ChoreoClient
+from vllm_choreo import AsyncChoreoClient, ChoreoClient
+from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.server import KEYS, environment, free_port
 
 OPTIONS: dict[str, Any] = {
@@ -30,7 +32,10 @@ OPTIONS: dict[str, Any] = {
     "seed": 0,
     "api_key": list(KEYS),
 }
+_APP = "choreo"
+_STORE_BYTES = 200_000_000
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+LONG = {**GREEDY, "max_tokens": 100}
 
 
 @dataclass(frozen=True)
@@ -42,10 +47,20 @@ class Fleet:
     def client(self, key: str = KEYS[0]) -> ChoreoClient:
         return ChoreoClient(self.base_url, api_key=key, timeout=600)
 
+    def async_client(self, key: str = KEYS[0]) -> AsyncChoreoClient:
+        return AsyncChoreoClient(self.base_url, api_key=key, timeout=600)
+
+    def engines(self, key: str = KEYS[0]) -> list[dict[str, Any]]:
+        """Engines, as the ingress of a key tells of them."""
+        url = f"{self.base_url}/v1/choreo/fleet"
+        answer = httpx.get(url, headers={"Authorization": f"Bearer {key}"}, timeout=300)
+        found: list[dict[str, Any]] = answer.json()["data"]
+        return found
+
     def replicas(self, deployment: str) -> list[psutil.Process]:
         """Processes of a deployment's replicas."""
         below = psutil.Process().children(recursive=True)
-        return [p for p in below if f"ServeReplica:choreo:{deployment}" in _name(p)]
+        return [p for p in below if f"ServeReplica:{_APP}:{deployment}" in _name(p)]
 
     def kill(self, deployment: str, count: int = 1) -> None:
         """Kill so many replicas of a deployment, the oldest first."""
@@ -54,6 +69,25 @@ class Fleet:
         for process in found[:count]:
             os.kill(process.pid, signal.SIGKILL)
 
+    def kill_ingress_of(self, key: str) -> None:
+        """Kill the ingress that has the sessions of an API key."""
+        import ray
+
+        from vllm_choreo.cluster.journal import places_of
+        from vllm_choreo.cluster.router import key_digest
+
+        place = places_of(_APP).place.remote(key_digest(key), self.ingresses())
+        name = f"SERVE_REPLICA::{_APP}#ingress#{ray.get(place)}"
+        actor = ray.get_actor(name, namespace="serve")
+        os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+
+    def ingresses(self) -> list[str]:
+        """Ids of the ingresses' replicas."""
+        import ray
+
+        named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        return sorted(n.rpartition("#")[2] for n in named if f"{_APP}#ingress#" in n)
+
     def wait_for(self, deployment: str, count: int) -> None:
         """Wait until Serve has so many running replicas."""
         from ray import serve
@@ -61,11 +95,23 @@ class Fleet:
 
         deadline = time.monotonic() + 600
         while True:
-            states = serve.status().applications["choreo"].deployments[deployment].replica_states
+            states = serve.status().applications[_APP].deployments[deployment].replica_states
             if states.get(ReplicaState.RUNNING, 0) == count and sum(states.values()) == count:
                 return
             assert time.monotonic() < deadline, states
             time.sleep(0.5)
+
+
+async def streamed(
+    c: AsyncChoreoClient, parents: list[Message], on_first: Callable[[], object]
+) -> tuple[int, ...]:
+    """Stream an answer; `on_first` is called when its first tokens have come."""
+    tokens: list[int] = []
+    async for piece in c.stream_decode("t5 t6", parents=parents, sampling_params=LONG):
+        if not tokens and piece.token_ids:
+            on_first()
+        tokens += piece.token_ids
+    return tuple(tokens)
 
 
 def _name(process: psutil.Process) -> str:
@@ -89,15 +135,19 @@ def serving(
     from ray import serve
 
     from vllm_choreo.cluster.app import FleetArgs, build
+    from vllm_choreo.cluster.ray_processes import start_ray
 
-    ray.init(address=address, log_to_driver=False, **options)
+    if address is None:
+        start_ray(1, log_to_driver=False, object_store_memory=_STORE_BYTES, **options)
+    else:
+        ray.init(address=address, log_to_driver=False, **options)
     try:
         port = free_port()
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
 
         def start(**fields: Any) -> Fleet:
-            fields = {"model": str(model), "options": OPTIONS} | fields
-            serve.run(build(FleetArgs(**fields)), name="choreo")
+            fields = {"model": str(model), "options": OPTIONS, "num_cpus": 0.1} | fields
+            serve.run(build(FleetArgs(**fields)), name=_APP)
             return Fleet(f"http://127.0.0.1:{port}")
 
         yield start
@@ -124,5 +174,5 @@ def start_fleet(
     tiny_model_path: Callable[[str], Path], processes: None
 ) -> Iterator[Callable[..., Fleet]]:
     """Return a function that starts a fleet on this machine, from fields of `FleetArgs`."""
-    with serving(tiny_model_path("llama"), num_cpus=8, include_dashboard=False) as start:
+    with serving(tiny_model_path("llama")) as start:
         yield start
