@@ -60,11 +60,12 @@ async def _run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     from ray import serve
 
     from benchmarks.serve.policies import started
+    from vllm_choreo.cluster.ray_processes import start_ray
     from vllm_choreo.testing.models.tiny import make_tiny_model
 
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_tiny_model("llama", Path(folder)))
-        ray.init(num_cpus=args.engines + 1, include_dashboard=False, log_to_driver=False)
+        start_ray(2, log_to_driver=False)  # Ray's tree of prefixes asks for one
         try:
             async with started(name, model, args.engines, _OPTIONS) as policy:
                 await _serve_all(policy, sessions(args.engines, seed=1), args.at_once)  # warm

@@ -30,9 +30,15 @@ from vllm_choreo.cluster.front import front_of
 from vllm_choreo.cluster.router import PlacedRouter
 from vllm_choreo.integrations.in_process import parse_options
 
+# The class behind `ray.serve.llm.request_router`, whose package imports all of Ray's servers of
+# LLMs, and what these need.
+_PREFIX_AFFINITY = (
+    "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router"
+    ":PrefixCacheAffinityRouter"
+)
 _ROUTERS: Mapping[str, Any] = {
     "two choices": DEFAULT_REQUEST_ROUTER_PATH,
-    "prefix affinity": "ray.serve.llm.request_router:PrefixCacheAffinityRouter",
+    "prefix affinity": _PREFIX_AFFINITY,
     "choreo": PlacedRouter,
 }
 
