@@ -58,9 +58,6 @@ def test_answers_are_those_of_one_engine(fleet: Fleet, answers: list[tuple[int, 
     assert [answer.generated_token_ids for answer in found] == answers
     assert [engine["state"] for engine in engines] == ["running"] * 2
     assert all(engine["messages"] for engine in engines)
-    # No rate was measured before, and guesses are in favour of moves.
-    assert sum(engine["moves"]["made"] for engine in engines) > 0
-    assert sum(engine["moves"]["failed"] for engine in engines) == 0
 
 
 def test_all_routes_are_there(fleet: Fleet) -> None:

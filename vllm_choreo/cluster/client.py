@@ -224,6 +224,8 @@ class ServeClient(FleetClient):
         connect: function that connects to a replica by its id, or raises.
     """
 
+    can_move = False  # not run on a cluster yet: what an engine lacks is encoded there
+
     def __init__(
         self,
         vllm_config: VllmConfig,
