@@ -160,7 +160,9 @@ def serving(
 def processes() -> Iterator[None]:
     """Give processes of Ray's the environment of servers, with an engine's core in each."""
     pytest.importorskip("ray.serve")
-    wanted = environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})  # one process less for each
+    # An engine is one process, and no nicer than this one.
+    changes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RAY_worker_niceness": "0"}
+    wanted = environment(changes)
     with pytest.MonkeyPatch.context() as patch:
         for name in set(os.environ) - set(wanted):
             patch.delenv(name)
