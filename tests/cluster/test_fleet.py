@@ -75,12 +75,11 @@ def test_all_routes_are_there(fleet: Fleet) -> None:
 
 def test_tenants_are_apart(fleet: Fleet) -> None:
     with fleet.client(KEYS[0]) as ours:
-        message = ours.prefill(_WORDS[0])
+        ours.prefill(_WORDS[0])
         url = f"{fleet.base_url}/v1/choreo/sessions/{ours.session}"
         for key, status in ((KEYS[0], 200), (KEYS[1], 404)):
             answer = httpx.get(url, headers={"Authorization": f"Bearer {key}"}, timeout=300)
             assert answer.status_code == status
-        assert message.num_tokens == 40
 
 
 def test_calls_and_a_session_outlive_an_engine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import pickle
 import sys
 from types import SimpleNamespace
@@ -16,11 +17,13 @@ pytest.importorskip("ray")
 
 from pydantic import ValidationError
 
+from vllm_choreo.cluster import ray_processes
 from vllm_choreo.cluster.app import FleetArgs, check_options
 from vllm_choreo.cluster.command import command, fleet_args, options_of
 from vllm_choreo.cluster.identity import EngineInfo, check_identity
 from vllm_choreo.cluster.journal import Places
 from vllm_choreo.cluster.members import Members
+from vllm_choreo.cluster.ray_processes import start_ray
 from vllm_choreo.cluster.router import PlacedRouter, TenantRouter, key_digest
 from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 
@@ -97,6 +100,31 @@ def test_the_command_refuses_wrong_arguments(words: str, said: str) -> None:
     command(parser)
     with pytest.raises(ChoreoError, match=said):
         fleet_args(parser.parse_args(words.split()))
+
+
+def test_ray_is_started_with_workers_that_get_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[dict[str, Any], str]] = []
+    name = "RAY_worker_niceness"
+    monkeypatch.setattr("ray.init", lambda **given: started.append((given, os.environ[name])))
+    for own, expected in ((None, "0"), ("7", "7")):  # somebody's own is left
+        monkeypatch.setenv(name, own or "")
+        if own is None:
+            monkeypatch.delenv(name)
+        start_ray(3, log_to_driver=False)
+        given, found = started.pop()
+        assert found == expected
+        assert given == {"num_cpus": 3, "include_dashboard": False, "log_to_driver": False}
+
+
+@pytest.mark.parametrize(("niceness", "is_told"), [(0, False), (15, True), (19, True)])
+def test_a_process_that_gets_no_share_says_so(
+    niceness: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(ray_processes.logger, "warning", lambda text, *_: told.append(text))
+    monkeypatch.setattr("os.getpriority", lambda *_: niceness)
+    ray_processes.warn_of_niceness()
+    assert bool(told) == is_told
 
 
 def test_members_are_told_of_in_the_order_of_their_coming() -> None:
