@@ -249,7 +249,7 @@ class ServeClient(FleetClient):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """What all its engines have in common."""
+        """Identity that all its engines have."""
         return self._first[0].info.identity
 
     def _start(self, engine: int, renderer: BaseRenderer | None = None) -> ReplicaClient | None:
