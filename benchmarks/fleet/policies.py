@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.fleet.rates import CAPACITY, ENCODE, GENERATE, RATES
@@ -68,16 +68,20 @@ class Ours(Policy):
     turn = 0
 
     def place(self, call: Call) -> Placed:
-        homes = self.homes
+        read = self.homes.read
         self.turn += 1
-        reads = [homes.read(part.key, part.num_tokens) for part in call.reads]
+        reads = [read(key, num_tokens) for key, num_tokens in call.reads]
         new = ENCODE * call.new + GENERATE * call.out
         candidates = self._candidates(reads)
-        found = place(reads, new, candidates, self.loads.queue, self.rates)
-        sizes: dict[Hashable, int] = dict(call.reads)
-        encoded = sum(sizes[f.key] for f in found.fetches if f.source is None)
-        moved = sum(sizes[f.key] for f in found.fetches if f.source is not None)
-        return Placed(found.engine, encoded + call.new, moved, found.cost)
+        engine, cost, fetches = place(reads, new, candidates, self.loads.queue, self.rates)
+        encoded, moved = call.new, 0
+        sizes: Mapping[Hashable, int] = dict(call.reads) if fetches else {}
+        for key, source in fetches:
+            if source is None:
+                encoded += sizes[key]
+            else:
+                moved += sizes[key]
+        return Placed(engine, encoded, moved, cost)
 
     def _candidates(self, reads: Sequence[Read]) -> list[int]:
         return candidates_of(reads, self.loads, self.turn)
@@ -87,8 +91,9 @@ class Ours(Policy):
             self.homes.remove(key)
 
     def enter(self, call: Call, engine: int) -> None:
-        for part in (*call.reads, call.makes):
-            self.homes.add(part.key, engine, part.num_tokens)
+        add = self.homes.add
+        for key, num_tokens in (*call.reads, call.makes):
+            add(key, engine, num_tokens)
 
 
 class Oracle(Ours):

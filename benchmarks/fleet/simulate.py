@@ -91,12 +91,12 @@ class Simulation:
             self._push(now + call.think, call, rest)
 
     def _step(self) -> None:
-        event = heapq.heappop(self._events)
-        if event.call is None:
-            self._policy.loads.add(event.engine, -event.work)
-            self._next(event.rest, event.at)
+        at, _, call, rest, engine, work = heapq.heappop(self._events)
+        if call is None:
+            self._policy.loads.add(engine, -work)
+            self._next(rest, at)
         else:
-            self._place(event.call, event.at, event.rest)
+            self._place(call, at, rest)
 
     def _place(self, call: Call, now: float, rest: Iterator[Call]) -> None:
         placed = self._placed(call)

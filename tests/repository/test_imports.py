@@ -53,6 +53,7 @@ PACKAGES: dict[str, set[str]] = {
     "pml.language": {"chat"},
     "pml.client": {"pml", "pml.language", "semantics", "wire", "client"},
     "pml.server": {"pml", "pml.language", "semantics", "wire", "api", "server"},
+    "cluster": {"config", "semantics", "engine", "api", "server", "integrations", "cli"},
     "planner": {"convert", "chat", "semantics", "api", "client", "files", "fleet"},
     "lab": set(),
     "lab.problems": set(),
@@ -73,7 +74,7 @@ PACKAGES: dict[str, set[str]] = {
 }
 # The two processes of an engine meet in `engine` alone; what runs in neither stays out of both.
 NESTED = {package for package in PACKAGES if "." in package}
-WINGS = {"planner", "pml", "lab"}
+WINGS = {"cluster", "planner", "pml", "lab"}
 
 
 def _sources(folder: str) -> list[Path]:

@@ -110,6 +110,7 @@ RUN_BY: dict[str, list[str]] = {
         "tests/lab/study/test_evaluate.py::test_what_repair_buys",
         "tests/lab/study/test_calibrate.py::test_the_command",
     ],
+    "docs/serve.md": ["not run: it installs, and serves for good; tests/cluster runs the command"],
     "docs/testing.md": [
         _SELF_CHECK,
         "tests/testing/test_docs.py::test_the_example_runs",

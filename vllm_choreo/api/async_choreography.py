@@ -23,6 +23,7 @@ from vllm_choreo.api.fleet import fleet_of
 from vllm_choreo.api.fleet_runner import FleetRunner
 from vllm_choreo.api.outcomes import Outcome, check_ttl
 from vllm_choreo.api.pending import OutputQueue, Pending
+from vllm_choreo.api.restored import SessionRecord
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
 from vllm_choreo.api.snapshots import Snapshots
 from vllm_choreo.errors import ChoreoError
@@ -279,6 +280,13 @@ class AsyncChoreography(AsyncCallMethods):
         async with self._runner.one_engine(()):
             return await drive_async(steps, self._answer)
 
+    def restore(self, record: SessionRecord) -> None:
+        """Go on with a session of another process, on several engines; none has its messages."""
+        assert isinstance(self._runner, FleetRunner), "records are of sessions of several engines"
+        recipes, messages = record.restored()
+        self._session.restore(messages, record.gone, record.count)
+        self._runner.restore(recipes)
+
     def message(self, named: Named) -> Message:
         """Return a complete message by its id or name."""
         return self._entries.complete("message", named)
@@ -318,6 +326,11 @@ class AsyncChoreography(AsyncCallMethods):
         if self._entries.close():
             await self._runner.cancel_all()
             await self._runner.utility("close", self._session.id)
+
+    async def abandon(self) -> None:
+        """End the calls that are running, and leave the messages to another process."""
+        if self._entries.close():
+            await self._runner.cancel_all()
 
     async def __aenter__(self) -> AsyncChoreography:
         return self

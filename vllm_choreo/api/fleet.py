@@ -24,6 +24,7 @@ from vllm_choreo.api.fleet_moves import (
     exchange_folder,
 )
 from vllm_choreo.api.recipes import CallRecipe
+from vllm_choreo.api.restored import SessionJournal
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.errors import EngineRestartedError
 from vllm_choreo.fleet.homes import Homes
@@ -64,6 +65,7 @@ class Fleet:
         mover: moves between the engines.
         num_again, tokens_again: messages that engines were made to encode though they had been
             encoded before, and their tokens; by engine.
+        journal: journal of what sessions make and free; None: they end with this process.
 
     Raises:
         ChoreoError: files cannot be put into the folder that is set for moves.
@@ -81,7 +83,9 @@ class Fleet:
         )
         self.loads = Loads(count)
         self._block_size = cache.block_size
-        self.measured = MeasuredRates(*_moves_of(config), cache.block_size / 2)
+        num_bytes, can_move = _moves_of(config)
+        can_move = can_move and client.can_move
+        self.measured = MeasuredRates(num_bytes, can_move, cache.block_size / 2)
         folder = exchange_folder(settings.move_folder)
         self.mover = Mover(config, folder, client, self.measured)
         self.num_again, self.tokens_again = [0] * count, [0] * count
@@ -89,6 +93,7 @@ class Fleet:
         # What messages have an encoding on an engine: their sessions by their ids.
         self._holders: list[dict[Hashable, dict[str, str]]] = [{} for _ in range(count)]
         self._clients = client.clients  # not their owner, which would then never be collected
+        self.journal: SessionJournal | None = None
         self._turn = 0
         self._starts = client.starts
         self._resources = client.resources
@@ -247,7 +252,7 @@ class Fleet:
             EngineState(
                 engine=engine,
                 is_running=self.is_alive(engine),
-                restarts=self._starts[engine] - 1,
+                restarts=max(0, self._starts[engine] - 1),
                 queued_calls=self.queued[engine],
                 queued_seconds=self.loads.queue[engine] if self.is_alive(engine) else 0.0,
                 messages=self.homes.count(engine),

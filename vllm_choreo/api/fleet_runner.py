@@ -199,6 +199,8 @@ class FleetRunner(AsyncRunner):
                 recipe = recipe_of(handle.call, result, named)
                 self._recipes[recipe.id] = recipe
                 self._ran_on[recipe.id] = running.engine
+                if self._fleet.journal is not None:
+                    self._fleet.journal.made(self._session_id, recipe, result)
                 self._enter(running.engine, running.known, recipe)
         super()._forget(pending, result)
 
@@ -418,7 +420,13 @@ class FleetRunner(AsyncRunner):
                 except EngineRestartedError:
                     continue  # with all that it had
 
+    def restore(self, recipes: Iterable[CallRecipe]) -> None:
+        """Take in messages that no engine has: whoever reads one has it made again."""
+        self._recipes.update({recipe.id: recipe for recipe in recipes})
+
     async def _free(self, ids: Sequence[str]) -> None:
+        if self._fleet.journal is not None:
+            self._fleet.journal.freed(self._session_id, ids)
         for message_id in ids:
             self._recipes.pop(message_id, None)
             self._ran_on.pop(message_id, None)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from vllm_choreo.api.fleet_moves import OneEngine, ask_engine
 from vllm_choreo.api.planned import PlannedCall
-from vllm_choreo.api.recipes import CallRecipe, recipe_again
+from vllm_choreo.api.recipes import CallRecipe, bound_recipe
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.semantics.params import ChoreoParams
@@ -96,7 +96,7 @@ def loaded_messages(
             keep_hidden=tuple(entry["keeps"]),
         )
         call = PlannedCall("", tuple(entry["tokens"]), params, None, Trace(message_id))
-        made.append(recipe_again(call, {parent.id: parent for parent in parents}))
+        made.append(bound_recipe(call, {parent.id: parent for parent in parents}))
     return [Loaded(made[number], entries[number]["data"] is not None) for number in ids]
 
 

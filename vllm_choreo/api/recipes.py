@@ -46,11 +46,15 @@ def recipe_of(call: PlannedCall, message: Message, recipes: Mapping[str, CallRec
     """
     params = replace(call.params, kind="prefill", open_end=False, deny=())
     again = replace(call, token_ids=message.token_ids, params=params, sampling_params=None)
-    return recipe_again(again, recipes)
+    return bound_recipe(again, recipes)
 
 
-def recipe_again(call: PlannedCall, recipes: Mapping[str, CallRecipe]) -> CallRecipe:
-    """Recipe of the message that a call makes again; `recipes` as in `recipe_of`."""
+def bound_recipe(call: PlannedCall, recipes: Mapping[str, CallRecipe]) -> CallRecipe:
+    """Recipe of a call that encodes a message all of whose tokens are known.
+
+    Args:
+        recipes: those of the messages that the call names, by id.
+    """
     parents = {name: recipes[name] for name in named_by(call)}
     return CallRecipe(call, tuple(parents.values()), _key(call, parents))
 

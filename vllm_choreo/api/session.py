@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_choreo.api.adapters import SessionAdapters
@@ -133,6 +133,17 @@ class Session:
         self.entries.check_open()
         self.entries.admit(messages)
         self.entries.count = self._count
+
+    def restore(self, messages: Sequence[Message], freed: Iterable[str], count: int) -> None:
+        """Take in the messages of this session as another process had it.
+
+        Args:
+            freed: ids of messages that were freed.
+            count: calls that give no name are numbered from here on.
+        """
+        self._count = count
+        self.admit(messages)
+        self.entries.freed(freed)
 
     # -- planning ----------------------------------------------------------------------------
 

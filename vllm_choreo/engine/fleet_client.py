@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -92,7 +93,10 @@ class FleetClient(AsyncMPClient):
             by the message's id and the engine. An engine that was started again since does not get
             it.
         watcher: object that is told what happens; None: nobody.
+        can_move: whether its engines share a folder in memory, through which messages are moved.
     """
+
+    can_move = True
 
     def __init__(
         self,
@@ -108,7 +112,7 @@ class FleetClient(AsyncMPClient):
         self.starts = [1] * self.num_engines
         self.lives: dict[tuple[str, int], int] = {}
         self.watcher: Watcher | None = None
-        self._identity = identity_of(vllm_config.model_config.model)
+        self._identity = self._read_identity()
         self._make = partial(AsyncMPClient, executor_class=executor_class, log_stats=log_stats)
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self._in_flight: dict[str, _InFlight] = {}
@@ -178,7 +182,7 @@ class FleetClient(AsyncMPClient):
         held = _InFlight(request, engine)
         self._in_flight[request.request_id] = held
         client = self.clients[engine]
-        life = self.lives.pop((_message_of(request), engine), self.starts[engine])
+        life = self.lives.pop((message_of(request), engine), self.starts[engine])
         if client is None or life != self.starts[engine]:
             self._give_back([held])
             return
@@ -291,13 +295,17 @@ class FleetClient(AsyncMPClient):
             self.resources.engine_dead = True
             self._outputs.put_nowait(EngineDeadError())
 
+    def _read_identity(self) -> dict[str, str]:
+        """Identity of what an engine that starts now would load."""
+        return identity_of(self.vllm_config.model_config.model)
+
     def _check_identity(self) -> None:
         """Check that an engine that starts now would be as those that run.
 
         Raises:
             UnsupportedModelError: the model, or a package, was replaced since the server started.
         """
-        found = identity_of(self.vllm_config.model_config.model)
+        found = self._read_identity()
         changed = [name for name, value in self._identity.items() if found[name] != value]
         if changed:
             raise UnsupportedModelError(
@@ -349,7 +357,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _message_of(request: EngineCoreRequest) -> str:
+def message_of(request: EngineCoreRequest) -> str:
     """Id of the message that a request makes; "": it is not choreographed."""
     params = request.sampling_params
     extra_args = (params and params.extra_args) or {}
@@ -369,8 +377,14 @@ def _ended(request_id: str) -> EngineCoreOutput:
     )
 
 
+# Class of the clients of AsyncLLMs that are made in this context, or a function that makes one.
+client_class: ContextVar[Callable[..., FleetClient]] = ContextVar(
+    "choreo_client_class", default=FleetClient
+)
+
+
 def install(is_active: Callable[[], bool]) -> None:
-    """Give AsyncLLMs of several engines this client, where `is_active` says so."""
+    """Give AsyncLLMs of several engines a `client_class`, where `is_active` says so."""
     make_async_mp_client = EngineCoreClient.make_async_mp_client
 
     def make(
@@ -382,7 +396,7 @@ def install(is_active: Callable[[], bool]) -> None:
         **options: object,
     ) -> AsyncMPClient:
         if vllm_config.parallel_config.data_parallel_size > 1 and is_active():
-            return FleetClient(vllm_config, executor_class, log_stats, renderer)
+            return client_class.get()(vllm_config, executor_class, log_stats, renderer)
         return make_async_mp_client(
             vllm_config, executor_class, log_stats, *args, renderer=renderer, **options
         )

@@ -74,7 +74,7 @@ class InProcessServer:
         self._folder = tempfile.TemporaryDirectory(prefix="choreo-")
         self._socket = str(Path(self._folder.name) / "server")
         self._started: Future[None] = Future()
-        args = _parsed(str(model), options)
+        args = parse_options(str(model), options)
         self.model: str = (args.served_model_name or [args.model])[0]
         self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=self._run, args=(args,), daemon=True)
@@ -150,8 +150,12 @@ def words_of(options: Mapping[str, object]) -> list[str]:
     return words
 
 
-def _parsed(model: str, options: Mapping[str, object]) -> Namespace:
-    """Parse options as the command line of `vllm serve` does."""
+def parse_options(model: str, options: Mapping[str, object]) -> Namespace:
+    """Parse options as the command line of `vllm serve MODEL --plugin choreo` does.
+
+    Raises:
+        SystemExit: an option that `vllm serve` does not have.
+    """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -221,7 +221,7 @@ class TenantChats:
         """
         chats = self._tenants.get(tenant)
         if chats is None or not self._sessions.is_usable(chats.session):
-            session = self._sessions.open(tenant)
+            session = self._sessions.open(tenant, is_journalled=False)
             self._drop_closed()
             chats = self._tenants[tenant] = ChatMessages(
                 self._sessions, session, self._sessions.config, self._max_model_len,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from vllm.logger import init_logger
 
 from vllm_choreo.api.async_choreography import AsyncChoreography
+from vllm_choreo.api.restored import SessionJournal, SessionRecord
 from vllm_choreo.config import ServerConfig
 from vllm_choreo.errors import ChoreoError, LimitError, UnknownSessionError
 from vllm_choreo.repair.pair_rule import ChosenCell, PairRule
@@ -119,6 +120,7 @@ class Sessions:
         observers: counters of what happens; append to it.
         exchange: exchange with the server of another model; None: there is none.
         work: pool for work that grows with what a tenant sends.
+        journal: journal from which another server goes on with the sessions; None: there is none.
     """
 
     def __init__(self, async_llm: AsyncLLM, config: ServerConfig, model: str) -> None:
@@ -128,6 +130,7 @@ class Sessions:
         self.observers: list[Observer] = []
         self.exchange: Exchanger | None = None
         self.work = WorkPool()
+        self.journal: SessionJournal | None = None
         self._llm = async_llm
         self._sessions: dict[tuple[str, str], OpenSession] = {}
         self._defaults: dict[str, str] = {}  # tenant -> id
@@ -141,6 +144,7 @@ class Sessions:
         options: SessionOptions = DEFAULT_OPTIONS,
         *,
         is_limited: bool = True,
+        is_journalled: bool = True,
     ) -> OpenSession:
         """Open a session.
 
@@ -148,6 +152,7 @@ class Sessions:
             tenant: owner of the session.
             options: options of the session, as its caller gave them.
             is_limited: True if the limits of a session hold for its messages.
+            is_journalled: True if another server may go on with it.
 
         Raises:
             LimitError: too many are open, or the time to live is too long.
@@ -177,7 +182,16 @@ class Sessions:
         self._sessions[tenant, session.id] = session
         for observer in self.observers:
             observer.opened()
+        if self.journal is not None and is_journalled and options.mode != "baseline":
+            self.journal.opened(session.id, options)
         return session
+
+    def restore(self, record: SessionRecord) -> None:
+        """Go on with a session of another server."""
+        session = self.open(record.tenant, record.options)
+        session.choreography.restore(record)
+        if record.is_default:
+            self._set_default(session)
 
     def session(self, tenant: str, session_id: str) -> OpenSession:
         """The open session of this id.
@@ -203,8 +217,13 @@ class Sessions:
             return self.session(tenant, self._defaults.get(tenant, ""))
         except UnknownSessionError:
             session = self.open(tenant)
-            self._defaults[tenant] = session.id
+            self._set_default(session)
             return session
+
+    def _set_default(self, session: OpenSession) -> None:
+        self._defaults[session.tenant] = session.id
+        if self.journal is not None:
+            self.journal.used_by_default(session.id)
 
     def opened_default(self, tenant: str) -> OpenSession | None:
         """The session of requests that name none, if it is open."""
@@ -255,10 +274,18 @@ class Sessions:
             self._forget(session, expired=False)
             await session.choreography.close()
 
+    async def abandon(self, tenant: str) -> None:
+        """End a tenant's calls here, and forget its sessions: another server goes on with them."""
+        for session in [s for s in self._sessions.values() if s.tenant == tenant]:
+            self._forget(session, expired=False)
+            await session.choreography.abandon()
+
     def _forget(self, session: OpenSession, *, expired: bool) -> None:
         del self._sessions[session.tenant, session.id]
         if self._defaults.get(session.tenant) == session.id:
             del self._defaults[session.tenant]
+        if self.journal is not None:
+            self.journal.closed(session.id)
         for observer in self.observers:
             observer.closed(expired=expired)
 

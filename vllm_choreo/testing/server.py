@@ -84,7 +84,7 @@ def start_server(
     Raises:
         RuntimeError: it ended at its start, or did not answer in time; has the end of its log.
     """
-    port = _free_port()
+    port = free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model_path)]
     command += words_of(_defaults(settings, keys) | {"port": port} | options)
     log = folder / f"server-{port}.log"
@@ -141,7 +141,8 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**variables, **(changes or {})}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens at."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]

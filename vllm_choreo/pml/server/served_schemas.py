@@ -182,7 +182,7 @@ class ServedSchemas:
                 self._operators[made.name] = made
                 self._about[made] = ServedSchema(made, is_operators=True)
         if self._operators:
-            session = self._sessions.open(OPERATOR, is_limited=False)
+            session = self._sessions.open(OPERATOR, is_limited=False, is_journalled=False)
             session.enter()  # for good
             prompts = self.of_session(session)
             for name in self._operators:
