@@ -6,15 +6,15 @@
     python -m benchmarks.rivals agents   [--agents 5] [--rounds 2] [--input-tokens 1000]
     python -m benchmarks.rivals ragqa --data FILE [--limit 20] [--answers FILE] [--adapter FOLDER]
 
-Asked in turn: vLLM without the plugin, with its prefix cache, and a server with the plugin in several
-ways, cut by content: "exact", "seen" and "alone" (the contexts of mode "choreo"), "repair" (seen, with
---repair) and "adapter" (alone, pieces encoded by --adapter). Each way has an API key of its own, so
-that none finds what another has sent. Both servers are started with --model; or name running ones:
---stock URL, --ours URL (or one of them), with one --api-key for each way, --tokenizer, by which texts
-are made of the lengths that are asked for, and the name of a served adapter. Lengths are for a CPU;
-the originals are 5,000 tokens a document (permuted), 100 documents of 3,000 (multidoc), 512 of prefix
-and answer (agents). ragqa reads MuSiQue or HotpotQA from a file of yours (`questions.py` says where
-there are some); ended in the middle, it goes on from --answers.
+Asked in turn: vLLM without the plugin, with its prefix cache, and a server with the plugin in
+several ways, cut by content: "exact", "seen" and "alone" (the contexts of mode "choreo"), "repair"
+(seen, with --repair) and "adapter" (alone, pieces encoded by --adapter). Each way has an API key of
+its own, so that none finds what another has sent. Both servers are started with --model; or name
+running ones: --stock URL, --ours URL (or one of them), with one --api-key for each way,
+--tokenizer, by which texts are made of the lengths that are asked for, and the name of a served
+adapter. Lengths are for a CPU; the originals are 5,000 tokens a document (permuted), 100 documents
+of 3,000 (multidoc), 512 of prefix and answer (agents). ragqa reads MuSiQue or HotpotQA from a file
+of yours (`questions.py` says where there are some); ended in the middle, it goes on from --answers.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _add_common(part: argparse.ArgumentParser) -> None:
     add("--ways", nargs="+", choices=WAYS, help="of the server with the plugin")
     add("--repair", default="first:16", metavar="RULE", help="of the way repair; default: "
         "%(default)s")  # fmt: skip
-    add("--adapter", help="of the way adapter: its folder, or with --ours the name under which it is "
-        "served")  # fmt: skip
+    add("--adapter", help="of the way adapter: its folder, or with --ours the name under which it "
+        "is served")  # fmt: skip
     add("--answers", type=Path, metavar="FILE", help="write all answers there, as JSON lines")
     add("--max-model-len", type=int, default=8192, help="of servers started here")
     add("--kv-cache-gib", type=int, default=2, help="of servers started here")

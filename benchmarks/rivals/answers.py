@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file of answers as they come, one JSON object a line, from which a run that was ended goes on.
 
-    {"run": {…}}       what all answers depend on: layout, sizes, data, sides
-    {"layout": …}      a row for each answer
+{"run": {…}}       what all answers depend on: layout, sizes, data, sides
+{"layout": …}      a row for each answer
 """
 
 from __future__ import annotations

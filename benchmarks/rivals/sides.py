@@ -20,8 +20,8 @@ STOCK = "stock"
 _CHOREO = {"choreo_auto": "choreo", "choreo_auto_cut": "content"}
 _ALONE = {**_CHOREO, "choreo_auto_context": "alone"}
 _SEEN = {**_CHOREO, "choreo_auto_context": "seen"}
-# What requests to a server with the plugin say, by the name of the way. "repair" says its rule, too,
-# and "adapter" the adapter by which its pieces are encoded.
+# What requests to a server with the plugin say, by the name of the way. "repair" says its rule,
+# too, and "adapter" the adapter by which its pieces are encoded.
 WAYS: Mapping[str, Mapping[str, str]] = {
     "exact": {"choreo_auto": "exact", "choreo_auto_cut": "content"},
     "seen": _SEEN,

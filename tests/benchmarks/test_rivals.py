@@ -172,7 +172,9 @@ class FakeServer:
 
     def client(self, key: str = "k") -> httpx.Client:
         headers = {"Authorization": key}
-        return httpx.Client(transport=httpx.MockTransport(self), base_url="http://x", headers=headers)
+        return httpx.Client(
+            transport=httpx.MockTransport(self), base_url="http://x", headers=headers
+        )
 
 
 def sides_on(stock: FakeServer, ours: FakeServer, ways: list[str]) -> list[Side]:
@@ -191,7 +193,7 @@ def test_all_sides_are_asked_the_same_in_turn() -> None:
     assert all(row["same"] == 1 and row["f1_to_stock"] == 1.0 for row in rows)
     assert not any("vllm_xargs" in body for body in stock.bodies)
     # Each way has its key; all but the adapter's ask for the model.
-    said = {key: body for key, body in zip(ours.keys, ours.bodies, strict=True)}
+    said = dict(zip(ours.keys, ours.bodies, strict=True))
     assert set(said) == set(WAYS)
     assert {way: body["model"] for way, body in said.items()} == {
         **dict.fromkeys(WAYS, "m"), "adapter": "mine",
@@ -293,7 +295,8 @@ def test_the_program_asks_two_servers(results: Path, tmp_path: Path) -> None:
 def test_the_program_asks_questions_over_passages(results: Path, tmp_path: Path) -> None:
     """And once more, of more questions: only of those that are new."""
     answers, data = tmp_path / "answers", tmp_path / "questions"
-    passages = [{"title": f"House {n}", "text": f"House {n} is of colour {n}. " * 20} for n in range(4)]
+    texts = {f"House {n}": f"House {n} is of colour {n}. " * 20 for n in range(4)}
+    passages = [{"title": title, "text": text} for title, text in texts.items()]
     item = {"question": "Which colour is house 2?", "answers": ["colour 2"], "ctxs": passages}
     data.write_text(json.dumps([item, {**item, "ctxs": passages[::-1]}]))
     words = ["ragqa", "--data", str(data), "--max-tokens", "8", "--answers", str(answers)]

@@ -120,6 +120,7 @@ RUN_BY: dict[str, list[str]] = {
         _PARTS,
         _PARTS,
         "tests/lab/study/test_evaluate.py::test_the_documentation",
+        _COMMANDS,
         _SERVES,
         _COMMANDS,
         _COMMANDS,

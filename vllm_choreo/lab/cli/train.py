@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_choreo.chat.matching import AUTO_CUTS
 from vllm_choreo.cli.arguments import add_out
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.numbers import natural, positive
@@ -36,6 +37,10 @@ def command(parser: argparse.ArgumentParser) -> Main:
         help="which calls use the adapter; prefill: those that encode messages; decode: those "
         "that generate; both: all",
     )
+    add("--cut", choices=AUTO_CUTS, help="messages: calls read messages as they were recorded, the "
+        "default; content: the same texts cut by their content, as choreo_auto reads them with the "
+        "context alone")  # fmt: skip
+    add("--cut-tokens", type=positive, metavar="N", help="of a piece on average (default: 128)")
     add("--loss", choices=LOSSES, help="kl: match the text's distribution, the default; ce: "
         "say the recorded tokens")  # fmt: skip
     add("--rank", type=positive, metavar="N", help="of LoRA (default: 64)")
