@@ -103,3 +103,12 @@ TABLES = {
     f"rivals_{name}": Table(f"rivals_{name}", {"side": "side"}, _columns, only(kind="timed"))
     for name in LAYOUTS
 }
+TABLES["rivals_plans"] = Table(
+    "rivals_plans",
+    {"setting": "layout"},
+    {
+        "requests": lambda group: len(group),
+        "prompt tokens": middle(of("prompt_tokens"), ".0f"),
+        **{way: middle(of(way), ".0f") for way in ("text", "seen", "alone")},
+    },
+)

@@ -15,12 +15,17 @@ import httpx
 import pytest
 
 from benchmarks.harness import record
+from benchmarks.harness.texts import long_text
 from benchmarks.rivals import __main__ as program
 from benchmarks.rivals import layouts
 from benchmarks.rivals.answers import AnswerFile
+from benchmarks.rivals.plans import Follower, makers, plans_of
 from benchmarks.rivals.questions import Question, f1, read_questions
 from benchmarks.rivals.sides import STOCK, WAYS, Side, count_requests, run, sides_of
 from benchmarks.rivals.tables import LAYOUTS, TABLES
+from tests.chat.chat_templates import tokenizer_of
+from tests.chat.test_chats import Chats, turn
+from vllm_choreo.chat.cutter import end_tokens
 
 
 def text(num_tokens: int, seed: int) -> str:
@@ -70,8 +75,6 @@ def test_ragqa_sends_each_passage_once_behind_the_system_text_and_then_composes(
 
 def test_what_stands_before_the_passages_is_a_piece_of_its_own() -> None:
     """So the same passages are found behind it, in whatever order, and begin pieces themselves."""
-    from tests.chat.test_chats import Chats, turn
-
     chats = Chats("smollm2", cut="content")
     passages = [f"Title {n}\n" + f"The house of number {n} has a red door. " * 30 for n in range(3)]
 
@@ -83,6 +86,21 @@ def test_what_stands_before_the_passages_is_a_piece_of_its_own() -> None:
     known = {piece for number in range(3) for piece in pieces([number])}
     found = [piece in known for piece in pieces([2, 0, 1])]
     assert found.count(False) <= 3 and found.count(True) >= 9, found
+
+
+def test_plans_tell_what_is_left_to_be_encoded() -> None:
+    """Of documents in another order nothing but the seams; with prefixes all behind the first."""
+    tokenizer = tokenizer_of("smollm2")
+    long = lambda num_tokens, seed: long_text(tokenizer, num_tokens, seed)  # noqa: E731
+    sizes = {"system_tokens": 150, "documents": 3, "document_tokens": 400, "orders": 3}
+    make = lambda: layouts.permuted(long, **sizes, max_tokens=1)  # noqa: E731
+    rows = plans_of("permuted", make, Follower(tokenizer, end_tokens(tokenizer, {})))
+    assert len(rows) == 3 == count_requests(make)
+    for row in rows:
+        assert row["seen"] <= row["alone"] < 100 < row["prompt_tokens"]
+    # The drawn orders that begin with another document than the first one.
+    assert max(row["text"] for row in rows) > 600
+    assert {"permuted", "multidoc", "agents"} == set(makers(long, [], 0))
 
 
 def test_agents_read_what_all_others_said_last() -> None:
@@ -142,9 +160,8 @@ def test_f1_is_that_of_squad() -> None:
 
 def test_one_server_is_enough_and_every_layout_has_a_table() -> None:
     assert sides_of(None, {}, "first:16", None) == []
-    assert {f"rivals_{name}" for name in LAYOUTS} == set(TABLES) and set(program.OPTIONS) == set(
-        LAYOUTS
-    )
+    named = {f"rivals_{name}" for name in (*LAYOUTS, "plans")}
+    assert named == set(TABLES) and set(program.OPTIONS) == set(LAYOUTS)
     with pytest.raises(SystemExit, match="needs --adapter"):
         sides_of(None, {"adapter": httpx.Client()}, "first:16", None)
 

@@ -8,11 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_choreo.chat.matching import AUTO_CUTS
 from vllm_choreo.cli.arguments import add_out
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.numbers import natural, positive
-from vllm_choreo.lab.train.settings import LOSSES, SCHEDULES, TrainSettings
+from vllm_choreo.lab.train.settings import CUTS, LOSSES, SCHEDULES, TrainSettings
 from vllm_choreo.trained_adapter import PLACEMENTS, TrainedAdapter, current_placement
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def command(parser: argparse.ArgumentParser) -> Main:
         help="which calls use the adapter; prefill: those that encode messages; decode: those "
         "that generate; both: all",
     )
-    add("--cut", choices=AUTO_CUTS, help="messages: calls read messages as they were recorded, the "
+    add("--cut", choices=CUTS, help="messages: calls read messages as they were recorded, the "
         "default; content: the same texts cut by their content, as choreo_auto reads them with the "
         "context alone")  # fmt: skip
     add("--cut-tokens", type=positive, metavar="N", help="of a piece on average (default: 128)")

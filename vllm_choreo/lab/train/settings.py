@@ -11,11 +11,12 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.trained_adapter import current_placement, uses_adapter
 
 LOSSES = ("kl", "ce")
+CUTS = AUTO_CUTS
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 _CHOICES = {
     "loss": LOSSES,
     "schedule": SCHEDULES,
-    "cut": AUTO_CUTS,
+    "cut": CUTS,
     "dtype": ("float32", "bfloat16"),
     "device": ("cpu", "cuda"),
 }
