@@ -8,11 +8,14 @@ import random
 import time
 import tracemalloc
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from benchmarks.harness.engine import empty_caches
 from benchmarks.harness.turns import in_turn
+from vllm_choreo.chat.content_cuts import content_cuts
 from vllm_choreo.chat.cutter import Cutter, end_tokens
 from vllm_choreo.chat.edits import anchors
 from vllm_choreo.chat.marks import marked
@@ -23,6 +26,8 @@ SIDES = ("text", "choreo")
 NUM_DOCUMENTS = 5
 CUT = Matching(reads_edits=True)
 _MB = 1e6
+_VOCABULARY = 50_000
+_SHARE_OF_ENDS = 0.01  # of tokens that end a sentence
 Chat = list[dict[str, str]]
 
 
@@ -125,14 +130,16 @@ def measure_cost(llm: Any, one_token: Any, chats: Sequence[Chat]) -> list[dict[s
     return rows
 
 
-def _timed(do: Any, repeats: int = 5) -> tuple[float, Any]:
+def _timed(
+    do: Any, clock: Callable[[], float] = time.perf_counter, repeats: int = 5
+) -> tuple[float, Any]:
     """The least time of several, and what was made."""
     times: list[float] = []
     made: Any = None
     for _ in range(repeats):
-        began = time.perf_counter()
+        began = clock()
         made = do()
-        times.append(time.perf_counter() - began)
+        times.append(clock() - began)
     return min(times), made
 
 
@@ -147,7 +154,8 @@ def _split(cutter: Cutter, tokenizer: Any, chat: Chat) -> Any:
 
 
 def measure_index(num_tokens: int, piece_tokens: int) -> dict[str, Any]:
-    """A row: the memory of a table of messages, as whole ones and as pieces.
+    """A row: the memory of a table of messages, as whole ones and as pieces, and how fast such a
+    text is cut.
 
     Args:
         num_tokens: tokens of all messages.
@@ -162,6 +170,12 @@ def measure_index(num_tokens: int, piece_tokens: int) -> dict[str, Any]:
         row[column] = round(tracemalloc.get_traced_memory()[0] / _MB, 2)
         tracemalloc.stop()
         del book
+    rng = np.random.default_rng(1)
+    text = rng.integers(_VOCABULARY, size=num_tokens).tolist()
+    ranks = (rng.random(_VOCABULARY) < _SHARE_OF_ENDS).astype(np.uint8)
+    # In time of the core, for it is one, and others may be on it.
+    cut_s, cuts = _timed(lambda: content_cuts(text, ranks, piece_tokens), time.process_time)
+    row["cuts"], row["cut_tokens_per_s"] = len(cuts), round(num_tokens / cut_s)
     print(row, flush=True)
     return row
 
@@ -169,7 +183,7 @@ def measure_index(num_tokens: int, piece_tokens: int) -> dict[str, Any]:
 def _filled(num_tokens: int, piece_tokens: int, in_parts: bool) -> MessageTable:
     book, rng = MessageTable(2**62, 2**62), random.Random(1)
     for number in range(num_tokens // piece_tokens):
-        tokens = array("i", (rng.randrange(50_000) for _ in range(piece_tokens)))
+        tokens = array("i", (rng.randrange(_VOCABULARY) for _ in range(piece_tokens)))
         entry = Entry(digest(tokens), digest([number]), f"session/auto.{number}", len(tokens))
         if in_parts:
             entry.anchors, entry.token_ids = anchors(tokens, ""), tokens

@@ -40,6 +40,7 @@ TABLES = {
         {
             "MB, messages": middle(of("messages_mb"), ".1f"),
             "MB, pieces that may be read in parts": middle(of("pieces_mb"), ".1f"),
+            "million tokens a core cuts in 1 s": middle(of("cut_tokens_per_s", 1e-6), ".1f"),
         },
     ),
     "inside_attack": Table(

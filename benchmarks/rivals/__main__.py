@@ -4,38 +4,45 @@
     python -m benchmarks.rivals permuted [--document-tokens 500] [--orders 10]
     python -m benchmarks.rivals multidoc [--documents 20] [--per-request 5] [--requests 20]
     python -m benchmarks.rivals agents   [--agents 5] [--rounds 2] [--input-tokens 1000]
-    python -m benchmarks.rivals ragqa --data FILE [--limit 20]
+    python -m benchmarks.rivals ragqa --data FILE [--limit 20] [--answers FILE] [--adapter FOLDER]
 
-Asked in turn: vLLM without the plugin, with its prefix cache, and a server with the plugin, as text
-that is found ("exact", "choreo", cut by content). Both are started with the embedded model; or name
-running ones: --stock URL, --ours URL (or one of them), with --api-key and --tokenizer, by which
-texts are made of the lengths that are asked for. Lengths are for a CPU; the originals are 5,000
-tokens a document (permuted), 100 documents of 3,000 (multidoc), 512 of prefix and answer (agents).
-ragqa reads MuSiQue or HotpotQA from a file of yours (`questions.py`).
+Asked in turn: vLLM without the plugin, with its prefix cache, and a server with the plugin in
+several ways, cut by content: "exact", "seen" and "alone" (the contexts of mode "choreo"), "repair"
+(seen, with --repair) and "adapter" (alone, pieces encoded by --adapter). Each way has an API key of
+its own, so that none finds what another has sent. Both servers are started with --model; or name
+running ones: --stock URL, --ours URL (or one of them), with one --api-key for each way,
+--tokenizer, by which texts are made of the lengths that are asked for, and the name of a served
+adapter. Lengths are for a CPU; the originals are 5,000 tokens a document (permuted), 100 documents
+of 3,000 (multidoc), 512 of prefix and answer (agents). ragqa reads MuSiQue or HotpotQA from a file
+of yours (`questions.py` says where there are some); ended in the middle, it goes on from --answers.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+from tqdm import tqdm
 
 from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.harness.texts import long_text
 from benchmarks.rivals import layouts
+from benchmarks.rivals.answers import AnswerFile
 from benchmarks.rivals.questions import read_questions
-from benchmarks.rivals.sides import WAYS, run, sides_of
+from benchmarks.rivals.sides import WAYS, Rows, Side, count_requests, run, sides_of
 from benchmarks.rivals.tables import LAYOUTS, TABLES
 
 KEY = "bench"
+ADAPTER = "adapter"  # its name on servers that are started here
 # Of each layout: its options, with their defaults.
 OPTIONS: dict[str, dict[str, int]] = {
     "permuted": {
@@ -51,23 +58,47 @@ OPTIONS: dict[str, dict[str, int]] = {
         "agents": 5, "rounds": 2, "input_tokens": 1000, "prefix_tokens": 512, "max_tokens": 128,
     },
 }  # fmt: skip
+Servers = tuple[httpx.Client | None, Mapping[str, httpx.Client]]
 
 
 def main(words: list[str] | None = None) -> int:
     args = _arguments(words)
-    sizes = {name: getattr(args, name) for name in OPTIONS[args.layout]}
-    make = _layout(args, sizes)
     with _servers(args) as (stock, ours):
-        rows = run(args.layout, sides_of(stock, ours, args.ways), make, ignore_eos=True)
+        adapter = args.adapter and (args.adapter if args.ours else ADAPTER)
+        rows = _measure(args, sides_of(stock, ours, args.repair, adapter))
     name = f"rivals_{args.layout}"
-    if args.answers:
-        args.answers.write_text("".join(f"{row['number']} {row['side']}: {row['answer']!r}\n"
-                                        for row in rows))  # fmt: skip
-    for row in rows:
-        del row["answer"]  # of texts that are not ours to give out
-    write_csv(name, rows, **record())
+    # Of texts that are not ours to give out.
+    kept = [{key: row[key] for key in row if key != "answer"} for row in rows]
+    write_csv(name, kept, **record())
     print(as_text([TABLES[name]]))
     return 0
+
+
+def _measure(args: argparse.Namespace, sides: Sequence[Side]) -> Rows:
+    """Ask all sides what they were not asked before; all rows."""
+    sizes = {name: getattr(args, name) for name in OPTIONS[args.layout]}
+    is_ragqa = args.layout == "ragqa"
+    data = hashlib.sha256(args.data.read_bytes()).hexdigest() if is_ragqa else ""
+    names = [side.name for side in sides]
+    about = {"layout": args.layout, "sizes": sizes, "data": data, "sides": names}
+    about |= {"model": args.model or sides[0].model, "repair": args.repair, "adapter": args.adapter}
+    answers = AnswerFile(args.answers, about, len(sides), goes_on=is_ragqa)
+    make = _layout(args, sizes, answers.num_done)
+    left = count_requests(make)
+    with tqdm(
+        total=answers.num_done + left, initial=answers.num_done, desc=args.layout, unit="request"
+    ) as bar:
+
+        def on_answers(rows: Rows) -> None:
+            answers.add(rows)
+            if rows[0]["kind"] == "timed":
+                firsts = {row["side"]: f"{1e3 * row['first_token_s']:.0f} ms" for row in rows}
+                bar.set_postfix(firsts, refresh=False)
+                bar.update()
+
+        if left:
+            run(args.layout, sides, make, True, on_answers, answers.next_number)
+    return answers.rows
 
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:
@@ -83,25 +114,41 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         if layout == "ragqa":
             part.add_argument("--data", type=Path, required=True, help="a file of questions")
             part.add_argument("--limit", type=int, default=20, help="of questions; 0: all")
-        part.add_argument("--stock", metavar="URL", help="a running server without the plugin")
-        part.add_argument("--ours", metavar="URL", help="a running server with it")
-        part.add_argument("--api-key", default=KEY, help="of running servers")
-        part.add_argument("--tokenizer", help="of running servers' model: a folder or a name")
-        part.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-        part.add_argument("--answers", type=Path, metavar="FILE", help="write all answers there")
-        part.add_argument("--max-model-len", type=int, default=8192, help="of servers started here")
-        part.add_argument("--kv-cache-gib", type=int, default=2, help="of servers started here")
-    return parser.parse_args(words)
+        _add_common(part)
+    args = parser.parse_args(words)
+    quality = ["seen", "alone", "repair", *(["adapter"] if args.adapter else [])]
+    args.ways = args.ways or (quality if args.layout == "ragqa" else ["exact", "seen", "alone"])
+    return args
 
 
-def _layout(args: argparse.Namespace, sizes: dict[str, int]) -> Callable[[], layouts.Layout]:
+def _add_common(part: argparse.ArgumentParser) -> None:
+    add = part.add_argument
+    add("--stock", metavar="URL", help="a running server without the plugin")
+    add("--ours", metavar="URL", help="a running server with it")
+    add("--api-key", nargs="+", default=[KEY], help="of running servers; one for each way, or one "
+        "for all, which then find what the others have sent")  # fmt: skip
+    add("--tokenizer", help="of running servers' model: a folder or a name")
+    add("--model", help="of servers started here; default: the embedded one")
+    add("--ways", nargs="+", choices=WAYS, help="of the server with the plugin")
+    add("--repair", default="first:16", metavar="RULE", help="of the way repair; default: "
+        "%(default)s")  # fmt: skip
+    add("--adapter", help="of the way adapter: its folder, or with --ours the name under which it "
+        "is served")  # fmt: skip
+    add("--answers", type=Path, metavar="FILE", help="write all answers there, as JSON lines")
+    add("--max-model-len", type=int, default=8192, help="of servers started here")
+    add("--kv-cache-gib", type=int, default=2, help="of servers started here")
+
+
+def _layout(
+    args: argparse.Namespace, sizes: dict[str, int], num_done: int
+) -> Callable[[], layouts.Layout]:
+    """What begins the layout anew, without the questions that were asked before."""
     if args.layout == "ragqa":
-        return partial(layouts.ragqa, read_questions(args.data, args.limit), **sizes)
+        questions = read_questions(args.data, args.limit)[num_done:]
+        return partial(layouts.ragqa, questions, **sizes)
     from transformers import AutoTokenizer
 
-    from vllm_choreo.testing.models.embedded import embedded_model
-
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or embedded_model())
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or _model(args))
 
     @cache
     def text(num_tokens: int, seed: int) -> str:
@@ -114,42 +161,60 @@ def _layout(args: argparse.Namespace, sizes: dict[str, int]) -> Callable[[], lay
     return partial(of_name[args.layout], text, **sizes)
 
 
+def _model(args: argparse.Namespace) -> Path:
+    from vllm_choreo.testing.models.embedded import embedded_model
+
+    return Path(args.model) if args.model else embedded_model()
+
+
 @contextmanager
-def _servers(args: argparse.Namespace) -> Iterator[tuple[httpx.Client | None, httpx.Client | None]]:
-    """Clients of a server without the plugin and of one with it: those named, or started ones."""
+def _servers(args: argparse.Namespace) -> Iterator[Servers]:
+    """A client of a server without the plugin and those of one with it: named, or started ones."""
     with ExitStack() as stack:
         if args.stock or args.ours:
-            yield _client(stack, args, args.stock), _client(stack, args, args.ours)
+            stock = _client(stack, args.stock, args.api_key[0]) if args.stock else None
+            keys = args.api_key * (len(args.ways) if len(args.api_key) == 1 else 1)
+            if args.ours and len(keys) != len(args.ways):
+                raise SystemExit(f"--api-key: give one, or {len(args.ways)}, one for each way")
+            ways = zip(args.ways, keys, strict=True) if args.ours else ()
+            yield stock, {way: _client(stack, args.ours, key) for way, key in ways}
             return
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        yield _started(stack, folder, args, False), _started(stack, folder, args, True)
+        (stock,) = _started(stack, folder, args, [KEY], has_plugin=False)
+        keys = [f"{KEY}-{way}" for way in args.ways]
+        ours = _started(stack, folder, args, keys, has_plugin=True)
+        yield stock, dict(zip(args.ways, ours, strict=True))
 
 
-def _client(stack: ExitStack, args: argparse.Namespace, url: str | None) -> httpx.Client | None:
-    if not url:
-        return None
-    headers = {"Authorization": f"Bearer {args.api_key}"}
+def _client(stack: ExitStack, url: str, key: str) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {key}"}
     return stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=3600))
 
 
 def _started(
-    stack: ExitStack, folder: Path, args: argparse.Namespace, has_plugin: bool
-) -> httpx.Client:
-    from vllm_choreo.testing.models.embedded import embedded_model
+    stack: ExitStack, folder: Path, args: argparse.Namespace, keys: Sequence[str], has_plugin: bool
+) -> list[httpx.Client]:
+    """A server, and a client of it for each key."""
     from vllm_choreo.testing.server import start_server
 
     env = {"VLLM_CPU_KVCACHE_SPACE": str(args.kv_cache_gib)}
+    options: dict[str, Any] = {"max_model_len": args.max_model_len}
+    if has_plugin and args.adapter:
+        from vllm_choreo.engine.lora import engine_options
+
+        options |= engine_options([Path(args.adapter)])
+        options["lora_modules"] = f"{ADAPTER}={args.adapter}"
     server = stack.enter_context(
         start_server(
-            embedded_model(),
+            _model(args),
             folder,
-            keys=[KEY],
+            keys=keys,
             env=env if has_plugin else {**env, "VLLM_PLUGINS": ""},
             plugin="choreo" if has_plugin else None,
-            max_model_len=args.max_model_len,
+            **options,
         )
     )
-    return stack.enter_context(server.client(KEY, timeout=3600))
+    return [stack.enter_context(server.client(key, timeout=3600)) for key in keys]
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 permuted   a system prompt and documents, all in one turn, in several orders   (LMCache's
            long-doc-permutator)
 multidoc   some of many documents in each turn                                 (multi_doc_qa)
-ragqa      each document alone behind the system prompt, then all of them with a question, in
-           one turn                                                            (rag-qa-quality)
+ragqa      each document of a question alone behind the system prompt, then all of them with the
+           question, in one turn                                               (rag-qa-quality)
 agents     agents with a prefix of their own over one task, each reads what all before it said
            (KVCOMM)
 """
@@ -20,7 +20,14 @@ from typing import TypeAlias
 from benchmarks.rivals.questions import Question
 
 Chat = list[dict[str, str]]
-QA_SYSTEM = "Answer the question from the passages alone, in a few words.\n\nThe passages:\n\n"
+# One paragraph that is long enough for a piece of its own, as others pad theirs to a whole chunk.
+QA_SYSTEM = (
+    "You will be asked a question after several passages, each under its title. Answer it from "
+    "these passages alone, and do not go by what you know besides. Some of the passages have "
+    "nothing to do with the question; often two or more of them have to be put together. The "
+    "answer is a name, a date, a number, yes or no, or a few words of the passages: give it alone, "
+    "in at most five words, without a sentence around it.\n\n"
+)
 
 
 @dataclass(frozen=True)
@@ -88,10 +95,15 @@ def multidoc(
 
 
 def ragqa(questions: Sequence[Question], *, max_tokens: int) -> Layout:
-    """Passages, each sent once behind the system prompt; then the questions over theirs."""
-    for passage in dict.fromkeys(p for question in questions for p in question.passages):
-        yield Ask([turn("user", f"{QA_SYSTEM}{passage}\n\n")], 1, "warm")
+    """Questions, one after the other: passages that were not sent yet, each alone behind the system
+    prompt, then all passages and the question in one turn.
+    """
+    sent: set[str] = set()
     for question in questions:
+        for passage in question.passages:
+            if passage not in sent:
+                yield Ask([turn("user", f"{QA_SYSTEM}{passage}\n\n")], 1, "warm")
+        sent.update(question.passages)
         passages = "".join(f"{passage}\n\n" for passage in question.passages)
         content = f"{QA_SYSTEM}{passages}Question: {question.text}\nAnswer in a few words."
         yield Ask([turn("user", content)], max_tokens, gold=question.answers)

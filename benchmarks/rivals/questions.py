@@ -2,7 +2,9 @@
 """Questions over passages, from files that their owners give out, and the F1 of answers to them.
 
 Read are MuSiQue and HotpotQA as they are published, CacheBlend's form of MuSiQue, and LongBench's
-form of both; JSON or JSON lines. None of them is part of this repository.
+form of both; JSON or JSON lines. None of them is part of this repository: among the repositories
+that hold such files are YaoJiayi/CacheBlend (`inputs/musique_s.json`, 150 questions of MuSiQue) and
+yhshu/HippoRAG (`data/hotpotqa_train.json`, `data/musique_train.json`, 100 questions each).
 """
 
 from __future__ import annotations

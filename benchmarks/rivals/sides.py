@@ -7,16 +7,29 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 
 from benchmarks.harness.turns import in_turn
 from benchmarks.rivals.layouts import Ask, Layout
 from benchmarks.rivals.questions import f1
+from vllm_choreo.lab.problems.grading import is_correct
 
 STOCK = "stock"
-WAYS = ("exact", "choreo")
+_CHOREO = {"choreo_auto": "choreo", "choreo_auto_cut": "content"}
+_ALONE = {**_CHOREO, "choreo_auto_context": "alone"}
+_SEEN = {**_CHOREO, "choreo_auto_context": "seen"}
+# What requests to a server with the plugin say, by the name of the way. "repair" says its rule,
+# too, and "adapter" the adapter by which its pieces are encoded.
+WAYS: Mapping[str, Mapping[str, str]] = {
+    "exact": {"choreo_auto": "exact", "choreo_auto_cut": "content"},
+    "seen": _SEEN,
+    "alone": _ALONE,
+    "repair": _SEEN,
+    "adapter": _ALONE,
+}
+Rows: TypeAlias = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -24,9 +37,9 @@ class Side:
     """A server, and what requests say to it.
 
     Attributes:
-        name: "stock", or a mode of chats that name no messages.
-        http: a client of the server.
-        model: name of its model.
+        name: "stock", or one of `WAYS`.
+        http: a client of the server. Sides of one API key find what the others have sent.
+        model: name of its model, or of an adapter of it.
         extra: keys of the body of every request.
     """
 
@@ -37,14 +50,26 @@ class Side:
 
 
 def sides_of(
-    stock: httpx.Client | None, ours: httpx.Client | None, ways: Sequence[str]
+    stock: httpx.Client | None, ours: Mapping[str, httpx.Client], repair: str, adapter: str | None
 ) -> list[Side]:
-    """The sides of a comparison; None: no such server."""
+    """The sides of a comparison.
+
+    Args:
+        stock: a client of a server without the plugin; None: there is none.
+        ours: clients of a server with it, by the ways that are asked for.
+        repair: rule of the way "repair".
+        adapter: name of the adapter of the way "adapter".
+
+    Raises:
+        SystemExit: the way "adapter" without one.
+    """
     found = [] if stock is None else [Side(STOCK, stock, model_of(stock))]
-    if ours is not None:
-        for way in ways:
-            xargs = {"choreo_auto": way, "choreo_auto_cut": "content"}
-            found.append(Side(way, ours, model_of(ours), {"vllm_xargs": xargs}))
+    for way, http in ours.items():
+        if way == "adapter" and not adapter:
+            raise SystemExit("the way adapter needs --adapter")
+        xargs = {**WAYS[way], **({"choreo_repair": repair} if way == "repair" else {})}
+        model = str(adapter) if way == "adapter" else model_of(http)
+        found.append(Side(way, http, model, {"vllm_xargs": xargs}))
     return found
 
 
@@ -54,28 +79,46 @@ def model_of(http: httpx.Client) -> str:
     return str(answer["data"][0]["id"])
 
 
+def count_requests(make: Callable[[], Layout]) -> int:
+    """Number of requests of a layout that are counted; what is answered does not change it."""
+    layout, count = make(), 0
+    try:
+        asked = next(layout)
+        while True:
+            count += asked.kind == "timed"
+            asked = layout.send("")
+    except StopIteration:
+        return count
+
+
 def run(
-    name: str, sides: Sequence[Side], make: Callable[[], Layout], ignore_eos: bool
-) -> list[dict[str, Any]]:
+    name: str,
+    sides: Sequence[Side],
+    make: Callable[[], Layout],
+    ignore_eos: bool,
+    on_answers: Callable[[Rows], None],
+    first_number: int = 0,
+) -> Rows:
     """Ask all sides all requests of a layout, in turn: a row for each answer.
 
     Args:
         name: of the layout.
         make: begins the layout anew, for each side.
         ignore_eos: every answer is as long as it may be.
+        on_answers: called with the answers of all sides to a request.
+        first_number: number of the first request.
     """
     layouts = {side.name: make() for side in sides}
     asks = {side: next(layout) for side, layout in layouts.items()}
-    rows: list[dict[str, Any]] = []
-    number = 0
+    rows: Rows = []
+    number = first_number
     while asks:
         answers: dict[str, dict[str, Any]] = {}
         for side in in_turn(sides, number):
             answers[side.name] = answer = ask(side, asks[side.name], ignore_eos)
             rows.append({"layout": name, "number": number, "side": side.name, **answer})
         _compare(rows[-len(sides) :], asks)
-        for row in rows[-len(sides) :]:
-            print({**row, "answer": row["answer"][:60]}, flush=True)
+        on_answers(rows[-len(sides) :])
         following = {}
         for asked, layout in layouts.items():
             try:
@@ -91,10 +134,11 @@ def _compare(rows: Sequence[dict[str, Any]], asks: Mapping[str, Ask]) -> None:
     by_side = {row["side"]: row for row in rows}
     reference = by_side.get(STOCK, rows[0])["answer"]
     for row in rows:
-        gold = asks[row["side"]].gold
-        row["f1"] = round(f1(row["answer"], gold), 4) if gold else ""
-        row["same"] = int(row["answer"] == reference)
-        row["f1_to_stock"] = round(f1(row["answer"], [reference]), 4)
+        gold, answer = asks[row["side"]].gold, row["answer"]
+        row["f1"] = round(f1(answer, gold), 4) if gold else ""
+        row["right"] = int(is_correct("trivia", answer, gold)) if gold else ""
+        row["same"] = int(answer == reference)
+        row["f1_to_stock"] = round(f1(answer, [reference]), 4)
 
 
 def ask(side: Side, asked: Ask, ignore_eos: bool) -> dict[str, Any]:

@@ -69,3 +69,4 @@ def test_the_benchmark(engine_slot: Callable[..., Any], shallow_model_path: Path
     assert not bars.cost_reaches_bar([{"share": "0.5"}])
     index = measure_index(10_000, 100)
     assert 0 < index["messages_mb"] < index["pieces_mb"] < 1
+    assert 50 <= index["cuts"] <= 200 and index["cut_tokens_per_s"] > 0

@@ -15,11 +15,17 @@ import httpx
 import pytest
 
 from benchmarks.harness import record
+from benchmarks.harness.texts import long_text
 from benchmarks.rivals import __main__ as program
 from benchmarks.rivals import layouts
+from benchmarks.rivals.answers import AnswerFile
+from benchmarks.rivals.plans import Follower, makers, plans_of
 from benchmarks.rivals.questions import Question, f1, read_questions
-from benchmarks.rivals.sides import STOCK, WAYS, run, sides_of
+from benchmarks.rivals.sides import STOCK, WAYS, Side, count_requests, run, sides_of
 from benchmarks.rivals.tables import LAYOUTS, TABLES
+from tests.chat.chat_templates import tokenizer_of
+from tests.chat.test_chats import Chats, turn
+from vllm_choreo.chat.cutter import end_tokens
 
 
 def text(num_tokens: int, seed: int) -> str:
@@ -53,14 +59,48 @@ def test_multidoc_draws_documents() -> None:
     assert len(drawn) == 7 and all(len(set(one)) == 3 for one in drawn)
 
 
+QUESTIONS = [Question("Who?", ("a", "b"), ("x",)), Question("Where?", ("b", "c"), ("said 1",))]
+
+
 def test_ragqa_sends_each_passage_once_behind_the_system_text_and_then_composes() -> None:
-    questions = [Question("Who?", ("a", "b"), ("x",)), Question("Where?", ("b", "c"), ("y",))]
-    asks = asked(layouts.ragqa(questions, max_tokens=9))
+    asks = asked(layouts.ragqa(QUESTIONS, max_tokens=9))
+    assert [ask.kind for ask in asks] == ["warm", "warm", "timed", "warm", "timed"]
     warm = [ask.chat[0]["content"] for ask in asks if ask.kind == "warm"]
     assert warm == [f"{layouts.QA_SYSTEM}{one}\n\n" for one in "abc"]
     timed = [ask for ask in asks if ask.kind == "timed"]
-    assert [ask.gold for ask in timed] == [("x",), ("y",)]
+    assert [ask.gold for ask in timed] == [("x",), ("said 1",)]
     assert timed[1].chat[0]["content"].startswith(f"{layouts.QA_SYSTEM}b\n\nc\n\nQuestion: Where?")
+    assert count_requests(lambda: layouts.ragqa(QUESTIONS, max_tokens=9)) == 2
+
+
+def test_what_stands_before_the_passages_is_a_piece_of_its_own() -> None:
+    """So the same passages are found behind it, in whatever order, and begin pieces themselves."""
+    chats = Chats("smollm2", cut="content")
+    passages = [f"Title {n}\n" + f"The house of number {n} has a red door. " * 30 for n in range(3)]
+
+    def pieces(order: list[int]) -> list[tuple[int, ...]]:
+        text = layouts.QA_SYSTEM + "".join(f"{passages[n]}\n\n" for n in order) + "Question: Who?"
+        split = chats.split([turn("user", text)])
+        return [split.token_ids[part.start : part.stop] for part in split.parts]
+
+    known = {piece for number in range(3) for piece in pieces([number])}
+    found = [piece in known for piece in pieces([2, 0, 1])]
+    assert found.count(False) <= 3 and found.count(True) >= 9, found
+
+
+def test_plans_tell_what_is_left_to_be_encoded() -> None:
+    """Of documents in another order nothing but the seams; with prefixes all behind the first."""
+    tokenizer = tokenizer_of("smollm2")
+    long = lambda num_tokens, seed: long_text(tokenizer, num_tokens, seed)  # noqa: E731
+    sizes = {"system_tokens": 150, "documents": 3, "document_tokens": 400, "orders": 3}
+    make = lambda: layouts.permuted(long, **sizes, max_tokens=1)  # noqa: E731
+    rows = plans_of("permuted", make, Follower(tokenizer, end_tokens(tokenizer, {})))
+    assert len(rows) == 3 == count_requests(make)
+    for row in rows:
+        assert row["seen"] <= row["alone"] < 100 < row["prompt_tokens"]
+    # The drawn orders that begin with another document than the first one.
+    assert max(row["text"] for row in rows) > 600
+    assert {"permuted", "multidoc", "agents"} == set(makers(long, [], 0))
 
 
 def test_agents_read_what_all_others_said_last() -> None:
@@ -119,23 +159,26 @@ def test_f1_is_that_of_squad() -> None:
 
 
 def test_one_server_is_enough_and_every_layout_has_a_table() -> None:
-    assert sides_of(None, None, WAYS) == []
-    assert {f"rivals_{name}" for name in LAYOUTS} == set(TABLES) and set(program.OPTIONS) == set(
-        LAYOUTS
-    )
+    assert sides_of(None, {}, "first:16", None) == []
+    named = {f"rivals_{name}" for name in (*LAYOUTS, "plans")}
+    assert named == set(TABLES) and set(program.OPTIONS) == set(LAYOUTS)
+    with pytest.raises(SystemExit, match="needs --adapter"):
+        sides_of(None, {"adapter": httpx.Client()}, "first:16", None)
 
 
 class FakeServer:
-    """A server that says how many messages it was sent; counts what it was asked."""
+    """A server that says how many messages it was sent; keeps what it was asked."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         body = json.loads(request.content)
         self.bodies.append(body)
+        self.keys.append(request.headers.get("Authorization"))
         events = [
             {"choices": [{"delta": {"content": f"said {len(body['messages'])}"}}]},
             {"choices": [{"delta": {}, "finish_reason": "stop"}]},
@@ -144,23 +187,103 @@ class FakeServer:
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
         return httpx.Response(200, text="".join([*lines, "data: [DONE]\n\n"]))
 
+    def client(self, key: str = "k") -> httpx.Client:
+        headers = {"Authorization": key}
+        return httpx.Client(
+            transport=httpx.MockTransport(self), base_url="http://x", headers=headers
+        )
+
+
+def sides_on(stock: FakeServer, ours: FakeServer, ways: list[str]) -> list[Side]:
+    return sides_of(stock.client(), {way: ours.client(way) for way in ways}, "first:16", "mine")
+
 
 def test_all_sides_are_asked_the_same_in_turn() -> None:
-    servers = FakeServer(), FakeServer()
-    clients = [httpx.Client(transport=httpx.MockTransport(s), base_url="http://x") for s in servers]
-    sides = sides_of(*clients, WAYS)
+    stock, ours = FakeServer(), FakeServer()
+    sides = sides_on(stock, ours, list(WAYS))
     sizes = {"agents": 2, "rounds": 2, "input_tokens": 4, "prefix_tokens": 5, "max_tokens": 3}
-    rows = run("agents", sides, lambda: layouts.agents(text, **sizes), ignore_eos=True)
-    assert Counter(row["side"] for row in rows) == {STOCK: 4, "exact": 4, "choreo": 4}
+    told: list[Any] = []
+    rows = run("agents", sides, lambda: layouts.agents(text, **sizes), True, told.append, 5)
+    assert [row for group in told for row in group] == rows
+    assert Counter(row["side"] for row in rows) == dict.fromkeys((STOCK, *WAYS), 4)
+    assert sorted({row["number"] for row in rows}) == [5, 6, 7, 8]
     assert all(row["same"] == 1 and row["f1_to_stock"] == 1.0 for row in rows)
-    stock, ours = (server.bodies for server in servers)
-    assert not any("vllm_xargs" in body for body in stock)
-    assert {body["vllm_xargs"]["choreo_auto"] for body in ours} == set(WAYS)
-    for number, body in enumerate(stock):
-        for other in ours[2 * number : 2 * number + 2]:
+    assert not any("vllm_xargs" in body for body in stock.bodies)
+    # Each way has its key; all but the adapter's ask for the model.
+    said = dict(zip(ours.keys, ours.bodies, strict=True))
+    assert set(said) == set(WAYS)
+    assert {way: body["model"] for way, body in said.items()} == {
+        **dict.fromkeys(WAYS, "m"), "adapter": "mine",
+    }  # fmt: skip
+    xargs = {way: body["vllm_xargs"] for way, body in said.items()}
+    assert xargs["repair"] == {**xargs["seen"], "choreo_repair": "first:16"}
+    assert xargs["adapter"] == xargs["alone"] and xargs["alone"]["choreo_auto_context"] == "alone"
+    for number, body in enumerate(stock.bodies):
+        for other in ours.bodies[len(WAYS) * number : len(WAYS) * (number + 1)]:
             assert other["messages"] == body["messages"] and other["ignore_eos"]
     table = TABLES["rivals_agents"].markdown([{k: str(v) for k, v in row.items()} for row in rows])
-    assert "| stock | 4 | 7 |" in table and "F1 to gold" not in table
+    assert "| stock | 4 | 7 |" in table and "F1 to gold" not in table and "McNemar" not in table
+
+
+def test_a_run_that_was_ended_goes_on_from_its_answers(tmp_path: Path) -> None:
+    """No question is asked twice but the one at which it was ended."""
+    path, about = tmp_path / "answers", {"layout": "ragqa"}
+    sides = sides_on(FakeServer(), FakeServer(), ["seen"])
+
+    def go_on(num_requests: int | None = None) -> AnswerFile:
+        """Answers of a run that ends after so many requests."""
+        file = AnswerFile(path, about, len(sides), goes_on=True)
+
+        def on_answers(rows: list[dict[str, Any]]) -> None:
+            file.add(rows)
+            if num_requests is not None and len(file.rows) == num_requests * len(sides):
+                raise KeyboardInterrupt
+
+        left = QUESTIONS[file.num_done :]
+        if left:
+            make = lambda: layouts.ragqa(left, max_tokens=9)  # noqa: E731
+            run("ragqa", sides, make, True, on_answers, file.next_number)
+        return file
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on(4)  # the second question's first passage has been sent
+    with path.open("a") as file:
+        file.write('{"layout": "rag')
+    half = AnswerFile(path, about, len(sides), goes_on=True)
+    assert half.num_done == 1 and half.next_number == 3 and len(half.rows) == 6
+    done = go_on()
+    assert done.num_done == 2 and len(path.read_text().splitlines()) == 1 + len(done.rows)
+    assert done.rows == AnswerFile(path, about, len(sides), goes_on=True).rows == go_on().rows
+    with pytest.raises(SystemExit, match="another run"):
+        AnswerFile(path, {"layout": "other"}, len(sides), goes_on=True)
+    assert AnswerFile(path, about, len(sides), goes_on=False).rows == []
+
+
+def test_answers_are_compared_with_gold_and_with_the_text_question_by_question() -> None:
+    def row(number: int, side: str, f1_of: float, seconds: float) -> dict[str, str]:
+        found = {"layout": "ragqa", "number": number, "side": side, "kind": "timed", "f1": f1_of}
+        found |= {"right": int(f1_of == 1), "first_token_s": seconds, "seconds": 9, "same": 0}
+        found |= {"prompt_tokens": 8, "cached_tokens": 4, "f1_to_stock": 0}
+        return {key: str(value) for key, value in found.items()}
+
+    quality = {STOCK: (1, 1, 1, 0.5), "seen": (1, 0, 0, 1)}
+    rows = [
+        row(number, side, found, 2.0 if side == STOCK else 0.5)
+        for side, all_found in quality.items()
+        for number, found in enumerate(all_found)
+    ]
+    head, _, *lines = TABLES["rivals_ragqa"].markdown(rows).splitlines()
+    names = [name.strip() for name in head.strip("|").split("|")]
+    cells = [
+        dict(zip(names, (c.strip() for c in line.strip("|").split("|")), strict=True))
+        for line in lines
+    ]
+    text, seen = cells
+    assert text["right"] == "3" and seen["right"] == "2"
+    assert seen["minus that of stock"].startswith("-0.375 [")
+    assert (seen["stock alone"], seen["side alone"]) == ("2", "1")
+    assert float(seen["McNemar's p"]) == 1.0  # 2 to 1: by a fair coin as often as not
+    assert seen["stock / side"] == "4.0 [4.0, 4.0]" and text["stock / side"] == ""
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +299,30 @@ def test_the_program_asks_two_servers(results: Path, tmp_path: Path) -> None:
     answers = tmp_path / "answers"
     words = "permuted --system-tokens 100 --documents 3 --document-tokens 120 --orders 2"
     status = program.main([*words.split(), "--max-tokens", "4", "--answers", str(answers)])
-    assert status == 0 and len(answers.read_text().splitlines()) == 9
+    assert status == 0 and len(answers.read_text().splitlines()) == 1 + 12
     rows = record.read_csv("rivals_permuted")
-    by_side = {s: [r for r in rows if r["side"] == s] for s in (STOCK, *WAYS)}
+    by_side = {side: [row for row in rows if row["side"] == side] for side in (STOCK, *WAYS)}
     assert all(row["same"] == "1" for row in by_side["exact"])
-    last = {side: int(found[-1]["cached_tokens"]) for side, found in by_side.items()}
-    assert last["choreo"] > last[STOCK] and last["choreo"] > 0.5 * int(rows[-1]["prompt_tokens"])
+    last = {side: int(found[-1]["cached_tokens"]) for side, found in by_side.items() if found}
+    for way in ("seen", "alone"):
+        assert last[way] > last[STOCK] and last[way] > 0.5 * int(rows[-1]["prompt_tokens"])
+
+
+@pytest.mark.exhaustive  # two servers of their own
+def test_the_program_asks_questions_over_passages(results: Path, tmp_path: Path) -> None:
+    """And once more, of more questions: only of those that are new."""
+    answers, data = tmp_path / "answers", tmp_path / "questions"
+    texts = {f"House {n}": f"House {n} is of colour {n}. " * 20 for n in range(4)}
+    passages = [{"title": title, "text": text} for title, text in texts.items()]
+    item = {"question": "Which colour is house 2?", "answers": ["colour 2"], "ctxs": passages}
+    data.write_text(json.dumps([item, {**item, "ctxs": passages[::-1]}]))
+    words = ["ragqa", "--data", str(data), "--max-tokens", "8", "--answers", str(answers)]
+    for limit in (1, 2):
+        assert program.main([*words, "--limit", str(limit)]) == 0
+        rows = [row for row in record.read_csv("rivals_ragqa") if row["kind"] == "timed"]
+        assert Counter(row["side"] for row in rows) == dict.fromkeys(
+            (STOCK, "seen", "alone", "repair"), limit
+        )
+        assert "answer" not in rows[0]
+    reused = {row["side"]: int(row["cached_tokens"]) for row in rows[:4]}
+    assert reused[STOCK] < reused["alone"] <= reused["seen"]

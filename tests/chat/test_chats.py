@@ -345,6 +345,16 @@ def test_of_a_recorded_conversation_all_is_reused_but_the_next_question(name: st
         assert not one.may_differ and one.parts[-1].state == "new"
 
 
+def test_a_forecast_knows_its_own_chats_alone() -> None:
+    """Whatever others have followed in the same process, it tells the same."""
+    chats = [chat for chat, _, _ in requests_of({"messages": conversation(3)})]
+    told = []
+    for _ in range(2):
+        follower = forecaster("smollm2")
+        told.append([follower.request(chat, None) for chat in chats])
+    assert told[0] == told[1] and told[0][0].choreo == 0 < told[0][-1].choreo
+
+
 def test_of_documents_in_another_order_choreo_reuses_what_text_does_not() -> None:
     follower = forecaster("smollm2")
     turns = [turn("user", text) for text in DOCUMENTS]

@@ -59,7 +59,9 @@ PACKAGES: dict[str, set[str]] = {
     "lab.problems": set(),
     "lab.workflows": {"chat", "semantics", "api", "transcript", "lab.problems"},
     "lab.record": {"semantics", "api", "transcript", "files", "trained_adapter"},
-    "lab.train": {"semantics", "ops", "transcript", "files", "trained_adapter", "lab.record"},
+    "lab.train": {
+        *("semantics", "ops", "transcript", "files", "trained_adapter", "lab.record", "chat"),
+    },
     "lab.report": {"semantics", "transcript"},
     "lab.cli": {
         *("repair", "semantics", "transcript", "api", "cli", "files", "testing"),

@@ -41,6 +41,7 @@ _MACHINES = "not run: workers on other machines"
 _SELF_CHECK = (
     "tests/testing/test_selfcheck.py::test_the_command_of_the_page_shows_what_the_page_shows"
 )
+_THEIRS = "not run: a program of another project, in an environment that tests do not have"
 _GRAFANA = "not run: a file of another program's"
 
 RUN_BY: dict[str, list[str]] = {
@@ -89,6 +90,8 @@ RUN_BY: dict[str, list[str]] = {
         "tests/engine/test_auto.py::test_the_page_runs",
         *[_AUTO] * 3,
         "tests/chat/test_chats.py::test_the_command_of_the_page_explains_the_example",
+        _SERVES,
+        _THEIRS,
     ],
     "docs/openai.md": [_SERVES, *[_OPENAI] * 5, _SERVES, _OPENAI],
     "docs/operating.md": [
@@ -121,6 +124,8 @@ RUN_BY: dict[str, list[str]] = {
         _PARTS,
         _PARTS,
         "tests/lab/study/test_evaluate.py::test_the_documentation",
+        _SERVES,
+        _COMMANDS,
         _SERVES,
         _COMMANDS,
         _COMMANDS,

@@ -16,6 +16,7 @@ PLUGIN = "choreo"
 
 _AUTO = ("exact", "choreo", "off")
 _AUTO_CUTS = ("messages", "content")
+_AUTO_CONTEXTS = ("seen", "alone")
 _VARIABLE = "VLLM_PLUGINS"
 _SERVERS = "api_server_count"
 # Set where a command line of vLLM is parsed, and inherited by the processes of its engines.
@@ -100,6 +101,14 @@ def add_option(parser: argparse.ArgumentParser) -> None:
         help="With --choreo-auto: where the parts of a chat end that are reused. messages: behind "
         "its messages; content: also inside long ones, where their content says so, so that a "
         "document is found wherever it was pasted. Default: %(default)s.",
+    )
+    parser.add_argument(
+        "--choreo-auto-context",
+        choices=_AUTO_CONTEXTS,
+        help="With --choreo-auto choreo: behind what the parts of a chat are encoded. seen: what "
+        "stood before them when they were first seen; alone: the system messages of their own chat "
+        "alone, so that no conversation steers another. Default: the setting server.auto_context, "
+        "or else seen with API keys and alone without.",
     )
 
 

@@ -123,7 +123,8 @@ def _auto_chats(
 
     auto = getattr(args, "choreo_auto", None) or "off"
     cut = getattr(args, "choreo_auto_cut", None) or "messages"
-    context = default_context(sessions.config.auto_context, auto, bool(api_keys(args)))
+    chosen = getattr(args, "choreo_auto_context", None) or sessions.config.auto_context
+    context = default_context(chosen, auto, bool(api_keys(args)))
     return AutoChats(TenantChats(sessions, vllm_config), llm, auto, cut, context)
 
 

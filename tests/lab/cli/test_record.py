@@ -79,6 +79,16 @@ def test_every_workflow_is_recorded_as_text(workflow: str, tmp_path: Path) -> No
     assert len(seeds) == 10  # or equal positions of all runs would be drawn by equal chances
 
 
+def test_documents_are_recorded_in_one_turn_in_any_order(tmp_path: Path) -> None:
+    assert run(tmp_path, "document_qa", "--limit", "10", "--pasted", "--shuffled") == 0
+    for runs in Recording.load(tmp_path / "r").parts.values():
+        for recorded in runs:
+            inputs, steps = recorded.transcript.inputs, recorded.transcript.steps
+            assert inputs["pasted"] is inputs["shuffled"] is True
+            assert len(steps) == 2 and all(d in steps[-1].message.text for d in inputs["documents"])
+    assert run(tmp_path, "document_qa", "--limit", "10") == 1  # recorded otherwise
+
+
 def test_more_of_the_same_is_added(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "document_qa", "--limit", "10") == 0
     assert capsys.readouterr().out.endswith("train 8, development 1, test 1\n")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,23 @@ import torch
 
 from tests.engine.oracle import random_tokens
 from tests.lab.train.packings import load
+from vllm_choreo.chat.turns import ChatTurns
 from vllm_choreo.lab.record.recording import Recorder
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.naming import ParentSpan
+from vllm_choreo.testing.models.tiny import EOS_TOKEN_ID as END
 from vllm_choreo.trained_adapter import ModelIdentity
 from vllm_choreo.transcript.transcript import Transcript
 
+# Tokens that begin the turns of a tiny model's chats, and how they are written.
+SYSTEM, USER, ASSISTANT = 5, 6, 7
+TURNS = ChatTurns(
+    system_opening=f"t{SYSTEM} ",
+    system_closing=f" t{END} ",
+    user_opening=f"t{USER} ",
+    user_closing=f" t{END} ",
+    answer=f"t{ASSISTANT} ",
+)
 NUM_GENERATED = 5
 
 
@@ -32,8 +44,10 @@ class Text:
         self._generator = torch.Generator().manual_seed(seed)
         self._count = 0
 
-    def prefill(self, tokens: list[int], parents: list[Message] | None = None) -> Message:
-        return self._message(tokens, parents or [], [], [])
+    def prefill(
+        self, tokens: list[int], parents: list[Message] | None = None, text: str = "…"
+    ) -> Message:
+        return self._message(tokens, parents or [], [], [], text)
 
     @torch.no_grad()
     def decode(self, header: list[int], parents: list[Message]) -> Message:
@@ -50,13 +64,18 @@ class Text:
         return self._message(header, parents, generated, rows if self._num_likeliest else None)
 
     def _message(
-        self, given: list[int], parents: list[Message], generated: list[int], logprobs: Any
+        self,
+        given: list[int],
+        parents: list[Message],
+        generated: list[int],
+        logprobs: Any,
+        text: str = "…",
     ) -> Message:
         self._count += 1
         tokens = (*given, *generated)
         return Message(
             id=f"s/{self._count}",
-            text="…",
+            text=text,
             token_ids=tokens,
             num_tokens=len(tokens),
             position=0,
@@ -83,12 +102,28 @@ def read_two(c: Text, rng: random.Random) -> Transcript:
     return log.finish([answer.generated_text])
 
 
-def record_runs(folder: Path, model_path: Path, num: int, num_likeliest: int = 16) -> Path:
-    """A folder of runs of `read_two`."""
+def read_pasted(c: Text, rng: random.Random) -> Transcript:
+    """A reader of 80 tokens of a user's turn behind a system's."""
+    log = Transcript("read_pasted", c.mode, {"turns": TURNS.to_json()})
+    system = [SYSTEM, *random_tokens(rng, 30), END]
+    first = log.add("all", "instruction", c.prefill(system, text=f"t{SYSTEM} …"))
+    header = [USER, *random_tokens(rng, 80), END, ASSISTANT]
+    log.add("all", "answer", c.decode(header, [first]))
+    return log.finish(["…"])
+
+
+def record_runs(
+    folder: Path,
+    model_path: Path,
+    num: int,
+    num_likeliest: int = 16,
+    program: Callable[[Text, random.Random], Transcript] = read_two,
+) -> Path:
+    """A folder of runs of a program."""
     model = load(model_path)
     recorder = Recorder(folder, ModelIdentity.of(model_path))
     for number in range(num):
         path = recorder.place([str(number)])
-        log = read_two(Text(model, number, num_likeliest), random.Random(number))
+        log = program(Text(model, number, num_likeliest), random.Random(number))
         recorder.save(path, log, [str(number)])
     return folder

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from vllm import SamplingParams
 
 from tests.engine.adapters import Adapter
 from tests.engine.choreographies import draw_choreography, run_choreography
+from tests.engine.test_auto import TEMPLATE, turn, words
 from tests.grids import sampled
 from tests.lab.train.packings import load, packed_model
+from tests.lab.train.recordings import TURNS
 from vllm_choreo import Choreography
 from vllm_choreo.lab.train.forward import PackedModel
 from vllm_choreo.lab.train.loss import (
@@ -26,6 +30,7 @@ from vllm_choreo.lab.train.loss import (
     trained_logprobs,
 )
 from vllm_choreo.lab.train.packing import pack
+from vllm_choreo.lab.train.pieces import ContentCutter, pieces_of
 from vllm_choreo.lab.train.recorded import calls_of, check_recorded_as_text
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.trained_adapter import PLACEMENTS
@@ -42,9 +47,20 @@ def adapter(
     return Adapter(tiny_model_path("llama"), tmp_path_factory.mktemp("adapters"), 1)
 
 
+@pytest.fixture(scope="module")
+def chat_model_path(
+    tiny_model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The tiny model with a chat template."""
+    folder = tmp_path_factory.mktemp("chats") / "llama"
+    shutil.copytree(tiny_model_path("llama"), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
 @pytest.fixture
-def llm(engine_slot: Callable[..., Any], tiny_model_path: Callable[[str], Path]) -> Any:
-    return engine_slot(tiny_model_path("llama"), enable_lora=True, max_loras=1, max_lora_rank=8)
+def llm(engine_slot: Callable[..., Any], chat_model_path: Path) -> Any:
+    return engine_slot(chat_model_path, enable_lora=True, max_loras=1, max_lora_rank=8)
 
 
 def _saved(mode: str, messages: Sequence[Message]) -> Transcript:
@@ -125,3 +141,41 @@ def test_a_run_as_text_is_trained_on_as_choreographed(
         found = trained_logprobs(model, packing)
     assert float((found - text).abs().max()) > 0.1  # choreographed, it is another computation
     assert float(cross_entropy(text, packing)) > 0
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_text_that_is_cut_is_trained_on_as_it_is_served(
+    llm: Any, adapter: Adapter, chat_model_path: Path, adapted: bool
+) -> None:
+    """`choreo_auto` with cuts and the context "alone": the same pieces behind the same beginning,
+    encoded by the adapter, and an answer by the model without it.
+    """
+    chat = [turn("system", words(1)), turn("user", words(2, 500))]
+    given = {"adapter": adapter.placed("prefill")} if adapted else {}
+    with Choreography(llm, **given) as c:
+        answer = c.chat(
+            chat, auto="choreo", cut="content", context="alone", sampling_params=_SAMPLING
+        )
+    assert not answer.usage.exact
+    # Recorded as text, by a program that says the system's turn and the user's apart.
+    with Choreography(llm, mode="baseline") as c:
+        system = c.prefill(TURNS.system(chat[0]["content"]))
+        header = TURNS.user(chat[1]["content"]) + TURNS.assistant()
+        said = c.decode(header, parents=[system], sampling_params=_SAMPLING)
+    num_given = said.num_tokens - len(said.generated_token_ids)
+    tokens = (*said.token_ids[:num_given], *answer.generated_token_ids)
+    said = replace(said, token_ids=tokens, generated_token_ids=answer.generated_token_ids)
+    transcript = _saved("baseline", [system, said])
+    transcript.inputs["turns"] = TURNS.to_json()
+    calls = pieces_of(transcript, ContentCutter.of(str(chat_model_path), 128))
+    assert len(calls) > 4
+
+    base = load(chat_model_path)
+    model = PackedModel(peft.PeftModel.from_pretrained(base, str(adapter.path)))
+    packing = pack(calls)
+    with torch.no_grad():
+        by = adapted_calls(packing, "prefill") if adapted else [False] * len(calls)
+        found = trained_logprobs(model, packing, by)
+    _assert_reported(found, [answer])
+    text = text_logprobs(model, packing)
+    assert float((found - text).abs().max()) > 0.1

@@ -22,7 +22,7 @@ import torch
 
 from tests.grids import sampled
 from tests.lab.train.packings import load
-from tests.lab.train.recordings import record_runs
+from tests.lab.train.recordings import read_pasted, record_runs
 from vllm_choreo.cli import main as cli
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.cli.train import command
@@ -91,6 +91,20 @@ def test_the_loss_falls(
     assert sum(losses[-8:]) < 0.8 * sum(losses[:8])
 
 
+def test_texts_that_are_cut_are_learnt_from(model_path: str, tmp_path: Path) -> None:
+    """What generates is the plain model: only how pieces are encoded has changed."""
+    recorded = record_runs(tmp_path / "recorded", Path(model_path), 20, program=read_pasted)
+    recording = Recording.load(recorded)
+    settings = replace(SETTINGS, cut="content", cut_tokens=16, epochs=8, dropout=0.0)
+    done = train(model_path, recording, settings, tmp_path / "adapter")
+    losses = [value for _, value in done.curves["train"]]
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+    assert (done.settings["cut"], done.settings["cut_tokens"]) == ("content", 16)
+    assert train(model_path, recording, settings, tmp_path / "adapter") == done
+    with pytest.raises(ChoreoError, match="other settings"):
+        train(model_path, recording, replace(settings, cut="messages"), tmp_path / "adapter")
+
+
 def test_the_folder_tells_how_it_was_made(
     model_path: str, recording: Recording, tmp_path: Path
 ) -> None:
@@ -99,7 +113,8 @@ def test_the_folder_tells_how_it_was_made(
     assert TrainedAdapter.load(tmp_path) == done
     assert (done.placement, done.loss, done.data["digest"]) == ("prefill", "kl", recording.digest)
     assert [done.data[part] for part in recording.parts] == [32, 4, 4]
-    assert done.settings["rank"] == 4 and done.seeds == {"seed": 0} and done.versions["torch"]
+    assert done.settings["rank"] == 4 and "cut" not in done.settings  # as before there was one
+    assert done.seeds == {"seed": 0} and done.versions["torch"]
     assert not (tmp_path / CHECKPOINT).exists()
     steps = [step for step, _ in done.curves["development"]]
     assert steps == [0, 4, 8, 12, 16] and len(done.curves["train"]) == 16

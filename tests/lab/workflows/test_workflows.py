@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -265,6 +266,20 @@ def test_documents_are_encoded_behind_the_instruction_and_apart() -> None:
     assert log.answers == ("4711",)
     with pytest.raises(ChoreoError, match="one or more"):
         document_qa(notes, "Which?", [])
+
+
+def test_pasted_documents_and_the_question_are_one_turn_in_an_order_of_its_own() -> None:
+    documents, orders = ["one", "two", "three"], set()
+    for question in ("Which?", "Who?", "Where?", "When?"):
+        log = document_qa(Notes("4711"), question, documents, pasted=True, shuffled=True)
+        assert reads(log, "answer", "answer") == ["instruction/instruction"]
+        text = message(log, "answer", "answer").text
+        (turn,) = re.findall(r"user\n(.*)<\|im_end\|>", text, re.DOTALL)
+        *order, last = turn.split("\n\n")
+        assert sorted(order) == sorted(documents) and last == question
+        assert log.inputs["documents"] == documents  # a replay draws the same order
+        orders.add(tuple(order))
+    assert len(orders) > 1
 
 
 @pytest.mark.parametrize(

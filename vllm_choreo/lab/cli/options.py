@@ -67,6 +67,18 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "variant": {"choices": VARIANTS, "help": "how the questions lie (default: serial)"},
         **_LAYOUT,
     },
+    "document_qa": {
+        "pasted": {
+            "action": "store_true",
+            "default": None,
+            "help": "documents and question in one turn (default: False)",
+        },
+        "shuffled": {
+            "action": "store_true",
+            "default": None,
+            "help": "documents in an order drawn by the question (default: False)",
+        },
+    },
     "branch_solve_merge": {
         "variant": {"choices": VARIANTS, "help": "how the stories lie (default: serial)"},
         **_LAYOUT,

@@ -31,6 +31,8 @@ INPUTS: dict[str, Any] = {
     "agents": int | list[str],
     "rounds": int,
     "restate": bool,
+    "pasted": bool,
+    "shuffled": bool,
     "variant": str,
     "strategies": list[str],
     "leak": str,

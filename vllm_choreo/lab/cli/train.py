@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_choreo.cli.arguments import add_out
 from vllm_choreo.cli.commands import Main
 from vllm_choreo.cli.numbers import natural, positive
-from vllm_choreo.lab.train.settings import LOSSES, SCHEDULES, TrainSettings
+from vllm_choreo.lab.train.settings import CUTS, LOSSES, SCHEDULES, TrainSettings
 from vllm_choreo.trained_adapter import PLACEMENTS, TrainedAdapter, current_placement
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ def command(parser: argparse.ArgumentParser) -> Main:
         help="which calls use the adapter; prefill: those that encode messages; decode: those "
         "that generate; both: all",
     )
+    add("--cut", choices=CUTS, help="messages: calls read messages as they were recorded, the "
+        "default; content: the same texts cut by their content, as choreo_auto reads them with the "
+        "context alone")  # fmt: skip
+    add("--cut-tokens", type=positive, metavar="N", help="of a piece on average (default: 128)")
     add("--loss", choices=LOSSES, help="kl: match the text's distribution, the default; ce: "
         "say the recorded tokens")  # fmt: skip
     add("--rank", type=positive, metavar="N", help="of LoRA (default: 64)")

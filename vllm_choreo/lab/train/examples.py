@@ -15,6 +15,7 @@ from vllm_choreo.lab.record.recording import RecordedRun, Recording
 from vllm_choreo.lab.train.forward import PackedModel
 from vllm_choreo.lab.train.loss import Teacher, text_logprobs
 from vllm_choreo.lab.train.packing import PackedCall, Packing, pack
+from vllm_choreo.lab.train.pieces import ContentCutter, pieces_of
 from vllm_choreo.lab.train.recorded import calls_of, check_recorded_as_text
 from vllm_choreo.trained_adapter import uses_adapter
 
@@ -41,8 +42,14 @@ class Example:
         return sum(len(call.token_ids) for call in self.calls)
 
 
-def examples_of(recording: Recording) -> dict[str, list[Example]]:
+def examples_of(
+    recording: Recording, cutter: ContentCutter | None = None
+) -> dict[str, list[Example]]:
     """The examples of each part.
+
+    Args:
+        cutter: cuts the recorded texts into pieces, see `pieces_of`; None: calls read messages as
+            they were recorded.
 
     Raises:
         ChoreoError: a part that training needs is empty, or a run cannot be learnt from.
@@ -54,13 +61,13 @@ def examples_of(recording: Recording) -> dict[str, list[Example]]:
                 parameter="recorded",
                 value=part,
             )
-    return {part: [_example(run) for run in runs] for part, runs in recording.parts.items()}
+    return {part: [_example(run, cutter) for run in runs] for part, runs in recording.parts.items()}
 
 
-def _example(run: RecordedRun) -> Example:
+def _example(run: RecordedRun, cutter: ContentCutter | None) -> Example:
     with _named(run.name):
         check_recorded_as_text(run.transcript)
-        calls = tuple(calls_of(run.transcript))
+        calls = tuple(pieces_of(run.transcript, cutter) if cutter else calls_of(run.transcript))
     return Example(run.name, calls, _teacher(run.likeliest))
 
 

@@ -29,6 +29,7 @@ from vllm_choreo.lab.train.examples import (
     taught,
 )
 from vllm_choreo.lab.train.forward import PackedModel
+from vllm_choreo.lab.train.pieces import ContentCutter
 from vllm_choreo.lab.train.settings import TrainSettings
 from vllm_choreo.lab.train.training import Training, adapted_model
 from vllm_choreo.trained_adapter import FILE_NAME as ADAPTER_FILE
@@ -94,7 +95,10 @@ def train(
     identity = _identity(base, recording, settings)
     if (done := _finished(out, identity)) is not None:
         return done
-    examples = examples_of(recording)
+    is_cut = settings.cut == "content"
+    examples = examples_of(
+        recording, ContentCutter.of(model, settings.cut_tokens) if is_cut else None
+    )
     check_placement(examples["train"], settings.placement)
     state = load_checkpoint(out, identity)
     packed = adapted_model(model, settings)
@@ -199,6 +203,8 @@ class _Loop:
 def _identity(base: ModelIdentity, recording: Recording, settings: TrainSettings) -> dict[str, Any]:
     """All that the result depends on, as plain data."""
     plain = {**asdict(settings), "targets": list(settings.targets)}
+    if settings.cut == "messages":  # as before there was a choice
+        del plain["cut"], plain["cut_tokens"]
     return {
         "model": [base.weights, base.tokenizer],
         "data": recording.digest,

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_choreo.chat.cutter import DEFAULT_CUT_TOKENS
+from vllm_choreo.chat.matching import AUTO_CUTS
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.trained_adapter import current_placement, uses_adapter
 
 LOSSES = ("kl", "ce")
+CUTS = AUTO_CUTS
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 _CHOICES = {
     "loss": LOSSES,
     "schedule": SCHEDULES,
+    "cut": CUTS,
     "dtype": ("float32", "bfloat16"),
     "device": ("cpu", "cuda"),
 }
@@ -24,6 +28,9 @@ class TrainSettings:
 
     Attributes:
         placement: calls that use the adapter, see `uses_adapter`.
+        cut: "messages": calls read messages as they were recorded; "content": pieces of the same
+            texts, each behind the beginning alone, see `pieces_of`.
+        cut_tokens: tokens of a piece on average.
         loss: "kl": nats from the text's distribution; "ce": surprise at the recorded tokens.
         rank, alpha, dropout: numbers of LoRA; the defaults are those of Bai and Eisner,
             "Accelerating Language Model Workflows with Prompt Choreography".
@@ -47,6 +54,8 @@ class TrainSettings:
     """
 
     placement: str
+    cut: str = "messages"
+    cut_tokens: int = DEFAULT_CUT_TOKENS
     loss: str = "kl"
     rank: int = 64
     alpha: float = 32.0
@@ -75,6 +84,8 @@ class TrainSettings:
         for name in ("rank", "epochs", "batch", "pack_tokens", "patience", "evaluations"):
             if getattr(self, name) < 1:
                 raise self._error(name, "must be at least 1")
+        if self.cut_tokens < 2:
+            raise self._error("cut_tokens", "must be at least 2")
         for name in ("alpha", "learning_rate", "clip"):
             if not getattr(self, name) > 0:
                 raise self._error(name, "must be above 0")

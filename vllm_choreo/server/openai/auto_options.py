@@ -90,7 +90,8 @@ def default_context(chosen: str, auto: str, has_keys: bool) -> str:
     """Return behind what parts of chats are encoded in mode "choreo"; log what to know of it.
 
     Args:
-        chosen: the setting `server.auto_context`, "" if there is none.
+        chosen: the option `--choreo-auto-context`, or else the setting `server.auto_context`; "":
+            neither is given.
         auto: the server's mode of chats.
         has_keys: the server asks for API keys. Without, all its clients are one tenant, and each
             finds what the others have sent.
