@@ -15,7 +15,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.cluster.conftest import GREEDY, LONG, Fleet, streamed
-from tests.engine.conftest import start_engine, stop_engine
+from tests.engine.engines import start_engine, stop_engine
 from vllm_choreo import Choreography
 from vllm_choreo.errors import FreedMessageError
 from vllm_choreo.testing.server import KEYS

@@ -72,8 +72,8 @@ class ChoreoModelState(ModelState):
             self.runner.place_rows(rows)
         return inputs
 
-    def prepare_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        by_layer: dict[str, Any] = super().prepare_attn(input_batch, *args, **kwargs)
+    def prepare_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, object]:
+        by_layer: dict[str, object] = super().prepare_attn(input_batch, *args, **kwargs)
         return by_layer | self.runner.state_metadata(input_batch)
 
 

@@ -8,8 +8,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 LEVEL = 0.95
 RESAMPLES = 10_000
 
@@ -37,6 +35,8 @@ def bootstrap_interval(
     _check_level(level)
     if not len(values):
         raise ValueError("an interval needs one value at least")
+    import numpy as np  # not needed to read what a command takes
+
     numbers = np.asarray(values, dtype=float)
     drawn = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
     found = [statistic(numbers[rows].tolist()) for rows in drawn]
