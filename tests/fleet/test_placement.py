@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import random
-import time
+import sys
+from collections import Counter
 from collections.abc import Hashable
 
 import pytest
@@ -213,11 +214,8 @@ def test_a_pinned_message_may_lose_its_copies() -> None:
 # -- time ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_engines", [10, 1000])
-def test_placing_takes_microseconds_however_many_engines(num_engines: int) -> None:
-    """At most 50 µs for 8 messages that are read, one of them everywhere: of processor time, and of
-    the best of some runs, for other work on the machine only adds to it.
-    """
+def _num_calls_of_placing(num_engines: int) -> float:
+    """Function calls per placed call that reads 8 messages, one of them on every engine."""
     homes, loads, rates = Homes([10**9] * num_engines), Loads(num_engines), Rates(1e-4, 1e-5, 1e-3)
     for engine in range(num_engines):
         homes.add("hot", engine, 500)
@@ -226,12 +224,19 @@ def test_placing_takes_microseconds_however_many_engines(num_engines: int) -> No
     for number in range(2000):
         homes.add(number, draw.randrange(num_engines), 300)
     keys = [["hot", *(draw.randrange(2000) for _ in range(7))] for _ in range(50)]
-    times = []
-    for turn in range(20):
-        began = time.thread_time()
-        for named in keys:
+    counts: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, _: counts.update([event]))
+    try:
+        for turn, named in enumerate(keys):
             reads = [homes.read(key, 300) for key in named]
             found = place(reads, 0.1, candidates_of(reads, loads, turn), loads.queue, rates)
             loads.add(found.engine, found.cost)
-        times.append((time.thread_time() - began) / len(keys))
-    assert min(times) < 50e-6
+    finally:
+        sys.setprofile(None)
+    return (counts["call"] + counts["c_call"]) / len(keys)
+
+
+def test_placing_takes_no_longer_the_more_engines_there_are() -> None:
+    """In microseconds it is measured by `python -m benchmarks.fleet`."""
+    few, many = map(_num_calls_of_placing, (10, 1000))
+    assert many < 1.25 * few and many < 400, (few, many)
