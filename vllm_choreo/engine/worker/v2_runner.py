@@ -60,9 +60,8 @@ class ChoreoModelState(ModelState):
     @classmethod
     def take_over(cls, state: ModelState, runner: ChoreoGPUModelRunnerV2) -> None:
         """Mix this class into the state of a runner's model."""
-        mixed = type(f"Choreo{type(state).__name__}", (cls, type(state)), {})
-        state.__class__ = mixed
-        state.runner = runner
+        name = f"Choreo{type(state).__name__}"
+        state.__class__ = type(name, (cls, type(state)), {"runner": runner})
 
     def prepare_inputs(
         self, input_batch: InputBatch, req_states: RequestState
