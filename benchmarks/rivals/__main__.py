@@ -43,21 +43,6 @@ from benchmarks.rivals.tables import LAYOUTS, TABLES
 
 KEY = "bench"
 ADAPTER = "adapter"  # its name on servers that are started here
-# Of each layout: its options, with their defaults.
-OPTIONS: dict[str, dict[str, int]] = {
-    "permuted": {
-        "system_tokens": 1000, "documents": 5, "document_tokens": 500, "orders": 10,
-        "max_tokens": 128,
-    },
-    "multidoc": {
-        "system_tokens": 200, "documents": 20, "document_tokens": 500, "per_request": 5,
-        "requests": 20, "max_tokens": 32,
-    },
-    "ragqa": {"max_tokens": 32},
-    "agents": {
-        "agents": 5, "rounds": 2, "input_tokens": 1000, "prefix_tokens": 512, "max_tokens": 128,
-    },
-}  # fmt: skip
 Servers = tuple[httpx.Client | None, Mapping[str, httpx.Client]]
 
 
@@ -76,7 +61,7 @@ def main(words: list[str] | None = None) -> int:
 
 def _measure(args: argparse.Namespace, sides: Sequence[Side]) -> Rows:
     """Ask all sides what they were not asked before; all rows."""
-    sizes = {name: getattr(args, name) for name in OPTIONS[args.layout]}
+    sizes = {name: getattr(args, name) for name in layouts.SIZES[args.layout]}
     is_ragqa = args.layout == "ragqa"
     data = hashlib.sha256(args.data.read_bytes()).hexdigest() if is_ragqa else ""
     names = [side.name for side in sides]
@@ -108,7 +93,7 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
     parts = parser.add_subparsers(dest="layout", required=True)
     for layout in LAYOUTS:
         part = parts.add_parser(layout)
-        for name, default in OPTIONS[layout].items():
+        for name, default in layouts.SIZES[layout].items():
             option = f"--{name.replace('_', '-')}"
             part.add_argument(option, type=int, default=default, help="default: %(default)s")
         if layout == "ragqa":

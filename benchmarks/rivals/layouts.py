@@ -19,6 +19,22 @@ from typing import TypeAlias
 
 from benchmarks.rivals.questions import Question
 
+# Of each layout: its options, with their defaults.
+SIZES: dict[str, dict[str, int]] = {
+    "permuted": {
+        "system_tokens": 1000, "documents": 5, "document_tokens": 500, "orders": 10,
+        "max_tokens": 128,
+    },
+    "multidoc": {
+        "system_tokens": 200, "documents": 20, "document_tokens": 500, "per_request": 5,
+        "requests": 20, "max_tokens": 32,
+    },
+    "ragqa": {"max_tokens": 32},
+    "agents": {
+        "agents": 5, "rounds": 2, "input_tokens": 1000, "prefix_tokens": 512, "max_tokens": 128,
+    },
+}  # fmt: skip
+
 Chat = list[dict[str, str]]
 # One paragraph that is long enough for a piece of its own, as others pad theirs to a whole chunk.
 QA_SYSTEM = (

@@ -20,7 +20,6 @@ from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.harness.texts import long_text
 from benchmarks.rivals import layouts
-from benchmarks.rivals.__main__ import OPTIONS
 from benchmarks.rivals.questions import read_questions
 from benchmarks.rivals.sides import Rows
 from benchmarks.rivals.tables import TABLES
@@ -105,12 +104,12 @@ def makers(
 ) -> Mapping[str, Callable[[], layouts.Layout]]:
     """What begins each layout, by its name."""
     made: dict[str, Any] = {
-        name: partial(getattr(layouts, name), text, **OPTIONS[name])
+        name: partial(getattr(layouts, name), text, **layouts.SIZES[name])
         for name in ("permuted", "multidoc", "agents")
     }
     for path in data:
         questions = read_questions(path, limit)
-        made[f"ragqa {path.stem}"] = partial(layouts.ragqa, questions, **OPTIONS["ragqa"])
+        made[f"ragqa {path.stem}"] = partial(layouts.ragqa, questions, **layouts.SIZES["ragqa"])
     return made
 
 

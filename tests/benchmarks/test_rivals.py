@@ -161,7 +161,7 @@ def test_f1_is_that_of_squad() -> None:
 def test_one_server_is_enough_and_every_layout_has_a_table() -> None:
     assert sides_of(None, {}, "first:16", None) == []
     named = {f"rivals_{name}" for name in (*LAYOUTS, "plans")}
-    assert named == set(TABLES) and set(program.OPTIONS) == set(LAYOUTS)
+    assert named == set(TABLES) and set(layouts.SIZES) == set(LAYOUTS)
     with pytest.raises(SystemExit, match="needs --adapter"):
         sides_of(None, {"adapter": httpx.Client()}, "first:16", None)
 
