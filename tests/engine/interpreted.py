@@ -269,13 +269,16 @@ def check_choreographies(llm: Any, model_path: str, choices: dict[str, Any]) -> 
 
 
 def check_chains(llm: Any, model_path: str) -> None:
-    """Calls behind chains, several in a batch and prefilled in chunks, are as the text."""
+    """Calls behind chains, several in a batch and prefilled in chunks, are as the text.
+
+    So are ordinary requests.
+    """
     import random
     from pathlib import Path
 
     from vllm import SamplingParams
 
-    from tests.engine.oracle import random_tokens
+    from tests.engine.oracle import TIE, random_tokens
     from tests.engine.text_oracle import TextOracle
     from vllm_choreo import Choreography
 
@@ -293,6 +296,12 @@ def check_chains(llm: Any, model_path: str) -> None:
             answers = c.decode(calls, sampling_params=params)
             for header, other, answer in zip(headers, others, answers, strict=True):
                 oracle.check([*first.token_ids, *other.token_ids, *header], answer)
+    prompt = random_tokens(rng, 20)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    tokens = [*prompt, *output.outputs[0].token_ids]
+    found = oracle.logprobs(tokens)
+    for at in range(len(prompt), len(tokens)):
+        assert found[at - 1].max() - found[at - 1][tokens[at]] < TIE
 
 
 def main(model_path: str, choices: dict[str, Any]) -> dict[str, Any]:
