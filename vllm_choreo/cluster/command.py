@@ -77,7 +77,15 @@ def main(args: argparse.Namespace) -> int:
         # Engines of a small machine share its cores.
         start_ray(max(os.cpu_count() or 1, args.engines + 1))
     else:
-        ray.init(address=args.address)
+        try:
+            ray.init(address=args.address)
+        except (ConnectionError, ValueError) as error:
+            raise ChoreoError(
+                f"no cluster of Ray's answers there ({error}): start one with `ray start --head`, "
+                "or leave --address out",
+                parameter="--address",
+                value=args.address,
+            ) from None
     try:
         serve.start(http_options={"host": args.host, "port": args.port})
         try:
