@@ -310,6 +310,54 @@ def test_who_runs_is_not_preempted_for_what_a_later_call_begins(machine_of: Mach
     )
 
 
+def test_what_an_urgent_call_waits_for_is_urgent(machine_of: MachineOf) -> None:
+    """Else it is served first itself, lacks nothing that could be begun, and nobody gets on."""
+    runs = (((8, 37),), ((65, 95),), ((40, 67), (75, 85)), ((31, 38), (48, 56)))
+    reads = (Read("m2"), Read("m4"), Read("m4"), Read("m2"))
+    random_runs = {"share": 0.6, "by": "random", "seed": 8}
+    run(
+        machine_of("adapters"),
+        Call("c", "m2", (1, 65)),
+        Call("c", "m3", (0, 33)),
+        Call("c", "m4", (9, 96), adapter=2),
+        Settle(),
+        Call("b", "m5", (6, 90)),
+        Evict("c", ("m3", "m4")),
+        Call(
+            "c",
+            "m7",
+            (2, 1),
+            reads=(Read("m4"), Read("m4"), Read("m3")),
+            repair=random_runs,
+            priority=2,
+        ),
+        Call("c", "m8", (6, 65), reads=reads, repair=runs, priority=1),
+        Call("c", "m10", (6, 15), reads=(Read("m8"),), repair={**random_runs, "share": 0.3}),
+    )
+
+
+def test_what_was_half_laid_over_its_source_is_begun_anew(machine_of: MachineOf) -> None:
+    """The call that it was for is aborted; one that reads its message wants it later."""
+    run(
+        machine_of("moved"),
+        Call("c", "m0", (8, 4)),
+        Call("c", "m1", (8, 59)),
+        Call("c", "m3", (9, 1)),
+        Call("c", "m4", (7, 96), reads=(Read("m3"), Read("m1", start=55))),
+        Settle(),
+        Call(
+            "c",
+            "m5",
+            (9, 64),
+            reads=(Read("m4"), Read("m1")),
+            repair={"share": 0.6, "by": "random", "seed": 3},
+        ),
+        Call("c", "m6", (7, 31), reads=(Read("m5"), Read("m0", start=3))),
+        Steps(),
+        Abort("m5"),
+    )
+
+
 def test_what_a_patch_is_placed_over_stays_until_it_is(machine_of: MachineOf) -> None:
     """It is read by a message that is encoded again, not by the call that waits for that."""
     run(

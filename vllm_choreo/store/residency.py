@@ -189,6 +189,7 @@ class Residency:
         for encoding in self._holding:
             counted[encoding.message.tenant] += len(encoding.blocks)
             assert min(encoding.num_readers, encoding.num_waiting) >= 0
+            assert not encoding.unwritten or encoding.encoders
             assert len(encoding.blocks) == -(-encoding.num_encoded // self.block_size)
         assert counted == +self.num_blocks_of
         if self.states:

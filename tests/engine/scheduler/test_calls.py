@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -28,13 +29,16 @@ def table() -> CallTable:
     return CallTable(MessageStore(pool, SIZE), max_model_len=48)
 
 
-def _open(table: CallTable, name: str, num_tokens: int, **params: Any) -> ScheduledCall:
+def _open(
+    table: CallTable, name: str, num_tokens: int, priority: int = 0, **params: Any
+) -> ScheduledCall:
     tokens = list(range(100, 100 + num_tokens))
     request = Request(
         request_id=f"r-{name}",
         prompt_token_ids=tokens,
         sampling_params=SamplingParams(max_tokens=5),
         pooling_params=None,
+        priority=priority,
     )
     params = {"kind": "prefill", **params}
     return table.open(request, ChoreoParams(save_as=name, session="s", **params))
@@ -104,6 +108,28 @@ def test_a_failed_parent_ends_its_children(table: CallTable) -> None:
         table.resolve(child)
     table.close(child, "its parent failed")
     assert parent.encoding.num_waiting == 0
+
+
+def test_what_a_call_waits_for_gets_its_priority() -> None:
+    """And its place before it; what has a better one keeps that."""
+    given: list[tuple[list[str], int]] = []
+
+    def reprioritize(requests: Collection[Request], priority: int) -> None:
+        given.append(([request.request_id for request in requests], priority))
+
+    pool = BlockPool(num_gpu_blocks=17, enable_caching=True, hash_block_size=SIZE)
+    table = CallTable(MessageStore(pool, SIZE), max_model_len=48, reprioritize=reprioritize)
+    deepest = _open(table, "deepest", 4, priority=7)
+    between = _open(table, "between", 4, priority=3)
+    urgent = _open(table, "urgent", 4, priority=1)
+    parent = _open(table, "parent", 4, priority=5, parents=["deepest", "urgent"])
+    assert given == [(["r-deepest"], 5)] and urgent.turn == (1, 3)
+    child = _open(table, "child", 4, priority=2, parents=["parent"])
+    assert given[1:] == [(["r-parent", "r-deepest"], 2)]
+    in_turn = sorted(table.calls.values(), key=lambda call: call.turn)
+    assert in_turn == [urgent, deepest, parent, child, between]
+    _open(table, "late", 4, priority=9, parents=["child"])
+    assert len(given) == 2
 
 
 def test_what_can_never_run_is_refused(table: CallTable) -> None:

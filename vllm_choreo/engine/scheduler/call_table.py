@@ -11,7 +11,7 @@ its key and value, for which vLLM has no need when a request ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from vllm.v1.request import Request
@@ -38,7 +38,8 @@ class CallTable:
     """Calls in flight. Knows messages and plans; queues and allocation are the scheduler's.
 
     Args:
-        by_priority: True if vLLM starts requests by their priority first.
+        reprioritize: gives requests another priority in vLLM's queue; None: vLLM starts them as
+            they come.
 
     Attributes:
         min_run_tokens: tokens that a run has at least. With speculative decoding vLLM pads a
@@ -55,10 +56,10 @@ class CallTable:
         store: MessageStore,
         max_model_len: int,
         min_run_tokens: int = 1,
-        by_priority: bool = False,
+        reprioritize: Callable[[Collection[Request], int], None] | None = None,
     ) -> None:
         self.store = store
-        self._by_priority = by_priority
+        self._reprioritize = reprioritize
         self.min_run_tokens = min_run_tokens
         self.block_size = store.block_size
         self.max_model_len = max_model_len
@@ -131,12 +132,33 @@ class CallTable:
         self.store.residency.wait_for(call.reads)
         self._num_opened += 1
         if call.serves is None:
-            priority = call.request.priority if self._by_priority else 0
-            call.turn = (priority, self._num_opened)
+            call.own_turn = (self._priority(call.request), self._num_opened)
+            self._pass_priority_on(call)
         self.calls[call.id] = call
         if not self._park(call):
             self.waiting[call.id] = call
         return call
+
+    def _priority(self, request: Request) -> int:
+        return 0 if self._reprioritize is None else request.priority
+
+    def _pass_priority_on(self, call: ScheduledCall) -> None:
+        """Give the calls that a new one waits for its priority, if theirs comes after it.
+
+        Else those that come between are served before what it waits for, and each may wait for room
+        that the other has: priority inversion.
+        """
+        priority, readers, urgent = call.own_turn[0], [call], list[Request]()
+        while readers:
+            for parent in readers.pop().parents:
+                for made_by in filter(None, map(self.calls.get, parent.encoders)):
+                    if made_by.own_turn[0] <= priority or made_by.is_internal:
+                        continue  # what is encoded again is adopted by the first that waits for it
+                    made_by.own_turn = (priority, made_by.own_turn[1])
+                    urgent += (other.request for other in made_by.with_helpers())
+                    readers.append(made_by)
+        if urgent and self._reprioritize is not None:
+            self._reprioritize(urgent, priority)
 
     # -- waiting ---------------------------------------------------------------------------
 
@@ -186,7 +208,7 @@ class CallTable:
         """Turn of a call's request, or of an ordinary one: by priority, then by arrival."""
         call = self.calls.get(request.request_id)
         if call is None:
-            return request.priority * self._by_priority, request.arrival_time, 0
+            return self._priority(request), request.arrival_time, 0
         priority, number = call.turn
         return priority, call.beneficiary.request.arrival_time, number
 
@@ -473,6 +495,9 @@ class CallTable:
             self.store.settle(parent)
         encoding = call.encoding
         self.store.residency.remove_encoder(encoding, call.id)
+        if encoding.unwritten and not encoding.encoders:
+            # Whoever wants the patch later lays it over its source anew, which may be evicted now.
+            self.store.residency.drop(encoding)
         if failure and not call.is_internal and not encoding.is_resident:
             self.store.fail(call.message, failure)
         self.store.settle(encoding)

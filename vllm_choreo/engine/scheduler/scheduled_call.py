@@ -52,8 +52,8 @@ class ScheduledCall:
         max_served: limit of `num_served`; 0: not known yet.
         served_since: number of calls begun and ended when `num_served` was last reset.
         stored_positions: positions of each parent's first key, while it is scheduled.
-        turn: priority, 0 unless vLLM schedules by that, and order of arrival; an encoding again
-            has that of the call that it serves.
+        own_turn: priority, 0 unless vLLM schedules by that, and order of arrival; the priority is
+            the first of its own and of those of the calls that wait for it.
         parked_on: the parent that it waits for, which is not known yet; None: all are known.
     """
 
@@ -71,7 +71,7 @@ class ScheduledCall:
     max_served: int = 0
     served_since: int = 0
     stored_positions: Sequence[int] | None = None
-    turn: tuple[int, int] = (0, 0)
+    own_turn: tuple[int, int] = (0, 0)
     parked_on: Encoding | None = None
     helpers: set[ScheduledCall] = field(default_factory=set, repr=False)
     beneficiary: ScheduledCall = field(init=False, repr=False)
@@ -87,11 +87,21 @@ class ScheduledCall:
             self.serves.helpers.discard(self)
         self.serves = other
         other.helpers.add(self)
-        served = [self]
-        while served:
-            call = served.pop()
-            call.beneficiary, call.turn = other.beneficiary, other.turn
-            served += call.helpers
+        for call in self.with_helpers():
+            call.beneficiary = other.beneficiary
+
+    def with_helpers(self) -> Iterator[ScheduledCall]:
+        """This call and all that encode for it, even indirectly."""
+        found = [self]
+        while found:
+            call = found.pop()
+            yield call
+            found += call.helpers
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Its own turn; an encoding again has that of the call for whose sake it runs."""
+        return self.beneficiary.own_turn
 
     @property
     def id(self) -> str:

@@ -8,7 +8,7 @@ and `operations` say what, and `call_table` has the calls.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -88,7 +88,12 @@ class _Choreographed(Scheduler):
         self.store.hidden = self._hidden_index()
         min_run_tokens = 1 if self.vllm_config.speculative_config is None else 2
         by_priority = self.policy == SchedulingPolicy.PRIORITY
-        self.call_table = CallTable(self.store, self.max_model_len, min_run_tokens, by_priority)
+        self.call_table = CallTable(
+            self.store,
+            self.max_model_len,
+            min_run_tokens,
+            self._reprioritize if by_priority else None,
+        )
         in_place = self.choreo_config.reposition == "in_place"
         self.mover = KeyMover(self.call_table, manager.block_pool) if in_place else None
         # vLLM's constructor names its manager class; the subclass only adds methods.
@@ -207,6 +212,14 @@ class _Choreographed(Scheduler):
             while index and queue[index - 1].arrival_time > request.arrival_time:
                 index -= 1
             queue.insert(index, request)
+
+    def _reprioritize(self, requests: Collection[Request], priority: int) -> None:
+        queued = set(requests).intersection(self.waiting)
+        self.waiting.remove_requests(queued)
+        for request in requests:
+            request.priority = priority
+        for request in queued:
+            self.waiting.add_request(request)
 
     def get_num_unfinished_requests(self) -> int:
         """Extend vLLM's method by the woken calls; parked ones need no step."""
