@@ -24,6 +24,8 @@ from vllm_choreo.testing.models.embedded import default_path, is_complete
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from tests.engine.feature_machine.machine import Machine
+
 # Whoever wants such a model has made its folder: none is ever fetched for a test.
 _TESTS_OF_MODELS = {
     "gemma3-270m": "test_gemma3_270m.py",
@@ -61,6 +63,18 @@ def engine_slot(request: pytest.FixtureRequest) -> Iterator[Callable[..., LLM]]:
         SLOT.clear()
     else:
         SLOT.stop()
+
+
+@pytest.fixture(scope="module")
+def machine_of(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], Machine]]:
+    """`machine_of(name)`: a random machine of that configuration; so order tests by it."""
+    from tests.engine.feature_machine.soak import Engines
+
+    engines = Engines(tmp_path_factory.mktemp("machine"))
+    yield engines.of
+    engines.stop()
 
 
 @pytest.fixture

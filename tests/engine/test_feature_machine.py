@@ -8,7 +8,7 @@ test that can be pasted here.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from tests.engine.feature_machine.program import (
     Steps,
 )
 from tests.engine.feature_machine.shrink import shrunk
-from tests.engine.feature_machine.soak import Engines, law_of
+from tests.engine.feature_machine.soak import law_of
 from tests.grids import sampled
 from vllm_choreo.store.block_copies import BlockCopies, PlannedCopies
 
@@ -42,14 +42,6 @@ MachineOf = Callable[[str], Machine]
 # So many programs on each engine, a quarter of a second each.
 _SEEDS = [range(8), range(8, 25), *(range(first, first + 25) for first in range(25, 100, 25))]
 _QUICK = ("hidden", "tight", "async")
-
-
-@pytest.fixture(scope="module")
-def machine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MachineOf]:
-    """`machine_of(name)`: a machine of that configuration; so order tests by it."""
-    engines = Engines(tmp_path_factory.mktemp("machine"))
-    yield engines.of
-    engines.stop()
 
 
 def run(machine: Machine, *program: Operation) -> None:
@@ -253,108 +245,6 @@ def test_what_is_exact_does_not_depend_on_what_others_had_copied(
         Call("a", "twin", (2, 16)),
         Call("a", "other", (3, 1), reads=(Read("doc"), Read("doc")), exact=True),
         Call("a", "answer", (1, 1), reads=(Read("twin"), Read("doc")), **how),
-    )
-
-
-def test_a_call_that_is_preempted_takes_nothing_from_whom_it_was_preempted_for(
-    machine_of: MachineOf,
-) -> None:
-    """It came first, and is ready; the other has priority, and waits for what is encoded again."""
-    ranges = ((), ((11, 20), (56, 84)), ((37, 82),), ((41, 50), (64, 86)))
-    run(
-        machine_of("async"),
-        Call("c", "m0", (0, 90), priority=2),
-        Call("c", "m1", (2, 32)),
-        Call("c", "m2", (8, 90), new_offset=0, scores=2),
-        Call("c", "m6", (2, 97), (Read("m2"), Read("m1")), repair="first:1", priority=2),
-        Call("c", "m7", (1, 22), (Read("m0"),) * 4, generate=3, repair=ranges, copy_of="m6"),
-    )
-
-
-def test_who_runs_is_not_preempted_for_what_a_later_call_begins(machine_of: MachineOf) -> None:
-    """It would start again, and take that back, for ever."""
-    run(
-        machine_of("tight"),
-        Call("a", "m0", (0, 5)),
-        Call("a", "m1", (0, 35), scores=2),
-        Settle(),
-        Call(
-            "a",
-            "m2",
-            (7, 37),
-            (Read("m0"), Read("m1"), Read("m1")),
-            generate=1,
-            keep=(1, 2),
-            adapter=2,
-            seed=64,
-        ),
-        Call("a", "m3", (0, 90), adapter=1),
-        Call(
-            "a",
-            "m7",
-            (8, 39),
-            (*(Read("m2"),) * 3, Read("m1")),
-            generate=5,
-            repair={"share": 0.3, "by": "random", "seed": 0},
-        ),
-        Call(
-            "a",
-            "m8",
-            (0, 32),
-            (Read("m2"), Read("m1"), Read("m1"), Read("m2")),
-            generate=1,
-            repair={"layers": [0, 2]},
-            adapter=2,
-            seed=11,
-        ),
-    )
-
-
-def test_what_an_urgent_call_waits_for_is_urgent(machine_of: MachineOf) -> None:
-    """Else it is served first itself, lacks nothing that could be begun, and nobody gets on."""
-    runs = (((8, 37),), ((65, 95),), ((40, 67), (75, 85)), ((31, 38), (48, 56)))
-    reads = (Read("m2"), Read("m4"), Read("m4"), Read("m2"))
-    random_runs = {"share": 0.6, "by": "random", "seed": 8}
-    run(
-        machine_of("adapters"),
-        Call("c", "m2", (1, 65)),
-        Call("c", "m3", (0, 33)),
-        Call("c", "m4", (9, 96), adapter=2),
-        Settle(),
-        Call("b", "m5", (6, 90)),
-        Evict("c", ("m3", "m4")),
-        Call(
-            "c",
-            "m7",
-            (2, 1),
-            reads=(Read("m4"), Read("m4"), Read("m3")),
-            repair=random_runs,
-            priority=2,
-        ),
-        Call("c", "m8", (6, 65), reads=reads, repair=runs, priority=1),
-        Call("c", "m10", (6, 15), reads=(Read("m8"),), repair={**random_runs, "share": 0.3}),
-    )
-
-
-def test_what_was_half_laid_over_its_source_is_begun_anew(machine_of: MachineOf) -> None:
-    """The call that it was for is aborted; one that reads its message wants it later."""
-    run(
-        machine_of("moved"),
-        Call("c", "m0", (8, 4)),
-        Call("c", "m1", (8, 59)),
-        Call("c", "m3", (9, 1)),
-        Call("c", "m4", (7, 96), reads=(Read("m3"), Read("m1", start=55))),
-        Settle(),
-        Call(
-            "c",
-            "m5",
-            (9, 64),
-            reads=(Read("m4"), Read("m1")),
-            repair={"share": 0.6, "by": "random", "seed": 3},
-        ),
-        Call("c", "m6", (7, 31), reads=(Read("m5"), Read("m0", start=3))),
-        Steps(),
-        Abort("m5"),
     )
 
 

@@ -225,7 +225,11 @@ class Run:
     def _step(self) -> None:
         self._counts["steps"] += 1
         self._num_steps += 1
-        for output in self._engine.step():
+        guard = self._core.scheduler.progress_guard
+        num_alone = guard.num_alone
+        outputs = self._engine.step()
+        self._counts["served alone"] += guard.num_alone - num_alone
+        for output in outputs:
             if output.finished:
                 self._answer(output)
         due = [end for end in self._ends if end[0] <= self._num_steps]

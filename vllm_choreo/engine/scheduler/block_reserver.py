@@ -26,6 +26,7 @@ class BlockReserver:
     """Preparation of waiting calls at the beginning of a step.
 
     Args:
+        may_start: returns whether something may be begun for a call.
         enqueue: puts a request of ours into vLLM's queue, right before another one.
         enqueue_woken: puts a request there whose parents are known now, by its arrival.
         finish: vLLM's `finish_requests`.
@@ -46,6 +47,7 @@ class BlockReserver:
         internal: InternalRequests,
         patcher: Patcher,
         *,
+        may_start: Callable[[ScheduledCall], bool],
         enqueue: Callable[[Request, Request], None],
         enqueue_woken: Callable[[Request], None],
         finish: Callable[..., Any],
@@ -58,6 +60,7 @@ class BlockReserver:
         self._adapters = adapters
         self._internal = internal
         self._patcher = patcher
+        self._may_start = may_start
         self._enqueue = enqueue
         self._enqueue_woken = enqueue_woken
         self._finish = finish
@@ -84,7 +87,7 @@ class BlockReserver:
                 is_resolved = self._call_table.resolve(call)
                 for woken in self._enter_woken():
                     insort(waiting, woken, index + 1, key=attrgetter("turn"))
-                if not is_resolved:
+                if not (is_resolved and self._may_start(call)):
                     continue
                 if first is None:
                     first, free = call.beneficiary, self._free_blocks()
@@ -133,6 +136,7 @@ class BlockReserver:
                 restored = self._restore(encoding, call, most - taken)
             if restored:
                 taken += restored
+                self._count_served(call, is_first)
                 continue
             if encoding.adapter and not self._adapters.is_current(encoding.adapter):
                 self._refuse_readers(encoding)
@@ -327,10 +331,7 @@ class BlockReserver:
             # It is encoded again for its state: its keys and values come with that.
             self._store.evict(encoding, into_host=False)
         self.has_begun = True
-        if is_first:
-            self._call_table.count_served(serves.beneficiary)
-            if self._call_table.runs_in_circles(serves.beneficiary):
-                self._refusals.refuse_too_large(serves.beneficiary)
+        self._count_served(serves, is_first)
         if encoding.patch:
             return [] if encoding.patch.layers else self._write_runs(encoding, serves)
         self._store.totals["encoded_again_messages"] += 1
@@ -340,6 +341,13 @@ class BlockReserver:
         call = self._call_table.open_encode(request, encoding, serves)
         self._enqueue(request, serves.request)
         return [call]
+
+    def _count_served(self, call: ScheduledCall, is_first: bool) -> None:
+        """Count what is begun for a call, and refuse it if that runs in circles."""
+        if is_first:
+            self._call_table.count_served(call.beneficiary)
+            if self._call_table.runs_in_circles(call.beneficiary):
+                self._refusals.refuse_too_large(call.beneficiary)
 
     def _place(self, encoding: Encoding, serves: ScheduledCall, is_first: bool) -> bool:
         """Give a patch its blocks; a patch by layers is then written before the step."""

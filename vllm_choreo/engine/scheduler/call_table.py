@@ -324,7 +324,7 @@ class CallTable:
                     encoder.serve(call)
 
     def count_served(self, call: ScheduledCall) -> None:
-        """Count an encoding again on behalf of a caller's call."""
+        """Count something encoded again, or brought back, on behalf of a caller's call."""
         if call.served_since != self._num_events:
             call.served_since, call.num_served = self._num_events, 0
         call.num_served += 1
@@ -333,8 +333,8 @@ class CallTable:
         """Return whether encodings again for this call evict one another.
 
         True if, while no caller's call began or ended, there were several times as many as its
-        recipes hold. That happens when encodings that must be resident together do not fit into
-        the pool: each evicts what the one before it made.
+        recipes hold, or were brought back. That happens when encodings that must be resident
+        together do not fit into the pool: each evicts what the one before it made.
         """
         if call.num_served <= _ROUNDS:
             return False

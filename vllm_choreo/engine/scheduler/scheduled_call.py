@@ -48,7 +48,8 @@ class ScheduledCall:
         watching: first look at the parents, for repair by attention; None: there is none.
         is_scheduled: True while it has slots and reads its parents.
         num_shared: tokens of its message that another of the same digest had encoded.
-        num_served: encodings again for its sake while no call of a caller's began or ended.
+        num_served: number of encodings that were encoded again or brought back for its sake while
+            no call of a caller's began or ended.
         max_served: limit of `num_served`; 0: not known yet.
         served_since: number of calls begun and ended when `num_served` was last reset.
         stored_positions: positions of each parent's first key, while it is scheduled.

@@ -41,6 +41,7 @@ from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
 from vllm_choreo.engine.scheduler.operations import Operations
 from vllm_choreo.engine.scheduler.patcher import Patcher
+from vllm_choreo.engine.scheduler.progress_guard import ProgressGuard
 from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
@@ -94,6 +95,7 @@ class _Choreographed(Scheduler):
             min_run_tokens,
             self._reprioritize if by_priority else None,
         )
+        self.progress_guard = ProgressGuard(self.call_table)
         in_place = self.choreo_config.reposition == "in_place"
         self.mover = KeyMover(self.call_table, manager.block_pool) if in_place else None
         # vLLM's constructor names its manager class; the subclass only adds methods.
@@ -121,6 +123,7 @@ class _Choreographed(Scheduler):
             pool,
             *shared,
             self.patcher,
+            may_start=self.progress_guard.may_start,
             enqueue=self._enqueue_before,
             enqueue_woken=self._enqueue_by_arrival,
             finish=self.finish_requests,
@@ -240,17 +243,27 @@ class _Choreographed(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.store.begin_step()
         self.has_preempted = False
-        if self.choreo_config.tenant_share < 1:
+        self.progress_guard.begin_step()
+        if self.choreo_config.tenant_share < 1 and self.progress_guard.alone is None:
             self.store.enforce_share(self._num_blocks(self.choreo_config.tenant_share))
         self.reserver.prepare_waiting()
         output = super().schedule(*args, **kwargs)
         if self.connector is None:
             add_step(output, self._choreo_step(output))
+        if self.call_table.calls:
+            self._note_progress(output)
         if not output.num_scheduled_tokens and self.call_table.calls and not self._can_progress():
             self._refuse_what_never_fits()
         else:
             self.num_idle_steps = 0
         return output
+
+    def _note_progress(self, output: SchedulerOutput) -> None:
+        scheduled = (self.requests[request_id] for request_id in output.num_scheduled_tokens)
+        is_busy = output.num_scheduled_tokens or self.reserver.has_begun or self.has_preempted
+        self.progress_guard.end_step(
+            (request for request in scheduled if not self.internal.includes(request)), not is_busy
+        )
 
     def _build_kv_connector_meta(
         self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
@@ -313,9 +326,12 @@ class _Choreographed(Scheduler):
         if request.request_id in self.refusals:
             return False
         call = self.call_table.calls.get(request.request_id)
-        if call is not None and not self.call_table.is_ready(call):
+        if call is not None and not self._may_start(call):
             return False
         return super()._handle_blocked_waiting_request(request)
+
+    def _may_start(self, call: ScheduledCall) -> bool:
+        return self.call_table.is_ready(call) and self.progress_guard.may_start(call)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
@@ -368,6 +384,18 @@ class _Choreographed(Scheduler):
         self.reserver.refuse_too_large(
             self.waiting, lambda status: not self._is_blocked_waiting_status(status)
         )
+        if not self.refusals:
+            self._refuse_what_waits_for_nothing()
+
+    def _refuse_what_waits_for_nothing(self) -> None:
+        """Refuse the first call in turn if, step after step, none gets on and none lacks room."""
+        if any(self._is_blocked_waiting_status(request.status) for request in self.waiting):
+            return
+        self.num_idle_steps += 1
+        waiting = self.call_table.in_turn()
+        if self.num_idle_steps >= _MAX_IDLE_STEPS and waiting:
+            error = RuntimeError("calls wait, and nothing is left that could be begun for them")
+            self.refusals.refuse_unexpected(waiting[0].beneficiary.id, error)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Extend vLLM's method: what a drafter with layers drafts for calls is dropped."""
@@ -431,6 +459,7 @@ class _Choreographed(Scheduler):
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         call = self.call_table.calls.get(request.request_id)
         report = self.finalizer.finalize(call) if call is not None else None
+        self.progress_guard.forget(request.request_id)
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
         return ({**(kv_params or {}), **report} if report else kv_params), ec_params
 
