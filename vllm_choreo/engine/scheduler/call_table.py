@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from vllm.v1.request import Request
 
+from vllm_choreo.engine.scheduler.parking import Parking
 from vllm_choreo.engine.scheduler.planning import plan_call, watching_of, write_virtual_sequence
 from vllm_choreo.engine.scheduler.report import report_of
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
@@ -46,6 +47,7 @@ class CallTable:
             request of one token to more, which would be written over the tokens after the run.
         calls: all of them, by request id.
         waiting: calls that are not scheduled, and whose parents' lengths are known, by request id.
+        parking: calls whose parents' lengths are not all known.
         woken: calls new in `waiting`, whose requests vLLM's queue has yet to get.
         unneeded: calls to be ended: they encode again for calls that have ended, and nobody else
             waits for the encoding.
@@ -67,9 +69,7 @@ class CallTable:
         self.waiting: dict[str, ScheduledCall] = {}
         self.woken: list[ScheduledCall] = []
         self.unneeded: list[ScheduledCall] = []
-        # Calls that wait for what is not known yet, by the first such parent. They cost no step
-        # anything, however many there are, and vLLM's queue does not have them.
-        self._parked: dict[Encoding, dict[str, ScheduledCall]] = {}
+        self.parking = Parking()
         store.on_final = self.wake
         self._num_opened = 0
         # How many calls of callers have begun, and ended: progress of somebody.
@@ -135,7 +135,7 @@ class CallTable:
             call.own_turn = (self._priority(call.request), self._num_opened)
             self._pass_priority_on(call)
         self.calls[call.id] = call
-        if not self._park(call):
+        if not self.parking.park(call):
             self.waiting[call.id] = call
         return call
 
@@ -167,30 +167,11 @@ class CallTable:
         call = self.calls.get(call_id)
         return call is not None and call.parked_on is not None
 
-    @property
-    def num_parked(self) -> int:
-        """Number of calls that wait for a parent that is not known yet."""
-        return sum(map(len, self._parked.values()))
-
-    def _park(self, call: ScheduledCall) -> bool:
-        """Have a call wait for its first parent that is not known; False: there is none."""
-        call.parked_on = None
-        parents = call.parents if call.encoding.plan is None else ()
-        if any(parent.message.failure for parent in parents):
-            return False  # `resolve` raises it
-        call.parked_on = next((p for p in parents if not (p.is_known and p.plan)), None)
-        if call.parked_on is not None:
-            self._parked.setdefault(call.parked_on, {})[call.id] = call
-        return call.parked_on is not None
-
     def wake(self, encoding: Encoding) -> None:
         """Go on with the calls that wait for an encoding, if it is known now, or failed."""
-        if not (encoding.message.failure or (encoding.is_known and encoding.plan)):
-            return
-        for call in self._parked.pop(encoding, {}).values():
-            if not self._park(call):
-                self.waiting[call.id] = call
-                self.woken.append(call)
+        for call in self.parking.take(encoding):
+            self.waiting[call.id] = call
+            self.woken.append(call)
 
     def take_woken(self) -> list[ScheduledCall]:
         """Take the calls whose requests vLLM's queue has yet to get."""
@@ -486,8 +467,7 @@ class CallTable:
         """Remove a call whose request ended; `failure` says why it made no message, or None."""
         del self.calls[call.id]
         self.waiting.pop(call.id, None)
-        if call.parked_on is not None:
-            self._leave_park(call, call.parked_on)
+        self.parking.leave(call)
         self._num_events += not call.is_internal
         self._leave_helpers(call)
         self.store.residency.leave(call.reads, reading=call.is_scheduled)
@@ -501,11 +481,6 @@ class CallTable:
         if failure and not call.is_internal and not encoding.is_resident:
             self.store.fail(call.message, failure)
         self.store.settle(encoding)
-
-    def _leave_park(self, call: ScheduledCall, parent: Encoding) -> None:
-        del self._parked[parent][call.id]
-        if not self._parked[parent]:
-            del self._parked[parent]
 
     def _leave_helpers(self, call: ScheduledCall) -> None:
         """Pass what is encoded for a call that ends on to another call that waits for it."""

@@ -171,7 +171,7 @@ class Operations:
             "num_hidden_bytes": hidden.num_bytes if hidden else 0,
             "max_hidden_bytes": hidden.max_bytes if hidden else 0,
             "num_calls": len(self._call_table.calls),
-            "num_calls_waiting": self._call_table.num_parked
+            "num_calls_waiting": len(self._call_table.parking)
             + sum(not self._call_table.is_ready(call) for call in waiting),
         }
 

@@ -235,7 +235,7 @@ class _Choreographed(Scheduler):
         """Extend vLLM's method, which takes a parked call for one that a connector still holds."""
         if self.connector is None or self.finished_req_ids:
             return super().has_finished_requests()
-        num_queued = sum(self.get_request_counts()) + self.call_table.num_parked
+        num_queued = sum(self.get_request_counts()) + len(self.call_table.parking)
         return len(self.requests) > num_queued + len(self.call_table.woken)
 
     # -- a step ----------------------------------------------------------------------------
