@@ -5,11 +5,6 @@ They run on a GPU if there is one, else in Triton's interpreter.
 """
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -148,32 +143,6 @@ def test_every_token_of_a_tile_is_in_one_item(num_programs):
                             int(tiles.query_end[request]) - 1 - query
                         )
     assert list(seen.values()) == batch.materialize_mask().sum(1).tolist()
-
-
-# Bytes of shared memory that a program may take (CUDA C++ programming guide, compute capabilities).
-SHARED_MEMORY = {89: 99 * 1024, 90: 227 * 1024}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("arch", [89, 90], ids=lambda arch: f"sm_{arch}")
-def test_kernels_compile_for_gpus(arch):
-    """Interpreted kernels may do what Triton's compiler refuses, and take memory without end.
-
-    In a process of its own: in this one the kernels are interpreted. They are compiled by the
-    calls that launch them; no GPU is needed for it.
-    """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.compile_kernels", str(arch)],
-        capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {kernel["kernel"] for kernel in kernels} == {
-        "attend_tiles", "merge_partials", "_move_block"
-    }  # fmt: skip
-    assert all(0 <= kernel["shared"] <= SHARED_MEMORY[arch] for kernel in kernels), kernels
-    assert all(kernel["cubin"] > 1000 for kernel in kernels)
 
 
 def test_partial_results_go_where_they_are_told():
