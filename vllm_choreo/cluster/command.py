@@ -52,6 +52,21 @@ def command(parser: argparse.ArgumentParser) -> Main:
     return main
 
 
+def _join_ray(address: str) -> None:
+    """Connect to a cluster of Ray's. Raises ChoreoError: none answers there."""
+    import ray
+
+    try:
+        ray.init(address=address)
+    except (ConnectionError, ValueError) as error:
+        raise ChoreoError(
+            f"no cluster of Ray's answers there ({error}): start one with `ray start --head`, "
+            "or leave --address out",
+            parameter="--address",
+            value=address,
+        ) from None
+
+
 def main(args: argparse.Namespace) -> int:
     """Start the fleet, and serve until a signal ends it.
 
@@ -77,15 +92,7 @@ def main(args: argparse.Namespace) -> int:
         # Engines of a small machine share its cores.
         start_ray(max(os.cpu_count() or 1, args.engines + 1))
     else:
-        try:
-            ray.init(address=args.address)
-        except (ConnectionError, ValueError) as error:
-            raise ChoreoError(
-                f"no cluster of Ray's answers there ({error}): start one with `ray start --head`, "
-                "or leave --address out",
-                parameter="--address",
-                value=args.address,
-            ) from None
+        _join_ray(args.address)
     try:
         serve.start(http_options={"host": args.host, "port": args.port})
         try:

@@ -13,7 +13,7 @@ from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 
 logger = init_logger("vllm.choreo.scheduler")
 
-# Far more steps than calls that make room for one another need; each encodes something at least.
+# Calls that wait for long contexts to be encoded again may need as many, and lose little by it.
 MAX_STALLED_STEPS = 200
 
 
@@ -28,7 +28,7 @@ class ProgressGuard:
 
     Attributes:
         alone: the call that is served alone; None: all are served.
-        num_alone: calls that were.
+        num_alone: number of calls that were, this one included.
     """
 
     def __init__(self, call_table: CallTable) -> None:

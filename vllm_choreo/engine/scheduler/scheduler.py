@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's schedulers, in which requests may be choreographed calls.
 
-This module says when something happens; `admission`, `block_reserver`, `finalizer`, `refusals`
-and `operations` say what, and `call_table` has the calls.
+This module says when something happens; `admission`, `block_reserver`, `finalizer`, `refusals`,
+`progress_guard` and `operations` say what, and `call_table` has the calls.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Choreographed(Scheduler):
     internal = InternalRequests()
     refusals = Refusals("no KV cache")
     has_preempted = False  # in the step being planned
-    num_idle_steps = 0  # for which calls have waited for a save or a load, and nothing else
+    num_idle_steps = 0  # for which calls have waited for a save, a load, or nothing at all
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -326,12 +326,10 @@ class _Choreographed(Scheduler):
         if request.request_id in self.refusals:
             return False
         call = self.call_table.calls.get(request.request_id)
-        if call is not None and not self._may_start(call):
+        may_start = self.progress_guard.may_start
+        if call is not None and not (self.call_table.is_ready(call) and may_start(call)):
             return False
         return super()._handle_blocked_waiting_request(request)
-
-    def _may_start(self, call: ScheduledCall) -> bool:
-        return self.call_table.is_ready(call) and self.progress_guard.may_start(call)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
