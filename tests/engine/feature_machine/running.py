@@ -189,8 +189,10 @@ class Run:
         made.is_aborted, made.state = True, "failed"
         if made.call.stop:
             self.operation("end", made.call.session, made.id, 0, request)
-        message = self._message_of(made)
-        # It may have been complete before its answer went out.
+        # It may have been complete before its answer went out. What has not got its name, for that
+        # was taken, is not what the engine has under it.
+        has_name = self._ledger.find(made.call.session, made.call.name) is made
+        message = self._message_of(made) if has_name else None
         if message is not None and not message.failure and made.tokens is not None:
             made.state = "made"
         made.error = "aborted"
