@@ -113,6 +113,7 @@ class _Soak:
 
     async def _run_on(self, llm: Any) -> dict[str, Any]:
         from vllm_choreo.api.fleet import fleet_of, totals_by_engine
+        from vllm_choreo.api.fleet_transfer import FolderTransfer
 
         fleet = fleet_of(llm)
         assert fleet is not None, "there are several engines"
@@ -128,7 +129,8 @@ class _Soak:
         while sum(llm.engine_core.starts) - fleet.num_engines < len(self._killed):
             await asyncio.sleep(0.1)
         totals = await totals_by_engine(llm)
-        states = fleet.describe()
+        states, transfer = fleet.describe(), fleet.mover.transfer
+        assert isinstance(transfer, FolderTransfer), "all engines are on this machine"
         return {
             "engines": fleet.num_engines,
             "sessions": self._args.sessions,
@@ -142,7 +144,7 @@ class _Soak:
             "lost_sessions": sum(notes.is_lost for notes in self._notes),
             "failed_calls": self._num_failed,
             "blocks_left": sum(found["num_blocks"] for found in totals.values()),
-            "files_left": len(list(fleet.mover.folder.iterdir())),
+            "files_left": len(list(transfer.files.folder.iterdir())),
         }
 
     # -- one session -----------------------------------------------------------------------------

@@ -82,6 +82,25 @@ def test_tenants_are_apart(fleet: Fleet) -> None:
             assert answer.status_code == status
 
 
+def test_what_lies_on_the_other_engine_is_moved(fleet: Fleet) -> None:
+    def moved() -> int:
+        engines = fleet.engines()
+        assert not any(engine["moves"]["failed"] for engine in engines)
+        return sum(engine["moves"]["tokens"] for engine in engines)
+
+    with fleet.client() as c:
+        before, number = moved(), 0
+        while moved() == before:  # calls that come together go to both engines
+            number += 1
+            assert number < 50, "nothing is moved"
+            text = " ".join(f"t{(number + 7 * i) % 400 + 20}" for i in range(600))
+            document = c.prefill(text)
+            found = c.decode(
+                [{"header": "t5 t6", "parents": [document]}] * 6, sampling_params=GREEDY
+            )
+            assert len({answer.generated_token_ids for answer in found}) == 1
+
+
 def test_calls_and_a_session_outlive_an_engine(
     fleet: Fleet, answers: list[tuple[int, ...]]
 ) -> None:

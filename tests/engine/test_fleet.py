@@ -132,7 +132,7 @@ def test_answers_are_those_of_one_engine_whatever_ends(
             await killer.until_all_run()
             assert killer.num_killed == sum(client.starts) - num_engines > 0
             await nothing_is_left(llm)
-            assert not list(fleet.mover.folder.iterdir())
+            assert not list(fleet.mover.transfer.files.folder.iterdir())
 
     asyncio.run(main())
 
@@ -192,7 +192,8 @@ def test_what_is_moved_is_not_encoded(model_path: Path, monkeypatch: pytest.Monk
         again = await c.prefill([9, *tokens[1]])
         (home,) = homes_of(c, again)
         first = await c.decode(header, parents=[again], sampling_params=greedy())
-        monkeypatch.setattr(fleet.mover, "folder", fleet.mover.folder / "missing")
+        files = fleet.mover.transfer.files
+        monkeypatch.setattr(files, "folder", files.folder / "missing")
         fleet.loads.add(home, 1e9)
         found = await c.decode(header, parents=[again], sampling_params=greedy())
         assert found.token_ids == first.token_ids

@@ -86,15 +86,7 @@ class Snapshots:
         )
 
     def _origin(self) -> Origin:
-        config = self._vllm_config
-        return Origin(
-            self._session.id,
-            tenant_digest(self._session.tenant),
-            signature(config),
-            config.parallel_config.tensor_parallel_size,
-            config.model_config.get_total_num_kv_heads(),
-            config.model_config.get_vocab_size(),
-        )
+        return origin_of(self._vllm_config, self._session.id, self._session.tenant)
 
     def _folder(self, uri: str | Path | SnapshotFolder) -> SnapshotFolder:
         """Folder at a URI, with this program's key unless it has its own."""
@@ -102,3 +94,15 @@ class Snapshots:
         if folder.keep_key is None:
             folder.keep_key = own_key(ChoreoConfig.from_vllm(self._vllm_config).keep_key)
         return folder
+
+
+def origin_of(config: VllmConfig, session: str, tenant: str) -> Origin:
+    """Make the origin of messages of a session and a tenant, in an engine so configured."""
+    return Origin(
+        session,
+        tenant_digest(tenant),
+        signature(config),
+        config.parallel_config.tensor_parallel_size,
+        config.model_config.get_total_num_kv_heads(),
+        config.model_config.get_vocab_size(),
+    )
