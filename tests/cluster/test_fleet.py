@@ -88,15 +88,18 @@ def test_what_lies_on_the_other_engine_is_moved(fleet: Fleet) -> None:
         assert not any(engine["moves"]["failed"] for engine in engines)
         return sum(engine["moves"]["tokens"] for engine in engines)
 
+    def words(first: int, count: int) -> str:
+        return " ".join(f"t{(first + 7 * i) % 400 + 20}" for i in range(count))
+
     with fleet.client() as c:
         before, number = moved(), 0
-        while moved() == before:  # calls that come together go to both engines
+        while moved() == before:  # calls that have much to encode go to both engines
             number += 1
-            assert number < 50, "nothing is moved"
-            text = " ".join(f"t{(number + 7 * i) % 400 + 20}" for i in range(600))
-            document = c.prefill(text)
+            assert number < 20, "nothing is moved"
+            document = c.prefill(words(number, 300))
             found = c.decode(
-                [{"header": "t5 t6", "parents": [document]}] * 6, sampling_params=GREEDY
+                [{"header": words(2 * number, 150), "parents": [document]}] * 6,
+                sampling_params=GREEDY,
             )
             assert len({answer.generated_token_ids for answer in found}) == 1
 
