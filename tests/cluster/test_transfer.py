@@ -107,7 +107,7 @@ def test_what_is_not_encoded_whole_is_completed_first(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("fault", ["lost", "damaged", "cut", "another's"])
+@pytest.mark.parametrize("fault", ["lost", "damaged", "cut", "malformed"])
 def test_what_does_not_come_through_is_encoded(
     fault: str, model_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +117,7 @@ def test_what_does_not_come_through_is_encoded(
             content[name][-5] ^= 1
         elif fault == "cut":
             content[name] = content[name][:-8]
-        elif fault == "another's":
+        elif fault == "malformed":
             content["manifest.json"] = np.frombuffer(b'{"kept": {}}', np.uint8)
         return PlayedRef(None if fault == "lost" else content)
 

@@ -192,8 +192,7 @@ def test_what_is_moved_is_not_encoded(model_path: Path, monkeypatch: pytest.Monk
         again = await c.prefill([9, *tokens[1]])
         (home,) = homes_of(c, again)
         first = await c.decode(header, parents=[again], sampling_params=greedy())
-        files = fleet.mover.transfer.files
-        monkeypatch.setattr(files, "folder", files.folder / "missing")
+        monkeypatch.setattr(fleet.mover.transfer.files, "folder", Path("/nowhere"))
         fleet.loads.add(home, 1e9)
         found = await c.decode(header, parents=[again], sampling_params=greedy())
         assert found.token_ids == first.token_ids

@@ -19,7 +19,6 @@ from ray import serve
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_choreo.api.fleet_transfer import MoveOrder
 from vllm_choreo.cluster.identity import CACHE_NUMBERS, EngineInfo, identity_of, this_machine
 from vllm_choreo.cluster.transfer import Parcel, export_message, import_message, move_files
 from vllm_choreo.engine.fleet_client import message_of
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from vllm_choreo.api.fleet_transfer import MoveFiles
+    from vllm_choreo.api.fleet_transfer import MoveFiles, MoveOrder
     from vllm_choreo.cluster.core_thread import CoreThread
 
 logger = init_logger("vllm.choreo.cluster")

@@ -35,7 +35,7 @@ class Parcel(NamedTuple):
     """A message in the object store, for as long as somebody holds this.
 
     Attributes:
-        saved: count of what it is.
+        saved: counts of messages, tokens and bytes in it.
         files: references to its files, by their names; one, in a tuple, that nobody resolves it
             on the way.
     """
