@@ -41,6 +41,7 @@ TOTALS = {
     "num_pinned": 1,
     "num_sessions": 2,
     "num_blocks": 4,
+    "num_window_blocks": 3,
     "num_free_blocks": 11,
     "num_pool_blocks": 16,
     "num_host_blocks": 8,
@@ -226,6 +227,7 @@ def test_gauges_are_what_the_engine_said_last(measured: Measured) -> None:
         "num_resident_messages": 3,
         "num_resident_tokens": 90,
         "num_pinned_messages": 1,
+        "num_window_blocks": 3,
         "num_calls_waiting": 3,
         "num_calls_running": 4,
         "num_sessions": 0,  # those that are open, counted here
