@@ -12,10 +12,10 @@ made, and ours need the call table, which comes later. So the scheduler changes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import (
     SingleTypeKVCacheManager,
     SlidingWindowManager,
@@ -33,32 +33,49 @@ class CallWindowManager(SlidingWindowManager):
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return 0 if self._skips_nothing else super().get_num_skipped_tokens(num_computed_tokens)
 
-    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *args: int,
+        apply_admission_cap: bool = False,
+        **kwargs: int,
+    ) -> int:
         call = self.call_table.calls.get(request_id)
+        given = request_id, num_tokens, new_computed_blocks, *args
         if call is None:
-            return super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
-        # vLLM's cap is one on the whole table, and what a call reads is in its table already.
-        is_capped = kwargs.pop("apply_admission_cap", False) and not call.encoding.is_kept_whole
+            return super().get_num_blocks_to_allocate(
+                *given, apply_admission_cap=apply_admission_cap, **kwargs
+            )
         with self._skipping_nothing():
-            num_blocks = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
+            num_blocks = super().get_num_blocks_to_allocate(
+                *given, apply_admission_cap=False, **kwargs
+            )
+        # vLLM's cap is one on the whole table, and what a call reads is in its table already.
         cap = self.max_admission_blocks_per_request
+        is_capped = apply_admission_cap and not call.encoding.is_kept_whole
         return min(num_blocks, cap) if is_capped and cap is not None else num_blocks
 
-    def add_local_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: int
+    ) -> None:
         is_call = request_id in self.call_table.calls
         with self._skipping_nothing() if is_call else nullcontext():
-            super().add_local_computed_blocks(request_id, *args, **kwargs)
+            super().add_local_computed_blocks(request_id, new_computed_blocks, *args)
 
     def remove_skipped_blocks(
-        self, request_id: str, processed_computed_tokens: int, *args: Any, **kwargs: Any
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
     ) -> None:
         call = self.call_table.calls.get(request_id)
         if call is None:
-            super().remove_skipped_blocks(request_id, processed_computed_tokens, *args, **kwargs)
+            super().remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)
         elif request_id in self.req_to_blocks:
-            behind = self.call_table.blocks.left_behind(
-                call, processed_computed_tokens, self.kv_cache_group_id
-            )
+            group = self.kv_cache_group_id
+            behind = self.call_table.blocks.left_behind(call, processed_computed_tokens, group)
             self._remove_blocks_in_range(request_id, behind.start, behind.stop)
 
     @contextmanager
