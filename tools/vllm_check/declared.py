@@ -56,7 +56,6 @@ DECLARED = (
     "vllm.v1.kv_cache_interface.KVCacheSpec.max_memory_usage_bytes(vllm_config)",
     "vllm.v1.kv_cache_interface.KVCacheSpec.page_size_bytes",
     "vllm.v1.kv_cache_interface.SlidingWindowSpec.sliding_window",
-    "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs.kv_cache_specs",
     "vllm.v1.kv_cache_interface.MambaSpec.dtypes",
     "vllm.v1.kv_cache_interface.MambaSpec.mamba_type",
     "vllm.v1.kv_cache_interface.MambaSpec.shapes",

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:
@@ -38,14 +38,8 @@ def num_kinds(kv_cache_config: KVCacheConfig, has_window_groups: bool) -> int:
     groups = kv_cache_config.kv_cache_groups
     if not has_window_groups:
         return len(groups)
-    others = sum(not _is_served(group.kv_cache_spec) for group in groups)
-    return 1 + others
-
-
-def _is_served(spec: KVCacheSpec) -> bool:
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return all(type(each) is FullAttentionSpec for each in spec.kv_cache_specs.values())
-    return type(spec) in (FullAttentionSpec, SlidingWindowSpec)
+    served = (FullAttentionSpec, SlidingWindowSpec)
+    return 1 + sum(type(group.kv_cache_spec) not in served for group in groups)
 
 
 def windows_of_groups(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:

@@ -38,31 +38,44 @@ class CallWindowManager(SlidingWindowManager):
         request_id: str,
         num_tokens: int,
         new_computed_blocks: Sequence[KVCacheBlock],
-        *args: int,
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
         apply_admission_cap: bool = False,
-        **kwargs: int,
+        prefill_end: int = 0,
     ) -> int:
         call = self.call_table.calls.get(request_id)
-        given = request_id, num_tokens, new_computed_blocks, *args
-        if call is None:
-            return super().get_num_blocks_to_allocate(
-                *given, apply_admission_cap=apply_admission_cap, **kwargs
-            )
-        with self._skipping_nothing():
+        with nullcontext() if call is None else self._skipping_nothing():
             num_blocks = super().get_num_blocks_to_allocate(
-                *given, apply_admission_cap=False, **kwargs
+                request_id,
+                num_tokens,
+                new_computed_blocks,
+                total_computed_tokens,
+                num_local_computed_tokens,
+                num_tokens_main_model,
+                # A cap on the whole table: what a call reads is in its table already.
+                apply_admission_cap and call is None,
+                prefill_end,
             )
-        # vLLM's cap is one on the whole table, and what a call reads is in its table already.
         cap = self.max_admission_blocks_per_request
-        is_capped = apply_admission_cap and not call.encoding.is_kept_whole
+        is_capped = apply_admission_cap and call is not None and not call.encoding.is_kept_whole
         return min(num_blocks, cap) if is_capped and cap is not None else num_blocks
 
     def add_local_computed_blocks(
-        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: int
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
     ) -> None:
         is_call = request_id in self.call_table.calls
         with self._skipping_nothing() if is_call else nullcontext():
-            super().add_local_computed_blocks(request_id, new_computed_blocks, *args)
+            super().add_local_computed_blocks(
+                request_id,
+                new_computed_blocks,
+                num_local_computed_tokens,
+                num_external_computed_tokens,
+            )
 
     def remove_skipped_blocks(
         self,
