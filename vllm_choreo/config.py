@@ -102,6 +102,8 @@ class ChoreoConfig:
         pinned_share: the part of the KV cache that pinned messages may hold.
         host_memory_gib: memory outside the KV cache that keeps evicted messages, in GiB; 0: they
             are encoded again.
+        window_groups: True if layers with sliding windows are KV cache groups of their own, in
+            which a message keeps what a reader right behind it sees; False: they keep all.
         hidden_memory_gib: memory of each worker for hidden states that calls have kept
             (`keep_hidden`), for repair by layers, in GiB; 0: neither is possible.
         tokens_per_state: in models with states in place of keys and values, the tokens of the KV
@@ -122,6 +124,7 @@ class ChoreoConfig:
     tenant_share: _Share = 1.0
     pinned_share: _ShareOr0 = 0.5
     host_memory_gib: _NumberOr0 = 0.0
+    window_groups: _Switch = False
     hidden_memory_gib: _NumberOr0 = 0.0
     tokens_per_state: _Count = 256
     max_copies_per_session: _Count = 10_000

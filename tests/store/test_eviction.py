@@ -26,7 +26,8 @@ NOW = 100.0
 def _message(name: str, tenant: str = "", num_blocks: int = 1, **state: Any) -> Encoding:
     message = StoredMessage(name, "s", tenant)
     encoding = message.own = Encoding(message, Trace(name))
-    encoding.blocks = [SimpleNamespace(block_id=f"{name}{i}") for i in range(num_blocks)]
+    blocks = [SimpleNamespace(block_id=f"{name}{i}", is_null=False) for i in range(num_blocks)]
+    encoding.blocks, encoding.num_blocks = (blocks,), num_blocks
     encoding.num_encoded = 4 * num_blocks
     for key, value in state.items():
         setattr(message if key == "pinned_until" else encoding, key, value)

@@ -39,7 +39,7 @@ def _message(store: MessageStore, name: str) -> Encoding:
     encoding = store.create("a", name).own
     encoding.token_ids, encoding.plan = [1, 2], CallPlan((), 0, 0, True)
     store.identify(encoding)
-    store.hold(encoding, store.residency.pool.new(1), 2)  # type: ignore[attr-defined]
+    store.hold(encoding, [store.residency.pool.new(1)], 2)  # type: ignore[attr-defined]
     return encoding
 
 

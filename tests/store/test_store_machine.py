@@ -166,15 +166,15 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.is_planning:
             return
         source, runs = encoding.patch.source, encoding.patch.runs
-        blocks = list(source.blocks)
+        blocks = source.held_blocks
         touched = {n for start, stop in runs for n in range(start // SIZE, -(-stop // SIZE))}
         new = self.pool.new(len(touched))
         for n, block in zip(touched, new, strict=True):
             blocks[n] = block
-        self.store.residency.patch(encoding, blocks, source.stored_position, self.store.step)
+        self.store.residency.patch(encoding, [blocks], source.stored_position, self.store.step)
         self.pool.free_blocks(new)
         for n, block in zip(touched, new, strict=True):
-            self.store.residency.block_copies.move(source.blocks[n], block, 0)
+            self.store.residency.block_copies.move(source.held_blocks[n], block, 0)
         self.store.settle(source)
         for run in runs:
             self._enter(encoding, run)
@@ -203,25 +203,25 @@ class StoreMachine(RuleBasedStateMachine):
         call = ready[index % len(ready)]
         encoding, call.is_new = call.encoding, True
         if call.run is not None:
-            call.blocks = [block for parent in call.reads for block in parent.blocks]
+            call.blocks = [block for parent in call.reads for block in parent.held_blocks]
             self.pool.touch(call.blocks)
             self.store.residency.read(call.reads)
             self.store.on_written(encoding, call.run)
             first, stop = call.run
             touched = range(first // SIZE, -(-stop // SIZE))
-            self.writes += [(encoding.blocks[n].block_id, tag(encoding, n)) for n in touched]
+            self.writes += [(encoding.held_blocks[n].block_id, tag(encoding, n)) for n in touched]
             return
         if not encoding.num_encoded and not encoding.is_given_up:
             self.store.share(encoding)
-        adopted = [block for parent in call.reads for block in parent.blocks]
+        adopted = [block for parent in call.reads for block in parent.held_blocks]
         num_reused = min(encoding.num_encoded, encoding.num_tokens - 1) // SIZE
-        adopted_own = encoding.blocks[:num_reused]
+        adopted_own = encoding.held_blocks[:num_reused]
         self.pool.touch([*adopted, *adopted_own])
         own = [*adopted_own, *self.pool.new(-(-encoding.num_tokens // SIZE) - num_reused)]
         call.blocks = [*adopted, *own]
         self.store.residency.read(call.reads)
         if not encoding.is_resident:
-            self.store.hold(encoding, own, encoding.num_tokens)
+            self.store.hold(encoding, [own], encoding.num_tokens)
         written = enumerate(own[num_reused:], num_reused)
         self.writes += [(block.block_id, tag(encoding, n)) for n, block in written]
 
@@ -279,8 +279,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.writes = []
         for encoding in self.seen:
             if encoding.is_resident:
-                lying = [self.cache.get(block.block_id) for block in encoding.blocks]
-                assert lying == [tag(encoding, n) for n in range(len(encoding.blocks))]
+                lying = [self.cache.get(block.block_id) for block in encoding.held_blocks]
+                assert lying == [tag(encoding, n) for n in range(encoding.num_blocks)]
 
     @precondition(lambda self: not self.is_planning)
     @rule(num_tokens=st.integers(1, 11), tenant=st.sampled_from("ab"), into_host=st.booleans())
@@ -301,7 +301,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.tier.on_filled(encoding)
             return
         blocks = self.pool.new(need)
-        self.store.hold(encoding, blocks, num_tokens)
+        self.store.hold(encoding, [blocks], num_tokens)
         self.pool.free_blocks(blocks)
         self.cache.update(zip((block.block_id for block in blocks), tags, strict=True))
 
@@ -358,7 +358,7 @@ class StoreMachine(RuleBasedStateMachine):
         copies = self.store.residency.block_copies
         pending = [source for source, _ in copies._moves.values()]
         pending += [] if self.is_planning else copies._saves.values()
-        for block in [*of_calls, *pending, *(b for e in self.seen for b in e.blocks)]:
+        for block in [*of_calls, *pending, *(b for e in self.seen for b in e.held_blocks)]:
             held[block] = held.get(block, 0) + 1
         assert all(block.ref_cnt == held.get(block, 0) for block in self.pool.blocks)
         assert set(self.store.residency.holding()) == {e for e in self.seen if e.blocks}

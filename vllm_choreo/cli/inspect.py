@@ -122,6 +122,12 @@ def block_map(stats: Mapping[str, Any]) -> str:
         "itself included.",
         "Slots: filled / held. Used by: calls that read it + calls that wait for it.",
     ]
+    if num_window_blocks := stats.get("num_window_blocks"):
+        windows = sorted({window for window in stats["windows"] if window is not None})
+        lines.append(
+            f"{num_window_blocks} of these blocks are of layers with windows of "
+            f"{' and '.join(map(str, windows))} tokens: there a message keeps its end."
+        )
     if num_states := stats.get("num_states"):
         names = [_name(m["id"]) for m in stats["messages"] if m["has_state"]]
         lines.append(

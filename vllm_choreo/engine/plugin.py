@@ -15,7 +15,7 @@ from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine import batch_runner, command_line, cpu_kernels, mla
 from vllm_choreo.engine.compat import check_version
 from vllm_choreo.engine.orphan import end_with_parent
-from vllm_choreo.engine.speculation import check_speculation
+from vllm_choreo.engine.speculation import check_speculation, has_layers
 from vllm_choreo.errors import UnsupportedOptionError
 from vllm_choreo.kv_dtype import adopt_declared, quantized_name
 
@@ -184,6 +184,8 @@ def configure_after(vllm_config: VllmConfig) -> None:
     config = ChoreoConfig.from_vllm(vllm_config)  # a wrong setting fails here, not in a worker
     _refuse_unsupported(vllm_config, config)
     _refuse_quantized(vllm_config, config)
+    if config.window_groups:
+        _refuse_beside_window_groups(vllm_config, config)
     from vllm_choreo.engine import graphs
 
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
@@ -293,6 +295,34 @@ def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
         parameter=parameter,
         value=value,
     )
+
+
+def _refuse_beside_window_groups(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
+    """Refuse what does not go with KV cache groups of layers with windows.
+
+    Raises:
+        UnsupportedOptionError: it is set; says what to do.
+    """
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    choreo = "additional_config.choreo."
+    refused = {
+        f"{choreo}reposition": config.reposition == "in_place",
+        f"{choreo}host_memory_gib": bool(config.host_memory_gib),
+        f"{choreo}hidden_memory_gib": bool(config.hidden_bytes),
+        "kv_transfer_config": vllm_config.kv_transfer_config is not None,
+        "speculative_config.method": has_layers(vllm_config.speculative_config),
+        "disable_hybrid_kv_cache_manager": bool(scheduler.disable_hybrid_kv_cache_manager),
+        "data_parallel_size": vllm_config.parallel_config.data_parallel_size > 1,
+        "model": model.is_hybrid or model.use_mla,
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise UnsupportedOptionError(
+                "this does not work with KV cache groups of layers with sliding windows "
+                f"({choreo}window_groups) yet: leave one of the two out",
+                parameter=name,
+                value=model.model if name == "model" else "set",
+            )
 
 
 def _refuse_engines(vllm_config: VllmConfig) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from vllm_choreo.semantics.other_model import AdapterRequest
-from vllm_choreo.semantics.positions import CallPlan, num_span_blocks
+from vllm_choreo.semantics.positions import CallPlan, first_seen, num_span_blocks
 
 _Output = TypeVar("_Output")
 
@@ -194,6 +194,7 @@ def request_spans(
     block_size: int,
     own_start: int = 0,
     own_position: int | None = None,
+    windows: Sequence[int | None] = (None,),
 ) -> RequestSpans:
     """Spans of a call, given the position at which each parent's first token is stored now.
 
@@ -204,21 +205,45 @@ def request_spans(
     Args:
         own_start: the first own token that is seen.
         own_position: position to which token 0 of the message is rotated; None: as the plan says.
+        windows: sliding window of each KV cache group: its layers read what it lets the call see.
     """
     own_position = plan.own_position if own_position is None else own_position
-    first_slots, stored, deltas, slot = [], [], [], 0
-    for parent, message_position in zip(plan.parents, stored_positions, strict=True):
-        position = message_position + parent.start
-        first_slots.append(slot + parent.start % block_size)
-        stored.append(position)
-        deltas.append(plan.new_offset - own_position + position - parent.offset)
-        slot += num_span_blocks(parent.start, parent.stop, block_size) * block_size
-    return RequestSpans(
-        first_slot=tuple(first_slots),
-        num_tokens=tuple(parent.num_tokens for parent in plan.parents),
-        stored_position=tuple(stored),
-        position_delta=tuple(deltas),
+    empty = RequestSpans(
+        *((),) * 4,
         base=plan.base + own_start,
         shift=own_position - plan.base,
         weights=plan.weights and (plan.weights.temperature, plan.weights.factor),
+    )
+    seen = {w: _seen_spans(empty, plan, stored_positions, block_size, w) for w in {*windows}}
+    first = seen[windows[0]]
+    others = {group: seen[w] for group, w in enumerate(windows) if seen[w] != first}
+    return replace(first, other_groups=others) if others else first
+
+
+def _seen_spans(
+    empty: RequestSpans,
+    plan: CallPlan,
+    stored_positions: Sequence[int],
+    block_size: int,
+    window: int | None,
+) -> RequestSpans:
+    """Spans of a call in layers with a window, or without one: `empty` has all but the parents."""
+    first_slots, lengths, stored, deltas, slot = [], [], [], [], 0
+    own_position = empty.shift + plan.base
+    for parent, message_position in zip(plan.parents, stored_positions, strict=True):
+        first = first_seen(parent, plan.new_offset, window)
+        if first < parent.stop:
+            first_slots.append(slot + parent.start % block_size + first - parent.start)
+            lengths.append(parent.stop - first)
+            stored.append(message_position + first)
+            deltas.append(
+                plan.new_offset - own_position + message_position + parent.start - parent.offset
+            )
+        slot += num_span_blocks(parent.start, parent.stop, block_size) * block_size
+    return replace(
+        empty,
+        first_slot=tuple(first_slots),
+        num_tokens=tuple(lengths),
+        stored_position=tuple(stored),
+        position_delta=tuple(deltas),
     )

@@ -32,9 +32,19 @@ class Block(Protocol):
     block_id: int
     ref_cnt: int
 
+    @property
+    def is_null(self) -> bool: ...
+
 
 class BlockPool(Protocol):
-    """Methods of vLLM's block pool that copies need."""
+    """Methods of vLLM's block pool that copies need.
+
+    Attributes:
+        null_block: block that stands in gaps, and is never free.
+    """
+
+    @property
+    def null_block(self) -> Block: ...
 
     def touch(self, blocks: Sequence[Block]) -> None: ...
 

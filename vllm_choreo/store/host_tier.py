@@ -43,7 +43,7 @@ class HostTier:
         self,
         num_blocks: int,
         copies: BlockCopies,
-        blocks_of: Callable[[Encoding], Sequence[Block]] = lambda encoding: encoding.blocks,
+        blocks_of: Callable[[Encoding], Sequence[Block]] = lambda encoding: encoding.held_blocks,
     ) -> None:
         self.num_blocks = num_blocks
         self._copies = copies

@@ -20,6 +20,7 @@ from vllm_choreo.store.block_copies import Block, BlockPool, PlannedCopies
 from vllm_choreo.store.digest import encoding_digest
 from vllm_choreo.store.duplicates import Duplicates
 from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage, copies_of
+from vllm_choreo.store.groups import Blocks, CacheGroups
 from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.residency import Residency
@@ -43,8 +44,10 @@ class MessageStore:
         session_copies: how many copies of its messages a session may have; None: as many as it
             makes.
         states: states of layers without keys; None: the model has none.
+        windows: sliding window of each KV cache group, see `CacheGroups`.
 
     Attributes:
+        groups: the KV cache groups.
         tier: memory outside the KV cache for evicted encodings, or None.
         hidden: the hidden states that workers keep; None: they keep none.
         duplicates: encodings by their digests, from which others may start.
@@ -62,8 +65,10 @@ class MessageStore:
         clock: Callable[[], float] = time.monotonic,
         session_copies: SessionCopies | None = None,
         states: States | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
-        self.residency = Residency(pool, block_size, states)
+        self.groups = CacheGroups(block_size, windows)
+        self.residency = Residency(pool, self.groups, states)
         self.block_size = block_size
         self.engine = engine
         self.is_placed = is_placed
@@ -240,15 +245,20 @@ class MessageStore:
         def may_share(duplicate: Encoding) -> bool:
             is_own = duplicate.message.session == session
             is_allowed = not denied or (is_own and not duplicate.trace.holds_any(denied_ids))
-            return is_allowed and duplicate.stored_position == position
+            is_allowed &= duplicate.stored_position == position
+            num_shared = self._num_shared(encoding, duplicate)
+            return is_allowed and self.groups.can_go_on(duplicate.blocks, num_shared)
 
         if self.states is not None:
             self._share_whole(encoding, may_share)
         elif duplicate := self.duplicates.most_resident(encoding, may_share):
-            num_shared = min(duplicate.num_encoded, encoding.num_tokens - 1)
-            num_shared -= num_shared % self.block_size
-            self.hold(encoding, duplicate.blocks, num_shared)
+            self.hold(encoding, duplicate.blocks, self._num_shared(encoding, duplicate))
         self.duplicates.add(encoding)
+
+    def _num_shared(self, encoding: Encoding, duplicate: Encoding) -> int:
+        """Tokens that an encoding can start from: in full blocks, and not the last one."""
+        num_shared = min(duplicate.num_encoded, encoding.num_tokens - 1)
+        return num_shared - num_shared % self.block_size
 
     def _share_whole(self, encoding: Encoding, may_share: Callable[[Encoding], bool]) -> None:
         """Share all blocks, and the state, of an encoding of the same digest that has both."""
@@ -298,9 +308,13 @@ class MessageStore:
             tier.on_planned()
         return self.residency.block_copies.take()
 
-    def hold(self, encoding: Encoding, blocks: Sequence[Block], num_encoded: int) -> None:
+    def hold(self, encoding: Encoding, blocks: Blocks, num_encoded: int) -> None:
         """Make `blocks` an encoding's place in the step being planned, see `Residency.hold`."""
         self.residency.hold(encoding, blocks, num_encoded, self.step)
+
+    def fill(self, encoding: Encoding, blocks: Blocks) -> list[tuple[int, int]]:
+        """Close the gaps of an encoding in the step being planned, see `Residency.fill`."""
+        return self.residency.fill(encoding, blocks, self.step)
 
     def on_written(self, encoding: Encoding, run: TokenRange) -> None:
         """Note that the step being planned writes the last tokens of a run."""
@@ -359,7 +373,13 @@ class MessageStore:
         *,
         into_host: bool = True,
     ) -> bool:
-        """Evict the encoding that `choose_victim` chooses; return whether there was one."""
+        """Evict the encoding that `choose_victim` chooses; return whether there was one.
+
+        What encodings keep for no reader is given up first.
+        """
+        protected = [*protected]
+        if self.residency.trim_one(protected[0] if protected else ()):
+            return True
         victim = self.residency.victim(protected, waiting_too, self.clock())
         if victim is None:
             return False
@@ -375,7 +395,7 @@ class MessageStore:
         """Bring an encoding back from host memory into `blocks`, before the step being planned."""
         assert self.tier is not None and encoding.plan is not None
         position, num_encoded = self.tier.place_of(encoding)
-        self.hold(encoding, blocks, num_encoded)
+        self.hold(encoding, [blocks], num_encoded)
         self.residency.move(encoding, position)
         self.tier.load(encoding, blocks)
         self.totals["restored_messages"] += 1
@@ -417,7 +437,8 @@ class MessageStore:
             LimitError: with these, pinned messages would take more than `max_blocks` blocks.
         """
         num_blocks = sum(
-            -(-message.own.num_tokens // self.block_size) for message in {*self.pinned(), *messages}
+            self.groups.num_kept_blocks(message.own.num_tokens)
+            for message in {*self.pinned(), *messages}
         )
         if num_blocks > max_blocks:
             raise LimitError(

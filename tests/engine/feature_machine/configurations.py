@@ -54,6 +54,8 @@ class Configuration:
         begins_full: whether programs begin with repaired calls in a pool that is full of messages,
             some of which share blocks.
         kv_cache_dtype: vLLM's option, of "fp8".
+        num_groups: KV cache groups that the model's layers are; above 1, layers with windows have
+            blocks of their own.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Configuration:
     model: str = "llama"
     begins_full: bool = False
     kv_cache_dtype: str = "auto"
+    num_groups: int = 1
 
     def __contains__(self, option: str) -> bool:
         return option in self.options
@@ -83,12 +86,22 @@ class Configuration:
 
     @property
     def max_model_len(self) -> int:
-        return self.block_size * (self.num_blocks - 1)
+        return self.block_size * self.num_whole_blocks
+
+    @property
+    def num_whole_blocks(self) -> int:
+        """Blocks that there are for each group, if each has as many."""
+        return (self.num_blocks - 1) // self.num_groups
 
     @property
     def has_states(self) -> bool:
         """True if the model reads chains alone: then all calls are in exact mode."""
         return self.model in HYBRID_MODELS
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if messages have all their keys and values: they can be repaired, and saved."""
+        return not self.has_states and self.num_groups == 1
 
     @property
     def speculates(self) -> bool:
@@ -116,6 +129,8 @@ class Configuration:
             choreo["tokens_per_state"] = 128
         if "share" in self:
             choreo["tenant_share"] = 0.3
+        if self.num_groups > 1:
+            choreo["window_groups"] = True
         options: dict[str, Any] = {
             "block_size": self.block_size,
             "num_gpu_blocks_override": self.num_blocks,
@@ -151,6 +166,10 @@ class Configuration:
 
 def _latent(name: str, options: str, num_blocks: int, **sizes: Any) -> Configuration:
     return Configuration(name, frozenset(options.split()), num_blocks, **sizes)
+
+
+def _grouped(name: str, options: str, num_blocks: int, **sizes: Any) -> Configuration:
+    return Configuration(name, frozenset(options.split()), num_blocks, num_groups=3, **sizes)
 
 
 def _made(name: str, options: str, num_blocks: int, **sizes: Any) -> Configuration:
@@ -195,6 +214,8 @@ CONFIGURATIONS = {
             17,
             kv_cache_dtype="fp8_e4m3",
         ),
+        _grouped("groups", "window share priority", 43, model="gemma3"),
+        _grouped("groups ahead", "window async chunks few", 37, model="gpt_oss"),
     )
 }
 

@@ -166,8 +166,9 @@ class _Generator:
         options = {**self._options(session, reads, generate), **options}
         if self._configuration.has_states:
             options["exact"] = True
-        if options.get("exact"):
+        if options.get("exact") or not self._configuration.keeps_all:
             options.pop("repair", None)
+        if options.get("exact"):
             reads = [Read(read.name, read.start, read.stop) for read in reads]
             options.pop("new_offset", None)
         call = Call(session, name, text, tuple(reads), generate=generate, **options)
@@ -292,7 +293,7 @@ class _Generator:
 
     def _fill(self) -> None:
         """The pool is full."""
-        room = self._configuration.num_blocks - 1 - self._blocks_held()
+        room = self._configuration.num_whole_blocks - self._blocks_held()
         session, blocks = self._session(), max(2, min(room, 8))
         while blocks > 0:
             count = self._rng.choice((32, 64, 96, 90))
@@ -406,7 +407,7 @@ class _Generator:
 
     def _fill_but(self, num_blocks: int, session: str) -> list[str]:
         """Fill the pool one by one, but for so many blocks; the messages, two at least."""
-        room, names = self._configuration.num_blocks - 1 - num_blocks, []
+        room, names = self._configuration.num_whole_blocks - num_blocks, []
         while len(names) < 2 or self._blocks_held() < room:
             text = self._rng.randrange(_NUM_TEXTS), self._rng.choice((32, 33, 64, 64, 96, 128, 256))
             names.append(self._call(session, [], 0, text, exact=False, keep=()))
@@ -434,7 +435,7 @@ class _Generator:
                 self._add(Settle())
             chosen = rng.sample(names, rng.randint(1, min(3, len(names))))
             key, has_keys = rng.choice("xy"), rng.random() < 0.8
-            has_keys = has_keys and not self._configuration.has_states
+            has_keys = has_keys and self._configuration.keeps_all
             self._add(Save(session, key, tuple(chosen), has_keys, rng.choice((99, 99, 2, 4))))
             self._kept[key] = session, chosen
             if rng.random() < 0.4:
@@ -471,7 +472,7 @@ class _Generator:
                 self._call(session, [], 0, self._text(97, 40))
             self._add(Settle())
             chosen = rng.sample(list(self._names[session]), 1)
-            self._add(Save(session, "x", tuple(chosen), not self._configuration.has_states))
+            self._add(Save(session, "x", tuple(chosen), self._configuration.keeps_all))
             self._kept["x"] = session, chosen
             if rng.random() < 0.7:
                 self._forget(session, chosen)

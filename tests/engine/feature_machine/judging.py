@@ -17,6 +17,7 @@ from tests.engine.feature_machine.program import TENANTS, Ordinary
 from tests.engine.feature_machine.truth import TextTruth, Truth
 from tests.engine.fp8_witness import READ_TOLERANCE, Witness
 from tests.engine.oracle import Parent
+from vllm_choreo.engine.kv_cache import groups_of_layers
 from vllm_choreo.repair.rules import AllTokens, ByAttention, ByLayers, Reweighted, Seen
 
 # Keys and values in the pool against the oracle's; they are of size 1.
@@ -203,21 +204,26 @@ class Judge:
                 own = message.own
                 if not own.is_resident:
                     continue
-                count, parts = own.num_tokens, (0, 2 * truth.num_layers)
-                blocks = [block.block_id for block in own.blocks]
-                data = np.frombuffer(runner.choreo_read_kv(blocks, parts, 0, count), np.float32)
-                self._check_content(made, torch.from_numpy(data.copy()), own.stored_position)
+                groups = groups_of_layers(self._core.scheduler.kv_cache_config)
+                for layer, name in enumerate(runner.runner.layers):
+                    self._check_content(made, own, layer, own.blocks[groups[name]], runner)
 
-    def _check_content(self, made: Made, found: torch.Tensor, position: int) -> None:
-        """Compare keys and values, of one layer after the other, with those of the oracle."""
-        truth = self._truth
+    def _check_content(
+        self, made: Made, own: Any, layer: int, blocks: Sequence[Any], runner: Any
+    ) -> None:
+        """Compare a layer's keys and values, where there is no gap, with those of the oracle."""
+        truth, size = self._truth, self._ledger.limits.block_size
         assert isinstance(truth, Truth)
-        for layer in range(truth.num_layers):
-            keys = truth.rotated_keys(made.encoded, layer, position)
-            for part, expected in ((0, keys), (1, made.encoded.values[layer])):
-                rows = expected.transpose(0, 1).flatten()
-                difference = float((found[: len(rows)] - rows).abs().max())
-                found = found[len(rows) :]
+        ids = [block.block_id for block in blocks]
+        is_there = torch.tensor([bool(ids[n // size]) for n in range(own.num_tokens)])
+        keys = truth.rotated_keys(made.encoded, layer, own.stored_position)
+        for part, expected in ((0, keys), (1, made.encoded.values[layer])):
+            parts = (2 * layer + part, 2 * layer + part + 1)
+            data = np.frombuffer(runner.choreo_read_kv(ids, parts, 0, own.num_tokens), np.float32)
+            rows = expected.transpose(0, 1).flatten(1)
+            found = torch.from_numpy(data.copy()).view(rows.shape)
+            if bool(is_there.any()):
+                difference = float((found - rows)[is_there].abs().max())
                 if not difference < CONTENT_TOLERANCE:
                     what = ("keys", "values")[part]
                     detail = f"{made.call!r}: {what} of layer {layer} by {difference:.1e}"

@@ -71,7 +71,7 @@ class Run:
         self._counts = counts
         self._keeps_hidden = configuration.hidden_bytes > 0
         limits = Limits(
-            configuration.num_blocks - 1,
+            configuration.num_whole_blocks,
             configuration.max_model_len,
             configuration.hidden_bytes,
             HIDDEN_ROW,

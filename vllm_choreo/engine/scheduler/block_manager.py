@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 from vllm_choreo.engine.scheduler.call_table import CallTable
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
+from vllm_choreo.store.groups import Blocks
 
 
 class ChoreoKVCacheManager(KVCacheManager):
@@ -33,11 +34,13 @@ class ChoreoKVCacheManager(KVCacheManager):
             request.skip_reading_prefix_cache |= self.call_table.store.states is not None
             return super().get_computed_blocks(request, *args, **kwargs)
         if call.run is not None:  # its slots exist; it adopts all blocks when it is scheduled
-            return self.empty_kv_cache_blocks, self.call_table.run_blocks(call)[1], 0
+            return self.empty_kv_cache_blocks, self.call_table.blocks.of_run(call)[1], 0
         self.call_table.share_duplicate(call)
-        blocks = self.mover.place(call) if self.mover else self.call_table.parent_blocks(call)
-        blocks = blocks + self.call_table.own_blocks(call)
-        return self.create_kv_cache_blocks((blocks,)), len(blocks) * self.call_table.block_size, 0
+        read = [self.mover.place(call)] if self.mover else self.call_table.blocks.of_parents(call)
+        own = self.call_table.blocks.of_itself(call)
+        blocks = tuple([*parents, *rest] for parents, rest in zip(read, own, strict=True))
+        num_tokens = len(blocks[0]) * self.call_table.block_size
+        return self.create_kv_cache_blocks(blocks), num_tokens, 0
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
@@ -56,7 +59,7 @@ class ChoreoKVCacheManager(KVCacheManager):
         if is_stateless and not self._start_state(request, call, is_alone):
             return None
         if starting and starting.run is not None:
-            self.inherit(request, self.call_table.run_blocks(starting)[0])
+            self.inherit(request, self.call_table.blocks.of_run(starting)[0])
         while True:
             blocks = super().allocate_slots(
                 request, num_new_tokens, num_new_computed_tokens, **kwargs
@@ -66,6 +69,8 @@ class ChoreoKVCacheManager(KVCacheManager):
             if starting and self.mover and (read := self.mover.withdraw_copies(starting)):
                 own = kwargs["new_computed_blocks"].blocks[0][len(read) :]
                 kwargs["new_computed_blocks"] = self.create_kv_cache_blocks(([*read, *own],))
+            elif call is not None and self.call_table.blocks.give_up_gaps(call):
+                continue
             elif not self.call_table.store.evict_one(call.needed() if call else (), is_alone):
                 break
         if blocks is None and starting and starting.run is not None:
@@ -76,7 +81,7 @@ class ChoreoKVCacheManager(KVCacheManager):
             if self.mover and starting and starting.run is None:
                 self.mover.commit(call)
             up_to = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
-            self.call_table.on_scheduled(call, self.get_blocks(request.request_id).blocks[0], up_to)
+            self.call_table.on_scheduled(call, self.get_blocks(request.request_id).blocks, up_to)
         return blocks
 
     def _start_state(self, request: Request, call: ScheduledCall | None, is_alone: bool) -> bool:
@@ -106,10 +111,11 @@ class ChoreoKVCacheManager(KVCacheManager):
         if self.call_table.store.states:
             self.call_table.store.states.release(request.request_id)
 
-    def inherit(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
-        """Give a request, which has none, these blocks, the last one partly filled, uncopied."""
-        self.block_pool.touch(blocks)
-        self.coordinator.single_type_managers[0].req_to_blocks[request.request_id] = list(blocks)
+    def inherit(self, request: Request, blocks: Blocks) -> None:
+        """Give a request, which has none, these blocks, the last ones partly filled, uncopied."""
+        for manager, of_group in zip(self.coordinator.single_type_managers, blocks, strict=True):
+            self.block_pool.touch(of_group)
+            manager.req_to_blocks[request.request_id] = list(of_group)
 
     def reset_prefix_cache(self) -> bool:
         """Extend vLLM's method, which needs an empty pool: drop idle messages' blocks first."""

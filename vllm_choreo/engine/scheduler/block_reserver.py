@@ -185,7 +185,8 @@ class BlockReserver:
         assert encoding.adapter is not None
         error = adapter_replaced_error(encoding.adapter, encoding.message.id)
         for call in self._call_table.readers_of(encoding):
-            if not call.is_internal:
+            # One that is ready sees the end of it alone, and has that.
+            if not call.is_internal and not self._call_table.is_ready(call):
                 self._refusals.refuse(call.id, error)
 
     def end_unneeded(self) -> None:
@@ -294,7 +295,7 @@ class BlockReserver:
         """Number of blocks that encoding it takes."""
         if encoding.patch:
             return self._patcher.num_blocks(encoding)
-        return -(-encoding.num_tokens // self._store.block_size)
+        return self._store.groups.num_blocks(encoding.num_tokens)
 
     def _num_blocks_ahead(self, request: Request) -> int:
         """Number of blocks that a request takes for tokens that it has not computed yet."""
@@ -303,9 +304,9 @@ class BlockReserver:
             return 0  # its slots exist
         if call is not None and call.plan is not None:
             num_there = call.plan.base
-        size, num_there = self._store.block_size, max(num_there, request.num_computed_tokens)
+        groups, num_there = self._store.groups, max(num_there, request.num_computed_tokens)
         num_tokens = request.num_tokens_with_spec + request.num_output_placeholders
-        return -(-num_tokens // size) - -(-num_there // size)
+        return groups.num_blocks(num_tokens) - groups.num_blocks(num_there)
 
     def _free_blocks(self) -> int:
         """Number of blocks that are free, or idle and so evictable, less those promised.
@@ -327,15 +328,17 @@ class BlockReserver:
             return []
         if self._lacks_hidden(encoding) and not self._capture_again(encoding, serves):
             return []
-        if self._store.states and encoding.is_resident and not encoding.num_readers:
-            # It is encoded again for its state: its keys and values come with that.
+        is_for_more = self._store.states or self._store.groups.has_windows
+        if is_for_more and encoding.is_resident and not encoding.num_readers:
+            # It is encoded again for its state, or its gaps: its keys and values come with that.
             self._store.evict(encoding, into_host=False)
+        encoding.is_kept_whole |= self._call_table.blocks.sees_more(serves, encoding)
         self.has_begun = True
         self._count_served(serves, is_first)
         if encoding.patch:
             return [] if encoding.patch.layers else self._write_runs(encoding, serves)
         self._store.totals["encoded_again_messages"] += 1
-        num_there = 0 if self._store.states else encoding.num_encoded
+        num_there = 0 if self._store.states or encoding.is_resident else encoding.num_encoded
         self._store.totals["encoded_again_tokens"] += encoding.num_tokens - num_there
         request = self._internal.make(encoding, serves.request)
         call = self._call_table.open_encode(request, encoding, serves)

@@ -37,17 +37,18 @@ class Patcher:
         """
         patch, store = encoding.patch, self._call_table.store
         assert patch is not None
-        blocks, position = list(patch.source.blocks), self._position(encoding)
+        (sources,), position = patch.source.blocks, self._position(encoding)
+        blocks = list(sources)
         private = self._private(encoding)
         new = self._pool.get_new_blocks(len(private))
         for index, block in zip(private, new, strict=True):
             blocks[index] = block
-        store.residency.patch(encoding, blocks, position, store.step)
+        store.residency.patch(encoding, [blocks], position, store.step)
         self._pool.free_blocks(new)  # the store has its own
         for index, block in zip(private, new, strict=True):
             if patch.layers or not self._is_overwritten(index, encoding.num_tokens, patch.runs):
                 delta = position - patch.source.stored_position
-                store.residency.block_copies.move(patch.source.blocks[index], block, delta)
+                store.residency.block_copies.move(sources[index], block, delta)
         if patch.layers:
             self.stager.add(encoding)
         store.settle(patch.source)
@@ -57,7 +58,7 @@ class Patcher:
         patch = encoding.patch
         assert patch is not None
         if self._position(encoding) != patch.source.stored_position:
-            return list(range(len(patch.source.blocks)))
+            return list(range(patch.source.num_blocks))
         size = self._block_size
         touched = {n for start, stop in patch.runs for n in range(start // size, -(-stop // size))}
         return sorted(touched)

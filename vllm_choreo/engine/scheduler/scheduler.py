@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine.kv_cache import block_bytes
+from vllm_choreo.engine.kv_cache import block_bytes, num_kinds, windows_of_groups
 from vllm_choreo.engine.query_scaling import scales_queries
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.admission import Admission
@@ -46,6 +46,7 @@ from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
+from vllm_choreo.engine.scheduler.window_manager import keep_windows_of_calls
 from vllm_choreo.engine.speculation import has_layers
 from vllm_choreo.engine.step import BlockMove, ChoreoStep, HiddenCapture, add_step, attention_of
 from vllm_choreo.errors import ChoreoError
@@ -73,6 +74,7 @@ class _Choreographed(Scheduler):
         super().__init__(*args, **kwargs)
         self.choreo_config = ChoreoConfig.from_vllm(self.vllm_config)
         manager = self.kv_cache_manager
+        windows = windows_of_groups(self.kv_cache_config)
         is_placed = scales_queries(self.vllm_config.model_config.hf_text_config)
         limits = self.choreo_config
         self.store = MessageStore(
@@ -84,6 +86,7 @@ class _Choreographed(Scheduler):
                 limits.max_copies_per_session, limits.max_copied_tokens_per_session
             ),
             states=self._states(),
+            windows=windows,
         )
         self.store.tier = self._host_tier()
         self.store.hidden = self._hidden_index()
@@ -102,6 +105,7 @@ class _Choreographed(Scheduler):
         manager.__class__ = ChoreoKVCacheManager
         assert isinstance(manager, ChoreoKVCacheManager)
         manager.call_table, manager.mover = self.call_table, self.mover
+        keep_windows_of_calls(manager.coordinator.single_type_managers, self.call_table)
         self._make_parts(manager)
         manager.drop_idle = self.operations.drop_idle
         manager.runs_alone = lambda request: self.running == [request]
@@ -114,8 +118,8 @@ class _Choreographed(Scheduler):
         self.refusals = Refusals(
             f"the KV cache of {pool.num_gpu_blocks} blocks of {self.block_size} tokens"
         )
-        num_groups = len(self.kv_cache_config.kv_cache_groups)
-        self.admission = Admission(self.call_table, adapters, self.vllm_config, num_groups)
+        kinds = num_kinds(self.kv_cache_config, self.choreo_config.window_groups)
+        self.admission = Admission(self.call_table, adapters, self.vllm_config, kinds)
         shared = (self.refusals, adapters, self.internal)
         self.patcher = Patcher(self.call_table, pool)
         self.reserver = BlockReserver(

@@ -24,8 +24,8 @@ from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.errors import AdapterError, ChoreoError, UnsupportedOptionError
 from vllm_choreo.semantics.other_model import OTHER_MODEL, OtherModel
 from vllm_choreo.semantics.positions import check_length
-from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Adapter, Encoding
+from vllm_choreo.store.groups import Blocks
 from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.store import MessageStore
 
@@ -121,6 +121,14 @@ class SnapshotServer:
                 parameter="encodings",
                 value=True,
             )
+        if self._store.groups.has_windows:
+            raise UnsupportedOptionError(
+                "in this engine layers with sliding windows keep a part of each message "
+                "(additional_config.choreo.window_groups), and files have all of it: save messages "
+                "with encodings=False, as recipes, which are encoded when they are read",
+                parameter="encodings",
+                value=True,
+            )
         encoding, layers = self._described[ticket][number]
         hidden = self._hidden_key(encoding)
         if not encoding.is_resident or (layers and hidden is None):
@@ -131,7 +139,7 @@ class SnapshotServer:
         self._held[held] = encoding
         return {
             "ticket": held,
-            "blocks": [block.block_id for block in encoding.blocks],
+            "blocks": [block.block_id for block in encoding.held_blocks],
             "stored_position": encoding.stored_position,
             "hidden": hidden,
         }
@@ -169,7 +177,8 @@ class SnapshotServer:
             assert encoding.plan is not None
             check_length(encoding.plan, encoding.num_tokens, self._max_model_len)
             is_lost = encoding.adapter and not self._adapters.is_current(encoding.adapter)
-            if is_lost and not entry["data"] and not encoding.message.freed:
+            has_data = entry["data"] and not self._store.groups.has_windows
+            if is_lost and not has_data and not encoding.message.freed:
                 raise AdapterError(
                     "the message was saved without its keys and values, and the adapter or model "
                     "that encoded it is not here: put the adapter's folder where it was, load "
@@ -188,8 +197,9 @@ class SnapshotServer:
         Returns:
             `blocks`, and `in_host`, whether they are of host memory; without blocks: another
             message has the same keys and values, and its blocks are shared; `hidden`: the key of
-            the hidden states, or None. None: there is no room, or none that may be written now, and
-            the message will be encoded when it is read.
+            the hidden states, or None. None: there is no room, or none that may be written now, or
+            layers with windows have blocks of their own, and the message will be encoded when it is
+            read.
         """
         place = self._allocate(ticket, number, stored_position)
         hidden = self._hidden_key(self._loads[ticket].encodings[number])
@@ -204,6 +214,8 @@ class SnapshotServer:
             return None  # the model cannot be given such positions, of which it would be patched
         if self._share(encoding):
             return {"blocks": [], "in_host": False}
+        if self._store.groups.has_windows:
+            return None  # a file does not say whose keys and values lie in which group
         need = -(-encoding.num_tokens // self._store.block_size)
         tier = self._store.tier
         is_full = self._pool.get_num_free_blocks() < need or not self._may_write()
@@ -218,7 +230,7 @@ class SnapshotServer:
             if not self._store.evict_one([], waiting_too=False, into_host=False):
                 return None
         blocks = self._pool.get_new_blocks(need)
-        self._hold(encoding, blocks, stored_position)
+        self._hold(encoding, [blocks], stored_position)
         self._pool.free_blocks(blocks)  # the store holds its own references
         return {"blocks": [block.block_id for block in blocks], "in_host": False}
 
@@ -292,7 +304,7 @@ class SnapshotServer:
         self._hold(encoding, duplicate.blocks, duplicate.stored_position)
         return True
 
-    def _hold(self, encoding: Encoding, blocks: Sequence[Block], stored_position: int) -> None:
+    def _hold(self, encoding: Encoding, blocks: Blocks, stored_position: int) -> None:
         residency = self._store.residency
         self._store.hold(encoding, blocks, encoding.num_tokens)
         residency.move(encoding, stored_position)

@@ -47,7 +47,7 @@ class Stager:
         plan, patch, store = encoding.plan, encoding.patch, self._call_table.store
         assert plan is not None and patch is not None and patch.layers is not None
         ((start, stop),) = patch.runs
-        blocks = self._call_table.patch_blocks(encoding, stop)
+        (blocks,) = self._call_table.blocks.of_patch(encoding, stop)
         self._hold(blocks)
         positions = [parent.stored_position for parent in encoding.parents]
         assert encoding.token_ids is not None
@@ -77,7 +77,8 @@ class Stager:
         hidden, watching, request = self._call_table.store.hidden, call.watching, call.request
         assert hidden is not None and watching is not None and request.prompt_token_ids is not None
         parents = zip(call.parents, watching.plan.parents, strict=True)
-        blocks = [block for p, span in parents for block in self._call_table.span_blocks(p, span)]
+        spans = (self._call_table.blocks.of_span(parent, span) for parent, span in parents)
+        blocks = [block for (of_span,) in spans for block in of_span]
         self._hold(blocks)
         scratch = self._pool.get_new_blocks(self.num_scratch_blocks(call))
         self._held += scratch

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_choreo.config import ChoreoConfig
-from vllm_choreo.engine.kv_cache import block_bytes
+from vllm_choreo.engine.kv_cache import block_bytes, groups_of_layers
 from vllm_choreo.engine.step import BlockMove, step_of, with_attention
 from vllm_choreo.engine.worker.attention import SpanReader
 from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
@@ -88,14 +88,16 @@ class ChoreoModelRunner:
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Extend vLLM's method: layers with sliding windows have room for all tokens, too.
 
-        Those with states are left out: their memory is `states`.
+        Unless these are KV cache groups of their own. Those with states are left out: their memory
+        is `states`.
         """
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         states = {name: spec for name, spec in specs.items() if isinstance(spec, MambaSpec)}
         if states:
             self.states = StateLayers(states, self.vllm_config, self.device)
         others = {name: spec for name, spec in specs.items() if name not in states}
-        return widen_windows(others, self.vllm_config)
+        has_groups = ChoreoConfig.from_vllm(self.vllm_config).window_groups
+        return others if has_groups else widen_windows(others, self.vllm_config)
 
     def memory_for_keys(self, available: int) -> int:
         """Bytes that are left for keys and values beside the states that come with them.
@@ -139,7 +141,11 @@ class ChoreoModelRunner:
             *(self.get_model(), self.vllm_config, list(layers), self.device),
             *(self._use_adapter, self.states),
         )
-        kinds = {p.layer: self._kind(layers[p.layer], p.rotation) for p in self.layer_positions}
+        groups = groups_of_layers(self.kv_cache_config)
+        kinds = {
+            p.layer: self._kind(layers[p.layer], p.rotation, groups[p.layer])
+            for p in self.layer_positions
+        }
         is_tiled = any(layer.impl.resolved_kernels() == "triton" for layer in layers.values())
         self.batcher = SpanBatcher(
             block_size,
@@ -180,11 +186,11 @@ class ChoreoModelRunner:
             by_token = (lora.lora_int_id if lora else 0,) * num_tokens
             self._set_active_loras(by_token, by_token, {lora} if lora else set())
 
-    def _kind(self, layer: Attention, rotation: Rotation | None) -> LayerKind:
-        """Kind of the layer: rotation and shape, which layers of one plan share."""
+    def _kind(self, layer: Attention, rotation: Rotation | None, group: int) -> LayerKind:
+        """Kind of the layer: rotation, shape and group, which layers of one plan share."""
         heads = layer.num_heads, layer.num_kv_heads, layer.head_size
         dtype = self.vllm_config.model_config.dtype  # of queries, whatever the cache holds
-        return LayerKind(rotation, LayerShape(*heads, dtype, layer.sliding_window))
+        return LayerKind(rotation, LayerShape(*heads, dtype, layer.sliding_window), group)
 
     def _make_host_blocks(self, config: ChoreoConfig) -> HostBlocks | None:
         num_blocks = config.num_host_blocks(block_bytes(self.kv_cache_config))
@@ -329,13 +335,13 @@ def _attention_layers(vllm_config: VllmConfig) -> dict[str, Attention]:
     return {**dense, **get_layers_from_vllm_config(vllm_config, MLAAttention)}
 
 
-def _started_blocks(output: SchedulerOutput) -> dict[str, Sequence[int]]:
-    """Block ids of the requests that start, or start again, in a step."""
+def _started_blocks(output: SchedulerOutput) -> dict[str, Sequence[Sequence[int]]]:
+    """Block ids, by KV cache group, of the requests that start, or start again, in a step."""
     cached = output.scheduled_cached_reqs
     resumed = zip(cached.req_ids, cached.new_block_ids, strict=True)
     return {
-        **{new.req_id: new.block_ids[0] for new in output.scheduled_new_reqs},
-        **{r: blocks[0] for r, blocks in resumed if r in cached.resumed_req_ids},
+        **{new.req_id: new.block_ids for new in output.scheduled_new_reqs},
+        **{r: blocks for r, blocks in resumed if r in cached.resumed_req_ids},
     }
 
 

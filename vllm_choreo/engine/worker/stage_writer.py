@@ -102,7 +102,7 @@ class StageWriter:
         batcher.update(
             {name: run.spans for name, run in runs.items()},
             finished=(),
-            block_ids={name: run.blocks for name, run in runs.items()},
+            block_ids={name: (run.blocks,) for name, run in runs.items()},
         )
         try:
             step, indices = _laid_out(batch, names, device)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import BatchDescriptor
     from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.block_table import BlockTable
 
 
 class ChoreoDispatcher(CudagraphDispatcher):
@@ -51,6 +52,12 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
         width: int = self.input_batch.block_table[0].max_num_blocks_per_req
         return width
 
+    @property
+    def _block_tables(self) -> list[BlockTable]:
+        """Block tables of the batch, by KV cache group."""
+        tables: list[BlockTable] = self.input_batch.block_table.block_tables
+        return tables
+
     def _guard_graphs(self) -> None:
         self.cudagraph_dispatcher.__class__ = ChoreoDispatcher
 
@@ -58,12 +65,14 @@ class ChoreoGPUModelRunner(ChoreoModelRunner, GPUModelRunner):
         self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any
     ) -> tuple[dict[str, object], object]:
         if self._in_step:
+            tables = [table.get_device_tensor(num_reqs) for table in self._block_tables]
             step = StepBatch(
                 self.input_batch.req_ids[:num_reqs],
                 self.query_start_loc.cpu[: num_reqs + 1],
                 self.optimistic_seq_lens_cpu[:num_reqs],
-                self.input_batch.block_table[0].get_device_tensor(num_reqs),
+                tables[0],
                 self.seq_lens[:num_reqs],
+                dict(enumerate(tables)),
             )
             rows = self.mrope_positions.gpu if self.uses_mrope else self.positions
             self._lay_out(step, rows)
