@@ -35,15 +35,10 @@ def start_engine(model_path: Path, **options: Any) -> LLM:
 
     Chunks of 256 tokens, so that longer prompts are prefilled in several steps.
     """
-    import torch
     from vllm import LLM
 
     if options.get("kv_cache_dtype", "auto") != "auto":
         fp8_kernels.install_where_missing()
-    # vLLM keeps oneDNN's products by their shapes for the whole process. One that was made for
-    # another number of threads takes the weights of some shapes to lie otherwise than they do, and
-    # its numbers are wrong. torch's own function: vLLM puts one that does nothing in its place.
-    torch._C.set_num_threads(1)
     return LLM(str(model_path), **{**_OPTIONS, **options})
 
 
