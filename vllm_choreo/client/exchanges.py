@@ -26,6 +26,7 @@ from vllm_choreo.wire.messages import message_of
 from vllm_choreo.wire.refusals import refusal_of
 
 _SESSIONS = "/v1/choreo/sessions"
+_KEPT = "/v1/choreo/kept"
 _END = "[DONE]"
 _T = TypeVar("_T")
 
@@ -183,6 +184,12 @@ def loading(session: str, name: str, on_mismatch: str) -> Exchange[list[Message]
     body = {"name": name, "on_mismatch": on_mismatch}
     request = Request("POST", f"{_SESSIONS}/{session}/load", json_of(body, "uri"))
     return Exchange(request, lambda answer, now: [message_of(m, now) for m in answer["data"]])
+
+
+def deleting_saved(name: str) -> Exchange[None]:
+    """Delete what was saved under a name."""
+    escaped = quote(str(name), safe="", errors="replace").replace(".", "%2E")
+    return Exchange(Request("DELETE", f"{_KEPT}/{escaped}"), lambda answer, _: None)
 
 
 def _message_path(session: str, named: Named) -> str:
