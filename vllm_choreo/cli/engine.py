@@ -117,7 +117,8 @@ def _facts_of(options: Mapping[str, Any]) -> dict[str, str]:
         used = "" if placement is None else f", as {placement}"
         facts["adapter"] = getattr(options["adapter"], "name", options["adapter"]) + used
     if options.get("repair") is not None:
-        facts["repair"] = rule_text(options["repair"])
+        repair = options["repair"]
+        facts["repair"] = str(repair) if isinstance(repair, Path) else rule_text(repair)
     return facts
 
 
@@ -125,11 +126,16 @@ def memory_for(rules: Iterable[Any]) -> dict[str, Any]:
     """Options of `start_engine`: memory for hidden states, if one of the rules needs it.
 
     Args:
-        rules: repair rules as `Choreography` takes them, or None.
+        rules: repair rules as `Choreography` takes them, a folder of profiles, or None.
     """
-    if not any(map(runs_some_layers, rules)):
+    if not any(map(_runs_some_layers, rules)):
         return {}
     return {"additional_config": {"choreo": {"hidden_memory_gib": HIDDEN_MEMORY_GIB}}}
+
+
+def _runs_some_layers(rule: Any) -> bool:
+    is_folder = isinstance(rule, Path) and rule.is_dir()  # of profiles
+    return is_folder or runs_some_layers(rule)
 
 
 def start_engine(
