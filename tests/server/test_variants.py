@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ def clients(
     options: dict[str, Any] = {
         "choreo_keep": str(folder / "kept"),
         "choreo_pair": str(pairs),
-        "settings": {"hidden_memory_gib": 0.1},
+        "settings": {"hidden_memory_gib": 0.1, "server": {"pair_content": True}},
         **QUICK,
     }
     with (
@@ -162,6 +163,42 @@ def test_answers_of_openai_requests_are_exchanged_too(clients: Clients) -> None:
         assert answer.status_code == 200 and "[DONE]" in answer.text, answer.text
     read = writer.decode("So", parents=["chat", "stream"], sampling_params=GREEDY)
     assert read.usage.repaired_tokens > 8 and not read.usage.exact
+
+
+def test_parts_of_chats_are_found_by_what_they_hold(clients: Clients) -> None:
+    """No chat names anything: a document comes again, with other words around it."""
+    *_, one, other = clients
+    document = {"role": "user", "content": " ".join(TEXTS.values()) * 3}
+    after = [{"role": "assistant", "content": "I have read it."}]
+    after += [{"role": "user", "content": "What is green?"}]
+    ask(one, KEYS[0], [document, *after])
+    while sum(saved["name"].startswith("part-") for saved in kept(one)) < 4:
+        time.sleep(0.05)  # two of the parts, the one before them, and the answer
+    told = {"role": "system", "content": "You sell bicycles, and nothing else."}
+    chat = [told, document, {"role": "user", "content": "Who owns one?"}]
+    strange = ask(other, KEYS[1], chat)
+    assert strange["choreo"]["auto"]["found_tokens"] == strange["usage"]["repaired_tokens"] == 0
+    found = ask(other, KEYS[0], chat)
+    assert found["choreo"]["auto"]["found"] == 1
+    num_tokens = found["choreo"]["auto"]["found_tokens"]
+    assert num_tokens > 100
+    assert found["usage"]["repaired_tokens"] >= num_tokens, "it is read by the profile"
+    again = ask(other, KEYS[0], chat)
+    assert again["choreo"]["auto"]["new_tokens"] == 0
+    texts = [one["choices"][0]["message"]["content"] for one in (found, again)]
+    assert texts[0] == texts[1]
+    exact = ask(other, KEYS[0], chat, "exact")
+    assert exact["usage"]["repaired_tokens"] == 0 and exact["usage"]["exact"]
+
+
+def ask(url: str, key: str, messages: list[dict[str, str]], mode: str = "choreo") -> dict[str, Any]:
+    """Answer to a chat that names no messages."""
+    body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 4, "temperature": 0}
+    headers = {"Authorization": f"Bearer {key}", "X-Choreo-Auto": mode}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
 
 
 def test_a_workflow_whose_roles_are_played_by_both(clients: Clients, tmp_path: Path) -> None:

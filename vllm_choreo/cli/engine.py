@@ -10,6 +10,7 @@ import gc
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,8 +32,8 @@ HIDDEN_MEMORY_GIB = 1.0
 class Engine(Protocol):
     """Engine or server that a workflow is run on."""
 
-    def open(self, mode: str) -> SessionFacade:
-        """A session: a `Choreography`, or what has its methods."""
+    def open(self, mode: str) -> AbstractContextManager[Facade]:
+        """A session: a `Choreography`, or what makes its messages and frees them."""
 
     def sampling(self, **fields: object) -> SamplingParams | dict[str, Any]:
         """Sampling parameters as `open(mode).decode` takes them."""

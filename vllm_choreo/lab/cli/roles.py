@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.api.adapters import WithAdapter
-from vllm_choreo.api.protocol import Facade
-from vllm_choreo.cli.engine import Engine, RemoteEngine
+from vllm_choreo.cli.engine import LocalEngine, RemoteEngine
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.lab.workflows.by_role import AdaptersByRole, ServersByRole
 
@@ -110,10 +109,10 @@ class RoleEngine:
         players: adapters, or addresses of servers, that play each role.
     """
 
-    engine: Engine
+    engine: LocalEngine | RemoteEngine
     players: Players
 
-    def open(self, mode: str) -> Any:
+    def open(self, mode: str) -> AdaptersByRole | ServersByRole:
         """Open a session; it makes messages and frees them, and no more."""
         others = [one for those in self.players.values() for one in those if _is_url(one)]
         if others:
@@ -126,7 +125,7 @@ class RoleEngine:
         }
         return AdaptersByRole(self.engine.open(mode), adapters)
 
-    def _on_servers(self, mode: str, urls: Sequence[str]) -> Facade:
+    def _on_servers(self, mode: str, urls: Sequence[str]) -> ServersByRole:
         from vllm_choreo.client import ChoreoClient
 
         assert isinstance(self.engine, RemoteEngine), "servers play beside a server"

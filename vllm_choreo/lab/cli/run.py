@@ -51,9 +51,8 @@ def main(args: argparse.Namespace) -> int:
     options, players = _options(args), players_of(args)
     tasks = tasks_of(args)
     make_folder(args.out)
-    engine = _engine(args, options, players)
-    if players:
-        engine = RoleEngine(engine, players)
+    own = _engine(args, options, players)
+    engine: Engine = RoleEngine(own, players) if players else own
     return run_tasks(engine, tasks, args.workflow, modes_of(args.mode), args.out)
 
 
@@ -72,7 +71,9 @@ def _check_server(args: argparse.Namespace) -> None:
             raise ChoreoError(f"a server has its own: leave out --{name.replace('_', '-')}")
 
 
-def _engine(args: argparse.Namespace, options: Mapping[str, Any], players: Players) -> Engine:
+def _engine(
+    args: argparse.Namespace, options: Mapping[str, Any], players: Players
+) -> LocalEngine | RemoteEngine:
     if args.server is not None:
         api_key = args.api_key or os.environ.get("VLLM_API_KEY")
         return RemoteEngine(args.server, api_key, options)
