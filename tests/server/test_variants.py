@@ -195,7 +195,7 @@ def ask(url: str, key: str, messages: list[dict[str, str]], mode: str = "choreo"
     """Answer to a chat that names no messages."""
     body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 4, "temperature": 0}
     headers = {"Authorization": f"Bearer {key}", "X-Choreo-Auto": mode}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -225,7 +225,8 @@ def test_a_workflow_whose_roles_are_played_by_both(clients: Clients, tmp_path: P
 
 def kept(url: str) -> list[dict[str, Any]]:
     """What the tenant has saved."""
-    answer = httpx.get(f"{url}/v1/choreo/kept", headers={"Authorization": f"Bearer {KEYS[0]}"})
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    answer = httpx.get(f"{url}/v1/choreo/kept", headers=headers, timeout=300)
     data: list[dict[str, Any]] = answer.json()["data"]
     return data
 

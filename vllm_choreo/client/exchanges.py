@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
-from vllm_choreo.errors import ChoreoError, UnknownMessageError
+from vllm_choreo.errors import ChoreoError, RepairError, UnknownMessageError
 from vllm_choreo.repair.session_rules import session_rule
 from vllm_choreo.semantics.call import Answer, Asked, CallSpec, Result
 from vllm_choreo.semantics.call_options import Named
@@ -57,7 +58,17 @@ class Exchange(Generic[_T]):
 
 
 def opening(options: SessionOptions) -> Exchange[str]:
-    """Open a session, and read its id."""
+    """Open a session, and read its id.
+
+    Raises:
+        RepairError: no such rule, or profiles of several pairs, which are a server's own.
+    """
+    if isinstance(options.repair, Path) and options.repair.is_dir():
+        raise RepairError(
+            "profiles of several pairs are those of a server (--choreo-pair DIR): leave repair out",
+            parameter="repair",
+            value=str(options.repair),
+        )
     rule = session_rule(options.repair, options.mode)
     fields = {
         "mode": options.mode,
