@@ -23,6 +23,8 @@ from vllm_choreo.repair.session_rules import runs_some_layers
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
+    from vllm_choreo.client import ChoreoClient
+
 DEFAULT_MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 16
 # Of rules by layers: 450,000 tokens of a model of 576 hidden numbers.
@@ -88,7 +90,7 @@ class RemoteEngine:
     api_key: str | None = field(default=None, repr=False)
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def open(self, mode: str) -> SessionFacade:
+    def open(self, mode: str) -> ChoreoClient:
         from vllm_choreo.client import ChoreoClient
 
         return ChoreoClient(self.base_url, self.api_key, mode, **_of_mode(mode, self.options))
@@ -134,7 +136,7 @@ def memory_for(rules: Iterable[Any]) -> dict[str, Any]:
     return {"additional_config": {"choreo": {"hidden_memory_gib": HIDDEN_MEMORY_GIB}}}
 
 
-def _runs_some_layers(rule: Any) -> bool:
+def _runs_some_layers(rule: object) -> bool:
     is_folder = isinstance(rule, Path) and rule.is_dir()  # of profiles
     return is_folder or runs_some_layers(rule)
 

@@ -126,15 +126,14 @@ class RoleEngine:
         return AdaptersByRole(self.engine.open(mode), adapters)
 
     def _on_servers(self, mode: str, urls: Sequence[str]) -> ServersByRole:
-        from vllm_choreo.client import ChoreoClient
-
         assert isinstance(self.engine, RemoteEngine), "servers play beside a server"
         numbers = {url: number for number, url in enumerate(urls, start=1)}
         with ExitStack() as opened:
-            clients = [
-                opened.enter_context(ChoreoClient(url, self.engine.api_key, mode))
-                for url in (self.engine.base_url, *urls)
-            ]
+            clients = [self.engine.open(mode)]
+            opened.push(clients[0])
+            for url in urls:
+                clients.append(RemoteEngine(url, self.engine.api_key).open(mode))
+                opened.push(clients[-1])
             opened.pop_all()  # they end with the session
         players = {role: [numbers[url] for url in those] for role, those in self.players.items()}
         return ServersByRole(clients, players)

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import cycle
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from vllm_choreo.api.facade_wrapper import FacadeWrapper, Item, SessionWrapper
 from vllm_choreo.api.protocol import Facade, SessionFacade
@@ -27,20 +27,34 @@ from vllm_choreo.semantics.call_options import Named
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.naming import ParentSpan, message_id, parent_span
 
-if TYPE_CHECKING:
-    from vllm_choreo.client import ChoreoClient
-
 # What a server that exchanges messages puts before the names of what it has saved.
 _SAVED = "message."
+_Player = TypeVar("_Player")
 
 
-class _Turns:
+class ServerSession(Facade, Protocol):
+    """A session of a server, as clients have it."""
+
+    def delete_saved(self, uri: str) -> None: ...
+
+    def __enter__(self) -> Facade: ...
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+class _Turns(Generic[_Player]):
     """Turns of the players of each role."""
 
-    def __init__(self, players: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(self, players: Mapping[str, Sequence[_Player]]) -> None:
         self._next = {role: cycle(those) for role, those in players.items()}
 
-    def of(self, call: Item, otherwise: Any) -> Any:
+    def of(self, call: Item, otherwise: _Player) -> _Player:
         """Player of a call whose turn it is; `otherwise` if nobody plays its role."""
         turns = self._next.get(call.get("role") or "")
         return otherwise if turns is None else next(turns)
@@ -54,7 +68,7 @@ class AdaptersByRole(SessionWrapper):
         players: adapters of each role, as `adapter=` takes them.
     """
 
-    def __init__(self, c: SessionFacade, players: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(self, c: SessionFacade, players: Mapping[str, Sequence[object]]) -> None:
         super().__init__(c)
         self._turns = _Turns(players)
 
@@ -84,7 +98,7 @@ class ServersByRole(FacadeWrapper):
     """
 
     def __init__(
-        self, clients: Sequence[ChoreoClient], players: Mapping[str, Sequence[int]]
+        self, clients: Sequence[ServerSession], players: Mapping[str, Sequence[int]]
     ) -> None:
         super().__init__(clients[0])
         self._clients = clients
