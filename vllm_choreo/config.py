@@ -61,6 +61,8 @@ class ServerConfig:
             keys, else "seen".
         auto_max_messages, auto_max_tokens: messages, and their tokens, that a tenant's chats keep;
             half of the limits of a session, if that is less.
+        pair_content: True if servers of a pair (`--choreo-pair`, `--choreo-keep`) exchange the
+            parts of chats that name no messages, too, by what they hold (docs/variants.md).
         page: True to serve the page of a session's messages.
     """
 
@@ -81,6 +83,7 @@ class ServerConfig:
     auto_context: _Context = ""
     auto_max_messages: _Count = 2_000
     auto_max_tokens: _Count = 2_000_000
+    pair_content: _Switch = False
     page: _Switch = False
 
     def __post_init__(self) -> None:

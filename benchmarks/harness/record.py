@@ -16,6 +16,8 @@ from typing import Any
 BENCHMARKS = Path(__file__).parent.parent
 RESULTS = BENCHMARKS / "results"
 RESULTS_PAGE = BENCHMARKS / "RESULTS.md"
+# All pages whose tables are made of the CSV files.
+PAGES = (RESULTS_PAGE, BENCHMARKS.parent / "docs" / "papers.md")
 
 
 def machine() -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RESULTS.md and its tables: the page holds what the CSV files say, and cells say what they are."""
+"""Pages of results hold what the CSV files say, and cells say what they are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import record
-from benchmarks.harness.record import RESULTS_PAGE, write_csv
+from benchmarks.harness.record import PAGES, RESULTS_PAGE, write_csv
 from benchmarks.harness.tables import (
     Table,
     as_text,
@@ -36,8 +36,9 @@ ROWS = [
 OURS, THEIRS = of("s", side="ours"), of("s", side="theirs")
 
 
-def test_the_page_holds_what_the_csv_files_say() -> None:
-    page = RESULTS_PAGE.read_text()
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pages_hold_what_the_csv_files_say(path: Path) -> None:
+    page = path.read_text()
     assert page == filled(page, TABLES), "python -m benchmarks --page"
     assert len(page.splitlines()) <= MOST_LINES
 

@@ -680,8 +680,11 @@ def test_all_that_a_tenant_has_saved_counts_and_can_be_deleted(tmp_path: Path) -
     limits = ServerConfig(max_kept_gib_per_tenant=40_000 / 2**30, max_kept_names_per_tenant=3)
     (folders, _) = served.start(str(tmp_path), None, limits)
     assert folders is not None and folders.keep_key is not None
-    assert folders.room("t", "new") == 40_000
+    assert folders.room("t", "new") == 40_000 and folders.room("t", "new", 0.5) == 20_000
     save(f"{tmp_path}/t/recipes", 1, b"")
+    assert 0 < folders.room("t", "recipes", 0.5) <= 20_000
+    with pytest.raises(LimitError, match="max_kept_names_per_tenant"):
+        folders.room("t", "new", 0.5)  # a half of three names is one
     left = folders.folder("t", "left")  # by a save that was killed
     left.make()
     with left.create()[1] as file:

@@ -171,6 +171,7 @@ class Session:
             self._count = count
             raise
         self.entries.count = self._count
+        self.repair.note_writers(calls)
         return calls
 
     def _planned(self, spec: CallSpec, number: int) -> PlannedCall:
