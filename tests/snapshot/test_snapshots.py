@@ -329,7 +329,7 @@ def _load_whole(uri: str, overtaken: Callable[[int], None]) -> tuple[int, bytes]
         *(SnapshotFolder(uri), target, "a", names_of),
         *(lambda messages: None, lambda: None, "refuse", False),
     )
-    (message,) = drive(steps, engine.answer)
+    (message,) = drive(steps, engine.answer).messages
     return message.token_ids[0], engine.written
 
 

@@ -16,7 +16,7 @@ from vllm_choreo.semantics.naming import listed
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.snapshot.keys import own_key
 from vllm_choreo.snapshot.loading import check_on_mismatch, loading
-from vllm_choreo.snapshot.manifest import checked_manifest, tenant_digest
+from vllm_choreo.snapshot.manifest import tenant_digest
 from vllm_choreo.snapshot.origin import Origin
 from vllm_choreo.snapshot.saving import check_mode_keeps, saving
 from vllm_choreo.snapshot.signature import signature
@@ -25,31 +25,6 @@ from vllm_choreo.snapshot.storage import SnapshotFolder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-class _LoadedFolder(SnapshotFolder):
-    """A folder that tells by whom the messages are written that were loaded from it.
-
-    Another process may save there meanwhile: what counts is the manifest that was read last.
-
-    Args:
-        folder: the same folder.
-    """
-
-    def __init__(self, folder: SnapshotFolder) -> None:
-        vars(self).update(vars(folder))
-        self._content = b""
-
-    def manifest(self) -> bytes:
-        self._content = super().manifest()
-        return self._content
-
-    def writers(self) -> list[str]:
-        """Weights that have written each message: digests of models, or of adapters of them."""
-        kept = checked_manifest(self, self._content).kept
-        base, adapters = kept["model"]["weights"], kept["adapters"]
-        numbers = [kept["encodings"][one["encoding"]]["adapter"] for one in kept["messages"]]
-        return [base if number is None else adapters[number]["weights"] for number in numbers]
 
 
 class Snapshots:
@@ -99,13 +74,13 @@ class Snapshots:
         check_mode_keeps(self._session.mode)
         check_on_mismatch(on_mismatch)
         self._session.entries.check_open()
-        return self._loading(_LoadedFolder(self._folder(uri)), on_mismatch, progress)
+        return self._loading(self._folder(uri), on_mismatch, progress)
 
     def _loading(
-        self, folder: _LoadedFolder, on_mismatch: str, progress: bool | None
+        self, folder: SnapshotFolder, on_mismatch: str, progress: bool | None
     ) -> Steps[list[Message]]:
         """Load, and note by whom the messages are written."""
-        messages = yield from loading(
+        loaded = yield from loading(
             folder,
             self._origin(),
             self._session.tenant,
@@ -116,9 +91,9 @@ class Snapshots:
             progress,
         )
         if self._session.repair.asks_for_writers:
-            for message, weights in zip(messages, folder.writers(), strict=True):
+            for message, weights in zip(*loaded, strict=True):
                 self._session.entries.set_writer(message.id, weights)
-        return messages
+        return loaded.messages
 
     def _origin(self) -> Origin:
         return origin_of(self._vllm_config, self._session.id, self._session.tenant)

@@ -55,6 +55,18 @@ class Unfit(Exception):
         )
 
 
+class Loaded(NamedTuple):
+    """Messages of a folder, now of a session.
+
+    Attributes:
+        messages: in the order in which they were saved.
+        writers: weights that have written each: digest of a model's, or of an adapter's of it.
+    """
+
+    messages: list[Message]
+    writers: list[str]
+
+
 def loading(
     folder: SnapshotFolder,
     target: Origin,
@@ -64,7 +76,7 @@ def loading(
     check_open: Callable[[], None],
     on_mismatch: str,
     progress: bool | None,
-) -> Steps[list[Message]]:
+) -> Steps[Loaded]:
     """Load the messages of a folder into a session.
 
     Args:
@@ -77,9 +89,6 @@ def loading(
         check_open: raises if the session is closed.
         on_mismatch: "refuse", "encode" or "variant".
         progress: see `ByteBar`.
-
-    Returns:
-        The messages, in the order in which they were saved.
 
     Raises:
         UnknownKeptError: nothing was saved here.
@@ -95,7 +104,8 @@ def loading(
                 continue  # its files may have been removed before they were locked
             try:
                 manifest = checked_manifest(folder, content)
-                return (yield from _load(folder, manifest, into, on_mismatch, progress))
+                messages = yield from _load(folder, manifest, into, on_mismatch, progress)
+                return Loaded(messages, _writers(manifest.kept))
             except KeptError:
                 # Files of a generation that is not there any more cannot be read, and need not be.
                 if folder.manifest() == content:
@@ -105,6 +115,12 @@ def loading(
         parameter="uri",
         value=folder.label,
     )
+
+
+def _writers(kept: Mapping[str, Any]) -> list[str]:
+    base, adapters = kept["model"]["weights"], kept["adapters"]
+    numbers = [kept["encodings"][one["encoding"]]["adapter"] for one in kept["messages"]]
+    return [base if number is None else adapters[number]["weights"] for number in numbers]
 
 
 class _Into(NamedTuple):
