@@ -23,7 +23,7 @@ OPTIONS = (
     "adapters",  # LoRA
     "async",  # a step is planned before the one before it was sampled
     "chunks",  # steps of few tokens, and long prompts in parts
-    "drafter",  # a draft model, which drafts for ordinary requests alone
+    "drafter",  # a draft model
     "drafts",  # n-gram speculation
     "few",  # two requests run at a time
     "fp8",  # keys and values in 8 bits

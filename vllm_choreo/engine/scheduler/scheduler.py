@@ -23,9 +23,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.engine.kv_cache import block_bytes, num_kinds, windows_of_groups
@@ -47,7 +46,6 @@ from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
 from vllm_choreo.engine.scheduler.window_manager import keep_windows_of_calls
-from vllm_choreo.engine.speculation import has_layers
 from vllm_choreo.engine.step import BlockMove, ChoreoStep, HiddenCapture, add_step, attention_of
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.kv_dtype import is_quantized, kv_dtype
@@ -398,34 +396,6 @@ class _Choreographed(Scheduler):
         if self.num_idle_steps >= _MAX_IDLE_STEPS and waiting:
             error = RuntimeError("calls wait, and nothing is left that could be begun for them")
             self.refusals.refuse_unexpected(waiting[0].beneficiary.id, error)
-
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Extend vLLM's method: what a drafter with layers drafts for calls is dropped."""
-        if has_layers(self.vllm_config.speculative_config):
-            calls = self.call_table.calls
-            drafts = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
-            draft_token_ids = DraftTokenIds(
-                draft_token_ids.req_ids, [[] if r in calls else tokens for r, tokens in drafts]
-            )
-        super().update_draft_token_ids(draft_token_ids)
-
-    def make_spec_decoding_stats(
-        self,
-        spec_decoding_stats: SpecDecodingStats | None,
-        num_draft_tokens: int,
-        num_accepted_tokens: int,
-        num_invalid_spec_tokens: dict[str, int] | None,
-        request_id: str,
-    ) -> SpecDecodingStats | None:
-        """Extend vLLM's method: padding of calls, for which nothing is drafted, is no draft."""
-        has_drafts = not has_layers(self.vllm_config.speculative_config)
-        return super().make_spec_decoding_stats(
-            spec_decoding_stats,
-            num_draft_tokens if has_drafts or request_id not in self.call_table.calls else 0,
-            num_accepted_tokens,
-            num_invalid_spec_tokens,
-            request_id,
-        )
 
     def _keep_header_logprobs(self, logprobs_by_request: dict[str, LogprobsTensors | None]) -> None:
         """Cut the prompt's log-probabilities of calls to those of the header, in place.

@@ -129,11 +129,6 @@ class SpanBatcher:
             for group in dict.fromkeys(kind.group for kind in self.kinds)
         ]
 
-    @property
-    def rotations(self) -> list[Rotation]:
-        """Rotations that the layers have, each once."""
-        return list({kind.rotation: None for kind in self.kinds if kind.rotation is not None})
-
     def update(
         self,
         started: Mapping[str, RequestSpans],
@@ -192,11 +187,21 @@ class SpanBatcher:
             step: the batch.
             positions: int `[..., num_tokens]`, on the device: the virtual indices.
         """
+        shifts = self.shifts(step)
+        if shifts is not None:
+            positions[..., : len(shifts)] += shifts
+
+    def shifts(self, step: StepBatch) -> torch.Tensor | None:
+        """By token, what is added to its virtual index to get its position; None: nothing.
+
+        Returns:
+            int64 `[num_tokens]`, on the device.
+        """
         shifts = [self._requests.get(r, _ORDINARY).shift for r in step.request_ids]
-        if any(shifts):
-            lengths = step.query_start_loc.diff()
-            by_token = torch.tensor(shifts).repeat_interleave(lengths)
-            positions[..., : len(by_token)] += to_device(by_token, positions.device)
+        if not any(shifts):
+            return None
+        by_token = torch.tensor(shifts).repeat_interleave(step.query_start_loc.diff())
+        return to_device(by_token, self.device)
 
     def host_table(self, step: StepBatch, group: int) -> torch.Tensor:
         """Block table of a group in host memory, as far as planning looks it up."""

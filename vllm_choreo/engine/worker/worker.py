@@ -131,8 +131,7 @@ class ChoreoWorker:
         layers = list(runner.layers.values())
         caches = runner.kv_caches_by_layer
         if in_host:
-            assert runner.host_blocks is not None, "the scheduler has a host tier"
-            caches = runner.host_blocks.copies
+            caches = runner.host_copies_by_layer
         size, impls = parallel.tensor_parallel_size, [layer.impl for layer in layers]
         quantized = [impl.attention.quantized for impl in impls if impl.attention.quantized]
         layout, value_size = impls[0].layout, impls[0].value_size
