@@ -12,6 +12,7 @@ import torch
 
 from tests.repository.pages import ROOT
 from tools.gpu_dry_run.device import DeviceDouble, DeviceError
+from tools.gpu_dry_run.engine import CASES
 from tools.gpu_dry_run.faults import KNOWN, KnownFault, judge
 from tools.gpu_dry_run.gpus import GPUS
 from tools.gpu_dry_run.models import MODELS
@@ -176,8 +177,6 @@ def test_known_faults_are_known_until_they_are_mended() -> None:
 
 
 def test_known_faults_are_of_places_that_are_looked_at() -> None:
-    from tools.gpu_dry_run.engine import CASES
-
     places = {f"configuration {gpu} {model}" for gpu in GPUS for model in MODELS}
     places |= {f"engine {case}" for case in CASES}
     assert {place for fault in KNOWN for place in fault.found_in} <= places
@@ -191,6 +190,59 @@ def test_known_faults_are_of_places_that_are_looked_at() -> None:
 @pytest.mark.parametrize("gpu", sorted(GPUS))
 def test_configurations_of_real_models(gpu: str) -> None:
     _dry_run("configurations", "--gpu", gpu)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_engines_on_the_double(case: str) -> None:
+    _dry_run("engines", "--case", case)
+
+
+_SABOTAGED = """
+import sys
+from tools.gpu_dry_run import engine
+from tools.gpu_dry_run.gpus import GPUS
+from tools.gpu_dry_run.pretended import pretend
+
+double = pretend(GPUS["h100"], **engine.environment("flash-attention-3"))
+{sabotage}
+print("FAULTS", engine.run("flash-attention-3", double).faults)
+"""
+_SABOTAGES = {
+    "a copy that waits": (
+        """
+from vllm_choreo.engine.worker import span_batcher
+span_batcher.to_device = lambda tensor, device: tensor.to(device)
+""",
+        "the host waits in a step, vllm_choreo/engine/worker/span_batcher.py",
+    ),
+    "a tensor on the host": (
+        """
+from vllm_choreo.engine.worker import span_batcher
+span_batcher.to_device = lambda tensor, device: tensor
+""",
+        "DeviceError",
+    ),
+    "a full graph in a choreographed step": (
+        """
+from vllm_choreo.engine.worker.v2_runner import ChoreoGPUModelRunnerV2 as runner
+runner._guard_graphs = lambda self: None
+""",
+        "a choreographed step replayed vLLM's own attention",
+    ),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("sabotage", sorted(_SABOTAGES))
+def test_a_dry_run_finds_what_is_wrong(sabotage: str) -> None:
+    lines, says = _SABOTAGES[sabotage]
+    command = [sys.executable, "-c", _SABOTAGED.format(sabotage=lines)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    (told,) = [line for line in done.stdout.splitlines() if line.startswith("FAULTS")]
+    assert says in told, told + done.stderr[-2000:]
 
 
 def _dry_run(*arguments: str) -> None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 CAPTURE_SIZES = [1, 2, 4]
 _OPTIONS: Mapping[str, Any] = {
-    "skip_tokenizer_init": True,
     "max_model_len": 512,
     "num_gpu_blocks_override": 96,
     "max_num_batched_tokens": 128,
@@ -124,7 +123,7 @@ def run(name: str, double: DeviceDouble) -> Report:
 
         path = make_tiny_model(case.model, Path(folder))
         try:
-            llm = _start(path, case)
+            llm = _start(path, case, double)
             runner = _runner(llm)
             found = {layer.attn_backend.get_name() for layer in runner.layers.values()}
             report.backends = sorted(found)
@@ -139,15 +138,15 @@ def run(name: str, double: DeviceDouble) -> Report:
     return report
 
 
-def _start(path: Path, case: Case) -> LLM:
+def _start(path: Path, case: Case, double: DeviceDouble) -> LLM:
     from vllm.utils import gpu_sync_debug
 
     import vllm_choreo
-    from tools.gpu_dry_run.kernels import replace_uninterpretable
+    from tools.gpu_dry_run.kernels import replace_in_torch
 
     gpu_sync_debug._install_copy_checkers = lambda: None  # the double looks at copies itself
     vllm_choreo.register()
-    replace_uninterpretable()
+    replace_in_torch(double)
     from vllm import LLM
 
     compilation = {
@@ -209,8 +208,8 @@ def _wrong(case: Case, report: Report) -> Iterator[str]:
         for kind, wanted in expected.items():
             if not wanted <= modes.get(kind, set()):
                 yield f"{kind} steps took the graphs {sorted(modes.get(kind, set()))}"
-        if "FULL" in modes.get("choreographed", set()):
-            yield "a choreographed step replayed vLLM's own attention"
+    if ("choreographed", "FULL") in report.steps:
+        yield "a choreographed step replayed vLLM's own attention"
     for where in report.syncs:
         yield f"the host waits in a step, {where}"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -52,12 +53,35 @@ def install(double: DeviceDouble) -> None:
     _put("_C", "get_cuda_view_from_cpu_tensor", cuda_view)
 
 
-def replace_uninterpretable() -> None:
-    """Put vLLM's own PyTorch in place of its kernels that Triton's interpreter cannot run."""
+def replace_in_torch(double: DeviceDouble) -> None:
+    """Put PyTorch in place of two of vLLM's Triton kernels.
+
+    Triton's interpreter cannot run that of top-k and top-p. It runs attention, in
+    `tests/engine/test_gpu_path.py`, and takes minutes for what the capture of graphs asks of it.
+    """
+    from vllm.v1.attention.backends import triton_attn
     from vllm.v1.sample.ops import topk_topp_sampler as sampler
 
     in_torch = sampler.apply_top_k_top_p_pytorch
-    sampler.apply_top_k_top_p_triton = noted("Triton kernel of top-k and top-p", in_torch)
+    sampler.apply_top_k_top_p_triton = noted("vLLM's Triton kernel of top-k and top-p", in_torch)
+    of_vllm = signature(triton_attn.unified_attention)
+
+    def unified_attention(**arguments: Any) -> None:
+        of_vllm.bind(**arguments)
+        double.launch("unified_attention", _unified_attention, (), arguments, returns=False)
+
+    triton_attn.unified_attention = noted("vLLM's Triton attention", unified_attention)
+
+
+def _unified_attention(**given: Any) -> None:
+    """vLLM's Triton attention, of the arguments that choreographed engines give it."""
+    _Batch(
+        *(given[name] for name in ("q", "k", "v", "out", "cu_seqlens_q", "seqused_k")),
+        *(given[name] for name in ("block_table", "max_seqlen_q", "max_seqlen_k")),
+        *(given[name] for name in ("softmax_scale", "causal", "window_size", "softcap")),
+        *(given["alibi_slopes"], given["sinks"]),
+        is_flash_attention=False,
+    ).run()
 
 
 def _put(namespace: str, name: str, operation: Callable[..., Any]) -> None:
@@ -109,7 +133,7 @@ def _install_custom_operations(double: DeviceDouble) -> None:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Paged attention of a batch.
+    """Paged attention of a batch, by FlashAttention or by vLLM's Triton kernel.
 
     Attributes:
         query, output: `[num_tokens, num_heads, head_size]`.
@@ -134,19 +158,20 @@ class _Batch:
     softcap: float
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    is_flash_attention: bool = True
 
     def check(self) -> None:
-        """Check what FlashAttention checks.
+        """Check what the kernel takes for granted, or checks itself.
 
         Raises:
-            DeviceError: says what it would refuse.
+            DeviceError: says what does not hold.
         """
         num_reqs = len(self.query_start_loc) - 1
         numbers = self.query, self.keys, self.values, self.output
         indices = self.query_start_loc, self.seq_lens, self.block_table
         checks = {
-            "16-bit numbers of one dtype": len({tensor.dtype for tensor in numbers}) == 1
-            and self.query.dtype in (torch.float16, torch.bfloat16),
+            "numbers of one dtype": len({tensor.dtype for tensor in numbers}) == 1,
+            "16 bits": self.query.dtype.itemsize == 2 or not self.is_flash_attention,
             "int32 indices": all(tensor.dtype is torch.int32 for tensor in indices),
             "dense last dims": all(t.stride(-1) == 1 for t in (*numbers, *indices)),
             "an output like the query": self.output.shape == self.query.shape,
@@ -157,13 +182,13 @@ class _Batch:
             "blocks of 16 tokens, or a multiple": self.keys.shape[1] % 16 == 0,
             "a head size of at most 256 that 8 divides": self.query.shape[2] <= 256
             and self.query.shape[2] % 8 == 0,
-            "no causal query longer than said": int(self.query_start_loc.diff().max())
+            "no query longer than said": int(self.query_start_loc.diff().max())
             <= self.max_query_len,
             "no sequence longer than said": int(self.seq_lens.max()) <= self.max_seq_len,
         }
         for what, holds in checks.items():
             if not holds:
-                raise DeviceError(f"FlashAttention wants {what}")
+                raise DeviceError(f"attention wants {what}")
 
     def run(self) -> None:
         """Write each request's attention, computed in float32, to the output."""

@@ -55,6 +55,13 @@ class Stream:
         _CURRENT.pop()
 
 
+class Generator(torch.Generator):
+    """Generator of random numbers; those of the double draw on the host."""
+
+    def __new__(cls, device: object = None) -> Generator:
+        return super().__new__(cls, "cpu")
+
+
 class Event:
     """Event of the double: the copies to the host that were on their way when it was recorded."""
 
@@ -269,6 +276,7 @@ def install(double: DeviceDouble) -> None:
     }.items():
         setattr(torch.cuda, name, value)
     torch.Event = Event  # type: ignore[misc,assignment]
+    torch.Generator = Generator  # type: ignore[misc]
     _install_memory(double)
 
 
@@ -291,6 +299,7 @@ def _install_memory(double: DeviceDouble) -> None:
         **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), allocated),
         "memory_stats": stats,
         "empty_cache": nothing,
+        "empty_host_cache": nothing,
         "reset_peak_memory_stats": nothing,
     }
     for owner in (torch.cuda, torch.accelerator, torch.accelerator.memory):
