@@ -21,6 +21,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from tools.gpu_dry_run.seams import SEAMS
+
 DEVICE = torch.device("cuda", 0)
 HOST = torch.device("cpu")
 _Function = Callable[..., Any]
@@ -167,7 +169,10 @@ class DeviceDouble(TorchFunctionMode):
         Raises:
             DeviceError: its tensors are on two devices.
         """
-        implementation = self.implementations.get(_qualified(func))
+        qualified = _qualified(func)
+        if qualified.startswith("_C"):
+            SEAMS[f"torch.ops.{qualified.replace('::', '.')} (as the CPU build has it)"] += 1
+        implementation = self.implementations.get(qualified)
         if implementation is not None:
             with self:
                 return implementation(*args, **kwargs)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 CAPTURE_SIZES = [1, 2, 4]
 _OPTIONS: Mapping[str, Any] = {
-    "max_model_len": 512,
-    "num_gpu_blocks_override": 96,
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 160,
     "max_num_batched_tokens": 128,
     "max_num_seqs": 4,
     "disable_log_stats": True,
@@ -101,6 +101,15 @@ class Report:
     syncs: Counter[str] = field(default_factory=Counter)
     differences: dict[str, float] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        steps = [f"{count} {kind} {graph}" for (kind, graph), count in sorted(self.steps.items())]
+        differences = [f"{name} {found:.2g}" for name, found in self.differences.items()]
+        return (
+            f"{' and '.join(self.backends)}; steps by graph: {', '.join(steps)}\n"
+            f"    {self.num_captures} pieces captured, {self.num_replays} replayed; "
+            f"differences of log-probabilities: {', '.join(differences)}"
+        )
 
 
 def environment(name: str) -> dict[str, str]:

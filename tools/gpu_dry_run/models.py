@@ -145,6 +145,7 @@ _FP8_CACHE = {
     "ignore": [],
 }
 
+_BY_TRITON = {"attention_backend": "TRITON_ATTN"}
 MODELS = {
     "llama-8b": ServedModel(_llama(), "grouped queries, heads of 128"),
     "llama-8b-float32": ServedModel(
@@ -175,7 +176,13 @@ MODELS = {
     "gemma-3-4b-pictures": ServedModel(
         _gemma3_with_pictures(), "pictures, whose tokens see each other"
     ),
+    "gemma-3-4b-pictures-by-triton": ServedModel(
+        _gemma3_with_pictures(), "the same, by the backend that runs it", _BY_TRITON
+    ),
     "gpt-oss": ServedModel(_gpt_oss(), "sinks and windows"),
+    "gpt-oss-by-triton": ServedModel(
+        _gpt_oss(), "the same, by the backend that runs it on all GPUs", _BY_TRITON
+    ),
     "bloom": ServedModel(
         {
             "architectures": ["BloomForCausalLM"],

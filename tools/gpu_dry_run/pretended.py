@@ -3,7 +3,7 @@
 
 `pretend` comes before vLLM is imported, for vLLM decides then what it runs on. What CUDA builds of
 vLLM have compiled and this one has not is given a stand-in of that name, and every stand-in that a
-run meets is noted in `SEAMS`: what no test but this one covers without a GPU.
+run meets is noted (`seams.py`): what no test but this one covers without a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 from tools.gpu_dry_run import kernels, streams
 from tools.gpu_dry_run.device import DeviceDouble
 from tools.gpu_dry_run.gpus import Gpu
-from tools.gpu_dry_run.seams import SEAMS
 
 _ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
@@ -91,7 +90,6 @@ def _platform_of(gpu: Gpu) -> Any:
 
         @classmethod
         def import_kernels(cls) -> None:
-            SEAMS["vllm._C (of the CPU build)"] += 1
             CpuPlatform.import_kernels()
 
         @classmethod
