@@ -129,7 +129,7 @@ def _arguments() -> Any:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", default=[*_PARTS], metavar="PART", help="of them")
+    parser.add_argument("parts", nargs="*", default=[*_PARTS], metavar="PART")
     parser.add_argument("--gpu", nargs="+", default=[*GPUS], choices=GPUS, metavar="GPU")
     parser.add_argument("--model", nargs="+", default=[*MODELS], choices=MODELS, metavar="MODEL")
     parser.add_argument("--case", nargs="+", default=[*CASES], choices=CASES, metavar="CASE")

@@ -36,7 +36,7 @@ _CACHE_IN_8_BITS = (
 KNOWN: Sequence[KnownFault] = (
     KnownFault(_on("a100 l40s rtx5090", "gpt-oss"), "attention sinks", _ASK_THE_VALIDATOR),
     KnownFault(
-        _on("h100 a100 l40s rtx5090 b200 t4", "gemma-3-4b-pictures"),
+        _on("h100 a100 l40s rtx5090 b200", "gemma-3-4b-pictures"),
         "mm_prefix",
         _ASK_THE_VALIDATOR,
     ),
