@@ -3,7 +3,7 @@
 
     make gpu-dry-run
     make gpu-dry-run ARGS="configurations --gpu h100 b200 --model gpt-oss"
-    make gpu-dry-run ARGS="engines --case default"
+    make gpu-dry-run ARGS="engines --case float32"
 
 `configurations` resolves engines of real models for six GPUs, without choreography and with it.
 `engines` starts tiny models on a device double: probe, graphs, steps of every kind, held to the
