@@ -62,7 +62,7 @@ CASES = {
     "float32": Case(
         *("float32, by vLLM's Triton attention", "h100", "llama", "v2", "TRITON_ATTN"),
         {"dtype": "float32"},
-        laws=("chain", "isolation", "oracle"),
+        laws=("chain",),
     ),
     "flash-attention-3": Case(
         *("16 bits on Hopper", "h100", "llama", "v2", "FLASH_ATTN"), {"dtype": "bfloat16"}
