@@ -55,7 +55,7 @@ class Unfit(Exception):
         )
 
 
-class Loaded(NamedTuple):
+class LoadedMessages(NamedTuple):
     """Messages of a folder, now of a session.
 
     Attributes:
@@ -76,7 +76,7 @@ def loading(
     check_open: Callable[[], None],
     on_mismatch: str,
     progress: bool | None,
-) -> Steps[Loaded]:
+) -> Steps[LoadedMessages]:
     """Load the messages of a folder into a session.
 
     Args:
@@ -105,7 +105,7 @@ def loading(
             try:
                 manifest = checked_manifest(folder, content)
                 messages = yield from _load(folder, manifest, into, on_mismatch, progress)
-                return Loaded(messages, _writers(manifest.kept))
+                return LoadedMessages(messages, _writers(manifest.kept))
             except KeptError:
                 # Files of a generation that is not there any more cannot be read, and need not be.
                 if folder.manifest() == content:
