@@ -296,8 +296,8 @@ class StoreMachine(RuleBasedStateMachine):
         need = -(-num_tokens // SIZE)
         tags = [tag(encoding, n) for n in range(need)]
         if into_host and self.store.tier is not None:
-            if host_blocks := self.store.tier.reserve(encoding, need, num_tokens, 0):
-                self.host.update(zip(host_blocks, tags, strict=True))
+            if copy := self.store.tier.reserve(encoding, [range(need)], num_tokens, 0):
+                self.host.update(zip(copy.host_blocks, tags, strict=True))
                 self.store.tier.on_filled(encoding)
             return
         blocks = self.pool.new(need)
@@ -330,7 +330,7 @@ class StoreMachine(RuleBasedStateMachine):
         if saved:
             encoding = saved[index % len(saved)]
             tier.protect(encoding)
-            blocks = self.pool.new(tier.num_blocks_of(encoding))
+            blocks = self.pool.new(len(tier.restorable(encoding)))
             self.store.restore(encoding, blocks)
             self.pool.free_blocks(blocks)
 

@@ -307,7 +307,6 @@ def _refuse_beside_window_groups(vllm_config: VllmConfig, config: ChoreoConfig) 
     choreo = "additional_config.choreo."
     refused = {
         f"{choreo}reposition": config.reposition == "in_place",
-        f"{choreo}host_memory_gib": bool(config.host_memory_gib),
         f"{choreo}hidden_memory_gib": bool(config.hidden_bytes),
         "kv_transfer_config": vllm_config.kv_transfer_config is not None,
         "speculative_config.method": has_layers(vllm_config.speculative_config),

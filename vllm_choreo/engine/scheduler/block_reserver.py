@@ -211,15 +211,18 @@ class BlockReserver:
                 late.add(wanted)
 
     def _restore(self, encoding: Encoding, reader: ScheduledCall, most: int) -> int:
-        """Bring an encoding back from host memory, if it lies there and there is room for it.
+        """Bring an encoding back from host memory, if there is room for it.
+
+        It is left there if what the reader sees of it is not.
 
         Returns:
             Number of blocks that it takes, `most` or fewer; 0: it is not brought back.
         """
-        tier = self._store.tier
-        if tier is None or encoding not in tier:
+        tier, blocks_of = self._store.tier, self._call_table.blocks
+        seen = [wanted for parent, wanted in blocks_of.wanted(reader) if parent is encoding]
+        if tier is None or not all(tier.completes(encoding, wanted) for wanted in (None, *seen)):
             return 0
-        need = tier.num_blocks_of(encoding)
+        need = len(tier.restorable(encoding))
         if need > most:
             return 0
         tier.protect(encoding)  # what makes room for it is saved there
@@ -227,6 +230,7 @@ class BlockReserver:
             if not self._store.evict_one(reader.needed(), waiting_too=False):
                 return 0
         blocks = self._pool.get_new_blocks(need)
+        encoding.is_kept_whole |= blocks_of.sees_more(reader, encoding)
         self._store.restore(encoding, blocks)
         self.has_begun = True
         self._pool.free_blocks(blocks)  # the store holds its own references

@@ -221,8 +221,8 @@ class SnapshotServer:
         is_full = self._pool.get_num_free_blocks() < need or not self._may_write()
         if is_full and tier is not None:
             position, count = stored_position, encoding.num_tokens
-            if host_blocks := tier.reserve(encoding, need, count, position):
-                return {"blocks": host_blocks, "in_host": True}
+            if copy := tier.reserve(encoding, [range(need)], count, position):
+                return {"blocks": copy.host_blocks, "in_host": True}
         if not self._may_write():
             return None
         while self._pool.get_num_free_blocks() < need:

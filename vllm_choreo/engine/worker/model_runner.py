@@ -130,6 +130,7 @@ class ChoreoModelRunner:
             _check_layer(name, layer, block_size)
             layer.impl.layer_name = name
             self._check_layout(layer)
+        _check_shared({n: layer.impl.kv_cache_of(layer) for n, layer in layers.items()})
         if self.lora_config:
             correct_adapters(self.lora_manager)
         if self.device.type == "cpu" and self.vllm_config.model_config.use_mla:
@@ -364,6 +365,27 @@ def _check_seen(
                     parameter="model",
                     value=name,
                 )
+
+
+def _check_shared(caches: Mapping[str, torch.Tensor]) -> None:
+    """Check that layers of several KV cache groups that lie over one another look alike.
+
+    So a block's bytes are the same, of whichever group it is.
+
+    Raises:
+        UnsupportedModelError: two of them do not.
+    """
+    first_at: dict[int, str] = {}
+    for name, cache in caches.items():
+        first = first_at.setdefault(cache.data_ptr(), name)
+        looks = [(c.shape, c.stride(), c.dtype) for c in (cache, caches[first])]
+        if looks[0] != looks[1]:
+            raise UnsupportedModelError(
+                f"layers {first} and {name} have keys and values of other shapes, in KV cache "
+                "groups that share memory: leave additional_config.choreo.window_groups out",
+                parameter="model",
+                value=name,
+            )
 
 
 def _check_layer(name: str, layer: Attention, block_size: int) -> None:
