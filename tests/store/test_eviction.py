@@ -196,7 +196,7 @@ def test_what_lost_its_place_is_not_copied_there() -> None:
     pool.free_blocks([lost, loaded])
     copies.on_freed([kept, lost, loaded])
     planned = copies.take()
-    assert planned.moves == ((source.block_id, kept.block_id, 0),) and not planned.loads
+    assert planned.moves == ((source.block_id, kept.block_id, 0, 0),) and not planned.loads
     assert source.ref_cnt == 1
 
 

@@ -265,16 +265,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.is_planning = False
         for call in self.calls:  # before anything is checked, or what fails never ends
             call.is_new = False
-        targets = [target for _, target in copies.loads] + [target for _, target, _ in copies.moves]
+        targets = [target for _, target in copies.loads] + [
+            target for _, target, *_ in copies.moves
+        ]
         assert len(targets) == len({*targets})
         # What a patch alone is made of has no owner left, and is nobody else's before the step ran.
-        sources = {source for source, _, _ in copies.moves}
+        sources = {source for source, *_ in copies.moves}
         assert all(self.pool.blocks[t].ref_cnt or t in sources for t in targets)
         for source, host_block in copies.saves:
             self.host[host_block] = self.cache.get(source)
         for host_block, target in copies.loads:
             self.cache[target] = self.host.get(host_block)
-        moved = [(target, self.cache.get(source)) for source, target, _ in copies.moves]
+        moved = [(target, self.cache.get(source)) for source, target, *_ in copies.moves]
         self.cache.update([*moved, *self.writes])
         self.writes = []
         for encoding in self.seen:

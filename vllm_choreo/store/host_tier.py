@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from vllm_choreo.store.block_copies import Block, BlockCopies
 from vllm_choreo.store.encoding import Encoding
-from vllm_choreo.store.groups import Blocks
+from vllm_choreo.store.groups import BlockIndices, Blocks
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class HostTier:
         Encodings that are loaded in the same step stay: saves come first, and would overwrite them.
         """
         saved, blocks = self._saved.get(encoding), self._blocks_of(encoding)
-        if saved is not None and saved.num_encoded >= encoding.num_encoded:
-            if saved.has_all_of(blocks):
-                self._saved.move_to_end(encoding)
-                return
+        is_there = saved is not None and saved.num_encoded >= encoding.num_encoded
+        if saved is not None and is_there and saved.has_all_of(blocks):
+            self._saved.move_to_end(encoding)
+            return
         self.discard(encoding)
         sources = [block for of_group in blocks for block in of_group if not block.is_null]
         need = len(sources)
@@ -154,7 +154,7 @@ class HostTier:
             and not (encoding.is_resident and not encoding.blocks[group][index].is_null)
         ]
 
-    def completes(self, encoding: Encoding, wanted: Sequence[range] | None) -> bool:
+    def completes(self, encoding: Encoding, wanted: BlockIndices | None) -> bool:
         """Return whether an encoding has certain blocks of each group once it is loaded.
 
         Args:

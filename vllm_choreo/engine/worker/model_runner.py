@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -72,6 +73,7 @@ class ChoreoModelRunner:
 
     batcher: SpanBatcher
     layers: dict[str, Attention]
+    groups: Mapping[str, int]  # KV cache group of each layer
     layer_positions: Sequence[LayerPositions]
     host_blocks: HostBlocks | None
     partial_runs: PartialRuns | None = None
@@ -142,7 +144,7 @@ class ChoreoModelRunner:
             *(self.get_model(), self.vllm_config, list(layers), self.device),
             *(self._use_adapter, self.states),
         )
-        groups = groups_of_layers(self.kv_cache_config)
+        self.groups = groups = groups_of_layers(self.kv_cache_config)
         kinds = {
             p.layer: self._kind(layers[p.layer], p.rotation, groups[p.layer])
             for p in self.layer_positions
@@ -162,7 +164,7 @@ class ChoreoModelRunner:
         if config.hidden_bytes:
             self.partial_runs = PartialRuns(
                 *(self.get_model(), self.vllm_config, self.batcher),
-                *(layers, self._use_adapter),
+                *(layers, groups, self._use_adapter),
             )
         self._guard_graphs()
         if is_tiled:
@@ -298,17 +300,20 @@ class ChoreoModelRunner:
         return bool(((lengths > 1) & (step.seq_lens > lengths)).any())
 
     def _move_keys(self, moves: Sequence[BlockMove]) -> None:
-        """Rotate keys of whole blocks in every layer, in place first, then into copies."""
-        for is_copy in (False, True):
-            chosen = [move for move in moves if (move.src != move.dst) == is_copy]
+        """Rotate keys of whole blocks in the layers of their group, in place, then into copies."""
+        for is_copy, group in product((False, True), sorted({move.group for move in moves})):
+            chosen = [
+                move for move in moves if (move.src != move.dst, move.group) == (is_copy, group)
+            ]
             if not chosen:
                 continue
+            layers = [layer for n, layer in self.layers.items() if self.groups[n] == group]
             src, dst = (
                 to_device(torch.tensor(blocks, dtype=torch.int32), self.device)
                 for blocks in ([move.src for move in chosen], [move.dst for move in chosen])
             )
             if is_copy and not any(move.delta for move in chosen):
-                for layer in self.layers.values():
+                for layer in layers:
                     layer.kv_cache[dst.long()] = layer.kv_cache[src.long()]
                 continue
             deltas = torch.tensor([move.delta for move in chosen])
@@ -316,7 +321,7 @@ class ChoreoModelRunner:
                 rotation: to_device(rotation.cos_sin(deltas), self.device)
                 for rotation in (_NO_ROTATION, *self.batcher.rotations)
             }
-            for layer in self.layers.values():
+            for layer in layers:
                 rotation = layer.impl.rotation or _NO_ROTATION
                 reposition_keys(
                     layer.impl.kv_cache_of(layer),
