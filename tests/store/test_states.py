@@ -60,7 +60,7 @@ def _next_step(store: MessageStore) -> list[tuple[int, int]]:
     store.take_block_copies()
     moves = store.states.copies.take().moves
     store.begin_step()
-    return [(source, target) for source, target, _ in moves]
+    return [(source, target) for source, target, *_ in moves]
 
 
 def test_branches_begin_with_copies_of_one_state(store: MessageStore) -> None:

@@ -301,25 +301,41 @@ def _refuse_beside_window_groups(vllm_config: VllmConfig, config: ChoreoConfig) 
     """Refuse what does not go with KV cache groups of layers with windows.
 
     Raises:
-        UnsupportedOptionError: it is set; says what to do.
+        UnsupportedOptionError: it is set; says why, and what to do.
     """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    choreo = "additional_config.choreo."
-    refused = {
-        f"{choreo}reposition": config.reposition == "in_place",
-        f"{choreo}host_memory_gib": bool(config.host_memory_gib),
-        f"{choreo}hidden_memory_gib": bool(config.hidden_bytes),
-        "kv_transfer_config": vllm_config.kv_transfer_config is not None,
-        "speculative_config.method": has_layers(vllm_config.speculative_config),
-        "disable_hybrid_kv_cache_manager": bool(scheduler.disable_hybrid_kv_cache_manager),
-        "data_parallel_size": vllm_config.parallel_config.data_parallel_size > 1,
-        "model": model.is_hybrid or model.use_mla,
+    transfer = vllm_config.kv_transfer_config
+    setting = "additional_config.choreo.window_groups"
+    reasons = {
+        "additional_config.choreo.reposition": (
+            config.reposition == "in_place",
+            "what closes a gap of a message is encoded at the positions of its recipe, and its "
+            "keys, once moved, stand elsewhere",
+        ),
+        "kv_transfer_config": (
+            transfer is not None and not KVConnectorFactory.supports_hma_config(transfer),
+            "vLLM gives this connector one group of all layers (it has no SupportsHMA)",
+        ),
+        "speculative_config.method": (
+            has_layers(vllm_config.speculative_config),
+            "vLLM wants all layers of a drafter in one group, and divides those of both models",
+        ),
+        "disable_hybrid_kv_cache_manager": (
+            bool(scheduler.disable_hybrid_kv_cache_manager),
+            "vLLM makes one group of all layers then",
+        ),
+        "model": (
+            model.is_hybrid or model.use_mla,
+            "its states lie beside one group" if model.is_hybrid else "no layer of it has a window",
+        ),
     }
-    for name, is_refused in refused.items():
+    for name, (is_refused, reason) in reasons.items():
         if is_refused:
             raise UnsupportedOptionError(
                 "this does not work with KV cache groups of layers with sliding windows "
-                f"({choreo}window_groups) yet: leave one of the two out",
+                f"({setting}): {reason}; leave one of the two out",
                 parameter=name,
                 value=model.model if name == "model" else "set",
             )

@@ -57,6 +57,15 @@ def shape_of(shapes: Sequence[Mapping[str, Any]], origin: Origin) -> KVShape:
     )
 
 
+def by_layer(of_groups: Sequence[int], groups: Sequence[int]) -> list[int]:
+    """Numbers of KV cache groups, layer by layer.
+
+    Args:
+        groups: group of each layer.
+    """
+    return [of_groups[group] for group in groups]
+
+
 def concat_heads(found: Sequence[bytes], chunk: Chunk, shape: KVShape, origin: Origin) -> bytes:
     """Concatenate the heads of a chunk, of which each worker has some, token by token."""
     apart = found[:: _stride(origin)]

@@ -10,7 +10,7 @@
 A tensor of keys or of values is a *part*, number `2 * layer`, or one more; those of hidden states
 come after all of these. A *chunk* is what is handed to the workers at once: some parts with all
 their tokens, or some tokens of one part. Tensors of other names may follow; a reader leaves them
-alone.
+alone. In an engine with window groups, layers with windows have the tokens from some token on.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class KVShape:
             is what is stored times its scale. Empty for other dtypes.
         hidden_dtype, hidden_size: dtype and size of the hidden states that a layer is given.
         hidden: layers whose hidden states are kept, ascending.
+        firsts: the first token whose keys and values are there, of each layer; empty: all are.
     """
 
     dtype: str
@@ -61,6 +62,7 @@ class KVShape:
     hidden_dtype: str = "float32"
     hidden_size: int = 0
     hidden: tuple[int, ...] = ()
+    firsts: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -93,6 +95,10 @@ class KVShape:
     def keeping(self, hidden: Sequence[int]) -> KVShape:
         """Shape for a message that keeps the hidden states of these layers."""
         return replace(self, hidden=tuple(hidden))
+
+    def beginning_at(self, firsts: Sequence[int]) -> KVShape:
+        """Shape for a message of which each layer has the tokens from one on."""
+        return replace(self, firsts=tuple(firsts))
 
     @property
     def num_kv_parts(self) -> int:
@@ -128,20 +134,28 @@ class KVShape:
         """Bytes of one token in a part."""
         return prod(self.part_shape(part)) * self.part_dtype(part)[1]
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in all parts."""
-        return sum(map(self.row_bytes, range(self.num_parts)))
+    def first_token(self, part: int) -> int:
+        """First token of a part; those before it are not there."""
+        is_cut = self.firsts and part < self.num_kv_parts
+        return self.firsts[part // 2] if is_cut else 0
+
+    def part_bytes(self, part: int, num_tokens: int) -> int:
+        """Bytes of a part of a message of so many tokens."""
+        return (num_tokens - self.first_token(part)) * self.row_bytes(part)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes of all parts of a message of so many tokens."""
+        return sum(self.part_bytes(part, num_tokens) for part in range(self.num_parts))
 
     def tensors(self, num_tokens: int) -> dict[str, dict[str, Any]]:
         """Entries of a header, in the order of the data."""
         entries: dict[str, dict[str, Any]] = {}
         end = 0
         for part in range(self.num_parts):
-            start, end = end, end + num_tokens * self.row_bytes(part)
+            start, end = end, end + self.part_bytes(part, num_tokens)
             entries[self.part_name(part)] = {
                 "dtype": self.part_dtype(part)[0],
-                "shape": [num_tokens, *self.part_shape(part)],
+                "shape": [num_tokens - self.first_token(part), *self.part_shape(part)],
                 "data_offsets": [start, end],
             }
         return entries
@@ -173,20 +187,23 @@ def chunks(shape: KVShape, num_tokens: int, max_bytes: int = 0) -> Iterator[Chun
     max_bytes = max_bytes or CHUNK_BYTES
     part = 0
     while part < shape.num_parts:
-        row = shape.row_bytes(part)
-        if row * num_tokens > max_bytes:
+        row, begin = shape.row_bytes(part), shape.first_token(part)
+        if shape.part_bytes(part, num_tokens) > max_bytes:
             step = max(1, max_bytes // row)
-            for start in range(0, num_tokens, step):
+            for start in range(begin, num_tokens, step):
                 stop = min(start + step, num_tokens)
                 yield Chunk(part, part + 1, start, stop, row * (stop - start))
             part += 1
             continue
         first, size = part, 0
         end = shape.num_kv_parts if part < shape.num_kv_parts else shape.num_parts
-        while part < end and size + shape.row_bytes(part) * num_tokens <= max_bytes:
-            size += shape.row_bytes(part) * num_tokens
+        while part < end and shape.first_token(part) == begin:
+            more = shape.part_bytes(part, num_tokens)
+            if size + more > max_bytes:
+                break
+            size += more
             part += 1
-        yield Chunk(first, part, 0, num_tokens, size)
+        yield Chunk(first, part, begin, num_tokens, size)
 
 
 def is_finite(data: bytes | memoryview, chunk: Chunk, shape: KVShape) -> bool:

@@ -137,7 +137,7 @@ class States:
         states = self.pool.get_new_blocks(1)
         self.share(encoding, states[0], step - 1)  # calls may begin with it in the very step
         self.pool.free_blocks(states)  # the encoding holds its own reference
-        self.tier.load(encoding, states)
+        self.tier.load(encoding, [(0, 0)], states)
 
     def use(self, encoding: Encoding) -> None:
         """Mark the state of an encoding as most recently used."""
@@ -181,5 +181,5 @@ class States:
         self.copies.on_freed([state])
 
 
-def _state_of(encoding: Encoding) -> list[Block]:
-    return [encoding.state] if encoding.state is not None else []
+def _state_of(encoding: Encoding) -> list[list[Block]]:
+    return [[encoding.state] if encoding.state is not None else []]

@@ -392,14 +392,28 @@ class MessageStore:
             self.evict(encoding)
 
     def restore(self, encoding: Encoding, blocks: Sequence[Block]) -> None:
-        """Bring an encoding back from host memory into `blocks`, before the step being planned."""
+        """Bring an encoding back from host memory, before the step being planned.
+
+        Args:
+            blocks: a block for each of `HostTier.restorable`; they close the gaps of what is
+                resident.
+        """
         assert self.tier is not None and encoding.plan is not None
-        position, num_encoded = self.tier.place_of(encoding)
-        self.hold(encoding, [blocks], num_encoded)
-        self.residency.move(encoding, position)
-        self.tier.load(encoding, blocks)
+        copy, places = self.tier.find(encoding), self.tier.restorable(encoding)
+        null_block = self.residency.pool.null_block
+        table = [[null_block] * len(of_group) for of_group in copy.blocks]
+        for (group, index), block in zip(places, blocks, strict=True):
+            table[group][index] = block
+        if encoding.is_resident:
+            self.fill(encoding, table)
+        else:
+            self.hold(encoding, table, copy.num_encoded)
+            self.residency.move(encoding, copy.stored_position)
+        # What nobody waits for is trimmed at once.
+        held = [(g, i) for g, i in places if not encoding.blocks[g][i].is_null]
+        self.tier.load(encoding, held, [encoding.blocks[g][i] for g, i in held])
         self.totals["restored_messages"] += 1
-        self.totals["restored_tokens"] += num_encoded
+        self.totals["restored_tokens"] += copy.num_encoded
 
     def restore_state(self, encoding: Encoding) -> None:
         """Bring a state back from host memory, for calls that begin in the step being planned."""

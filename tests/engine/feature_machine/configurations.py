@@ -82,7 +82,8 @@ class Configuration:
     @property
     def block_bytes(self) -> int:
         num_bytes = 1 if "fp8" in self else 4
-        return num_bytes * self.block_size * (_LATENT_FLOATS if self.has_mla else _TOKEN_FLOATS)
+        of_token = _LATENT_FLOATS if self.has_mla else _TOKEN_FLOATS
+        return num_bytes * self.block_size * of_token // self.num_groups
 
     @property
     def max_model_len(self) -> int:
@@ -97,11 +98,6 @@ class Configuration:
     def has_states(self) -> bool:
         """True if the model reads chains alone: then all calls are in exact mode."""
         return self.model in HYBRID_MODELS
-
-    @property
-    def keeps_all(self) -> bool:
-        """True if messages have all their keys and values: they can be repaired, and saved."""
-        return not self.has_states and self.num_groups == 1
 
     @property
     def speculates(self) -> bool:
@@ -214,8 +210,8 @@ CONFIGURATIONS = {
             17,
             kv_cache_dtype="fp8_e4m3",
         ),
-        _grouped("groups", "window share priority", 43, model="gemma3"),
-        _grouped("groups ahead", "window async chunks few", 37, model="gpt_oss"),
+        _grouped("groups", "window share priority host hidden", 43, host_blocks=24, model="gemma3"),
+        _grouped("groups ahead", "window async chunks few offload hidden", 37, model="gpt_oss"),
     )
 }
 

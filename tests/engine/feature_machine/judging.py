@@ -206,16 +206,14 @@ class Judge:
                     continue
                 groups = groups_of_layers(self._core.scheduler.kv_cache_config)
                 for layer, name in enumerate(runner.runner.layers):
-                    self._check_content(made, own, layer, own.blocks[groups[name]], runner)
+                    self._check_content(made, own, layer, groups[name], runner)
 
-    def _check_content(
-        self, made: Made, own: Any, layer: int, blocks: Sequence[Any], runner: Any
-    ) -> None:
+    def _check_content(self, made: Made, own: Any, layer: int, group: int, runner: Any) -> None:
         """Compare a layer's keys and values, where there is no gap, with those of the oracle."""
         truth, size = self._truth, self._ledger.limits.block_size
         assert isinstance(truth, Truth)
-        ids = [block.block_id for block in blocks]
-        is_there = torch.tensor([bool(ids[n // size]) for n in range(own.num_tokens)])
+        ids = [[block.block_id for block in of_group] for of_group in own.blocks]
+        is_there = torch.tensor([bool(ids[group][n // size]) for n in range(own.num_tokens)])
         keys = truth.rotated_keys(made.encoded, layer, own.stored_position)
         for part, expected in ((0, keys), (1, made.encoded.values[layer])):
             parts = (2 * layer + part, 2 * layer + part + 1)

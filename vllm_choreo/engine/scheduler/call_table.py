@@ -384,6 +384,7 @@ class CallTable:
             if not encoding.is_resident:
                 self.store.hold(encoding, own, encoding.num_tokens)
             elif call.closes_gaps:
+                assert encoding.stored_position == call.plan.own_position
                 call.closed_gaps += self.store.fill(encoding, own)
             if encoding.state is None:
                 self.store.hold_state(encoding, call.id)
@@ -428,6 +429,7 @@ class CallTable:
         return request_spans(
             *(call.plan, call.stored_positions, self.block_size, start, call.own_position),
             self.store.groups.windows,
+            call.run[0] if call.run else 0,
         )
 
     def hidden_capture(self, call: ScheduledCall) -> HiddenCapture | None:

@@ -165,14 +165,6 @@ def _check_repairable(rule: Rule, store: MessageStore) -> None:
             parameter="repair",
             value=rule.to_json(),
         )
-    if store.groups.has_windows:
-        raise RepairError(
-            "in this engine layers with sliding windows keep a part of each message "
-            "(additional_config.choreo.window_groups), and tokens are not encoded anew beside it; "
-            "call without repair, or with mode='exact'",
-            parameter="repair",
-            value=rule.to_json(),
-        )
     if store.is_placed:
         raise RepairError(
             "this model scales queries by their position, so that tokens encoded elsewhere "

@@ -317,7 +317,7 @@ class _Choreographed(Scheduler):
             states={request_id: state.block_id for request_id, state in found.items() if state},
             state_saves=copies.saves,
             state_loads=copies.loads,
-            state_copies=tuple((source, target) for source, target, _ in copies.moves),
+            state_copies=tuple((source, target) for source, target, *_ in copies.moves),
         )
 
     def _captures(self, started: Iterable[ScheduledCall]) -> dict[str, HiddenCapture]:

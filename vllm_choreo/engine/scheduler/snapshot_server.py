@@ -24,6 +24,7 @@ from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.errors import AdapterError, ChoreoError, UnsupportedOptionError
 from vllm_choreo.semantics.other_model import OTHER_MODEL, OtherModel
 from vllm_choreo.semantics.positions import check_length
+from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.groups import Blocks
 from vllm_choreo.store.recipes import Rebuilt, recipes_of
@@ -83,6 +84,7 @@ class SnapshotServer:
 
         Returns:
             `recipes`: see `store/recipes.py`; `own`: the encodings of the messages, in their order;
+            `firsts`: of each encoding, the first token that it keeps in each KV cache group;
             `resident`: those of all encodings that can be held now; `ticket`.
 
         Raises:
@@ -90,12 +92,13 @@ class SnapshotServer:
         """
         messages = [self._store.get(session, m, "messages") for m in message_ids]
         encodings, recipes = recipes_of(messages)
-        ticket = next(self._tickets)
+        ticket, groups = next(self._tickets), self._store.groups
         self._described[ticket] = [(encoding, encoding.hidden_layers) for encoding in encodings]
         return {
             "ticket": ticket,
             "recipes": recipes,
             "own": [encodings.index(message.own) for message in messages],
+            "firsts": [groups.kept_tokens(encoding.num_tokens) for encoding in encodings],
             "resident": [n for n, encoding in enumerate(encodings) if encoding.is_resident],
         }
 
@@ -107,8 +110,9 @@ class SnapshotServer:
         """Keep the blocks of an encoding where they are until `release`.
 
         Returns:
-            `ticket`, `blocks`: their ids, `stored_position`, and `hidden`: the key of the hidden
-            states, or None. None: the encoding, or hidden states of it, are not there any more.
+            `ticket`, `blocks`: their ids, by KV cache group, and -1 in gaps, `stored_position`, and
+            `hidden`: the key of the hidden states, or None. None: the encoding, or hidden states of
+            it, are not there any more.
 
         Raises:
             UnsupportedOptionError: the model has states, of which files keep none.
@@ -121,17 +125,10 @@ class SnapshotServer:
                 parameter="encodings",
                 value=True,
             )
-        if self._store.groups.has_windows:
-            raise UnsupportedOptionError(
-                "in this engine layers with sliding windows keep a part of each message "
-                "(additional_config.choreo.window_groups), and files have all of it: save messages "
-                "with encodings=False, as recipes, which are encoded when they are read",
-                parameter="encodings",
-                value=True,
-            )
         encoding, layers = self._described[ticket][number]
         hidden = self._hidden_key(encoding)
-        if not encoding.is_resident or (layers and hidden is None):
+        is_there = encoding.has(self._store.groups.held(encoding.num_tokens))
+        if not is_there or (layers and hidden is None):
             return None
         self._store.residency.wait_for([encoding])
         self._store.residency.read([encoding])
@@ -139,7 +136,7 @@ class SnapshotServer:
         self._held[held] = encoding
         return {
             "ticket": held,
-            "blocks": [block.block_id for block in encoding.held_blocks],
+            "blocks": _ids(encoding.blocks),
             "stored_position": encoding.stored_position,
             "hidden": hidden,
         }
@@ -177,8 +174,7 @@ class SnapshotServer:
             assert encoding.plan is not None
             check_length(encoding.plan, encoding.num_tokens, self._max_model_len)
             is_lost = encoding.adapter and not self._adapters.is_current(encoding.adapter)
-            has_data = entry["data"] and not self._store.groups.has_windows
-            if is_lost and not has_data and not encoding.message.freed:
+            if is_lost and not entry["data"] and not encoding.message.freed:
                 raise AdapterError(
                     "the message was saved without its keys and values, and the adapter or model "
                     "that encoded it is not here: put the adapter's folder where it was, load "
@@ -195,15 +191,16 @@ class SnapshotServer:
         """Find blocks for an encoding: free ones, then host memory, then those of idle messages.
 
         Returns:
-            `blocks`, and `in_host`, whether they are of host memory; without blocks: another
-            message has the same keys and values, and its blocks are shared; `hidden`: the key of
-            the hidden states, or None. None: there is no room, or none that may be written now, or
-            layers with windows have blocks of their own, and the message will be encoded when it is
-            read.
+            `blocks`: of each KV cache group, and -1 in gaps, `firsts`: the first token of each that
+            is to be there, and `in_host`, whether the blocks are of host memory; without blocks:
+            another message has the same keys and values, and its blocks are shared; `hidden`: the
+            key of the hidden states, or None. None: there is no room, or none that may be written
+            now, and the message will be encoded when it is read.
         """
         place = self._allocate(ticket, number, stored_position)
         hidden = self._hidden_key(self._loads[ticket].encodings[number])
-        return place and {**place, "hidden": hidden}
+        firsts = self._store.groups.kept_tokens(self._loads[ticket].encodings[number].num_tokens)
+        return place and {**place, "firsts": firsts, "hidden": hidden}
 
     def _allocate(self, ticket: int, number: int, stored_position: int) -> dict[str, Any] | None:
         encoding = self._loads[ticket].encodings[number]
@@ -214,15 +211,15 @@ class SnapshotServer:
             return None  # the model cannot be given such positions, of which it would be patched
         if self._share(encoding):
             return {"blocks": [], "in_host": False}
-        if self._store.groups.has_windows:
-            return None  # a file does not say whose keys and values lie in which group
-        need = -(-encoding.num_tokens // self._store.block_size)
+        held = self._store.groups.held(encoding.num_tokens)
+        need = sum(map(len, held))
         tier = self._store.tier
         is_full = self._pool.get_num_free_blocks() < need or not self._may_write()
         if is_full and tier is not None:
             position, count = stored_position, encoding.num_tokens
-            if host_blocks := tier.reserve(encoding, need, count, position):
-                return {"blocks": host_blocks, "in_host": True}
+            if copy := tier.reserve(encoding, held, count, position):
+                ids = [[-1 if n is None else n for n in of_group] for of_group in copy.blocks]
+                return {"blocks": ids, "in_host": True}
         if not self._may_write():
             return None
         while self._pool.get_num_free_blocks() < need:
@@ -230,9 +227,13 @@ class SnapshotServer:
             if not self._store.evict_one([], waiting_too=False, into_host=False):
                 return None
         blocks = self._pool.get_new_blocks(need)
-        self._hold(encoding, [blocks], stored_position)
+        table, rest = list[list[Block]](), list[Block](blocks)
+        for chosen in held:
+            table.append([self._pool.null_block] * chosen.start + rest[: len(chosen)])
+            del rest[: len(chosen)]
+        self._hold(encoding, table, stored_position)
         self._pool.free_blocks(blocks)  # the store holds its own references
-        return {"blocks": [block.block_id for block in blocks], "in_host": False}
+        return {"blocks": _ids(table), "in_host": False}
 
     def deallocate(self, ticket: int, number: int) -> None:
         """Drop an encoding whose bytes were wrong: it will be encoded when it is read."""
@@ -335,6 +336,11 @@ class SnapshotServer:
                 pass  # it is not there: its messages can be read, and not be encoded again
         weights = bytes.fromhex(entry["weights"])
         return self._adapters.of_weights(weights) or Adapter(weights, request)
+
+
+def _ids(blocks: Blocks) -> list[list[int]]:
+    """Numbers of blocks, by KV cache group; -1 in gaps."""
+    return [[-1 if block.is_null else block.block_id for block in held] for held in blocks]
 
 
 def operations(server: SnapshotServer) -> dict[str, Callable[..., Any]]:

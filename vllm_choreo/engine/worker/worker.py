@@ -80,7 +80,7 @@ class ChoreoWorker:
         return {**self._block_bytes(in_host=False).shape(), "hidden": hidden}
 
     def choreo_read_kv(
-        self, blocks: Sequence[int], parts: Sequence[int], start: int, stop: int
+        self, blocks: Sequence[Sequence[int]], parts: Sequence[int], start: int, stop: int
     ) -> bytes:
         """Read keys and values of the KV cache, as `BlockBytes.read` does."""
         first, last = parts
@@ -90,7 +90,7 @@ class ChoreoWorker:
         self,
         data: bytes | memoryview,
         heads: Sequence[int],
-        place: tuple[Sequence[int], bool],
+        place: tuple[Sequence[Sequence[int]], bool],
         parts: Sequence[int],
         start: int,
         stop: int,
@@ -98,7 +98,7 @@ class ChoreoWorker:
         """Write keys and values, as `BlockBytes.write` does.
 
         Args:
-            place: the blocks, and whether they are of host memory.
+            place: the blocks of each KV cache group, and whether they are of host memory.
         """
         blocks, in_host = place
         first, last = parts
@@ -135,4 +135,7 @@ class ChoreoWorker:
         size, impls = parallel.tensor_parallel_size, [layer.impl for layer in layers]
         quantized = [impl.attention.quantized for impl in impls if impl.attention.quantized]
         layout, value_size = impls[0].layout, impls[0].value_size
-        return BlockBytes(caches, layout, parallel.rank % size, size, quantized, value_size)
+        return BlockBytes(
+            *(caches, layout, parallel.rank % size, size, quantized, value_size),
+            [runner.groups[name] for name in runner.layers],
+        )
