@@ -32,12 +32,17 @@ _BOUNDARY_LENGTHS = (1, 31, 32, 33, 63, 64, 65)
 
 @dataclass(frozen=True)
 class Draw:
-    """How large choreographies are, and from which tokens."""
+    """How large choreographies are, and from which tokens.
+
+    Attributes:
+        has_parts: whether parents may be parts of messages.
+    """
 
     num_batches: int = 4
     max_tokens: int = 12
     max_length: int = 70
     token_ids: tuple[int, int] = (3, 511)
+    has_parts: bool = True
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,9 @@ def _draw_call(rng: random.Random, draw: Draw, num_messages: int, is_decode: boo
         )
     # With replacement: one message at two offsets is legal and drawn often.
     numbers = [rng.randrange(num_messages) for _ in range(rng.randint(0, min(4, num_messages)))]
-    parents = [PlannedParent(number, _draw_part(rng)) for number in numbers]
+    parents = [
+        PlannedParent(number, _draw_part(rng) if draw.has_parts else None) for number in numbers
+    ]
     return _draw_reader(rng, draw, parents, is_decode)
 
 

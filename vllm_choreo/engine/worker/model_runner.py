@@ -93,11 +93,12 @@ class ChoreoModelRunner:
         """
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         states = {name: spec for name, spec in specs.items() if isinstance(spec, MambaSpec)}
+        config = ChoreoConfig.from_vllm(self.vllm_config)
         if states:
-            self.states = StateLayers(states, self.vllm_config, self.device)
+            is_composed = config.composed_states
+            self.states = StateLayers(states, self.vllm_config, self.device, is_composed)
         others = {name: spec for name, spec in specs.items() if name not in states}
-        has_groups = ChoreoConfig.from_vllm(self.vllm_config).window_groups
-        return others if has_groups else widen_windows(others, self.vllm_config)
+        return others if config.window_groups else widen_windows(others, self.vllm_config)
 
     def memory_for_keys(self, available: int) -> int:
         """Bytes that are left for keys and values beside the states that come with them.
@@ -244,9 +245,9 @@ class ChoreoModelRunner:
         block_ids = _started_blocks(scheduler_output)
         self.batcher.update(step.started, scheduler_output.finished_req_ids, block_ids)
         if self.states is not None:
-            self.states.update(step.states, scheduler_output.finished_req_ids)
+            self.states.update(step.states, scheduler_output.finished_req_ids, step.started)
             self.states.copy_in_host(step.state_saves, step.state_loads)
-            self.states.copy(step.state_copies)
+            self.states.start(step.state_starts)
         if self.host_blocks is not None:
             self.host_blocks.copy(step.saves, step.loads)
         self._move_keys(step.moves)
