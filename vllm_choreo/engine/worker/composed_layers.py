@@ -8,8 +8,9 @@ they call methods of their own, within the custom operators that compilation lea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import wraps
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -32,14 +33,41 @@ from vllm_choreo.errors import UnsupportedModelError
 _EPSILON = 1e-6  # of vLLM's kernels, where they give keys the length 1
 _NOBODY = FollowedTokens((), (), ())
 
+# Each class below is of layers that are followed. Of all of them:
+#   choreo_tokens: tokens of the step that runs, whose effect on states is followed.
+#   choreo_runs: list to which each run of the layer is added, as a function that runs it again on
+#       the same inputs, from the states that there are then; None: it is not recorded.
+# No mixin has them: instances could not be given the class.
+_Runs = list[Callable[[], None]]
+
+
+class FollowedShortConv(ShortConv):
+    """Short convolution; what it remembers says what was done to it."""
+
+    choreo_tokens: FollowedTokens = _NOBODY
+    choreo_runs: _Runs | None = None
+
+    def forward_native(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+        if self.choreo_runs is not None:
+            run = super().forward_native
+            self.choreo_runs.append(partial(run, hidden_states.clone(), output.clone()))
+        super().forward_native(hidden_states, output)
+
 
 class FollowedMixer2(MambaMixer2):
     """Mamba2 whose gates are followed."""
 
     choreo_gates: Decays
     choreo_tokens: FollowedTokens = _NOBODY
+    choreo_runs: _Runs | None = None
 
     def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> None:
+        if self.choreo_runs is not None:
+            again = partial(self._follow, projected_states.clone(), output.clone())
+            self.choreo_runs.append(again)
+        self._follow(projected_states, output)
+
+    def _follow(self, projected_states: torch.Tensor, output: torch.Tensor) -> None:
         super().conv_ssm_forward(projected_states, output)
         if self.choreo_tokens.states:
             steps = projected_states[:, -self.tped_dt_size :].float() + self.dt_bias.float()
@@ -51,6 +79,7 @@ class FollowedDeltaRule(QwenGatedDeltaNetAttention):
 
     choreo_rules: DeltaRules
     choreo_tokens: FollowedTokens = _NOBODY
+    choreo_runs: _Runs | None = None
     _keys: Sequence[torch.Tensor] = ()  # of the requests that decode, then of the others
 
     def rearrange_mixed_qkv(self, mixed_qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -91,9 +120,17 @@ def _follow_delta_rules() -> None:
         a: torch.Tensor,
         core_attn_out: torch.Tensor,
     ) -> None:
-        original(layer, attn_metadata, mixed_qkv, b, a, core_attn_out)
-        if isinstance(layer, FollowedDeltaRule):
-            layer.follow(b, a)
+        if not isinstance(layer, FollowedDeltaRule):
+            return original(layer, attn_metadata, mixed_qkv, b, a, core_attn_out)
+
+        def run(*operands: torch.Tensor) -> None:
+            original(layer, attn_metadata, *operands)
+            layer.follow(*operands[1:3])
+
+        operands = (mixed_qkv, b, a, core_attn_out)
+        if layer.choreo_runs is not None:
+            layer.choreo_runs.append(partial(run, *(operand.clone() for operand in operands)))
+        run(*operands)
 
     gdn_attention._cpu_gdn_attention_nonspec = followed
 
@@ -106,12 +143,14 @@ class ComposedLayer:
             unless it is all there is, the memory. It is followed from now on.
     """
 
-    def __init__(self, layer: MambaBase) -> None:
+    def __init__(self, name: str, layer: MambaBase) -> None:
+        self.name = name
         self._layer = layer
         self._inputs = layer.kv_cache[0]
         self._memory: torch.Tensor | None = None
         self._transitions: Transitions | None = None
         if isinstance(layer, ShortConv):
+            layer.__class__ = FollowedShortConv
             return
         self._memory = layer.kv_cache[1]
         self._initial = torch.zeros_like(self._memory)
@@ -134,24 +173,47 @@ class ComposedLayer:
 
     def follow(self, tokens: FollowedTokens) -> None:
         """Follow these tokens when the layer runs next."""
-        if self._transitions is not None:
-            self._layer.choreo_tokens = tokens
+        self._layer.choreo_tokens = tokens
 
-    def start(self, target: int, behind: int | None, composed: Sequence[tuple[int, int]]) -> None:
-        """Begin a state, see `StateStart`."""
-        inputs = torch.zeros_like(self._inputs[0]) if behind is None else self._inputs[behind]
+    @contextmanager
+    def recording(self) -> Iterator[_Runs]:
+        """Record the runs of the layer within, see `choreo_runs`."""
+        runs: _Runs = []
+        self._layer.choreo_runs = runs
+        try:
+            yield runs
+        finally:
+            self._layer.choreo_runs = None
+
+    def composed(
+        self, behind: int | None, composed: Sequence[tuple[int, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compose a state, see `StateStart`.
+
+        Returns:
+            Inputs of the convolution, and the memory, in float32, tensors of their own; None: the
+            layer has none.
+        """
+        nothing = behind is None
+        inputs = torch.zeros_like(self._inputs[0]) if nothing else self._inputs[behind].clone()
         for state, num_tokens in composed:
             inputs = _shifted(inputs, self._inputs[state], num_tokens)
-        self._inputs[target] = inputs
         if self._memory is None or self._transitions is None:
-            return
-        memory = torch.zeros_like(self._memory[0]) if behind is None else self._memory[behind]
-        found = memory.float()
+            return inputs, None
+        memory = torch.zeros_like(self._memory[0]) if nothing else self._memory[behind].clone()
+        memory = memory.float()
         for state, _ in composed:
             # As it was, if it began with the same.
-            change = self._transitions.applied(state, found - self._initial[state].float())
-            found = self._memory[state].float() + change
-        self._memory[target] = found.to(self._memory.dtype)
+            change = self._transitions.applied(state, memory - self._initial[state].float())
+            memory = self._memory[state].float() + change
+        return inputs, memory
+
+    def begin(self, target: int, inputs: torch.Tensor, memory: torch.Tensor | None) -> None:
+        """Begin a state with what `composed` returns: nothing has been done to it."""
+        self._inputs[target] = inputs
+        if memory is None or self._memory is None or self._transitions is None:
+            return
+        self._memory[target] = memory.to(self._memory.dtype)
         self._initial[target] = self._memory[target]
         self._transitions.reset(target)
 

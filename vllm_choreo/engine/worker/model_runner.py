@@ -20,6 +20,7 @@ from vllm_choreo.engine.kv_cache import block_bytes, groups_of_layers
 from vllm_choreo.engine.step import BlockMove, step_of, with_attention
 from vllm_choreo.engine.worker.attention import SpanReader
 from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
+from vllm_choreo.engine.worker.composition_probe import probe_composition
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.cpu_rotary import correct_rotary
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
@@ -142,6 +143,11 @@ class ChoreoModelRunner:
             *(self.get_model(), self.vllm_config, list(layers), self.device),
             *(self._use_adapter, self.states),
         )
+        if config.composed_states and self.states is not None:
+            self.states.errors = probe_composition(
+                *(self.get_model(), self.vllm_config, list(layers), self.device),
+                *(self._use_adapter, self.states),
+            )
         groups = groups_of_layers(self.kv_cache_config)
         kinds = {
             p.layer: self._kind(layers[p.layer], p.rotation, groups[p.layer])

@@ -62,6 +62,11 @@ class StateLayers:
         specs: vLLM's specifications of their states, by layer; one at least.
         is_composed: whether states are composed of messages in any order.
 
+    Attributes:
+        composed: the same layers, where states are composed; empty where they are not.
+        errors: how far composed states were from those of the text when the engine started, by
+            layer, relative to the greatest entry; empty, likewise.
+
     Raises:
         UnsupportedModelError: those of a layer cannot be.
     """
@@ -83,7 +88,8 @@ class StateLayers:
             for name, layer in self._layers.items()
         }
         self._is_composed = is_composed
-        self._composed: list[ComposedLayer] = []
+        self.composed: list[ComposedLayer] = []
+        self.errors: dict[str, float] = {}
         self._calls: set[str] = set()  # requests whose tokens are followed
         self._states: dict[str, int] = {}  # numbers, by request
         self._builders: list[tuple[list[str], AttentionMetadataBuilder]] = []
@@ -106,6 +112,7 @@ class StateLayers:
                 "layer": name,
                 "state": spec.mamba_type.name.lower(),
                 "state_bytes": self._state_bytes(name),
+                "composition_error": self.errors.get(name),
             }
             for name, spec in self.specs.items()
         ]
@@ -127,7 +134,7 @@ class StateLayers:
             for (builder, spec), names in by_kind.items()
         ]
         if self._is_composed:
-            self._composed = [ComposedLayer(layer) for layer in self._layers.values()]
+            self.composed = [ComposedLayer(name, layer) for name, layer in self._layers.items()]
         groups = [KVCacheGroupSpec(names, spec) for (_, spec), names in by_kind.items()]
         initialize_mamba_ssu_backend(
             self._vllm_config.mamba_config, KVCacheConfig(num_states, [], groups)
@@ -150,7 +157,7 @@ class StateLayers:
     def allocate_in_host(self, num_states: int) -> None:
         """Make room in host memory for the states of evicted messages."""
         tensors = [states for layer in self._layers.values() for states in layer.kv_cache]
-        tensors += [states for layer in self._composed for states in layer.kept]
+        tensors += [states for layer in self.composed for states in layer.kept]
         self._in_host = HostBlocks(tensors, num_states) if num_states else None
 
     def copy_in_host(
@@ -163,9 +170,9 @@ class StateLayers:
     def start(self, starts: Sequence[StateStart]) -> None:
         """Begin states; none of them is what another one begins with."""
         if self._is_composed:
-            for layer in self._composed:
+            for layer in self.composed:
                 for start in starts:
-                    layer.start(start.target, start.behind, start.composed)
+                    layer.begin(start.target, *layer.composed(start.behind, start.composed))
             return
         copies = [(start.behind, start.target) for start in starts if start.behind is not None]
         if not copies:
@@ -186,7 +193,7 @@ class StateLayers:
         self, batch: StateBatch, numbers: Sequence[int], is_followed: Sequence[bool]
     ) -> None:
         """Have layers follow the tokens of some requests of the batch that runs next."""
-        if not self._composed:
+        if not self.composed:
             return
         edges = batch.host_query_start_loc.tolist()
         rows = [
@@ -197,8 +204,29 @@ class StateLayers:
             if is_one and start < stop
         ]
         states, starts, stops = zip(*rows, strict=True) if rows else ((), (), ())
-        for layer in self._composed:
+        for layer in self.composed:
             layer.follow(FollowedTokens(states, starts, stops))
+
+    def text_metadata(self, state: int, start: int, num_tokens: int) -> dict[str, object]:
+        """Build attention metadata of tokens of one text, which are followed.
+
+        Args:
+            state: the state of the text.
+            start: tokens of it that were run before; 0: it begins.
+            num_tokens: one token behind others is run as generated ones are.
+        """
+        edges = torch.tensor([0, num_tokens], dtype=torch.int32)
+        length = torch.tensor([start + num_tokens], dtype=torch.int32)
+        is_prefilling = torch.tensor([not start or num_tokens > 1])
+        on_device = to_device(edges, self.device), to_device(length, self.device)
+        batch = StateBatch([], on_device[0], edges, on_device[1], length, is_prefilling)
+        self.follow_text(state, num_tokens)
+        return self._metadata(batch, [state])
+
+    def follow_text(self, state: int, num_tokens: int) -> None:
+        """Have layers follow the only text that runs next."""
+        for layer in self.composed:
+            layer.follow(FollowedTokens((state,), (0,), (num_tokens,)))
 
     def alone_metadata(self, num_tokens: int) -> dict[str, object]:
         """Attention metadata of `num_tokens` texts of one token each, in states of nobody yet."""
