@@ -119,5 +119,3 @@ class StateStarts:
 def _state_of(encoding: Encoding) -> Block:
     assert encoding.state is not None, "who begins with a state has waited for it"
     return encoding.state
-
-

@@ -11,7 +11,8 @@ kept at the end of every message, whatever its length.
     hold     it is what the message leaves at its end: from now on nothing changes it
 
 An encoding may have its keys and values and lack its state: it is read as ever, but for a call
-whose own state begins with it (`state_starts.py`), for which its tokens are encoded again. Imports neither torch nor vllm.
+whose own state begins with it (`state_starts.py`), for which its tokens are encoded again. Imports
+neither torch nor vllm.
 """
 
 from __future__ import annotations

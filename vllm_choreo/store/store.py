@@ -331,8 +331,7 @@ class MessageStore:
         They are read before the step runs, so they were written in earlier ones.
         """
         return self.states is None or all(
-            encoding.state is not None and encoding.state_step < self.step
-            for encoding in encodings
+            encoding.state is not None and encoding.state_step < self.step for encoding in encodings
         )
 
     def evict_state(self, needed: Collection[Encoding]) -> bool:

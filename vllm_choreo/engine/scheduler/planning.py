@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from vllm_choreo.engine.scheduler.composing import check_composable
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall, Watching
-from vllm_choreo.errors import ChainError, LimitError, RepairError
+from vllm_choreo.errors import ChainError, RepairError
 from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.rules import ByAttention, ByLayers, Reweighted, Rule, Seen
 from vllm_choreo.semantics.positions import (
@@ -24,8 +25,6 @@ from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.exact import exact_chain, is_exact, num_in_chain
 from vllm_choreo.store.hidden import asked_layers, needed
 from vllm_choreo.store.repaired import repaired_chain
-from vllm_choreo.store.state_starts import Origin
-from vllm_choreo.store.states import States
 from vllm_choreo.store.store import MessageStore
 
 
@@ -115,41 +114,12 @@ def plan_call(
         repaired_tokens=num_repaired,
     )
     if store.states is not None and not plan.exact:
-        _check_composable(store.states, links, offsets, adapter)
+        if not store.states.is_composed:
+            raise _chain_error(links, offsets, adapter)
+        check_composable(store.states, links)
     if isinstance(params.repair, Reweighted) and len(links) > 1:
         plan = replace(plan, exact=False, weights=params.repair.weights)
     return plan, tuple(link.encoding for link in links)
-
-
-def _check_composable(
-    states: States, links: Sequence[Link], offsets: Sequence[int], adapter: Adapter | None
-) -> None:
-    """Check that the states of parents that are no chain can be composed.
-
-    Raises:
-        ChainError: the engine does not compose states, or a part of a message is named.
-        LimitError: the engine has too few states.
-    """
-    if not states.is_composed:
-        raise _chain_error(links, offsets, adapter)
-    for number, link in enumerate(links, 1):
-        if link.num_tokens != link.encoding.num_tokens:
-            raise ChainError(
-                f"only a part of parent {number} is named, and this model keeps what whole "
-                "messages do to a state; name all of it, or call with mode='exact', which encodes "
-                "the part anew",
-                parameter="parents",
-                value=link.encoding.message.id,
-            )
-    origin = Origin.of(tuple(link.encoding for link in links))
-    if (num_needed := len({*origin.encodings}) + 1) > states.num_states:
-        raise LimitError(
-            f"the call needs {num_needed} states at a time, with its own, and the engine has "
-            f"{states.num_states}: give it more (a lower additional_config.choreo."
-            "tokens_per_state, or more KV cache), or name fewer parents that are no chain",
-            parameter="parents",
-            value=[link.encoding.message.id for link in links],
-        )
 
 
 def _chain_error(

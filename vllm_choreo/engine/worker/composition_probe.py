@@ -2,10 +2,10 @@
 """The composition probe, which proves that states can be composed, on the loaded model.
 
 A text is run, and another one behind it: as a prompt, then one more token as a generated one is.
-Then every layer runs the second text's inputs again, from a state whose convolution is the same and
-whose memory is empty. What that leaves, composed with the first text's state, must be what the layer
-had in context. Attention passes values through, as in the position probe: here it is not the
-subject, and each layer is given the same inputs twice.
+Then every layer runs the second text's inputs again, from a state whose convolution is the same
+and whose memory is empty. What that leaves, composed with the first text's state, must be what the
+layer had in context. Attention passes values through, as in the position probe: it is not the
+subject here, and each layer is given the same inputs twice.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def _refuse_wrong(errors: Mapping[str, float], limit: float) -> None:
         if error > limit:
             raise UnsupportedModelError(
                 f"what a message does to the state of layer {name} is not what was found in its "
-                f"context (relative error {error:.2g}, {limit:.2g} is allowed), so states cannot be "
-                "composed; start the engine without additional_config.choreo.composed_states, and "
-                "read chains",
+                f"context (relative error {error:.2g}, {limit:.2g} is allowed), so that states "
+                "cannot be composed; start the engine without "
+                "additional_config.choreo.composed_states, and read chains",
                 parameter="model",
                 value=name,
             )
