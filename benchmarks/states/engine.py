@@ -207,7 +207,8 @@ class Asked:
                     answer = c.decode(
                         list(question), parents=parents, mode=mode, sampling_params=params
                     )
-                    rows.append(answer.prompt_logprobs[1:])
+                    of_tokens = filter(None, answer.prompt_logprobs or ())
+                    rows.append([*of_tokens])
             found.append(sum(map(_kl, *rows)) / len(rows[0]))
         return found
 

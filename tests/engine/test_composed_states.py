@@ -7,11 +7,13 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 
 from tests.engine.choreographies import (
     LOGPROB_TOLERANCE,
@@ -27,7 +29,9 @@ from tests.engine.state_oracle import StateOracle
 from tests.engine.test_states import OPTIONS
 from tests.grids import sampled
 from vllm_choreo import Choreography
-from vllm_choreo.errors import ChainError, LimitError, RepairError
+from vllm_choreo.engine.worker.composed_layers import transition_bytes
+from vllm_choreo.engine.worker.composition_probe import probe_composition
+from vllm_choreo.errors import ChainError, LimitError, RepairError, UnsupportedModelError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.laws import difference, greedy
 from vllm_choreo.testing.models.tiny import make_tiny_model
@@ -112,6 +116,38 @@ def test_parts_and_repair_are_refused(llm: Any) -> None:
             c.prefill(random_tokens(rng, 5), parents=[a], repair="first:8")
 
 
+def test_layers_of_other_kinds_are_refused_by_name() -> None:
+    layer = MambaMixer.__new__(MambaMixer)
+    with pytest.raises(UnsupportedModelError, match=r"layer it \(MambaMixer\).*composed_states"):
+        transition_bytes("it", layer)
+
+
+def test_states_that_were_followed_wrongly_are_refused_at_the_start(
+    llm: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe runs once more, with one layer that forgets what it has noted of the last step."""
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.runner
+    states = runner.states
+    layer = next((one for one in states.composed if one.kept), None)
+    if layer is None:
+        assert name == "lfm2"  # a convolution notes nothing
+        return
+
+    def probe() -> dict[str, float]:
+        return probe_composition(
+            *(runner.get_model(), runner.vllm_config, list(runner.layers), runner.device),
+            *(runner._use_adapter, states),
+        )
+
+    assert max(probe().values()) < 1e-5
+    follow = layer.follow
+    monkeypatch.setattr(
+        layer, "follow", lambda tokens: follow(replace(tokens, stops=tokens.starts))
+    )
+    with pytest.raises(UnsupportedModelError, match=rf"state of layer {layer.name} is not what"):
+        probe()
+
+
 # -- little room -------------------------------------------------------------------------------
 
 
@@ -126,13 +162,13 @@ def small(
     engine_slot: Callable[..., Any],
     tiny_model_path: Callable[[str], Path],
 ) -> Any:
-    """Engine of 24 blocks and 8 states; long prompts run in parts, keys are moved.
+    """Engine of 24 blocks and 5 states; long prompts run in parts, keys are moved.
 
     The other one has host memory, too.
     """
     is_async = request.param
     options = {**OPTIONS.get(name, {}), "num_gpu_blocks_override": 25, "max_model_len": 24 * 32}
-    choreo: dict[str, Any] = {"composed_states": True, "tokens_per_state": 100}
+    choreo: dict[str, Any] = {"composed_states": True, "tokens_per_state": 160}
     if is_async:
         options |= {"max_num_batched_tokens": 48, "scheduling_policy": "priority"}
         choreo["reposition"] = "in_place"

@@ -191,11 +191,11 @@ def _any_order(model: str) -> str:
         states = llm.collective_rpc("choreo_states")[0]
     finally:
         llm.llm_engine.engine_core.shutdown()
-    error = max(layer["composition_error"] for layer in states)
+    largest = max(layer["composition_error"] for layer in states)
     size = sum(layer["state_bytes"] for layer in states)
     return (
         "Any order: with additional_config.choreo.composed_states, proven for each layer (largest "
-        f"relative error {error:.1e}); a state takes {size:,} bytes in all layers then"
+        f"relative error {largest:.1e}); a state takes {size:,} bytes in all layers then"
     )
 
 

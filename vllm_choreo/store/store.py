@@ -351,6 +351,8 @@ class MessageStore:
                 that runs alone.
         """
         assert self.states is not None
+        if self.states.num_free:
+            return True
         kept = [*needed] if is_alone else [next(iter(needed))]
         while not self.states.num_free:
             if not any(self.evict_state(some) for some in kept):

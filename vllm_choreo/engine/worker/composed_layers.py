@@ -245,11 +245,13 @@ def transition_bytes(name: str, layer: MambaBase) -> int:
     """
     if isinstance(layer, ShortConv):
         return 0
-    if not isinstance(layer, (MambaMixer2, QwenGatedDeltaNetAttention)):
+    is_known = isinstance(layer, (MambaMixer2, QwenGatedDeltaNetAttention))
+    if not is_known or getattr(layer, "use_replayssm", False):
         raise UnsupportedModelError(
             f"layer {name} ({type(layer).__name__}) has states that are not composed in any order: "
-            "Mamba2, gated delta rules of Qwen, and short convolutions are; start the engine "
-            "without additional_config.choreo.composed_states, and read chains",
+            "Mamba2 (without replayed tokens), gated delta rules of Qwen, and short convolutions "
+            "are; start the engine without additional_config.choreo.composed_states, and read "
+            "chains",
             parameter="model",
             value=name,
         )
