@@ -50,7 +50,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 2",),
-    "states": ("benchmarks.states --turns 8 --passes 1",),
+    "states": (
+        "benchmarks.states --turns 8 --passes 1",
+        "benchmarks.states.orders --passes 1 --turns 1 --judged 2",
+    ),
     "memory": ("benchmarks.memory",),
     "session": ("benchmarks.memory.long_session",),
     "attention": tuple(

@@ -17,7 +17,7 @@ import contextlib
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.states import engine
 from benchmarks.states.bars import bars_reached
-from benchmarks.states.tables import TABLES
+from benchmarks.states.tables import CHAIN_TABLES
 
 TURN_TOKENS = (100, 400)
 # Tokens with which all prompts of a batch begin: none, and more than two blocks of a prefix cache.
@@ -47,24 +47,25 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = engine.make_model(Path(folder))
         for number in range(1, args.passes + 1):
-            with _sides(model) as sides:
+            with open_sides(model, engine.SIDES) as sides:
                 _check(sides)
                 conversations += _conversations(sides, number, args.turns)
                 batches += _batches(sides, number, args)
     write_csv("states", conversations, **record())
     write_csv("states_ordinary", batches, **record())
-    print(as_text(TABLES.values()))
+    print(as_text(CHAIN_TABLES.values()))
     return int(not bars_reached(conversations, batches))
 
 
 @contextlib.contextmanager
-def _sides(model: Path) -> Iterator[dict[str, Child]]:
+def open_sides(model: Path, sides: Mapping[str, str]) -> Iterator[dict[str, Child]]:
+    """Have all sides up at once; `sides` are those of `engine`."""
     with contextlib.ExitStack() as stack:
         yield {
             side: stack.enter_context(
                 Child.of(engine.__name__, side, str(model), VLLM_PLUGINS=plugins)
             )
-            for side, plugins in engine.SIDES.items()
+            for side, plugins in sides.items()
         }
 
 

@@ -16,7 +16,11 @@ from vllm import SamplingParams
 
 from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from tests.engine.feature_machine import invariants
-from tests.engine.feature_machine.configurations import Configuration, scheduling_of
+from tests.engine.feature_machine.configurations import (
+    LFM2_OPTIONS,
+    Configuration,
+    scheduling_of,
+)
 from tests.engine.test_exact import Program, _text
 from tests.engine.text_oracle import TextOracle
 from tests.grids import sampled
@@ -26,9 +30,7 @@ from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.models.tiny import make_tiny_model
 
 MODELS = ["granite_hybrid", "lfm2"]
-# vLLM 0.32's kernel for rotary embeddings on CPU turns queries of LFM2's form, with a dim for
-# heads, by positions of other tokens: without the plugin, too, by up to 2.7 in log-probability.
-OPTIONS = {"lfm2": {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}}
+OPTIONS = {"lfm2": LFM2_OPTIONS}
 
 
 @pytest.fixture(scope="module", params=sampled(MODELS, 1))

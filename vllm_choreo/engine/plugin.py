@@ -238,6 +238,7 @@ def _refuse_unsupported(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
         refused["additional_config.choreo.hidden_memory_gib"] = bool(config.hidden_bytes)
         # It would load keys and values of a prefix, and no states.
         refused["kv_transfer_config"] = vllm_config.kv_transfer_config is not None
+    _check_composed_states(vllm_config, config)
     for name, is_refused in refused.items():
         if is_refused:
             raise UnsupportedOptionError(
@@ -252,6 +253,29 @@ def _refuse_unsupported(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
         mla.refuse_unsupported(vllm_config, current_platform.is_cpu())
     if parallel.data_parallel_size > 1:
         _refuse_engines(vllm_config)
+
+
+def _check_composed_states(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
+    """Check that states can be composed where that is asked for.
+
+    Raises:
+        UnsupportedOptionError: they cannot; says why.
+    """
+    from vllm.platforms import current_platform
+
+    if not config.composed_states:
+        return
+    if not vllm_config.model_config.is_hybrid:
+        reason = "this model keeps no states, and reads messages in any order without it"
+    elif not current_platform.is_cpu():
+        reason = "states are composed on CPUs alone so far; chains are read without it"
+    else:
+        return
+    raise UnsupportedOptionError(
+        f"{reason}: leave it out",
+        parameter="additional_config.choreo.composed_states",
+        value=True,
+    )
 
 
 def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:

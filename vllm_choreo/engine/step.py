@@ -126,6 +126,21 @@ class StageRun:
 
 
 @dataclass(frozen=True)
+class StateStart:
+    """State of a request that starts: what messages left, by the numbers of their states.
+
+    Attributes:
+        target: the state that begins.
+        behind: the state that it is at first; None: that of an empty text.
+        composed: (state, tokens of its message) of each message that changes it then, in order.
+    """
+
+    target: int
+    behind: int | None
+    composed: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class ChoreoStep:
     """Part of a step that the scheduler sends to the workers.
 
@@ -140,7 +155,7 @@ class ChoreoStep:
         states: number of the state of each request that starts, or starts again, in models that
             have states; empty in others.
         state_saves, state_loads: states to copy before that to and from host memory, likewise.
-        state_copies: states to copy then, before the step runs, as `(source, target)`.
+        state_starts: states that begin then, before the step runs.
     """
 
     started: dict[str, RequestSpans]
@@ -154,7 +169,7 @@ class ChoreoStep:
     states: Mapping[str, int] = field(default_factory=dict)
     state_saves: tuple[tuple[int, int], ...] = ()
     state_loads: tuple[tuple[int, int], ...] = ()
-    state_copies: tuple[tuple[int, int], ...] = ()
+    state_starts: tuple[StateStart, ...] = ()
 
     def written_blocks(self) -> set[int]:
         """Blocks that are written before the step itself, and those that stage runs read."""

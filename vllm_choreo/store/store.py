@@ -265,7 +265,7 @@ class MessageStore:
         assert self.states is not None
 
         def is_whole(duplicate: Encoding) -> bool:
-            has_all = duplicate.is_resident and self.can_begin_behind(duplicate)
+            has_all = duplicate.is_resident and self.can_begin_with([duplicate])
             return has_all and may_share(duplicate)
 
         duplicate = self.duplicates.most_resident(encoding, is_whole)
@@ -325,17 +325,14 @@ class MessageStore:
         if self.states:
             self.states.hold(encoding, request_id, self.step)
 
-    def can_begin_behind(self, encoding: Encoding | None) -> bool:
-        """Return whether the step being planned can begin with the state that an encoding left.
+    def can_begin_with(self, encodings: Iterable[Encoding]) -> bool:
+        """Return whether the step being planned can begin with the states that encodings left.
 
-        It is copied before the step runs, so it was written in an earlier one.
-
-        Args:
-            encoding: None: there is nothing behind which it begins.
+        They are read before the step runs, so they were written in earlier ones.
         """
-        if self.states is None or encoding is None:
-            return True
-        return encoding.state is not None and encoding.state_step < self.step
+        return self.states is None or all(
+            encoding.state is not None and encoding.state_step < self.step for encoding in encodings
+        )
 
     def evict_state(self, needed: Collection[Encoding]) -> bool:
         """Give up one state, see `States.victim`; return whether there was one."""
@@ -345,6 +342,22 @@ class MessageStore:
             self.totals["evicted_states"] += 1
             self.states.evict(victim, self.step)
         return victim is not None
+
+    def free_a_state(self, needed: Iterable[Collection[Encoding]], is_alone: bool) -> bool:
+        """Give up states until one is free; return whether one is.
+
+        Args:
+            needed: encodings that keep theirs; then, in turn, those that keep them from a request
+                that runs alone.
+        """
+        assert self.states is not None
+        if self.states.num_free:
+            return True
+        kept = [*needed] if is_alone else [next(iter(needed))]
+        while not self.states.num_free:
+            if not any(self.evict_state(some) for some in kept):
+                return False
+        return True
 
     def is_settled(self, encoding: Encoding) -> bool:
         """Return whether all keys were written before the step that is being planned."""

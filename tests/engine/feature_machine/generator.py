@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tests.engine.feature_machine.configurations import CONFIGURATIONS, Configuration
@@ -164,10 +165,13 @@ class _Generator:
             reads = self._reads(session, generate > 0)
         text = text or self._text(40 if generate else 97)
         options = {**self._options(session, reads, generate), **options}
-        if self._configuration.has_states:
+        if self._configuration.reads_chains:
             options["exact"] = True
         if options.get("exact") or self._configuration.has_states:
             options.pop("repair", None)
+        if self._configuration.composes and not options.get("exact"):
+            # No part of a message has a state, and a call needs those of all its parents.
+            reads = [replace(read, start=None, stop=None) for read in reads]
         if options.get("exact"):
             reads = [Read(read.name, read.start, read.stop) for read in reads]
             options.pop("new_offset", None)
@@ -600,6 +604,6 @@ class _Generator:
                         (3, 2),
                         (Read(name),),
                         generate=rng.choice((1, 2)),
-                        exact=self._configuration.has_states,
+                        exact=self._configuration.reads_chains,
                     )
                 )

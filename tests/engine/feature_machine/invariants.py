@@ -171,7 +171,7 @@ def _check_states(scheduler: Any) -> None:
         held[state.block_id] += 1
         if request_id not in scheduler.requests:
             raise Broken("a request that has ended holds a state", request_id)
-    held.update(source.block_id for source, *_ in states.copies._moves.values())
+    held.update(source.block_id for source in states.starts.sources)
     held.update(source.block_id for source in states.copies._saves.values())
     if states.tier is not None:
         _check_host(states.tier, states.copies)

@@ -14,7 +14,7 @@ from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from tests.engine.feature_machine.invariants import Broken
 from tests.engine.feature_machine.ledger import Ledger, Made, is_exact
 from tests.engine.feature_machine.program import TENANTS, Ordinary
-from tests.engine.feature_machine.truth import TextTruth, Truth
+from tests.engine.feature_machine.truth import AnyTruth, Truth
 from tests.engine.fp8_witness import READ_TOLERANCE, Witness
 from tests.engine.oracle import Parent
 from vllm_choreo.engine.kv_cache import groups_of_layers
@@ -35,7 +35,7 @@ class Judge:
 
     def __init__(
         self,
-        truth: Truth | TextTruth,
+        truth: AnyTruth,
         ledger: Ledger,
         core: Any,
         counts: Counter[str],

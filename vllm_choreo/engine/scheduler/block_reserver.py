@@ -126,7 +126,7 @@ class BlockReserver:
         if is_first:
             self._call_table.adopt_encoders(call)
         for wanted in self._lacks(call):
-            if wanted is self._call_table.origin(call) and wanted.state is None:
+            if wanted.state is None and wanted in self._call_table.begins_with(call):
                 restored = self._restore_whole(wanted, call, most - taken)
                 if restored is None:
                     continue  # a call that runs has to end first
@@ -256,10 +256,9 @@ class BlockReserver:
         if not encoding.is_resident and (tier is None or encoding not in tier):
             return 0
         states.tier.protect(encoding)
-        while not states.num_free:
-            is_freed = self._store.evict_state(self._call_table.origins())
-            if not is_freed and not (not self._running() and self._store.evict_state(())):
-                return None
+        needed = self._call_table.needed_states(reader)
+        if not self._store.free_a_state(needed, not self._running()):
+            return None
         need = 0
         if not encoding.is_resident and not (need := self._restore(encoding, reader, most)):
             return 0

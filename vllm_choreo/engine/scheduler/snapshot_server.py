@@ -21,6 +21,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from vllm_choreo.engine.lora import check_loadable
 from vllm_choreo.engine.scheduler.adapters import Adapters
+from vllm_choreo.engine.scheduler.composing import check_loaded
 from vllm_choreo.errors import AdapterError, ChoreoError, UnsupportedOptionError
 from vllm_choreo.semantics.other_model import OTHER_MODEL, OtherModel
 from vllm_choreo.semantics.positions import check_length
@@ -165,7 +166,7 @@ class SnapshotServer:
         """Rebuild messages (see `Rebuilt`); returns a ticket for the other operations.
 
         Raises:
-            TooLongError, OffsetError: a message could not be encoded again here.
+            TooLongError, OffsetError, ChainError: a message could not be encoded again here.
             AdapterError: there is only a recipe, and its adapter is not here.
             ChoreoError: hidden states for which there is no room, or layers that cannot be run.
         """
@@ -173,6 +174,8 @@ class SnapshotServer:
         for encoding, entry in zip(rebuilt.encodings, recipes["encodings"], strict=True):
             assert encoding.plan is not None
             check_length(encoding.plan, encoding.num_tokens, self._max_model_len)
+            if self._store.states is not None:
+                check_loaded(self._store.states, encoding)
             is_lost = encoding.adapter and not self._adapters.is_current(encoding.adapter)
             if is_lost and not entry["data"] and not encoding.message.freed:
                 raise AdapterError(

@@ -22,6 +22,7 @@ from vllm_choreo.engine.speculation import has_layers
 from vllm_choreo.engine.step import BlockMove, step_of, with_attention
 from vllm_choreo.engine.worker.attention import SpanReader
 from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
+from vllm_choreo.engine.worker.composition_probe import probe_composition
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.cpu_rotary import correct_rotary
 from vllm_choreo.engine.worker.drafting import DrafterSpans, DraftLayers, choreographed
@@ -100,11 +101,12 @@ class ChoreoModelRunner:
         """
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         states = {name: spec for name, spec in specs.items() if isinstance(spec, MambaSpec)}
+        config = ChoreoConfig.from_vllm(self.vllm_config)
         if states:
-            self.states = StateLayers(states, self.vllm_config, self.device)
+            is_composed = config.composed_states
+            self.states = StateLayers(states, self.vllm_config, self.device, is_composed)
         others = {name: spec for name, spec in specs.items() if name not in states}
-        has_groups = ChoreoConfig.from_vllm(self.vllm_config).window_groups
-        return others if has_groups else widen_windows(others, self.vllm_config)
+        return others if config.window_groups else widen_windows(others, self.vllm_config)
 
     def memory_for_keys(self, available: int) -> int:
         """Bytes that are left for keys and values beside the states that come with them.
@@ -145,6 +147,11 @@ class ChoreoModelRunner:
             *(self.get_model(), self.vllm_config, list(layers), self.device),
             *(self._use_adapter, self.states),
         )
+        if config.composed_states and self.states is not None:
+            self.states.errors = probe_composition(
+                *(self.get_model(), self.vllm_config, list(layers), self.device),
+                *(self._use_adapter, self.states),
+            )
         self.groups = groups_of_layers(self.kv_cache_config)
         is_tiled = any(layer.impl.resolved_kernels() == "triton" for layer in layers.values())
         kinds = self._kinds(layers, self.layer_positions)
@@ -304,9 +311,9 @@ class ChoreoModelRunner:
         if self.drafter_spans is not None:
             self.drafter_spans.update(step.started, finished, block_ids)
         if self.states is not None:
-            self.states.update(step.states, finished)
+            self.states.update(step.states, finished, step.started)
             self.states.copy_in_host(step.state_saves, step.state_loads)
-            self.states.copy(step.state_copies)
+            self.states.start(step.state_starts)
         if self.host_blocks is not None:
             self.host_blocks.copy(step.saves, step.loads)
         self._move_keys(step.moves)
