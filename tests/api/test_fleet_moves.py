@@ -117,7 +117,7 @@ class SavingEngine(PlayedEngine):
             return None
         self._blocks.append(self.numbers[key])
         blocks = [[len(self._blocks) - 1]]
-        return {"ticket": 2, "blocks": blocks, "stored_position": 0, "hidden": None}
+        return {"ticket": 2, "blocks": blocks, "stored_position": 0, "hidden": None, "state": None}
 
     def _release(self, ticket: int) -> bool:
         return True
@@ -131,7 +131,8 @@ class SavingEngine(PlayedEngine):
         _, entries, _, places = self._loads[ticket]
         self._blocks.append(np.zeros((2 * _LAYERS, len(entries[number]["tokens"]), _SIZE), "f4"))
         places[number] = len(self._blocks) - 1
-        return {"blocks": [[places[number]]], "firsts": [0], "in_host": False, "hidden": None}
+        place = {"blocks": [[places[number]]], "firsts": [0], "in_host": False}
+        return {**place, "hidden": None, "state": None}
 
     def _commit(self, ticket: int) -> Any:
         session, entries, named, places = self._loads.pop(ticket)
@@ -152,7 +153,7 @@ class SavingEngine(PlayedEngine):
         if method == "choreo_kv_shape":
             layers = [[1, _SIZE, _SIZE]] * _LAYERS
             shape = {"dtype": "float32", "layers": layers, "groups": [0] * _LAYERS, "scales": []}
-            return [{**shape, "hidden": ("float32", 0)}]
+            return [{**shape, "hidden": ("float32", 0), "states": []}]
         if method == "choreo_read_kv":
             self.on_read()
             ((block,),), (first, last), start, stop = args

@@ -149,13 +149,13 @@ async def nothing_is_left(llm: Any) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("has_groups", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "granite_hybrid"])
 def test_what_is_moved_is_not_encoded(
-    has_groups: bool, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where layers with windows have blocks of their own, and keep the ends of messages."""
-    model_path = tiny_model_path("gemma3" if has_groups else "llama")
-    choreo = {"choreo": {"window_groups": has_groups}}
+    """Also where layers with windows have blocks of their own, and where layers have states."""
+    model_path = tiny_model_path(name)
+    choreo = {"choreo": {"window_groups": name == "gemma3"}}
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     tokens = [[7 + 11 * n + i % 300 for i in range(200)] for n in range(3)]
     header = [5, 6, 7]

@@ -68,7 +68,12 @@ from vllm_choreo.store.recipes import Rebuilt, recipes_of
 from vllm_choreo.store.repaired import repaired_chain
 from vllm_choreo.store.store import MessageStore
 
-SHAPE = KVShape.of("float32", [[2, 8, 8], [1, 4, 4], [2, 8, 8]], ("bfloat16", 24)).keeping([1, 2])
+SHAPE = KVShape.of(
+    "float32",
+    [[2, 8, 8], [1, 4, 4], [2, 8, 8]],
+    ("bfloat16", 24),
+    states=[("float32", [3, 2]), ("bfloat16", [4])],
+).keeping([1, 2])
 
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -82,17 +87,21 @@ def test_chunks_are_all_of_an_encoding_in_the_order_of_its_file(
     shape = SHAPE.beginning_at(firsts)
     end, tensors = 0, list(shape.tensors(tokens).values())
     for chunk in chunks(shape, tokens, most):
-        first = shape.first_token(chunk.first)
+        there = shape.rows(chunk.first, tokens)
         start = tensors[chunk.first]["data_offsets"][0]
-        start += (chunk.start - first) * shape.row_bytes(chunk.first)
+        start += (chunk.start - there.start) * shape.row_bytes(chunk.first)
         rows = sum(map(shape.row_bytes, range(chunk.first, chunk.last)))
         assert start == end and chunk.num_bytes == rows * (chunk.stop - chunk.start)
         assert chunk.num_bytes <= most or chunk.stop - chunk.start == 1
-        assert (chunk.start, chunk.stop) == (first, tokens) or chunk.last == chunk.first + 1
-        assert all(shape.first_token(part) == first for part in range(chunk.first, chunk.last))
-        assert chunk.last <= 6 or chunk.first >= 6, "keys and values, or hidden states"
+        assert range(chunk.start, chunk.stop) == there or chunk.last == chunk.first + 1
+        assert all(shape.rows(part, tokens) == there for part in range(chunk.first, chunk.last))
+        parts = {*range(chunk.first, chunk.last)}
+        kinds = [parts & {*range(*of_kind)} for of_kind in ((0, 6), (6, 8), (8, 9), (9, 10))]
+        assert parts in kinds, "keys and values, hidden states, or a state's tensors of one dtype"
         hidden = SHAPE.hidden_layers(chunk.first, chunk.last)
-        assert hidden == (1, 2)[max(0, chunk.first - 6) : max(0, chunk.last - 6)]
+        assert hidden == tuple(part - 5 for part in sorted(kinds[1]))
+        state = SHAPE.state_tensors(chunk.first, chunk.last)
+        assert [*state] == sorted(part - 8 for part in kinds[2] | kinds[3])
         end += chunk.num_bytes
     assert end == shape.num_bytes(tokens) == tensors[-1]["data_offsets"][1]
 
@@ -325,6 +334,7 @@ class _Engine:
                     "groups": [0],
                     "scales": [],
                     "hidden": ["float32", 0],
+                    "states": [],
                 },
             ],
             "snapshot_begin": 0,
@@ -333,6 +343,7 @@ class _Engine:
                 "firsts": [0],
                 "in_host": False,
                 "hidden": None,
+                "state": None,
             },
         }.get(name)
 

@@ -390,6 +390,12 @@ class _Reader:
     ) -> Ask | None:
         """Call of the workers that writes a chunk; None: there is no place for it, nor a need."""
         parts, rows = (chunk.first, chunk.last), (chunk.start, chunk.stop)
+        if tensors := shape.state_tensors(*parts):
+            if place["state"] is None:
+                return None
+            return workers(
+                "choreo_write_state", piece, place["state"], [tensors.start, tensors.stop]
+            )
         if layers := shape.hidden_layers(*parts):
             key = place["hidden"]
             return key and workers("choreo_write_hidden", piece, key, layers, *rows)

@@ -143,7 +143,8 @@ class _Writer:
         self, number: int, message_id: str | None, shape: KVShape, bar: ByteBar
     ) -> Steps[None]:
         held = yield operation("hold", self._told["ticket"], number)
-        if held is None and message_id is not None:
+        # With states a message is read behind its chain alone, which no caller can name.
+        if held is None and message_id is not None and not shape.states:
             try:
                 yield Ask("encode", (message_id,))
             except TooLongError:
@@ -157,7 +158,7 @@ class _Writer:
                     value=message_id,
                 )
         if held is None:
-            return  # a copy that was evicted meanwhile: it stays a recipe
+            return  # a copy, or one with a state, that was evicted: it stays a recipe
         try:
             yield from self._stream(number, held, shape, bar)
         finally:
@@ -180,7 +181,11 @@ class _Writer:
             digested.write(header_bytes(shape, num_tokens, self._about(entry)))
             for chunk in chunks(shape, num_tokens):
                 parts, rows = [chunk.first, chunk.last], (chunk.start, chunk.stop)
-                if layers := shape.hidden_layers(*parts):
+                if tensors := shape.state_tensors(*parts):
+                    wanted = [tensors.start, tensors.stop]
+                    (found,) = yield workers("choreo_read_state", held["state"], wanted)
+                    digested.write(found)
+                elif layers := shape.hidden_layers(*parts):
                     found = yield workers("choreo_read_hidden", held["hidden"], layers, *rows)
                     digested.write(found[0])  # every worker has them all
                 else:

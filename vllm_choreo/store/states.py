@@ -147,6 +147,10 @@ class States:
         self.pool.free_blocks(states)  # the encoding holds its own reference
         self.tier.load(encoding, [(0, 0)], states)
 
+    def let_go(self, state: Block) -> None:
+        """Give back a reference on a state that was taken from the pool."""
+        self._free(state)
+
     def use(self, encoding: Encoding) -> None:
         """Mark the state of an encoding as most recently used."""
         if encoding in self._holding:

@@ -334,13 +334,20 @@ class MessageStore:
             encoding.state is not None and encoding.state_step < self.step for encoding in encodings
         )
 
-    def evict_state(self, needed: Collection[Encoding]) -> bool:
-        """Give up one state, see `States.victim`; return whether there was one."""
+    def evict_state(self, needed: Collection[Encoding], into_host: bool = True) -> bool:
+        """Give up one state, see `States.victim`; return whether there was one.
+
+        Args:
+            into_host: whether host memory, if there is any, gets a copy before the next step.
+        """
         assert self.states is not None
         victim = self.states.victim(needed, self.clock())
         if victim is not None:
             self.totals["evicted_states"] += 1
-            self.states.evict(victim, self.step)
+            if into_host:
+                self.states.evict(victim, self.step)
+            else:
+                self.states.drop(victim)
         return victim is not None
 
     def free_a_state(self, needed: Iterable[Collection[Encoding]], is_alone: bool) -> bool:

@@ -439,7 +439,6 @@ class _Generator:
                 self._add(Settle())
             chosen = rng.sample(names, rng.randint(1, min(3, len(names))))
             key, has_keys = rng.choice("xy"), rng.random() < 0.8
-            has_keys = has_keys and not self._configuration.has_states
             self._add(Save(session, key, tuple(chosen), has_keys, rng.choice((99, 99, 2, 4))))
             self._kept[key] = session, chosen
             if rng.random() < 0.4:
@@ -476,7 +475,7 @@ class _Generator:
                 self._call(session, [], 0, self._text(97, 40))
             self._add(Settle())
             chosen = rng.sample(list(self._names[session]), 1)
-            self._add(Save(session, "x", tuple(chosen), not self._configuration.has_states))
+            self._add(Save(session, "x", tuple(chosen), True))
             self._kept["x"] = session, chosen
             if rng.random() < 0.7:
                 self._forget(session, chosen)

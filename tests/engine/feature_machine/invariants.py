@@ -172,6 +172,7 @@ def _check_states(scheduler: Any) -> None:
         if request_id not in scheduler.requests:
             raise Broken("a request that has ended holds a state", request_id)
     held.update(source.block_id for source in states.starts.sources)
+    held.update(state.block_id for state in scheduler.snapshots._kept_states.values())
     held.update(source.block_id for source in states.copies._saves.values())
     if states.tier is not None:
         _check_host(states.tier, states.copies)

@@ -22,7 +22,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm_choreo.engine.lora import check_loadable
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.composing import check_loaded
-from vllm_choreo.errors import AdapterError, ChoreoError, UnsupportedOptionError
+from vllm_choreo.errors import AdapterError, ChoreoError
 from vllm_choreo.semantics.other_model import OTHER_MODEL, OtherModel
 from vllm_choreo.semantics.positions import check_length
 from vllm_choreo.store.block_copies import Block
@@ -68,6 +68,8 @@ class SnapshotServer:
         self._described: dict[int, list[tuple[Encoding, tuple[int, ...]]]] = {}
         self._held: dict[int, Encoding] = {}
         self._loads: dict[int, Rebuilt] = {}
+        # States that nobody gives up meanwhile, by ticket, or by the encoding that is loaded.
+        self._kept_states: dict[int | Encoding, Block] = {}
 
     @property
     def is_holding(self) -> bool:
@@ -111,24 +113,15 @@ class SnapshotServer:
         """Keep the blocks of an encoding where they are until `release`.
 
         Returns:
-            `ticket`, `blocks`: their ids, by KV cache group, and -1 in gaps, `stored_position`, and
-            `hidden`: the key of the hidden states, or None. None: the encoding, or hidden states of
-            it, are not there any more.
-
-        Raises:
-            UnsupportedOptionError: the model has states, of which files keep none.
+            `ticket`, `blocks`: their ids, by KV cache group, and -1 in gaps, `stored_position`,
+            `hidden`: the key of the hidden states, or None, and `state`: the number of its state,
+            or None, if the model has none. None: the encoding, or hidden states of it, or its
+            state, are not there any more.
         """
-        if self._store.states is not None:
-            raise UnsupportedOptionError(
-                "this model keeps a state at the end of every message, and files have keys and "
-                "values alone: save messages with encodings=False, as recipes, which are encoded "
-                "when they are read",
-                parameter="encodings",
-                value=True,
-            )
         encoding, layers = self._described[ticket][number]
-        hidden = self._hidden_key(encoding)
+        hidden, states = self._hidden_key(encoding), self._store.states
         is_there = encoding.has(self._store.groups.held(encoding.num_tokens))
+        is_there &= states is None or encoding.state is not None
         if not is_there or (layers and hidden is None):
             return None
         self._store.residency.wait_for([encoding])
@@ -140,6 +133,7 @@ class SnapshotServer:
             "blocks": _ids(encoding.blocks),
             "stored_position": encoding.stored_position,
             "hidden": hidden,
+            "state": self._keep_state(held, encoding),
         }
 
     def release(self, ticket: int) -> bool:
@@ -148,6 +142,7 @@ class SnapshotServer:
         if encoding is None:
             return False
         self._store.residency.leave([encoding], reading=True)
+        self._let_state_go(ticket)
         self._store.settle(encoding)
         return True
 
@@ -197,16 +192,24 @@ class SnapshotServer:
             `blocks`: of each KV cache group, and -1 in gaps, `firsts`: the first token of each that
             is to be there, and `in_host`, whether the blocks are of host memory; without blocks:
             another message has the same keys and values, and its blocks are shared; `hidden`: the
-            key of the hidden states, or None. None: there is no room, or none that may be written
-            now, and the message will be encoded when it is read.
+            key of the hidden states, or None; `state`: the number of a state, or None, if the model
+            has none, or another message's is shared. None: there is no room, or none that may be
+            written now, and the message will be encoded when it is read.
         """
-        place = self._allocate(ticket, number, stored_position)
-        hidden = self._hidden_key(self._loads[ticket].encodings[number])
-        firsts = self._store.groups.kept_tokens(self._loads[ticket].encodings[number].num_tokens)
-        return place and {**place, "firsts": firsts, "hidden": hidden}
-
-    def _allocate(self, ticket: int, number: int, stored_position: int) -> dict[str, Any] | None:
         encoding = self._loads[ticket].encodings[number]
+        place = self._allocate(encoding, stored_position)
+        if place is None:
+            return None
+        firsts = self._store.groups.kept_tokens(encoding.num_tokens)
+        state = self._kept_states.get(encoding)
+        return {
+            **place,
+            "firsts": firsts,
+            "hidden": self._hidden_key(encoding),
+            "state": state and state.block_id,
+        }
+
+    def _allocate(self, encoding: Encoding, stored_position: int) -> dict[str, Any] | None:
         if encoding.is_given_up:
             return None  # no call will read it
         is_known = 0 <= stored_position <= self._max_model_len - encoding.num_tokens
@@ -214,9 +217,12 @@ class SnapshotServer:
             return None  # the model cannot be given such positions, of which it would be patched
         if self._share(encoding):
             return {"blocks": [], "in_host": False}
+        if not self._has_room_for_state():
+            return None
         held = self._store.groups.held(encoding.num_tokens)
         need = sum(map(len, held))
-        tier = self._store.tier
+        # Of a message with a state, all is where calls can begin behind it.
+        tier = self._store.tier if self._store.states is None else None
         is_full = self._pool.get_num_free_blocks() < need or not self._may_write()
         if is_full and tier is not None:
             position, count = stored_position, encoding.num_tokens
@@ -236,6 +242,7 @@ class SnapshotServer:
             del rest[: len(chosen)]
         self._hold(encoding, table, stored_position)
         self._pool.free_blocks(blocks)  # the store holds its own references
+        self._give_state(encoding)
         return {"blocks": _ids(table), "in_host": False}
 
     def deallocate(self, ticket: int, number: int) -> None:
@@ -256,6 +263,7 @@ class SnapshotServer:
         del self._loads[ticket]
         placed = [e for e in rebuilt.encodings if e.num_readers or (tier and e in tier)]
         for encoding in placed:
+            self._let_state_go(encoding)
             if encoding.num_readers:
                 self._store.residency.leave([encoding], reading=True)
             elif tier is not None:
@@ -300,13 +308,54 @@ class SnapshotServer:
 
     def _share(self, encoding: Encoding) -> bool:
         """Share the blocks of a resident encoding of the same digest; False: there is none."""
+        states = self._store.states
         duplicate = self._store.duplicates.most_resident(
-            encoding, lambda duplicate: duplicate.is_resident
+            encoding,
+            lambda duplicate: (
+                duplicate.is_resident and (states is None or duplicate.state is not None)
+            ),
         )
         if duplicate is None:
             return False
         self._hold(encoding, duplicate.blocks, duplicate.stored_position)
+        if states is not None and duplicate.state is not None:
+            states.share(encoding, duplicate.state, duplicate.state_step)
         return True
+
+    # -- states ------------------------------------------------------------------------------
+
+    def _has_room_for_state(self) -> bool:
+        """Return whether a state is free, if the model has any, or one was given up for it."""
+        states = self._store.states
+        while states is not None and not states.num_free:
+            # Calls that wait keep what they begin with.
+            needed = {held for held in states.holding() if held.num_waiting}
+            # It is written at once, and copying out would come with the next step.
+            if not self._store.evict_state(needed, into_host=False):
+                return False
+        return True
+
+    def _give_state(self, encoding: Encoding) -> None:
+        """Give an encoding that is loaded a free state, which is written before the next step."""
+        states = self._store.states
+        if states is not None:
+            found = states.pool.get_new_blocks(1)
+            states.share(encoding, found[0], self._store.step)
+            self._kept_states[encoding] = found[0]  # with the reference that it came with
+
+    def _keep_state(self, ticket: int, encoding: Encoding) -> int | None:
+        """Hold the state of an encoding until the ticket's end; its number, if there is one."""
+        states = self._store.states
+        if states is None or encoding.state is None:
+            return None
+        states.pool.touch([encoding.state])
+        self._kept_states[ticket] = encoding.state
+        return encoding.state.block_id
+
+    def _let_state_go(self, kept_by: int | Encoding) -> None:
+        state, states = self._kept_states.pop(kept_by, None), self._store.states
+        if state is not None and states is not None:
+            states.let_go(state)
 
     def _hold(self, encoding: Encoding, blocks: Blocks, stored_position: int) -> None:
         residency = self._store.residency
@@ -317,6 +366,7 @@ class SnapshotServer:
         residency.read([encoding])
 
     def _drop(self, encoding: Encoding) -> None:
+        self._let_state_go(encoding)
         if encoding.num_readers:
             self._store.residency.leave([encoding], reading=True)
             self._store.residency.drop(encoding)

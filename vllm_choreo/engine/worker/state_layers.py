@@ -26,6 +26,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from vllm_choreo.engine.step import StateStart
+from vllm_choreo.engine.worker.block_bytes import bytes_of, tensor_of
 from vllm_choreo.engine.worker.composed_layers import ComposedLayer, transition_bytes
 from vllm_choreo.engine.worker.host_blocks import HostBlocks
 from vllm_choreo.engine.worker.state_transitions import FollowedTokens
@@ -156,9 +157,30 @@ class StateLayers:
 
     def allocate_in_host(self, num_states: int) -> None:
         """Make room in host memory for the states of evicted messages."""
+        self._in_host = HostBlocks(self._tensors, num_states) if num_states else None
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        """All that lies under the numbers of states, `[num_states, ...]` each."""
         tensors = [states for layer in self._layers.values() for states in layer.kv_cache]
-        tensors += [states for layer in self.composed for states in layer.kept]
-        self._in_host = HostBlocks(tensors, num_states) if num_states else None
+        return tensors + [states for layer in self.composed for states in layer.kept]
+
+    def shape(self) -> list[tuple[str, list[int]]]:
+        """Dtype and shape of each tensor of a state."""
+        return [(str(t.dtype).removeprefix("torch."), list(t.shape[1:])) for t in self._tensors]
+
+    def read(self, number: int, tensors: range) -> bytes:
+        """Bytes of some tensors of a state, one after the other."""
+        return b"".join(bytes_of(tensor[number]) for tensor in self._tensors[_slice(tensors)])
+
+    def write(self, data: bytes | memoryview, number: int, tensors: range) -> None:
+        """Put the bytes of some tensors of a state where `read` finds them."""
+        rest = tensor_of(data)
+        for tensor in self._tensors[_slice(tensors)]:
+            target = tensor[number]
+            size = target.numel() * target.element_size()
+            target.copy_(rest[:size].view(target.dtype).view(target.shape))
+            rest = rest[size:]
 
     def copy_in_host(
         self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]
@@ -264,3 +286,7 @@ class StateLayers:
         for names, builder in self._builders:
             found |= dict.fromkeys(names, builder.build(0, common))
         return found
+
+
+def _slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop)

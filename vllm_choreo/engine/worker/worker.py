@@ -74,10 +74,23 @@ class ChoreoWorker:
     # -- keys and values that are saved and loaded -------------------------------------------
 
     def choreo_kv_shape(self) -> dict[str, Any]:
-        """`BlockBytes.shape`, and `hidden`: dtype and size of hidden states."""
-        model = self.runner.vllm_config.model_config
+        """`BlockBytes.shape`, `hidden`: dtype and size of hidden states, `StateLayers.shape`."""
+        model, states = self.runner.vllm_config.model_config, self.runner.states
         hidden = str(model.dtype).removeprefix("torch."), model.get_hidden_size()
-        return {**self._block_bytes(in_host=False).shape(), "hidden": hidden}
+        of_state = states.shape() if states is not None else []
+        return {**self._block_bytes(in_host=False).shape(), "hidden": hidden, "states": of_state}
+
+    def choreo_read_state(self, number: int, tensors: Sequence[int]) -> bytes:
+        """Read the tensors `first … last-1` of a state, one after the other."""
+        assert self.runner.states is not None
+        return self.runner.states.read(number, range(*tensors))
+
+    def choreo_write_state(
+        self, data: bytes | memoryview, number: int, tensors: Sequence[int]
+    ) -> None:
+        """Write the bytes of `choreo_read_state` where it finds them."""
+        assert self.runner.states is not None
+        self.runner.states.write(data, number, range(*tensors))
 
     def choreo_read_kv(
         self, blocks: Sequence[Sequence[int]], parts: Sequence[int], start: int, stop: int
