@@ -186,10 +186,10 @@ def test_files_have_what_a_message_keeps(
         expected = _ask_end(c, document), _ask_end(c, note)
         saved = c.save([document, note], tmp_path / "saved", encodings=True)
         of_full_blocks = BLOCK_BYTES * num_blocks
-        assert 0.8 * of_full_blocks < saved.num_bytes < of_full_blocks + 10_000
+        assert 0.8 * of_full_blocks < saved.bytes < of_full_blocks + 10_000
         c.decode([4], parents=[document], new_offset=0, sampling_params=_params(1))
         whole = c.save([document], tmp_path / "whole", encodings=True)
-        assert whole.num_bytes < saved.num_bytes, "nobody asks for a part of it any more"
+        assert whole.bytes < saved.bytes, "nobody asks for a part of it any more"
     events = Events(llm)
     with Choreography(llm) as c:
         document, note = c.load(tmp_path / "saved")
