@@ -7,12 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_choreo.engine.plugin import _choose_backend, configure_after
 from vllm_choreo.engine.worker.cpu_backend import ChoreoCPUBackend, ChoreoCPUImpl
 from vllm_choreo.engine.worker.gpu_backends import ChoreoFlashAttentionBackend, ChoreoTritonBackend
-from vllm_choreo.engine.worker.model_runner import _check_layer, _check_seen
+from vllm_choreo.engine.worker.model_runner import _check_layer, _check_seen, _check_shared
 from vllm_choreo.errors import UnsupportedModelError, UnsupportedOptionError
 
 
@@ -71,3 +72,11 @@ def test_keys_that_a_model_stores_itself() -> None:
     for backend in (ChoreoCPUBackend, ChoreoFlashAttentionBackend, ChoreoTritonBackend):
         layer.attn_backend = backend
         _check_layer("model.layers.0", layer, 32)
+
+
+def test_layers_that_lie_over_one_another_look_alike() -> None:
+    cache = torch.zeros(4, 2, 32, 64)
+    _check_shared({"full": cache, "near": cache.view(4, 2, 32, 64), "other": torch.zeros(3)})
+    with pytest.raises(UnsupportedModelError, match="window_groups") as caught:
+        _check_shared({"full": cache, "near": cache.view(4, 1, 32, 128)})
+    assert caught.value.value == "near"

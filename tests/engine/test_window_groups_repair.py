@@ -22,14 +22,14 @@ _PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=5, max_token
 _RULES: list[Any] = [
     "first:32",
     "first:8",
-    "last:16",
+    [[], [(174, 190)], [(81, 97)]],
     {"share": 0.2, "by": "random"},
     {"share": 0.2, "by": "attention"},
     {"reweight": [0.8, 1.2]},
     [[], [(70, 90), (100, 103)], [(0, 64)]],
     {"layers": [1, 3]},
     {"layers": [0, 2]},
-    {"layers": "all"},
+    {"layers": [[0, 1], [2, 3]]},
     "all",
 ]
 # One after the other; with gaps; and where layers with windows see the middle of some.
