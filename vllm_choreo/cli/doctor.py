@@ -181,7 +181,7 @@ def states_table(states: Sequence[dict[str, Any]]) -> str:
 
 
 def _any_order(model: str) -> str:
-    """What the probe of an engine says that composes states, or why there is none."""
+    """Start an engine that composes states; return what its probe says, or why there is none."""
     choreo = {"composed_states": True}
     try:
         llm = start_engine(model, additional_config={"choreo": choreo})

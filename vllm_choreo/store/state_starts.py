@@ -22,7 +22,7 @@ from vllm_choreo.store.encoding import Encoding
 
 
 class Origin(NamedTuple):
-    """What the state of a call begins with.
+    """Encodings with whose states the state of a call begins.
 
     Attributes:
         behind: the encoding whose state it is at first; None: it is that of an empty text.

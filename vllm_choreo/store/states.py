@@ -81,7 +81,7 @@ class States:
         """Give a request one of the free states.
 
         Args:
-            origin: what it begins with, encodings with their states; None: it is no call.
+            origin: encodings that it begins with, with their states; None: it is no call.
         """
         assert request_id not in self._of_request and self.copies.is_planning
         (state,) = self.pool.get_new_blocks(1)

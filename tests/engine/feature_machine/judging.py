@@ -158,9 +158,9 @@ class Judge:
         ]
         if made.call.exact:
             return truth.exact(adapter, listed)
-        assert isinstance(truth, Truth), "calls to others are exact"
         if rule is None or isinstance(rule, Reweighted):
             return listed
+        assert isinstance(truth, Truth), "others are not repaired"
         if isinstance(rule, ByLayers):
             if rule.ranges == ((0, truth.num_layers),):
                 return truth.repaired(adapter, listed, self._runs(AllTokens(), made))

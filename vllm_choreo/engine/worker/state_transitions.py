@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tokens do to any state, kept beside it: `S -> A S + B`, of which this is `A`.
+"""Transitions, which tokens do to any state: `A` of `S -> A S + B`, kept beside it.
 
 With the state `S_in` with which a message began and the one behind it, `S_out`, it follows what
 the message does to another state: `S_out + A (S - S_in)`. So a state that is what it was gives
