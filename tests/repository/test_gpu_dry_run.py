@@ -21,6 +21,8 @@ from tools.gpu_dry_run.streams import CUDAGraph, Event
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceDouble]:
+    if "pin_memory" in vars(torch.Tensor):
+        monkeypatch.delattr(torch.Tensor, "pin_memory")  # vLLM's for CPUs, which does nothing
     double = DeviceDouble()
     for kind in (CUDAGraph, Event):
         monkeypatch.setattr(kind, "double", double, raising=False)

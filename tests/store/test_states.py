@@ -8,7 +8,7 @@ import pytest
 from tests.store.test_store import SIZE, Block, Pool
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Encoding
-from vllm_choreo.store.state_starts import Origin, PlannedStart
+from vllm_choreo.store.state_starts import PlannedStart, StateOrigin
 from vllm_choreo.store.states import States
 from vllm_choreo.store.store import MessageStore
 
@@ -70,8 +70,8 @@ def test_branches_begin_with_copies_of_one_state(store: MessageStore) -> None:
     assert states is not None
     a = _made(store, "a")
     assert a.state is not None
-    states.start("x", Origin(a))
-    states.start("y", Origin(a))
+    states.start("x", StateOrigin(a))
+    states.start("y", StateOrigin(a))
     x, y = states.find("x"), states.find("y")
     assert x is not None and y is not None and len({a.state, x, y}) == 3
     assert _next_step(store) == [(s.block_id, a.state.block_id, ()) for s in (x, y)]
@@ -98,7 +98,7 @@ def test_a_preempted_request_withdraws_its_copy(store: MessageStore) -> None:
     states = store.states
     assert states is not None
     a = _made(store, "a")
-    states.start("x", Origin(a))
+    states.start("x", StateOrigin(a))
     states.release("x")
     assert _next_step(store) == []
     assert states.num_free == states.num_states - 1
@@ -108,7 +108,7 @@ def test_states_make_room_before_blocks_do(store: MessageStore) -> None:
     states = store.states
     assert states is not None
     a, b, c = (_made(store, name) for name in "abc")
-    states.start("x", Origin(a))  # the latest used
+    states.start("x", StateOrigin(a))  # the latest used
     _next_step(store)
     states.release("x")
     assert states.victim((), 0.0) is b
@@ -177,7 +177,7 @@ def test_a_call_begins_behind_as_many_parents_as_stood_before_the_last_of_them(
         ((c, a, d, b), d, (b,)),
         ((a, c, d), a, (c, d)),
     ):
-        assert Origin.of(parents) == (behind, composed)
+        assert StateOrigin.of(parents) == (behind, composed)
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_who_composes_holds_all_that_it_takes_until_the_step_is_planned(
     a, b = _made(composed, "a"), _made(composed, "b")
     assert a.state is not None and b.state is not None
     of_a, of_b = a.state, b.state
-    states.start("x", Origin(a, (b, a)))
+    states.start("x", StateOrigin(a, (b, a)))
     target = states.find("x")
     assert target is not None
     assert composed.evict_state(()) is False  # all of them are taken
@@ -211,7 +211,7 @@ def test_a_start_that_is_withdrawn_lets_go_of_all_that_it_takes(composed: Messag
     states = composed.states
     assert states is not None
     a, b = _made(composed, "a"), _made(composed, "b")
-    states.start("x", Origin(None, (b, a)))
+    states.start("x", StateOrigin(None, (b, a)))
     states.release("x")
     assert _next_step(composed) == [] and states.num_free == states.num_states - 2
 
@@ -221,7 +221,7 @@ def test_nothing_has_been_done_to_the_state_of_a_call_that_begins_a_text(
 ) -> None:
     states = composed.states
     assert states is not None
-    states.start("call", Origin(None))
+    states.start("call", StateOrigin(None))
     states.start("no call", None)
     state = states.find("call")
     assert state is not None and _next_step(composed) == [(state.block_id, None, ())]

@@ -358,7 +358,7 @@ class StoreMachine(RuleBasedStateMachine):
         held: dict[Any, int] = {}
         of_calls = [block for call in self.calls for block in call.blocks or []]
         copies = self.store.residency.block_copies
-        pending = [source for source, _ in copies._moves.values()]
+        pending = [source for source, *_ in copies._moves.values()]
         pending += [] if self.is_planning else copies._saves.values()
         for block in [*of_calls, *pending, *(b for e in self.seen for b in e.held_blocks)]:
             held[block] = held.get(block, 0) + 1

@@ -174,7 +174,7 @@ class KVShape:
         return len(self.rows(part, num_tokens)) * self.row_bytes(part)
 
     def kind(self, part: int, num_tokens: int) -> tuple[object, ...]:
-        """What parts of one chunk have in common: what they hold, dtype and rows."""
+        """Kind of a part, which all parts of a chunk have: what it holds, dtype and rows."""
         holds = (part >= self.num_kv_parts) + (part >= self.num_token_parts)
         return holds, self.part_dtype(part), self.rows(part, num_tokens)
 

@@ -21,7 +21,7 @@ from vllm_choreo.store.block_copies import Block, BlockPool
 from vllm_choreo.store.encoding import Encoding
 
 
-class Origin(NamedTuple):
+class StateOrigin(NamedTuple):
     """Encodings with whose states the state of a call begins.
 
     Attributes:
@@ -33,8 +33,8 @@ class Origin(NamedTuple):
     composed: tuple[Encoding, ...] = ()
 
     @classmethod
-    def of(cls, parents: tuple[Encoding, ...]) -> Origin:
-        """Origin of a call that reads whole encodings in this order."""
+    def of(cls, parents: tuple[Encoding, ...]) -> StateOrigin:
+        """StateOrigin of a call that reads whole encodings in this order."""
         for number in range(len(parents), 0, -1):
             last = parents[number - 1]
             # Behind these, in whatever order, its state is what they compose, and then itself.
@@ -84,7 +84,7 @@ class StateStarts:
         """States that are held, once for each start that takes them."""
         return [state for start in self._starts.values() for state in start.sources]
 
-    def add(self, target: Block, origin: Origin) -> None:
+    def add(self, target: Block, origin: StateOrigin) -> None:
         """Queue the start of a state, which is held, from those of encodings, which have theirs."""
         assert target.ref_cnt and target.block_id not in self._starts
         behind = _state_of(origin.behind) if origin.behind is not None else None

@@ -24,7 +24,7 @@ from typing import Protocol
 from vllm_choreo.store.block_copies import Block, BlockCopies, BlockPool
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.host_tier import HostTier
-from vllm_choreo.store.state_starts import Origin, StateStarts
+from vllm_choreo.store.state_starts import StateOrigin, StateStarts
 
 
 class StatePool(BlockPool, Protocol):
@@ -77,7 +77,7 @@ class States:
         """State of a request; None: it does not run."""
         return self._of_request.get(request_id)
 
-    def start(self, request_id: str, origin: Origin | None) -> None:
+    def start(self, request_id: str, origin: StateOrigin | None) -> None:
         """Give a request one of the free states.
 
         Args:

@@ -29,7 +29,7 @@ from vllm_choreo.semantics.provenance import trace_of
 from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.groups import Blocks
 from vllm_choreo.store.hidden import check_memory
-from vllm_choreo.store.state_starts import Origin
+from vllm_choreo.store.state_starts import StateOrigin
 from vllm_choreo.store.store import MessageStore
 
 # Contention may make a call lose what was encoded again for it, but not this often.
@@ -281,9 +281,9 @@ class CallTable:
         )
         return is_there and self.store.can_begin_with(self.begins_with(call))
 
-    def origin(self, call: ScheduledCall) -> Origin | None:
-        """Origin of the state of a call; None: the model has none."""
-        return Origin.of(call.parents) if self.store.states else None
+    def origin(self, call: ScheduledCall) -> StateOrigin | None:
+        """StateOrigin of the state of a call; None: the model has none."""
+        return StateOrigin.of(call.parents) if self.store.states else None
 
     def begins_with(self, call: ScheduledCall) -> tuple[Encoding, ...]:
         """Encodings whose states a call begins with."""

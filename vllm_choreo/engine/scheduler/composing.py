@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from vllm_choreo.errors import ChainError, LimitError
 from vllm_choreo.store.copies import Link
 from vllm_choreo.store.encoding import Encoding
-from vllm_choreo.store.state_starts import Origin
+from vllm_choreo.store.state_starts import StateOrigin
 from vllm_choreo.store.states import States
 
 
@@ -28,7 +28,7 @@ def check_composable(states: States, links: Sequence[Link]) -> None:
                 parameter="parents",
                 value=link.encoding.message.id,
             )
-    origin = Origin.of(tuple(link.encoding for link in links))
+    origin = StateOrigin.of(tuple(link.encoding for link in links))
     if (num_needed := len({*origin.encodings}) + 1) > states.num_states:
         raise LimitError(
             f"the call needs {num_needed} states at a time, with its own, and the engine has "
@@ -53,7 +53,7 @@ def check_loaded(states: States, encoding: Encoding) -> None:
         for parent, span in zip(encoding.parents, encoding.plan.parents, strict=True)
     ]
     is_changed = encoding.patch is not None or encoding.plan.weights is not None
-    if is_changed or (Origin.of(encoding.parents).composed and not states.is_composed):
+    if is_changed or (StateOrigin.of(encoding.parents).composed and not states.is_composed):
         raise ChainError(
             "the message was encoded behind parents that are no chain, or repaired, and this model "
             "keeps a state, which it reads in the order of the encoding alone; start the engine "

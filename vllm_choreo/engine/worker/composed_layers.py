@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any
 
 import torch
 from torch.nn.functional import softplus
@@ -113,8 +112,8 @@ def _follow_delta_rules() -> None:
 
     @wraps(original)
     def followed(
-        layer: Any,
-        attn_metadata: Any,
+        layer: object,
+        attn_metadata: object,
         mixed_qkv: torch.Tensor,
         b: torch.Tensor,
         a: torch.Tensor,
