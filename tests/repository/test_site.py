@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.repository.pages import ROOT
@@ -51,8 +53,14 @@ def test_a_family_has_a_page_with_what_was_run_and_refused(family: Family) -> No
     text = family_page(family)
     assert text.startswith(f"# {family.name}\n") and "## What was run" in text
     assert len(family.refused) >= 5
-    assert all(reason in text for row in family.refused for reason in row)
-    assert not family.section or family.section_text.strip() in text
+    text = _without_targets(text)
+    assert all(_without_targets(reason) in text for row in family.refused for reason in row)
+    assert not family.section or _without_targets(family.section_text.strip()) in text
+
+
+def _without_targets(text: str) -> str:
+    """Markdown whose links lead nowhere; on a page of its own they lead elsewhere."""
+    return re.sub(r"\]\([^)]*\)", "]()", text)
 
 
 def test_families_with_a_section_of_their_own_have_it() -> None:
