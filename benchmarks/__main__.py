@@ -3,7 +3,7 @@
 
 python -m benchmarks            about a quarter of an hour on 2 idle cores
 python -m benchmarks ttft       some of them
-python -m benchmarks --page     measure nothing; fill the tables of RESULTS.md and docs/papers.md
+python -m benchmarks --page     measure nothing; fill the tables of RESULTS.md and of pages in docs/
 """
 
 from __future__ import annotations
