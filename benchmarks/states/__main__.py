@@ -13,11 +13,10 @@ of both are compared; in what is timed every answer is given, so that the texts 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.states import engine
 from benchmarks.states.bars import bars_reached
+from benchmarks.states.sides import open_sides
 from benchmarks.states.tables import CHAIN_TABLES
 
 TURN_TOKENS = (100, 400)
@@ -55,18 +55,6 @@ def main() -> int:
     write_csv("states_ordinary", batches, **record())
     print(as_text(CHAIN_TABLES.values()))
     return int(not bars_reached(conversations, batches))
-
-
-@contextlib.contextmanager
-def open_sides(model: Path, sides: Mapping[str, str]) -> Iterator[dict[str, Child]]:
-    """Have all sides up at once; `sides` are those of `engine`."""
-    with contextlib.ExitStack() as stack:
-        yield {
-            side: stack.enter_context(
-                Child.of(engine.__name__, side, str(model), VLLM_PLUGINS=plugins)
-            )
-            for side, plugins in sides.items()
-        }
 
 
 def _check(sides: dict[str, Child]) -> None:

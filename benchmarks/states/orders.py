@@ -26,7 +26,7 @@ from benchmarks.harness.record import record, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.states import engine
-from benchmarks.states.__main__ import open_sides
+from benchmarks.states.sides import open_sides
 from benchmarks.states.tables import ORDER_TABLES
 
 Tokens = list[int]
