@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from typing import cast
 
 import torch
 from torch.nn.functional import softplus
@@ -154,16 +155,14 @@ class ComposedLayer:
         self._memory = layer.kv_cache[1]
         self._initial = torch.zeros_like(self._memory)
         num_states, num_heads, *_ = self._memory.shape
+        device = self._memory.device
         if isinstance(layer, MambaMixer2):
-            layer.__class__ = FollowedMixer2
-            layer.choreo_gates = Decays(num_states, num_heads, self._memory.device)
-            self._transitions = layer.choreo_gates
+            gates = Decays(num_states, num_heads, device)
+            self._transitions = _follow_gates(layer, gates)
         else:
             _follow_delta_rules()
-            layer.__class__ = FollowedDeltaRule
-            size = layer.head_k_dim
-            layer.choreo_rules = DeltaRules(num_states, num_heads, size, self._memory.device)
-            self._transitions = layer.choreo_rules
+            rules = DeltaRules(num_states, num_heads, _key_size(layer), device)
+            self._transitions = _follow_rules(layer, rules)
 
     @property
     def kept(self) -> list[torch.Tensor]:
@@ -236,6 +235,26 @@ def _shifted(before: torch.Tensor, behind: torch.Tensor, num_tokens: int) -> tor
     )
 
 
+def _follow_gates(layer: MambaMixer2, gates: Decays) -> Decays:
+    followed = cast(FollowedMixer2, layer)
+    followed.__class__ = FollowedMixer2
+    followed.choreo_gates = gates
+    return gates
+
+
+def _follow_rules(layer: MambaBase, rules: DeltaRules) -> DeltaRules:
+    followed = cast(FollowedDeltaRule, layer)
+    followed.__class__ = FollowedDeltaRule
+    followed.choreo_rules = rules
+    return rules
+
+
+def _key_size(layer: MambaBase) -> int:
+    """Numbers of a key of a gated delta rule."""
+    size: int = cast(QwenGatedDeltaNetAttention, layer).head_k_dim
+    return size
+
+
 def transition_bytes(name: str, layer: MambaBase) -> int:
     """Bytes that are kept of a state of a layer beside vLLM's own, so that it can be composed.
 
@@ -255,5 +274,5 @@ def transition_bytes(name: str, layer: MambaBase) -> int:
             value=name,
         )
     shape, dtype = layer.get_state_shape()[1], layer.get_state_dtype()[1]
-    rows = 1 if isinstance(layer, MambaMixer2) else layer.head_k_dim**2
+    rows = 1 if isinstance(layer, MambaMixer2) else _key_size(layer) ** 2
     return torch.Size(shape).numel() * dtype.itemsize + shape[0] * rows * 4
