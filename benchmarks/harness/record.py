@@ -18,7 +18,7 @@ RESULTS = BENCHMARKS / "results"
 RESULTS_PAGE = BENCHMARKS / "RESULTS.md"
 # All pages whose tables are made of the CSV files.
 _DOCS = BENCHMARKS.parent / "docs"
-PAGES = (RESULTS_PAGE, _DOCS / "papers.md", _DOCS / "fleet.md")
+PAGES = (RESULTS_PAGE, *(_DOCS / name for name in ("papers.md", "fleet.md", "models.md")))
 
 
 def machine() -> dict[str, Any]:
