@@ -82,4 +82,5 @@ def test_repaired_calls_are_those_of_one_group(
         difference = laws.difference(one.message, grouped.message)
         assert difference < LOGPROB_TOLERANCE, where
         num_same += one.message.logprobs == grouped.message.logprobs
-    assert num_same > len(_RULES) and any(answer.num_again for answer in found[1])
+    # To the last bit until something is encoded again, then to rounding.
+    assert num_same and any(answer.num_again for answer in found[1])
