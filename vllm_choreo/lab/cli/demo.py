@@ -172,7 +172,7 @@ def _tell_progress(num_done: int, num_tasks: int, seconds: float) -> None:
     """Print a line where there is no terminal on which the bar would be seen."""
     if not sys.stderr.isatty():
         left = seconds / num_done * (num_tasks - num_done)
-        print(f"{num_done} of {num_tasks} tasks, about {left / 60:.0f} minutes left", flush=True)
+        print(f"{num_done} of {num_tasks} tasks, about {left:.0f} s left", flush=True)
 
 
 def progress_bar(num_calls: int, file: TextIO | None = None) -> tqdm[Any]:
