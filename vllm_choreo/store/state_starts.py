@@ -34,7 +34,7 @@ class StateOrigin(NamedTuple):
 
     @classmethod
     def of(cls, parents: tuple[Encoding, ...]) -> StateOrigin:
-        """StateOrigin of a call that reads whole encodings in this order."""
+        """Find the origin of the state of a call that reads whole encodings in this order."""
         for number in range(len(parents), 0, -1):
             last = parents[number - 1]
             # Behind these, in whatever order, its state is what they compose, and then itself.

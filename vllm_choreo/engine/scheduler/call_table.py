@@ -282,7 +282,7 @@ class CallTable:
         return is_there and self.store.can_begin_with(self.begins_with(call))
 
     def origin(self, call: ScheduledCall) -> StateOrigin | None:
-        """StateOrigin of the state of a call; None: the model has none."""
+        """Origin of the state of a call; None: the model has none."""
         return StateOrigin.of(call.parents) if self.store.states else None
 
     def begins_with(self, call: ScheduledCall) -> tuple[Encoding, ...]:
