@@ -152,8 +152,8 @@ class ChoreoStep:
         captures: hidden states to store of the requests that start, or start again.
         forgotten: keys of hidden states that are needed no longer when the stages have run.
         reloads: vLLM's requests of adapters whose weights have been replaced, to load before all.
-        states: number of the state of each request that starts, or starts again, in models that
-            have states; empty in others.
+        states: number of the state of each request that starts, starts again, or goes on with a
+            copy of its own, in models that have states; empty in others.
         state_saves, state_loads: states to copy before that to and from host memory, likewise.
         state_starts: states that begin then, before the step runs.
     """

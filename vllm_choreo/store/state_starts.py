@@ -64,7 +64,13 @@ class PlannedStart(NamedTuple):
 
 class _Start(NamedTuple):
     behind: Block | None
-    composed: tuple[tuple[Block, int], ...]
+    composed: tuple[tuple[Block, int], ...] = ()
+
+    @classmethod
+    def of(cls, origin: StateOrigin) -> _Start:
+        """Find the states of encodings, which have theirs."""
+        behind = _state_of(origin.behind) if origin.behind is not None else None
+        return cls(behind, tuple((_state_of(e), e.num_tokens) for e in origin.composed))
 
     @property
     def sources(self) -> list[Block]:
@@ -84,12 +90,15 @@ class StateStarts:
         """States that are held, once for each start that takes them."""
         return [state for start in self._starts.values() for state in start.sources]
 
-    def add(self, target: Block, origin: StateOrigin) -> None:
-        """Queue the start of a state, which is held, from those of encodings, which have theirs."""
+    def add(self, target: Block, origin: StateOrigin | Block) -> None:
+        """Queue the start of a state, which is held.
+
+        Args:
+            origin: encodings that have their states, or a state of which it is a copy.
+        """
         assert target.ref_cnt and target.block_id not in self._starts
-        behind = _state_of(origin.behind) if origin.behind is not None else None
-        composed = tuple((_state_of(e), e.num_tokens) for e in origin.composed)
-        start = self._starts[target.block_id] = _Start(behind, composed)
+        start = _Start.of(origin) if isinstance(origin, StateOrigin) else _Start(origin)
+        self._starts[target.block_id] = start
         self._pool.touch(start.sources)
 
     def on_freed(self, states: Iterable[Block]) -> list[Block]:

@@ -9,6 +9,7 @@ kept at the end of every message, whatever its length.
     start    a state is taken from the pool, and begins with what the parents left
     ...      the request's tokens change it
     hold     it is what the message leaves at its end: from now on nothing changes it
+    leave    it stays as it is for others, and the request goes on with a copy
 
 An encoding may have its keys and values and lack its state: it is read as ever, but for a call
 whose own state begins with it (`state_starts.py`), for which its tokens are encoded again. Imports
@@ -58,6 +59,7 @@ class States:
         self.starts = StateStarts(pool)
         self.tier = HostTier(num_in_host, self.copies, _state_of) if num_in_host else None
         self._of_request: dict[str, Block] = {}
+        self._gone_on: list[str] = []  # requests that go on with another state in the next step
         # Encodings that hold a state, least recently used first; and how many hold each.
         self._holding: OrderedDict[Encoding, None] = OrderedDict()
         self._num_holders: Counter[int] = Counter()
@@ -77,20 +79,48 @@ class States:
         """State of a request; None: it does not run."""
         return self._of_request.get(request_id)
 
-    def start(self, request_id: str, origin: StateOrigin | None) -> None:
+    def start(self, request_id: str, origin: StateOrigin | Block | None) -> None:
         """Give a request one of the free states.
 
         Args:
-            origin: encodings that it begins with, with their states; None: it is no call.
+            origin: encodings that it begins with, with their states; or a state that is held,
+                which another request has left; None: it begins a text, and is no call.
         """
         assert request_id not in self._of_request and self.copies.is_planning
-        (state,) = self.pool.get_new_blocks(1)
-        self._of_request[request_id] = state
+        encodings = origin.encodings if isinstance(origin, StateOrigin) else ()
         # vLLM begins a text by itself; what its tokens do to any state begins with nothing done.
-        if origin is not None and (origin.encodings or self.is_composed):
+        is_empty = isinstance(origin, StateOrigin) and not encodings and not self.is_composed
+        self._of_request[request_id] = self._begun(None if is_empty else origin)
+        for encoding in encodings:
+            self.use(encoding)
+
+    def leave(self, request_id: str) -> Block:
+        """Leave the state of a request as the step before left it; it goes on with a copy.
+
+        There is a free one. Return what it leaves, which is held until the next step is planned.
+        """
+        assert self.copies.is_planning
+        left = self._of_request[request_id]
+        self._of_request[request_id] = self._begun(left)
+        self._gone_on.append(request_id)
+        self._free(left)
+        return left
+
+    def take_gone_on(self) -> list[str]:
+        """End the planning of a step; return the requests that go on with another state."""
+        gone_on, self._gone_on = self._gone_on, []
+        return gone_on
+
+    def adopt(self, request_id: str, state: Block) -> None:
+        """Let a request start in a state that another one has left, and that is held, for good."""
+        assert request_id not in self._of_request and self.copies.is_planning
+        self._of_request[request_id] = state
+
+    def _begun(self, origin: StateOrigin | Block | None) -> Block:
+        (state,) = self.pool.get_new_blocks(1)
+        if origin is not None:
             self.starts.add(state, origin)
-            for encoding in origin.encodings:
-                self.use(encoding)
+        return state
 
     def pass_on(self, request_id: str, heir: str) -> None:
         """Let a request go on with the state of one that ends."""

@@ -40,6 +40,7 @@ from vllm_choreo.engine.scheduler.internal import InternalRequests
 from vllm_choreo.engine.scheduler.key_mover import KeyMover
 from vllm_choreo.engine.scheduler.operations import Operations
 from vllm_choreo.engine.scheduler.patcher import Patcher
+from vllm_choreo.engine.scheduler.prefix_states import PrefixStates
 from vllm_choreo.engine.scheduler.progress_guard import ProgressGuard
 from vllm_choreo.engine.scheduler.refusals import Refusals
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
@@ -110,6 +111,10 @@ class _Choreographed(Scheduler):
         manager.__class__ = ChoreoKVCacheManager
         assert isinstance(manager, ChoreoKVCacheManager)
         manager.call_table, manager.mover = self.call_table, self.mover
+        manager.prefix_states = self._prefix_states()
+        if manager.prefix_states is not None:
+            # vLLM asks where steps of prompts are to end: see the method of that name.
+            self.need_mamba_block_aligned_split = manager.enable_caching
         keep_windows_of_calls(manager.coordinator.single_type_managers, self.call_table)
         self._make_parts(manager)
         manager.drop_idle = self.operations.drop_idle
@@ -172,7 +177,7 @@ class _Choreographed(Scheduler):
             return None
         num_tokens = self.kv_cache_config.num_blocks * self.block_size
         num_states = self.choreo_config.num_states(num_tokens)
-        pool = BlockPool(num_states, enable_caching=False, hash_block_size=self.block_size)
+        pool = BlockPool(num_states, enable_caching=True, hash_block_size=self.block_size)
         num_in_host = (
             self.choreo_config.num_host_blocks(block_bytes(self.kv_cache_config)) * self.block_size
         )
@@ -181,6 +186,13 @@ class _Choreographed(Scheduler):
             num_in_host // self.choreo_config.tokens_per_state,
             self.choreo_config.composed_states,
         )
+
+    def _prefix_states(self) -> PrefixStates | None:
+        if self.store.states is None:
+            return None
+        pool = self.store.states.pool
+        assert isinstance(pool, BlockPool)
+        return PrefixStates(self.call_table, pool, self.choreo_config.tokens_per_state)
 
     def _host_tier(self) -> HostTier | None:
         # Per worker: the specification is that of one worker's share of the heads.
@@ -319,11 +331,12 @@ class _Choreographed(Scheduler):
         return self._with_states(step, started)
 
     def _with_states(self, step: ChoreoStep, started: Iterable[str]) -> ChoreoStep:
-        """Add the states of requests that start, and what these begin with."""
+        """Add the states of requests that start or go on with others, and what these begin with."""
         states = self.store.states
         if states is None:
             return step
-        found = {request_id: states.find(request_id) for request_id in started}
+        changed = [*started, *states.take_gone_on()]
+        found = {request_id: states.find(request_id) for request_id in changed}
         copies = states.copies.take()
         return replace(
             step,
@@ -345,6 +358,18 @@ class _Choreographed(Scheduler):
         if call is not None and not (self.call_table.is_ready(call) and may_start(call)):
             return False
         return super()._handle_blocked_waiting_request(request)
+
+    def _mamba_block_aligned_split(
+        self, request: Request, num_new_tokens: int, *num_more_computed: int
+    ) -> int:
+        """Replace vLLM's method: states are kept by us, of calls where their messages end."""
+        manager = self.kv_cache_manager
+        assert isinstance(manager, ChoreoKVCacheManager) and manager.prefix_states is not None
+        if request.request_id in self.call_table.calls:
+            return num_new_tokens
+        start = request.num_computed_tokens + sum(num_more_computed)
+        end = manager.prefix_states.end_of_chunk(request, start, start + num_new_tokens)
+        return end - start
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
