@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.engine.oracle import Encoded, Oracle, Parent
+from tests.engine.oracle import Encoded, Oracle, Parent, whole
 
 _RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 
@@ -67,9 +67,11 @@ class StateEncoded(Encoded):
 
     Attributes:
         changes: of the layers with states, by their numbers.
+        context: what it was encoded behind.
     """
 
     changes: dict[int, Change]
+    context: tuple[Parent, ...]
 
 
 class StateOracle(Oracle):
@@ -189,7 +191,35 @@ class StateOracle(Oracle):
             for number, layer in enumerate(cache.layers)
         ]
         keys, values = zip(*kept, strict=True)
-        return StateEncoded(tuple(token_ids), new_offset, keys, values, torch.cat(rows), changes)
+        return StateEncoded(
+            tuple(token_ids), new_offset, keys, values, torch.cat(rows), changes, (*parents,)
+        )
+
+    def repair(
+        self, parents: Sequence[Parent], runs: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[Parent]:
+        """What a call reads that repairs first tokens of its parents, by the definition of that.
+
+        They are encoded anew behind the parents before, repaired. The tokens behind them are as
+        they were, and do to a state what they do to any.
+        """
+        chain: list[Parent] = []
+        for parent, of_parent in zip(parents, runs, strict=True):
+            message, offset = parent.message, parent.offset
+            if not of_parent:
+                chain.append(parent)
+                continue
+            ((start, count),) = of_parent
+            assert not start and isinstance(message, StateEncoded)
+            first, rest = message.token_ids[:count], message.token_ids[count:]
+            chain.append(whole(self.encode(first, chain, offset), offset))
+            if rest:
+                was = self.encode(first, message.context, message.position)
+                behind = [*message.context, whole(was, message.position)]
+                chain.append(
+                    whole(self.encode(rest, behind, message.position + count), offset + count)
+                )
+        return chain
 
     def _change(
         self, number: int, before: LayerState, layer: Any, maps: _Maps, num_tokens: int

@@ -31,7 +31,7 @@ from tests.grids import sampled
 from vllm_choreo import Choreography
 from vllm_choreo.engine.worker.composed_layers import transition_bytes
 from vllm_choreo.engine.worker.composition_probe import probe_composition
-from vllm_choreo.errors import ChainError, LimitError, RepairError, UnsupportedModelError
+from vllm_choreo.errors import ChainError, LimitError, UnsupportedModelError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.laws import difference, greedy
 from vllm_choreo.testing.models.tiny import make_tiny_model
@@ -104,7 +104,7 @@ def test_another_session_shares_what_a_message_does(llm: Any) -> None:
         assert difference(expected, found) < LOGPROB_TOLERANCE
 
 
-def test_parts_and_repair_are_refused(llm: Any) -> None:
+def test_parts_are_refused(llm: Any) -> None:
     rng = random.Random(2)
     with Choreography(llm) as c:
         a, b = c.prefill(random_tokens(rng, 40)), c.prefill(random_tokens(rng, 33))
@@ -112,8 +112,6 @@ def test_parts_and_repair_are_refused(llm: Any) -> None:
             c.prefill(random_tokens(rng, 5), parents=[b, (a, 0, 7)])
         part = c.prefill(random_tokens(rng, 5), parents=[b, (a, 0, 7)], mode="exact")
         assert part.usage.exact
-        with pytest.raises(RepairError, match="keeps a state"):
-            c.prefill(random_tokens(rng, 5), parents=[a], repair="first:8")
 
 
 def test_layers_of_other_kinds_are_refused_by_name() -> None:

@@ -633,7 +633,7 @@ def test_recipes_come_back_with_their_digests() -> None:
     alone = encoded(store, "alone", 6, [])
     links = exact_chain(whole(a, alone), None, store)
     (copy,) = alone.message.copies.values()
-    patched, _ = repaired_chain(whole(a, alone), (0, 10), [(), ((1, 3),)], None, store)
+    patched, *_ = repaired_chain(whole(a, alone), (0, 10), [(), ((1, 3),)], None, store)
     reader = encoded(store, "reader", 3, links)
     repaired = encoded(store, "repaired", 3, patched)
     store.free(a.message)

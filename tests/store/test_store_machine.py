@@ -126,7 +126,7 @@ class StoreMachine(RuleBasedStateMachine):
             elif mode == "repaired":
                 runs = [_drawn_runs(data, link.num_tokens) for link in links]
                 offsets = list(accumulate((link.num_tokens for link in links), initial=0))
-                links, _ = repaired_chain(links, offsets[:-1], runs, None, self.store)
+                links, *_ = repaired_chain(links, offsets[:-1], runs, None, self.store)
         except LimitError:  # calls need all copies of the session
             copies = [c for m in self.store.messages(tenant) for c in m.copies.values()]
             assert any(copy.in_use or copy.num_wanting for copy in copies)

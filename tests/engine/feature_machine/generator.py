@@ -115,6 +115,8 @@ class _Generator:
             (self._lost_layers, 2 if has("hidden") else 0),
             (self._load_over_evicted, 2 if has("host") else 0.3),
         ]
+        if self._configuration.has_states:
+            plain.append((self._shared_beginnings, 2))
         # A program has much of some, and nothing of others.
         return [(one, weight * rng.choice((0, 1, 1, 1, 4)) + 1e-6) for one, weight in plain]
 
@@ -167,11 +169,13 @@ class _Generator:
         options = {**self._options(session, reads, generate), **options}
         if self._configuration.reads_chains:
             options["exact"] = True
-        if options.get("exact") or self._configuration.has_states:
+        if options.get("exact") or self._configuration.reads_chains:
             options.pop("repair", None)
         if self._configuration.composes and not options.get("exact"):
             # No part of a message has a state, and a call needs those of all its parents.
             reads = [replace(read, start=None, stop=None) for read in reads]
+            if "repair" in options:
+                options["repair"] = self._first_tokens(session, reads)
         if options.get("exact"):
             reads = [Read(read.name, read.start, read.stop) for read in reads]
             options.pop("new_offset", None)
@@ -246,6 +250,15 @@ class _Generator:
         if kind == "reweight":
             return {"reweight": [rng.choice((0.7, 0.9, 1.2)), rng.choice((0.9, 1.0, 1.1))]}
         return tuple(self._runs(session, read) for read in reads)
+
+    def _first_tokens(self, session: str, reads: Sequence[Read]) -> Any:
+        """A rule for models with states, in which nothing else is repaired."""
+        rng = self._rng
+        if rng.random() < 0.5:
+            return rng.choice(("all", f"first:{rng.choice((1, 7, 32, 40))}"))
+        counts = [self._names[session].get(read.name, 1) for read in reads]
+        chosen = [rng.choice((0, rng.randint(1, max(count, 1)))) for count in counts]
+        return tuple(((0, count),) if count else () for count in chosen)
 
     def _runs(self, session: str, read: Read) -> tuple[tuple[int, int], ...]:
         """Runs of one parent; not behind its end, but for a few."""
@@ -543,6 +556,17 @@ class _Generator:
             )
         if rng.random() < 0.15:
             self._steps(0, 1, 2)
+            self._add(Abort(f"o{self._count}"))
+
+    def _shared_beginnings(self) -> None:
+        """Ordinary requests with one beginning, which find states that others have left."""
+        rng, number = self._rng, self._rng.randrange(_NUM_TEXTS)
+        for _ in range(rng.randint(2, 5)):
+            self._count += 1
+            length = rng.choice((33, 64, 65, 96, 97, 130, 170))
+            self._add(Ordinary(f"o{self._count}", (number, length), rng.choice((1, 3, 40))))
+            self._steps(0, 1, 2, 5)
+        if rng.random() < 0.3:
             self._add(Abort(f"o{self._count}"))
 
     def _pins(self) -> None:

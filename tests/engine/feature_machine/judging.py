@@ -14,7 +14,7 @@ from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from tests.engine.feature_machine.invariants import Broken
 from tests.engine.feature_machine.ledger import Ledger, Made, is_exact
 from tests.engine.feature_machine.program import TENANTS, Ordinary
-from tests.engine.feature_machine.truth import AnyTruth, Truth
+from tests.engine.feature_machine.truth import AnyTruth, StateTruth, Truth
 from tests.engine.fp8_witness import READ_TOLERANCE, Witness
 from tests.engine.oracle import Parent
 from vllm_choreo.engine.kv_cache import groups_of_layers
@@ -160,6 +160,8 @@ class Judge:
             return truth.exact(adapter, listed)
         if rule is None or isinstance(rule, Reweighted):
             return listed
+        if isinstance(truth, StateTruth):
+            return truth.repaired(adapter, listed, self._runs(rule, made))
         assert isinstance(truth, Truth), "others are not repaired"
         if isinstance(rule, ByLayers):
             if rule.ranges == ((0, truth.num_layers),):

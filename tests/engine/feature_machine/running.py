@@ -77,6 +77,7 @@ class Run:
             HIDDEN_ROW,
             2 if configuration.speculates else 1,
             configuration.block_size,
+            cuts_parents=configuration.composes,
         )
         self._ledger = Ledger(limits)
         self._judge = Judge(truth, self._ledger, self._core, counts, witness)

@@ -212,6 +212,11 @@ class StateTruth:
             chain.append(Parent(encoded, parent.offset, 0, len(tokens)))
         return chain
 
+    def repaired(self, adapter: int, parents: Sequence[Parent], runs: TokenRanges) -> list[Parent]:
+        """With first tokens encoded anew; what they are of is read in two."""
+        assert not adapter
+        return self._oracle.repair(parents, runs)
+
 
 class TextTruth:
     """What calls give whose model reads chains: that of their text, by a dense pass."""

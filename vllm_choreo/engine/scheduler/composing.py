@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_choreo.errors import ChainError, LimitError
-from vllm_choreo.store.copies import Link
+from vllm_choreo.store.copies import Context, Link
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.state_starts import StateOrigin
 from vllm_choreo.store.states import States
@@ -19,15 +19,7 @@ def check_composable(states: States, links: Sequence[Link]) -> None:
         ChainError: a part of a message is named.
         LimitError: the engine has too few states.
     """
-    for number, link in enumerate(links, 1):
-        if link.num_tokens != link.encoding.num_tokens:
-            raise ChainError(
-                f"only a part of parent {number} is named, and this model keeps what whole "
-                "messages do to a state; name all of it, or call with mode='exact', which encodes "
-                "the part anew",
-                parameter="parents",
-                value=link.encoding.message.id,
-            )
+    check_whole(links)
     origin = StateOrigin.of(tuple(link.encoding for link in links))
     if (num_needed := len({*origin.encodings}) + 1) > states.num_states:
         raise LimitError(
@@ -39,6 +31,23 @@ def check_composable(states: States, links: Sequence[Link]) -> None:
         )
 
 
+def check_whole(links: Sequence[Link]) -> None:
+    """Check that a call reads whole messages.
+
+    Raises:
+        ChainError: a part of one is named.
+    """
+    for number, link in enumerate(links, 1):
+        if link.num_tokens != link.encoding.num_tokens:
+            raise ChainError(
+                f"only a part of parent {number} is named, and this model keeps what whole "
+                "messages do to a state; name all of it, or call with mode='exact', which encodes "
+                "the part anew",
+                parameter="parents",
+                value=link.encoding.message.id,
+            )
+
+
 def check_loaded(states: States, encoding: Encoding) -> None:
     """Check that an encoding, which comes as a recipe, can be made in an engine with states.
 
@@ -48,10 +57,7 @@ def check_loaded(states: States, encoding: Encoding) -> None:
         LimitError: the engine has too few states.
     """
     assert encoding.plan is not None, "a recipe has one"
-    links = [
-        Link(parent, span.start, span.stop)
-        for parent, span in zip(encoding.parents, encoding.plan.parents, strict=True)
-    ]
+    links = Context.of(encoding).chain
     is_changed = encoding.patch is not None or encoding.plan.weights is not None
     if is_changed or (StateOrigin.of(encoding.parents).composed and not states.is_composed):
         raise ChainError(
