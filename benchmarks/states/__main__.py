@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.child import Child
-from benchmarks.harness.record import record, write_csv
+from benchmarks.harness.record import read_csv, record, write_csv
 from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.states import engine
@@ -37,7 +37,7 @@ Tokens = list[int]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=20, help="of a conversation")
+    parser.add_argument("--turns", type=int, default=20, help="of a conversation; 0: none")
     parser.add_argument("--passes", type=int, default=2, help="each with processes of its own")
     parser.add_argument("--requests", type=int, default=12, help="ordinary ones in a batch")
     parser.add_argument("--batches", type=int, default=5, help="per side and pass")
@@ -49,12 +49,14 @@ def main() -> int:
         for number in range(1, args.passes + 1):
             with open_sides(model, engine.SIDES) as sides:
                 _check(sides)
-                conversations += _conversations(sides, number, args.turns)
+                if args.turns:
+                    conversations += _conversations(sides, number, args.turns)
                 batches += _batches(sides, number, args)
-    write_csv("states", conversations, **record())
+    if args.turns:
+        write_csv("states", conversations, **record())
     write_csv("states_ordinary", batches, **record())
     print(as_text(CHAIN_TABLES.values()))
-    return int(not bars_reached(conversations, batches))
+    return int(not bars_reached(conversations or read_csv("states"), batches))
 
 
 def _check(sides: dict[str, Child]) -> None:
@@ -114,32 +116,32 @@ def _text_lengths(turns: Sequence[Tokens]) -> list[int]:
 def _batches(
     sides: dict[str, Child], number: int, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
+    """Batches of ordinary requests; what a warm one is asked begins as the one before."""
     rows = []
     for beginning in BEGINNINGS:
         rng = random.Random(f"{number} {beginning}")
         start = _draw(rng, beginning)
-        prompts = [start + _draw(rng, rng.randint(50, 300)) for _ in range(args.requests)]
-        expected = {name: side.ask(_batch(prompts))["tokens"] for name, side in sides.items()}
         for turn in range(args.batches):
-            for name in in_turn([*sides], turn):
-                answer = sides[name].ask(_batch(prompts))
-                if answer["tokens"] != expected["stock"]:
-                    raise SystemExit(f"{name} generated other tokens than stock vLLM")
-                num_tokens = sum(map(len, prompts)) + sum(map(len, answer["tokens"]))
-                rows.append(
+            for is_warm in (False, True) if beginning else (False,):
+                prompts = [start + _draw(rng, rng.randint(50, 300)) for _ in range(args.requests)]
+                asked = {"do": "batch", "prompts": prompts, "is_warm": is_warm}
+                found = {name: sides[name].ask({**asked}) for name in in_turn([*sides], turn)}
+                if found["plugin"]["tokens"] != found["stock"]["tokens"]:
+                    raise SystemExit("the plugin generated other tokens than stock vLLM")
+                num_tokens = sum(map(len, (*prompts, *found["stock"]["tokens"])))
+                rows += [
                     {
                         "pass": number,
                         "turn": turn,
                         "side": name,
                         "shared_tokens": beginning,
+                        "is_warm": int(is_warm),
+                        "cached_tokens": answer["cached_tokens"],
                         "tokens_per_s": round(num_tokens / answer["seconds"], 1),
                     }
-                )
+                    for name, answer in found.items()
+                ]
     return rows
-
-
-def _batch(prompts: list[Tokens]) -> dict[str, Any]:
-    return {"do": "batch", "prompts": prompts}
 
 
 def _turns(seed: int, num_turns: int) -> list[Tokens]:

@@ -212,17 +212,23 @@ class Asked:
             found.append(sum(map(_kl, *rows)) / len(rows[0]))
         return found
 
-    def batch(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """Ordinary requests in one batch, from an empty cache on."""
+    def batch(self, prompts: Sequence[Sequence[int]], is_warm: bool) -> dict[str, Any]:
+        """Ordinary requests in one batch.
+
+        Args:
+            is_warm: whether the prefix cache is as the batch before has left it; else it is empty.
+        """
         from vllm.inputs import TokensPrompt
 
-        empty_caches(self.llm)
+        if not is_warm:
+            empty_caches(self.llm)
         inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         began = time.perf_counter()
         outputs = self.llm.generate(inputs, _greedy(False), use_tqdm=False)
         return {
             "seconds": time.perf_counter() - began,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
         }
 
 

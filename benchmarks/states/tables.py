@@ -24,16 +24,12 @@ def _rate(side: str) -> Cell:
     return spread(of("tokens_per_s", side=side), ".0f")
 
 
-def _against(rows: Rows) -> str:
-    return middle(against_stock(int(rows[0]["shared_tokens"])), ".3f")(rows)
-
-
-def _ordinary_bar(rows: Rows) -> str:
-    return str(ORDINARY_BAR) if int(rows[0]["shared_tokens"]) == 0 else ""
-
-
 def _shared(row: Row) -> str:
     return f"{row['shared_tokens']} tokens"
+
+
+def _cache(row: Row) -> str:
+    return "a batch before" if int(row["is_warm"]) else "nothing"
 
 
 CHAIN_TABLES = {
@@ -55,12 +51,14 @@ CHAIN_TABLES = {
     ),
     "states_ordinary": Table(
         "states_ordinary",
-        {"prompts share": _shared},
+        {"prompts share": _shared, "the cache has seen": _cache},
         {
+            "tokens found of a batch, plugin": middle(of("cached_tokens", side="plugin"), ".0f"),
+            "stock ": middle(of("cached_tokens", side="stock"), ".0f"),
             "plugin, tokens/s": _rate("plugin"),
             "stock": _rate("stock"),
-            "plugin / stock": _against,
-            "bar": _ordinary_bar,
+            "plugin / stock": middle(against_stock(), ".3f"),
+            "bar": lambda rows: str(ORDINARY_BAR),
         },
     ),
 }

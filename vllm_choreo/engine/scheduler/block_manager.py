@@ -97,9 +97,11 @@ class ChoreoKVCacheManager(KVCacheManager):
         return blocks
 
     def _start_state(self, request: Request, num_computed_tokens: int, is_alone: bool) -> bool:
-        """Give a request that starts a state; False: there is no room."""
+        """Give a request that starts a state; False: there is no room, or soon a better one."""
         store, call = self.call_table.store, self.call_table.calls.get(request.request_id)
         assert store.states is not None and self.prefix_states is not None
+        if call is None and self.prefix_states.is_coming(request, num_computed_tokens):
+            return False
         found = None if call else self.prefix_states.take(request, num_computed_tokens)
         has_room = store.free_a_state(self.call_table.needed_states(call), is_alone)
         if found is not None:

@@ -11,7 +11,8 @@ the second as Marconi does (https://arxiv.org/abs/2411.19379), and vLLM with
 `enable_mamba_shared_prefix_checkpoint`. A step that would run beyond such a place ends there, and
 the request goes on with a copy. What it leaves is free, and found by vLLM's hash of the block until
 somebody takes it, the least recently used first. No message gives way to it, but for one that two
-prompts have asked for.
+prompts have asked for. Who would find what a request of the same step is about to leave, starts in
+the next one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -45,13 +47,31 @@ class PrefixStates:
         self._block_size = pool.hash_block_size
         blocks_apart = _STATES_APART * tokens_per_state // self._block_size
         self._interval = max(blocks_apart, 1) * self._block_size
+        # Of blocks behind which a request's step ends, and the first such request.
+        self._coming: dict[BlockHash, str] = {}
+
+    def begin_step(self) -> None:
+        """Begin the planning of a step."""
+        self._coming.clear()
+
+    def is_coming(self, request: Request, num_found: int) -> bool:
+        """Return whether a request finds more in the next step than its first `num_found` tokens.
+
+        vLLM has asked for its hit before.
+        """
+        ends = range(request.shared_prefix_boundary, num_found, -self._block_size)
+        of_others = (self._coming.get(self._hash(request, end)) for end in ends)
+        return any(by and by != request.request_id for by in of_others)
+
+    def _hash(self, request: Request, num_tokens: int) -> BlockHash:
+        """The hash of the last of the whole blocks that so many first tokens are; else empty."""
+        number = num_tokens // self._block_size - 1
+        is_known = 0 <= number < len(request.block_hashes)
+        return request.block_hashes[number] if is_known else BlockHash(b"")
 
     def find(self, request: Request, num_tokens: int) -> KVCacheBlock | None:
         """State behind the first tokens of a request, whole blocks; None: there is none."""
-        number = num_tokens // self._block_size - 1
-        if not 0 <= number < len(request.block_hashes):
-            return None
-        found = self._pool.get_cached_block(request.block_hashes[number], [0])
+        found = self._pool.get_cached_block(self._hash(request, num_tokens), [0])
         return found[0] if found else None
 
     def longest(self, request: Request, num_tokens: int) -> int:
@@ -63,16 +83,23 @@ class PrefixStates:
         """Where a step ends that would run the tokens from `start` to `end` of a request."""
         if start >= request.num_tokens - 1:
             return end  # it generates
-        shared = request.shared_prefix_boundary
-        stops = ((end - 1) // self._interval * self._interval, shared)
-        return min((stop for stop in stops if start < stop < end), default=end)
+        stops = ((end - 1) // self._interval * self._interval, request.shared_prefix_boundary)
+        end = min((stop for stop in stops if start < stop < end), default=end)
+        if self._is_left(request, end) and (block_hash := self._hash(request, end)):
+            self._coming.setdefault(block_hash, request.request_id)
+        return end
+
+    def _is_left(self, request: Request, end: int) -> bool:
+        """Return whether a request leaves its state behind so many tokens."""
+        is_at_distance = end > 0 and end % self._interval == 0
+        return is_at_distance or 0 < end == request.shared_prefix_boundary
 
     def leave(self, request: Request) -> None:
         """Leave the state of a request that runs, if it has come to where one is to be found."""
         end = request.num_computed_tokens
-        is_shared = end == request.shared_prefix_boundary
-        if not end or not (is_shared or end % self._interval == 0):
+        if not self._is_left(request, end):
             return
+        is_shared = end == request.shared_prefix_boundary
         number = end // self._block_size
         # Tokens that were sampled in steps under way have no hash yet.
         if number > len(request.block_hashes) or self.find(request, end) is not None:

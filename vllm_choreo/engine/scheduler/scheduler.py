@@ -187,6 +187,12 @@ class _Choreographed(Scheduler):
             self.choreo_config.composed_states,
         )
 
+    @property
+    def _manager(self) -> ChoreoKVCacheManager:
+        manager = self.kv_cache_manager
+        assert isinstance(manager, ChoreoKVCacheManager)
+        return manager
+
     def _prefix_states(self) -> PrefixStates | None:
         if self.store.states is None:
             return None
@@ -274,6 +280,8 @@ class _Choreographed(Scheduler):
         if self.choreo_config.tenant_share < 1 and self.progress_guard.alone is None:
             self.store.enforce_share(self._num_blocks(self.choreo_config.tenant_share))
         self.reserver.prepare_waiting()
+        if (prefix_states := self._manager.prefix_states) is not None:
+            prefix_states.begin_step()
         output = super().schedule(*args, **kwargs)
         if self.connector is None:
             add_step(output, self._choreo_step(output))
@@ -363,12 +371,12 @@ class _Choreographed(Scheduler):
         self, request: Request, num_new_tokens: int, *num_more_computed: int
     ) -> int:
         """Replace vLLM's method: states are kept by us, of calls where their messages end."""
-        manager = self.kv_cache_manager
-        assert isinstance(manager, ChoreoKVCacheManager) and manager.prefix_states is not None
+        prefix_states = self._manager.prefix_states
+        assert prefix_states is not None
         if request.request_id in self.call_table.calls:
             return num_new_tokens
         start = request.num_computed_tokens + sum(num_more_computed)
-        end = manager.prefix_states.end_of_chunk(request, start, start + num_new_tokens)
+        end = prefix_states.end_of_chunk(request, start, start + num_new_tokens)
         return end - start
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
