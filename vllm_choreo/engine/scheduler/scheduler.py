@@ -368,14 +368,19 @@ class _Choreographed(Scheduler):
         return super()._handle_blocked_waiting_request(request)
 
     def _mamba_block_aligned_split(
-        self, request: Request, num_new_tokens: int, *num_more_computed: int
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
     ) -> int:
         """Replace vLLM's method: states are kept by us, of calls where their messages end."""
         prefix_states = self._manager.prefix_states
         assert prefix_states is not None
         if request.request_id in self.call_table.calls:
             return num_new_tokens
-        start = request.num_computed_tokens + sum(num_more_computed)
+        num_found = num_new_local_computed_tokens + num_external_computed_tokens
+        start = request.num_computed_tokens + num_found
         end = prefix_states.end_of_chunk(request, start, start + num_new_tokens)
         return end - start
 
