@@ -29,6 +29,7 @@ from benchmarks.states.bars import bars_reached
 from benchmarks.states.sides import open_sides
 from benchmarks.states.tables import CHAIN_TABLES
 
+KV_HEADS = (2, 1)  # of models; the fewer, the larger a block of vLLM's prefix cache
 TURN_TOKENS = (100, 400)
 # Tokens with which all prompts of a batch begin: none, and more than two blocks of a prefix cache.
 BEGINNINGS = (0, 1400)
@@ -45,13 +46,15 @@ def main() -> int:
     conversations: list[dict[str, Any]] = []
     batches: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = engine.make_model(Path(folder))
+        models = [engine.make_model(Path(folder, str(n)), n) for n in KV_HEADS]
         for number in range(1, args.passes + 1):
-            with open_sides(model, engine.SIDES) as sides:
-                _check(sides)
-                if args.turns:
-                    conversations += _conversations(sides, number, args.turns)
-                batches += _batches(sides, number, args)
+            for model in models:
+                with open_sides(model, engine.SIDES) as sides:
+                    _check(sides)
+                    if args.turns:
+                        conversations += _conversations(sides, number, args.turns)
+                    if model == models[0]:
+                        batches += _batches(sides, number, args)
     if args.turns:
         write_csv("states", conversations, **record())
     write_csv("states_ordinary", batches, **record())
@@ -83,9 +86,11 @@ def _conversations(sides: dict[str, Child], number: int, num_turns: int) -> list
     ways = {"chain": (sides["plugin"], "choreo"), "stock": (sides["stock"], "baseline")}
     found = {way: _converse(*_asked(ways[way], turns)) for way in in_turn([*ways], number)}
     lengths = _text_lengths(turns)
+    block_size = sides["stock"].ask({"do": "block_size"})
     return [
         {
             "pass": number,
+            "block_size": block_size,
             "turn": turn,
             "side": way,
             "new_tokens": len(turns[turn]),

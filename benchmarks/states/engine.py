@@ -27,11 +27,11 @@ MAX_MODEL_LEN = 8192
 ANSWER_TOKENS = 4
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, num_kv_heads: int = 2) -> Path:
     """Write a Mamba2 hybrid of Granite's form with random weights; its folder.
 
-    Three of its twelve layers have attention. A state takes as much as the keys and values of 544
-    tokens, which is then the size of vLLM's blocks: models in use have 528 to 1,072.
+    Three of its twelve layers have attention. vLLM's blocks hold as many tokens as have keys and
+    values of a state's size, 640 or, with one head of keys, 1,024: models in use have 528 to 1,072.
     """
     import torch
     import transformers
@@ -45,14 +45,14 @@ def make_model(folder: Path) -> Path:
         num_hidden_layers=12,
         layer_types=["mamba", "mamba", "mamba", "attention"] * 3,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=num_kv_heads,
         position_embedding_type="rope",
         attention_multiplier=64**-0.5,
         num_local_experts=0,
         num_experts_per_tok=0,
         mamba_n_heads=16,
         mamba_d_head=64,
-        mamba_d_state=128,
+        mamba_d_state=128 if num_kv_heads > 1 else 112,
         max_position_embeddings=MAX_MODEL_LEN,
     )
     return make_tiny_model("granite_hybrid", folder, torch.float32, config)

@@ -35,7 +35,7 @@ def _cache(row: Row) -> str:
 CHAIN_TABLES = {
     "states": Table(
         "states",
-        {"stock finds": found_by_stock},
+        {"block of vLLM's": lambda row: str(row["block_size"]), "stock finds": found_by_stock},
         {
             "turns": lambda rows: len(of("turn", side="chain")(rows)),
             "tokens of the text": spread(of("text_tokens", side="chain"), ".0f"),

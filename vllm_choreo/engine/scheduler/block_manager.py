@@ -21,7 +21,7 @@ class ChoreoKVCacheManager(KVCacheManager):
 
     call_table: CallTable
     mover: KeyMover | None  # None: queries are rotated, keys never move
-    prefix_states: PrefixStates | None  # None: the model has no states
+    prefix_states: PrefixStates | None = None  # None: the model has no states
     drop_idle: Callable[[], None]  # drops all messages' keys and values that nobody reads
     runs_alone: Callable[[Request], bool]  # whether no other request runs
 

@@ -73,6 +73,7 @@ class _Choreographed(Scheduler):
     # Of the class, for a scheduler that is made without its constructor: it has no calls.
     internal = InternalRequests()
     refusals = Refusals("no KV cache")
+    prefix_states: PrefixStates | None = None
     has_preempted = False  # in the step being planned
     num_idle_steps = 0  # for which calls have waited for a save, a load, or nothing at all
 
@@ -111,8 +112,8 @@ class _Choreographed(Scheduler):
         manager.__class__ = ChoreoKVCacheManager
         assert isinstance(manager, ChoreoKVCacheManager)
         manager.call_table, manager.mover = self.call_table, self.mover
-        manager.prefix_states = self._prefix_states()
-        if manager.prefix_states is not None:
+        manager.prefix_states = self.prefix_states = self._prefix_states()
+        if self.prefix_states is not None:
             # vLLM asks where steps of prompts are to end: see the method of that name.
             self.need_mamba_block_aligned_split = manager.enable_caching
         keep_windows_of_calls(manager.coordinator.single_type_managers, self.call_table)
@@ -186,12 +187,6 @@ class _Choreographed(Scheduler):
             num_in_host // self.choreo_config.tokens_per_state,
             self.choreo_config.composed_states,
         )
-
-    @property
-    def _manager(self) -> ChoreoKVCacheManager:
-        manager = self.kv_cache_manager
-        assert isinstance(manager, ChoreoKVCacheManager)
-        return manager
 
     def _prefix_states(self) -> PrefixStates | None:
         if self.store.states is None:
@@ -280,8 +275,8 @@ class _Choreographed(Scheduler):
         if self.choreo_config.tenant_share < 1 and self.progress_guard.alone is None:
             self.store.enforce_share(self._num_blocks(self.choreo_config.tenant_share))
         self.reserver.prepare_waiting()
-        if (prefix_states := self._manager.prefix_states) is not None:
-            prefix_states.begin_step()
+        if self.prefix_states is not None:
+            self.prefix_states.begin_step()
         output = super().schedule(*args, **kwargs)
         if self.connector is None:
             add_step(output, self._choreo_step(output))
@@ -374,15 +369,14 @@ class _Choreographed(Scheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Replace vLLM's method: states are kept by us, of calls where their messages end."""
-        prefix_states = self._manager.prefix_states
-        assert prefix_states is not None
+        """Extend vLLM's method: where we keep the states, they are left in other places."""
+        found = num_new_local_computed_tokens, num_external_computed_tokens
+        if self.prefix_states is None:
+            return super()._mamba_block_aligned_split(request, num_new_tokens, *found)
         if request.request_id in self.call_table.calls:
             return num_new_tokens
-        num_found = num_new_local_computed_tokens + num_external_computed_tokens
-        start = request.num_computed_tokens + num_found
-        end = prefix_states.end_of_chunk(request, start, start + num_new_tokens)
-        return end - start
+        start = request.num_computed_tokens + sum(found)
+        return self.prefix_states.end_of_chunk(request, start, start + num_new_tokens) - start
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
