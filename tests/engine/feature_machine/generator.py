@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tests.engine.feature_machine import rules
 from tests.engine.feature_machine.configurations import CONFIGURATIONS, Configuration
 from tests.engine.feature_machine.program import (
     Abort,
@@ -39,7 +40,6 @@ from tests.engine.feature_machine.program import (
 # Around block borders padding changes.
 _LENGTHS = (1, 2, 5, 16, 31, 32, 33, 40, 63, 64, 65, 90, 96, 97)
 _NUM_TEXTS = 10
-_LAYERS: tuple[Any, ...] = ((1, 3), (1, 2), (2, 3), (0, 2), (0, 1), ((0, 1), (2, 3)), (0, 3))
 
 
 def program_of(configuration: str, seed: int) -> Program:
@@ -70,10 +70,10 @@ class _Generator:
         self._exacts = rng.choice((0.0, 0.1, 0.4))
         self._oddities = rng.choice((0.0, 0.0, 0.1))
         self._priorities = rng.random() < 0.7
-        rules = ["given", "first", "share", "attention", "layers", "reweight"]
+        kinds = [*rules.KINDS]
         if "fp8" in configuration:
-            rules.remove("attention")  # which blocks get most depends on what was rounded how
-        self._rules = rng.sample(rules, 3)
+            kinds.remove("attention")  # which blocks get most depends on what was rounded how
+        self._rules = rng.sample(kinds, 3)
         if "hidden" in configuration and rng.random() < 0.6:
             self._rules.append("layers")
 
@@ -175,7 +175,7 @@ class _Generator:
             # No part of a message has a state, and a call needs those of all its parents.
             reads = [replace(read, start=None, stop=None) for read in reads]
             if "repair" in options:
-                options["repair"] = self._first_tokens(session, reads)
+                options["repair"] = rules.first_tokens(self._rng, reads, self._names[session])
         if options.get("exact"):
             reads = [Read(read.name, read.start, read.stop) for read in reads]
             options.pop("new_offset", None)
@@ -237,41 +237,8 @@ class _Generator:
         return options
 
     def _rule(self, session: str, reads: Sequence[Read]) -> Any:
-        rng, kind = self._rng, self._rng.choice(self._rules)
-        if kind == "first":
-            return rng.choice(("all", f"first:{rng.choice((1, 7, 32, 40))}"))
-        if kind == "share":
-            return {"share": rng.choice((0.3, 0.6)), "by": "random", "seed": rng.randrange(9)}
-        if kind == "attention":
-            return {"share": rng.choice((0.3, 0.6, 1.0)), "by": "attention"}
-        if kind == "layers":
-            layers = rng.choice(_LAYERS)
-            return {"layers": [list(one) if isinstance(one, tuple) else one for one in layers]}
-        if kind == "reweight":
-            return {"reweight": [rng.choice((0.7, 0.9, 1.2)), rng.choice((0.9, 1.0, 1.1))]}
-        return tuple(self._runs(session, read) for read in reads)
-
-    def _first_tokens(self, session: str, reads: Sequence[Read]) -> Any:
-        """A rule for models with states, in which nothing else is repaired."""
-        rng = self._rng
-        if rng.random() < 0.5:
-            return rng.choice(("all", f"first:{rng.choice((1, 7, 32, 40))}"))
-        counts = [self._names[session].get(read.name, 1) for read in reads]
-        chosen = [rng.choice((0, rng.randint(1, max(count, 1)))) for count in counts]
-        return tuple(((0, count),) if count else () for count in chosen)
-
-    def _runs(self, session: str, read: Read) -> tuple[tuple[int, int], ...]:
-        """Runs of one parent; not behind its end, but for a few."""
-        rng = self._rng
-        last = self._names[session].get(read.name, 1) if read.stop is None else read.stop
-        count = last - (read.start or 0)
-        if count < 1 or rng.random() < 0.3:
-            return ()
-        if rng.random() < 0.03:
-            return ((0, count + 60),)
-        ends = sorted(rng.sample(range(count + 1), min(count + 1, rng.choice((2, 2, 4)))))
-        runs = [pair for pair in zip(ends[::2], ends[1::2], strict=False) if pair[0] < pair[1]]
-        return tuple(runs)
+        kind = self._rng.choice(self._rules)
+        return rules.rule(self._rng, kind, reads, self._names[session])
 
     def _pause_between(self) -> None:
         rng = self._rng
@@ -416,7 +383,8 @@ class _Generator:
         self._add(Settle())
         for _ in range(rng.choice((2, 2, 3))):
             reads = [Read(name) for name in rng.choices(names, k=rng.randint(2, 6))]
-            rule = tuple(self._short_runs(session, read) for read in reads)
+            lengths = self._names[session]
+            rule = tuple(rules.short_runs(rng, read, lengths) for read in reads)
             self._call(session, reads, rng.choice((0, 3)), self._text(8), repair=rule, exact=False)
         self._steps(0, 0, 1)
         self._call(session, [Read(rng.choice(names))], 3, self._text(8))
@@ -430,16 +398,6 @@ class _Generator:
             names.append(self._call(session, [], 0, text, exact=False, keep=()))
             self._add(Settle())
         return names
-
-    def _short_runs(self, session: str, read: Read) -> tuple[tuple[int, int], ...]:
-        """A run or two of few tokens, so that most of a block is copied; or none."""
-        rng, count = self._rng, self._names[session].get(read.name, 1)
-        runs, stop = [], 0
-        for _ in range(rng.choice((0, 1, 1, 2))):
-            start = stop + rng.choice((1, 1, 33, 40))
-            stop = start + rng.choice((5, 7, 30))
-            runs.append((start, stop))
-        return tuple((start, stop) for start, stop in runs if stop <= count)
 
     def _keep_and_load(self) -> None:
         """What was saved comes back while other calls run."""

@@ -371,12 +371,14 @@ class _Choreographed(Scheduler):
     ) -> int:
         """Extend vLLM's method: where we keep the states, they are left in other places."""
         found = num_new_local_computed_tokens, num_external_computed_tokens
-        if self.prefix_states is None:
-            return super()._mamba_block_aligned_split(request, num_new_tokens, *found)
+        # vLLM's tests call it with what is no scheduler: hence no super(), and the default.
+        prefix_states: PrefixStates | None = getattr(self, "prefix_states", None)
+        if prefix_states is None:
+            return Scheduler._mamba_block_aligned_split(self, request, num_new_tokens, *found)
         if request.request_id in self.call_table.calls:
             return num_new_tokens
         start = request.num_computed_tokens + sum(found)
-        return self.prefix_states.end_of_chunk(request, start, start + num_new_tokens) - start
+        return prefix_states.end_of_chunk(request, start, start + num_new_tokens) - start
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
