@@ -19,7 +19,7 @@ cache of it:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_choreo.repair.layers import LayerRanges
@@ -31,6 +31,35 @@ from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.groups import has_all
 
 CopyKey = tuple[bytes, tuple["Encoding", ...]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture among the tokens of an encoding.
+
+    Attributes:
+        start: index of its first token; negative where the encoding begins inside of it.
+        num_tokens: tokens that stand for it in a prompt.
+        content: hash of what the model's encoder is given, and of the adapter that it has.
+        num_positions: positions that it takes, where these have several rows (M-RoPE): as many as
+            the longest side of its grid; None: one for each token, as text.
+        feature: what vLLM needs to run the encoder again, as vLLM has it.
+    """
+
+    start: int
+    num_tokens: int
+    content: str
+    num_positions: int | None = None
+    feature: object = field(default=None, compare=False, repr=False)
+
+
+def cut_pictures(pictures: Iterable[Picture], start: int, stop: int) -> tuple[Picture, ...]:
+    """Pictures of which tokens lie in `[start, stop)`, counted from `start`."""
+    return tuple(
+        replace(picture, start=picture.start - start)
+        for picture in pictures
+        if picture.start < stop and start < picture.start + picture.num_tokens
+    )
 
 
 @dataclass(frozen=True)
@@ -124,6 +153,7 @@ class Encoding:
         trace: history of the messages that its keys and values carry traces of.
         adapter: the adapter that encodes it, or None.
         token_ids: header and generated tokens, or some of them; None while they are generated.
+        pictures: pictures among these tokens, in their order.
         parents: the encodings behind `plan.parents`, in the same order; they keep a freed parent's
             recipe alive for as long as this one may have to be encoded again.
         plan: how it is encoded; None until all its parents' lengths are known. That of a patch
@@ -168,6 +198,7 @@ class Encoding:
     nonce: bytes = b""
     digest: bytes | None = None
     is_untrusted: bool = False
+    pictures: tuple[Picture, ...] = field(default=(), repr=False)
     is_orphan: bool = False
     num_unreported: int = 0
     readers: set[Encoding] = field(default_factory=set, repr=False)
@@ -213,6 +244,20 @@ class Encoding:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) if self.token_ids is not None else 0
+
+    @property
+    def has_rows(self) -> bool:
+        """True if it has pictures whose tokens have other positions than text would have."""
+        return any(picture.num_positions is not None for picture in self.pictures)
+
+    def num_positions(self, start: int, stop: int) -> int:
+        """Positions that tokens `start … stop-1` take, which cut no picture."""
+        saved = (
+            picture.num_tokens - picture.num_positions
+            for picture in self.pictures
+            if picture.num_positions is not None and start <= picture.start < stop
+        )
+        return stop - start - sum(saved)
 
     @property
     def is_known(self) -> bool:

@@ -175,6 +175,7 @@ class MessageStore:
             parents,
             patched,
             encoding.nonce,
+            encoding.pictures,
         )
         encoding.is_untrusted = bool(encoding.nonce) or any(
             needed.is_untrusted for needed in encoding.recipe

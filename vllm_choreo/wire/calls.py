@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_choreo.errors import ChoreoError
+from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
 from vllm_choreo.semantics.call import BY_PAIR, CallSpec, Tokenized
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.wire.sampling import sampling_fields
@@ -18,6 +18,12 @@ def call_json(spec: CallSpec) -> dict[str, Any]:
         ChoreoError: an option of the wrong type or number, or one that JSON cannot carry.
     """
     params = spec.params()  # refuses offsets and sub-spans, as the engine would
+    if spec.multi_modal_data is not None:
+        raise UnsupportedOptionError(
+            "calls over HTTP have no pictures so far: use Choreography in process",
+            parameter="multi_modal_data",
+            value="given",
+        )
     call = {
         "type": spec.kind,
         **_content_json(spec),

@@ -87,9 +87,18 @@ class SnapshotServer:
 
         Raises:
             UnknownMessageError: there is no such message.
+            UnsupportedOptionError: one needs a message with pictures.
         """
         messages = [self._store.get(session, m, "messages") for m in message_ids]
         encodings, recipes = recipes_of(messages)
+        pictured = next((e.message.id for e in encodings if e.pictures), None)
+        if pictured is not None:
+            raise UnsupportedOptionError(
+                "files keep no pictures so far, and without them a message could not be encoded "
+                "again: save messages that have none, and were not encoded behind any",
+                parameter="messages",
+                value=pictured,
+            )
         ticket = next(self._tickets)
         self._described[ticket] = [(encoding, encoding.hidden_layers) for encoding in encodings]
         return {

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures that calls are given: vLLM's renderer makes a prompt of them, before a call is planned.
+
+Its tokens are the message's from then on: each placeholder has become as many as the picture takes.
+A picture is known by what it shows, and by its tenant: so nothing that vLLM keeps of one, in front
+of the engine or in it, is ever found by another tenant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from vllm_choreo.api.session import Session
+from vllm_choreo.errors import ChoreoError, TooLongError, UnsupportedOptionError
+from vllm_choreo.semantics.call import CallSpec, Tokenized
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.inputs.engine import MultiModalInput
+    from vllm.renderers import BaseRenderer
+    from vllm.v1.engine.input_processor import InputProcessor
+
+_PARAMETER = "multi_modal_data"
+_IMAGE = "image"
+# Names under which configurations of models keep the token that stands for a picture.
+_PLACEHOLDERS = ("image_token_id", "image_token_index")
+
+
+class _Engine(Protocol):
+    """Front of an engine: as much of vLLM's `LLMEngine` and `AsyncLLM` as pictures need."""
+
+    renderer: BaseRenderer
+    input_processor: InputProcessor
+    vllm_config: VllmConfig
+
+
+class PictureRenderer:
+    """Renderer of the pictures in a session's calls.
+
+    Args:
+        session: the session that will plan the calls.
+        engine: vLLM's `LLMEngine` or `AsyncLLM`.
+    """
+
+    def __init__(self, session: Session, engine: _Engine) -> None:
+        self._session = session
+        self._engine = engine
+
+    def render(self, specs: Sequence[CallSpec]) -> list[CallSpec]:
+        """Put the pictures of calls among their tokens.
+
+        Raises:
+            ChoreoError: the model takes none, there are more or fewer than placeholders, or one is
+                too large or none; nothing was submitted.
+        """
+        return [
+            self._rendered(spec, self._prompt(spec)) if spec.multi_modal_data is not None else spec
+            for spec in specs
+        ]
+
+    async def render_async(self, specs: Sequence[CallSpec]) -> list[CallSpec]:
+        """Put the pictures of calls among their tokens, in vLLM's threads: `render`."""
+        found = list(specs)
+        for number, spec in enumerate(specs):
+            if spec.multi_modal_data is not None:
+                prompt = self._prompt(spec)
+                with _reporting_what_is_wrong():
+                    (made,) = await self._engine.renderer.render_cmpl_async([prompt])
+                found[number] = self._checked(spec, made)
+        return found
+
+    def _rendered(self, spec: CallSpec, prompt: Any) -> CallSpec:
+        with _reporting_what_is_wrong():
+            (made,) = self._engine.renderer.render_cmpl([prompt])
+        return self._checked(spec, made)
+
+    def _prompt(self, spec: CallSpec) -> dict[str, Any]:
+        """A call's prompt as vLLM's renderer takes it."""
+        model = self._engine.vllm_config.model_config
+        if not model.supports_multimodal_inputs:
+            raise UnsupportedOptionError(
+                "this model takes no pictures, or was started without: leave them out, or choose "
+                "another model",
+                parameter=_PARAMETER,
+                value=model.model,
+            )
+        if self._session.mode == "baseline":
+            raise UnsupportedOptionError(
+                "a session in baseline mode has no pictures so far: leave them out, or choose "
+                "another mode",
+                parameter=_PARAMETER,
+                value="given",
+            )
+        pictures = pictures_in(spec.multi_modal_data)
+        token_ids, _ = self._session.content_of(spec)
+        self._check_count(token_ids, len(pictures))
+        # The session's tenant, or the operator's, for whom a server encodes what all may read.
+        tenant = self._session.tenant if spec.tenant is None else spec.tenant
+        return {
+            "prompt_token_ids": list(token_ids),
+            "multi_modal_data": {_IMAGE: pictures},
+            "multi_modal_uuids": {_IMAGE: [content_id(tenant, p) for p in pictures]},
+        }
+
+    def _check_count(self, token_ids: Sequence[int], num_pictures: int) -> None:
+        """Refuse other numbers of pictures and placeholders, of which vLLM takes the first."""
+        config = self._engine.vllm_config.model_config.hf_config
+        token = next(
+            (t for n in _PLACEHOLDERS if (t := getattr(config, n, None)) is not None), None
+        )
+        if token is not None and (found := token_ids.count(token)) != num_pictures:
+            text = self._engine.renderer.get_tokenizer().decode([token])
+            raise ChoreoError(
+                f"each picture needs a placeholder among the new tokens ({text!r}, token {token}); "
+                f"there are {found}",
+                parameter=_PARAMETER,
+                value=f"{num_pictures} pictures",
+            )
+
+    def _checked(self, spec: CallSpec, made: object) -> CallSpec:
+        """The call with its prompt. Raises TooLongError: a picture is too large for the encoder."""
+        prompt = cast("MultiModalInput", made)
+        limit = self._engine.input_processor.mm_encoder_cache_size
+        largest = max(place.get_num_embeds() for place in prompt["mm_placeholders"][_IMAGE])
+        if largest > limit:
+            raise TooLongError(
+                f"a picture takes {largest} tokens, and the engine encodes up to {limit} at once; "
+                "give a smaller one, or start the engine with a larger max_num_batched_tokens",
+                parameter=_PARAMETER,
+                value=f"{largest} tokens",
+            )
+        _, text = self._session.content_of(spec)
+        content = Tokenized(text, tuple(prompt["prompt_token_ids"]), prompt)
+        return replace(spec, content=content, multi_modal_data=None)
+
+
+def pictures_in(given: object) -> list[Any]:
+    """Pictures of `multi_modal_data`, in the form of vLLM's prompts.
+
+    Raises:
+        ChoreoError: it has another form, or something else than pictures.
+    """
+    if not isinstance(given, Mapping) or not given:
+        raise ChoreoError(
+            'pictures are given as vLLM takes them: {"image": picture}, or a list of pictures',
+            parameter=_PARAMETER,
+            value=type(given).__name__,
+        )
+    if other := [key for key in given if key != _IMAGE]:
+        raise UnsupportedOptionError(
+            'messages hold text and pictures, under the key "image": leave the others out',
+            parameter=_PARAMETER,
+            value=other,
+        )
+    pictures = given[_IMAGE]
+    pictures = list(pictures) if isinstance(pictures, list | tuple) else [pictures]
+    if not pictures:
+        raise ChoreoError(
+            "an empty list has no picture: leave it out", parameter=_PARAMETER, value=[]
+        )
+    return pictures
+
+
+def content_id(tenant: str, picture: object) -> str:
+    """Name of a picture by all that is seen of it, in hexadecimal digits.
+
+    vLLM's own hash trusts an id in a file's metadata, which its writer chooses.
+
+    Raises:
+        ChoreoError: it is no picture.
+    """
+    digest = blake2b(digest_size=32)
+    for part in (tenant.encode(), *_parts(picture)):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(picture: object) -> list[bytes]:
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    if isinstance(picture, Image.Image):
+        palette = b"" if picture.palette is None else bytes(picture.palette.palette)
+        info = [picture.info.get(key) for key in ("transparency", "exif")]
+        shape = repr((picture.mode, picture.size, info)).encode()
+        return [b"image", shape, palette, picture.tobytes()]
+    if isinstance(picture, torch.Tensor):
+        flat = picture.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        shape = repr((picture.dtype, tuple(picture.shape))).encode()
+        return [b"tensor", shape, flat.numpy().tobytes()]
+    if isinstance(picture, np.ndarray):
+        return [b"array", repr((picture.dtype.str, picture.shape)).encode(), picture.tobytes()]
+    raise ChoreoError(
+        "a picture is a PIL image, a numpy array or a tensor of embeddings",
+        parameter=_PARAMETER,
+        value=type(picture).__name__,
+    )
+
+
+@contextmanager
+def _reporting_what_is_wrong() -> Iterator[None]:
+    """Raise what vLLM's renderer, or the model's processor, says of bad pictures as our error."""
+    from vllm.exceptions import VLLMError
+
+    try:
+        yield
+    except (VLLMError, ValueError, TypeError, RuntimeError) as error:
+        raise ChoreoError(
+            f"vLLM makes no prompt of these pictures: {error}", parameter=_PARAMETER, value="given"
+        ) from error

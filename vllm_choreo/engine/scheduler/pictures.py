@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of calls: from vLLM's features of a request to recipes, and back.
+
+vLLM counts a feature's place in a prompt. A call's prompt is its virtual sequence, so that a
+picture lies `base` behind its place in the message; wherever the tokens of an encoding are run, its
+pictures are put there again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+from vllm_choreo.engine.speculation import has_layers
+from vllm_choreo.errors import UnsupportedOptionError
+from vllm_choreo.store.encoding import Encoding, Picture
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+# Name of the argument by which callers give pictures, for errors.
+PICTURES = "multi_modal_data"
+# Models in which a picture of a grid takes as many positions as its longest side is long.
+_GRID_MODELS: tuple[str, ...] = ()
+
+
+class PictureRules:
+    """Rules for the pictures that calls of an engine may have.
+
+    Args:
+        vllm_config: the engine's configuration.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._reason = _reason_for_none(vllm_config)
+        model = vllm_config.model_config
+        self._merge_size: int | None = None
+        if model.uses_mrope and self._reason is None:
+            self._merge_size = model.hf_config.vision_config.spatial_merge_size
+
+    def pictures_of(self, request: Request) -> tuple[Picture, ...]:
+        """Pictures among the tokens of a request, each with what vLLM's encoder needs.
+
+        Raises:
+            UnsupportedOptionError: the engine takes none in calls, or none of their kind.
+        """
+        features = request.mm_features
+        if not features:
+            return ()
+        if self._reason is not None:
+            raise UnsupportedOptionError(
+                f"{self._reason}; leave pictures out", parameter=PICTURES, value="given"
+            )
+        for feature in features:
+            if feature.modality != "image" or feature.data is None:
+                raise UnsupportedOptionError(
+                    "messages hold text and pictures: leave videos and sound out",
+                    parameter=PICTURES,
+                    value=feature.modality,
+                )
+        return tuple(self._picture(feature) for feature in features)
+
+    def _picture(self, feature: MultiModalFeatureSpec) -> Picture:
+        place, num_positions = feature.mm_position, None
+        if self._merge_size is not None:
+            assert feature.data is not None, "or it would have been refused"
+            frames, height, width = feature.data["image_grid_thw"].data.flatten().tolist()
+            num_positions = max(frames, height // self._merge_size, width // self._merge_size)
+        return Picture(place.offset, place.length, feature.identifier, num_positions, feature)
+
+
+def _reason_for_none(vllm_config: VllmConfig) -> str | None:
+    """Reason why calls of an engine have no pictures; None: they may have some."""
+    model = vllm_config.model_config
+    multimodal = getattr(model, "multimodal_config", None)
+    reasons = {
+        "this model takes no pictures": multimodal is None,
+        "tokens of a picture attend to one another in this model, also to later ones, which vLLM "
+        "knows of prompts alone": model.is_mm_prefix_lm,
+        "of models whose positions have several rows (M-RoPE), pictures were run in messages of "
+        f"{', '.join(_GRID_MODELS)} alone": model.uses_mrope
+        and model.hf_config.model_type not in _GRID_MODELS,
+        "models with states take no pictures in messages": model.is_hybrid,
+        "vLLM's model runner V2 was not run with pictures in messages "
+        "(VLLM_USE_V2_MODEL_RUNNER=0 chooses the other one)": vllm_config.use_v2_model_runner,
+        "drafters with layers were not run with pictures in messages": has_layers(
+            vllm_config.speculative_config
+        ),
+        "KV and encoder connectors were not run with pictures in messages": bool(
+            vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
+        ),
+        "a picture must be encoded again when a message was evicted, and with "
+        "mm_processor_cache_type='shm' vLLM may have dropped it": multimodal is not None
+        and multimodal.mm_processor_cache_type == "shm",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def features_at(
+    pictures: Sequence[Picture], base: int, num_tokens: int
+) -> list[MultiModalFeatureSpec]:
+    """Features of a prompt in which token 0 of an encoding has the index `base`.
+
+    Args:
+        pictures: those of the encoding.
+        num_tokens: tokens of the prompt; features that lie before or behind them are left out.
+    """
+    features = []
+    for picture in pictures:
+        offset = base + picture.start
+        if offset < num_tokens and offset + picture.num_tokens > 0:
+            feature = cast("MultiModalFeatureSpec", picture.feature)
+            place = replace(feature.mm_position, offset=offset)
+            features.append(replace(feature, mm_position=place))
+    return features
+
+
+def copied_pictures(origin: Encoding, token_ids: Sequence[int]) -> tuple[Picture, ...]:
+    """Pictures of a message that has the tokens of `origin`, encoded anew.
+
+    Raises:
+        UnsupportedOptionError: it has a part of them alone.
+    """
+    if origin.pictures and list(token_ids) != origin.token_ids:
+        raise UnsupportedOptionError(
+            "a message with pictures is encoded anew as a whole: name all of it",
+            parameter="copy_of",
+            value=origin.message.id,
+        )
+    return origin.pictures
