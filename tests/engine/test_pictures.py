@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from tests.engine.choreographies import (
 from tests.engine.oracle import whole
 from tests.engine.pictured import OPTIONS, PictureOracle, draw_pictured, picture
 from tests.grids import sampled
-from vllm_choreo import ChoreoError, Choreography
+from tests.quick import ONE_PROCESS
+from vllm_choreo import AsyncChoreography, ChoreoError, Choreography
 from vllm_choreo.errors import RepairError, SpanError, UnsupportedOptionError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.laws import difference, greedy
@@ -31,7 +33,7 @@ _WORDS = [" ".join(f"t{n}" for n in range(first, first + 9)) for first in (10, 6
 _PICTURES = [picture(1), picture(2, (112, 56)), picture(3)]
 
 
-@pytest.fixture(scope="module", params=["idefics3"])
+@pytest.fixture(scope="module", params=["idefics3", "paddleocr_vl"])
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Positions as in text, and positions of several rows, in turn."""
     make = {"idefics3": make_idefics3, "paddleocr_vl": make_paddleocr_vl}[request.param]
@@ -198,6 +200,81 @@ def test_tokens_encoded_anew_among_pictures(llm: Any, oracle: PictureOracle) -> 
         clean = c.reencode(apart[1], parents=apart[:1])
         chain = [apart[0], clean, c.reencode(apart[2], parents=[apart[0], clean])]
         _same(c.decode(**_question(parents=chain)), expected)
+
+
+def test_chunks_cut_pictures(llm: Any, oracle: PictureOracle) -> None:
+    """A message that is encoded in several steps, whose ends lie inside of pictures."""
+    tokens = [3, 4, *[oracle.placeholder, 5] * 24]
+    shown = [picture(seed % 5) for seed in range(24)]
+    ids, pictures = oracle.prompt(tokens, shown)
+    assert len(ids) > 400  # of which a step takes 256
+    with Choreography(llm) as c:
+        message = c.prefill(tokens, multi_modal_data={"image": shown})
+        assert message.token_ids == ids and message.num_pictures == 24
+        answer = c.decode([7, 8], parents=[message], offsets=[20], sampling_params=greedy())
+    parent = oracle.encode(ids, pictures=pictures)
+    encoded = oracle.encode(
+        answer.token_ids, [whole(parent, 20)], 20 + oracle.num_positions(ids, shown)
+    )
+    check_tokens(answer, encoded, 2, LOGPROB_TOLERANCE, TIE_MARGIN)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seeds", [range(100, 103), range(103, 106)], ids=str)
+def test_random_in_little_room(
+    engine_slot: Callable[..., Any], model_path: Path, oracle: PictureOracle, seeds: range
+) -> None:
+    """Pictures are evicted, preempted and encoded again, and keys are turned where they lie."""
+    settings = {"choreo": {"reposition": "in_place"}}
+    llm = engine_slot(model_path, **OPTIONS, num_gpu_blocks_override=56, additional_config=settings)
+    drawn = [draw_pictured(seed, oracle.placeholder, not oracle.has_rows) for seed in seeds]
+    with Choreography(llm) as c:
+        check(c, oracle, side_by_side(drawn))
+        assert c.stats()["num_evictions"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_an_engine_in_another_process(llm: Any, model_path: Path) -> None:
+    """AsyncLLM: pictures cross to the engine's process, of equal ones the first time alone."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with Choreography(llm) as c:
+        messages = _chain(c)
+        expected = c.decode(**_question(parents=messages[1:], offsets=[70, 0]))
+    args = AsyncEngineArgs(
+        str(model_path),
+        **OPTIONS,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        block_size=32,
+        distributed_executor_backend=ONE_PROCESS,
+    )
+
+    async def run() -> list[Message]:
+        other = AsyncLLM.from_engine_args(args)
+        try:
+            return [await answer(other, tenant) for tenant in ("a", "a", "b")]
+        finally:
+            other.shutdown()
+
+    async def answer(other: AsyncLLM, tenant: str) -> Message:
+        async with AsyncChoreography(other, tenant=tenant) as c:
+            chain: list[Any] = []
+            for number in range(3):
+                call = _call(number)
+                chain.append(await c.submit(parents=list(chain), **call))
+            await asyncio.gather(*chain)
+            await c.decode(**_question(parents=chain[1:], offsets=[70, 0]))
+            await other.reset_mm_cache()
+            await other.reset_encoder_cache()
+            await c.evict(*[await message for message in chain])
+            return await c.decode(**_question(parents=chain[1:], offsets=[70, 0]))
+
+    for found in asyncio.run(run()):
+        _same(found, expected)
 
 
 @pytest.mark.parametrize("seeds", sampled(_SEEDS, 1), ids=str)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Name of the argument by which callers give pictures, for errors.
 PICTURES = "multi_modal_data"
 # Models in which a picture of a grid takes as many positions as its longest side is long.
-_GRID_MODELS: tuple[str, ...] = ()
+_GRID_MODELS = ("paddleocr_vl",)
 
 
 class PictureRules:

@@ -44,7 +44,7 @@ def make_idefics3(folder: Path) -> Path:
     besides. The tokenizer has the words of the other tiny models, then `<image>` and its like.
     """
     path = make_tiny_model("idefics3", folder, config=_idefics3())
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(whole_words=True)
     places = [f"<row_{row + 1}_col_{col + 1}>" for row in range(_TILES) for col in range(_TILES)]
     around = ["<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
     tokenizer.add_tokens([IMAGE, *around, *places], special_tokens=True)
@@ -90,7 +90,7 @@ def make_paddleocr_vl(folder: Path) -> Path:
     A picture of 112 by 56 pixels takes 8 tokens, and 4 positions.
     """
     path = make_tiny_model("paddleocr_vl_pictured", folder, config=_paddleocr_vl())
-    tokenizer = make_tokenizer(image_token=IMAGE)
+    tokenizer = make_tokenizer(whole_words=True, image_token=IMAGE)
     tokenizer.add_tokens([IMAGE], special_tokens=True)
     pixels = {"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}
     image_processor = transformers.PaddleOCRVLImageProcessorPil(size=pixels)

@@ -406,17 +406,20 @@ def _draw_weights(model: transformers.PreTrainedModel, generator: torch.Generato
     model.get_output_embeddings().weight.data[first:] = 0.0
 
 
-def make_tokenizer(**special: str) -> transformers.PreTrainedTokenizerFast:
+def make_tokenizer(
+    whole_words: bool = False, **special: str
+) -> transformers.PreTrainedTokenizerFast:
     """Make a tokenizer of one word per token, `t<id>`; text is split at white space.
 
     Args:
+        whole_words: whether special tokens are words alone; else `t1` is also found in `t10`.
         special: further special tokens, by the names that processors of pictures know.
     """
     words = {f"t{token_id}": token_id for token_id in range(VOCAB_SIZE)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     bos, eos, pad = (
-        tokenizers.AddedToken(f"t{token_id}", single_word=True)  # not the beginning of t10
+        tokenizers.AddedToken(f"t{token_id}", single_word=whole_words)
         for token_id in (1, EOS_TOKEN_ID, 0)
     )
     return transformers.PreTrainedTokenizerFast(
