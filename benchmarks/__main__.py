@@ -3,7 +3,7 @@
 
 python -m benchmarks            about a quarter of an hour on 2 idle cores
 python -m benchmarks ttft       some of them
-python -m benchmarks --page     measure nothing; fill the tables of RESULTS.md and docs/papers.md
+python -m benchmarks --page     measure nothing; fill the tables of RESULTS.md and of pages in docs/
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "ttft": ("benchmarks.ttft --reps 1",),
     "ordinary": ("benchmarks.ordinary --turns 2",),
-    "states": ("benchmarks.states --turns 8 --passes 1",),
+    "states": (
+        "benchmarks.states --turns 8 --passes 1",
+        "benchmarks.states.orders --passes 1 --turns 1 --judged 2",
+    ),
     "memory": ("benchmarks.memory",),
     "session": ("benchmarks.memory.long_session",),
     "attention": tuple(

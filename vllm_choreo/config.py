@@ -111,6 +111,8 @@ class ChoreoConfig:
             (`keep_hidden`), for repair by layers, in GiB; 0: neither is possible.
         tokens_per_state: in models with states in place of keys and values, the tokens of the KV
             cache for each state that the engine keeps, of a message or of a running request.
+        composed_states: True if such models keep with each state what its message does to any,
+            so that calls read messages in any order; False: they read chains alone.
         max_copies_per_session, max_copied_tokens_per_session: copies, and their tokens, that the
             engine keeps for exact and repaired calls of a session; a parent of a copy counts as a
             token. Beyond that, copies that were not read for longest make room, and are encoded
@@ -130,6 +132,7 @@ class ChoreoConfig:
     window_groups: _Switch = False
     hidden_memory_gib: _NumberOr0 = 0.0
     tokens_per_state: _Count = 256
+    composed_states: _Switch = False
     max_copies_per_session: _Count = 10_000
     max_copied_tokens_per_session: _Count = 10_000_000
     keep_key: str = ""

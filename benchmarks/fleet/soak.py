@@ -37,6 +37,14 @@ _AT_A_TIME = 12  # sessions
 _VOCAB = (3, 512)  # of the tiny model, special tokens left out
 _BLOCK_SIZE = 32
 _BLOCKS = 160  # of an engine: room for half of what the sessions at a time hold
+# Engines side by side: none takes all memory, or the first core alone.
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+}
+_TOLD_EVERY = 500  # calls
 
 
 def main() -> int:
@@ -47,6 +55,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    os.environ.update(_ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model("llama", Path(folder))
         soak = _Soak(model, args)
@@ -206,7 +215,9 @@ class _Soak:
 
     async def _count(self, llm: Any, num_calls: int) -> None:
         """Count calls; each time that enough are over, kill an engine as soon as all run."""
-        self._num_calls += num_calls
+        before, self._num_calls = self._num_calls, self._num_calls + num_calls
+        if before // _TOLD_EVERY != self._num_calls // _TOLD_EVERY:
+            print(f"{self._num_calls} calls, {len(self._killed)} kills", flush=True)
         kills, client = self._args.kills, llm.engine_core
         due = min(kills, self._num_calls * (kills + 1) // self._args.calls)
         while len(self._killed) < due:

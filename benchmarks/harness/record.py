@@ -17,7 +17,8 @@ BENCHMARKS = Path(__file__).parent.parent
 RESULTS = BENCHMARKS / "results"
 RESULTS_PAGE = BENCHMARKS / "RESULTS.md"
 # All pages whose tables are made of the CSV files.
-PAGES = (RESULTS_PAGE, BENCHMARKS.parent / "docs" / "papers.md")
+_DOCS = BENCHMARKS.parent / "docs"
+PAGES = (RESULTS_PAGE, *(_DOCS / name for name in ("papers.md", "fleet.md", "models.md")))
 
 
 def machine() -> dict[str, Any]:

@@ -13,11 +13,10 @@ of both are compared; in what is timed every answer is given, so that the texts 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ from benchmarks.harness.tables import as_text
 from benchmarks.harness.turns import in_turn
 from benchmarks.states import engine
 from benchmarks.states.bars import bars_reached
-from benchmarks.states.tables import TABLES
+from benchmarks.states.sides import open_sides
+from benchmarks.states.tables import CHAIN_TABLES
 
 TURN_TOKENS = (100, 400)
 # Tokens with which all prompts of a batch begin: none, and more than two blocks of a prefix cache.
@@ -47,25 +47,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = engine.make_model(Path(folder))
         for number in range(1, args.passes + 1):
-            with _sides(model) as sides:
+            with open_sides(model, engine.SIDES) as sides:
                 _check(sides)
                 conversations += _conversations(sides, number, args.turns)
                 batches += _batches(sides, number, args)
     write_csv("states", conversations, **record())
     write_csv("states_ordinary", batches, **record())
-    print(as_text(TABLES.values()))
+    print(as_text(CHAIN_TABLES.values()))
     return int(not bars_reached(conversations, batches))
-
-
-@contextlib.contextmanager
-def _sides(model: Path) -> Iterator[dict[str, Child]]:
-    with contextlib.ExitStack() as stack:
-        yield {
-            side: stack.enter_context(
-                Child.of(engine.__name__, side, str(model), VLLM_PLUGINS=plugins)
-            )
-            for side, plugins in engine.SIDES.items()
-        }
 
 
 def _check(sides: dict[str, Child]) -> None:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from benchmarks.harness.engine import (
 
 # Name: VLLM_PLUGINS.
 SIDES = {"plugin": "choreo", "stock": ""}
+ORDER_SIDES = {"composed": "choreo", "stock": ""}  # of `orders`
+DENSE = "dense"  # an engine of `make_dense_model`, in place of a hybrid
+_VOCAB_SIZE = 512
 MAX_MODEL_LEN = 8192
 ANSWER_TOKENS = 4
 
@@ -35,7 +39,7 @@ def make_model(folder: Path) -> Path:
     from vllm_choreo.testing.models.tiny import make_tiny_model
 
     config = transformers.GraniteMoeHybridConfig(
-        vocab_size=512,
+        vocab_size=_VOCAB_SIZE,
         hidden_size=512,
         shared_intermediate_size=1536,
         num_hidden_layers=12,
@@ -54,16 +58,39 @@ def make_model(folder: Path) -> Path:
     return make_tiny_model("granite_hybrid", folder, torch.float32, config)
 
 
+def make_dense_model(folder: Path) -> Path:
+    """Write a model of the same shape all of whose layers have attention; its folder."""
+    import torch
+    import transformers
+
+    from vllm_choreo.testing.models.tiny import make_tiny_model
+
+    config = transformers.LlamaConfig(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=True,
+    )
+    return make_tiny_model("llama", folder, torch.float32, config)
+
+
 def child(side: str, model: str) -> None:
     """Start an engine, then answer the questions below until there are no more."""
     set_environment()
     if side == "stock":
         _split_prompts_at_blocks()
+    options: dict[str, Any] = {} if side == DENSE else {"mamba_cache_dtype": "float32"}
+    if side == "composed":
+        options["additional_config"] = {"choreo": {"composed_states": True}}
     llm = start_engine(
         None, model, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=2048,
-        mamba_cache_dtype="float32",
+        max_logprobs=_VOCAB_SIZE, **options,
     )  # fmt: skip
-    assert has_plugin(llm) == (side == "plugin"), "the plugin is where it should not be"
+    assert has_plugin(llm) == (side != "stock"), "the plugin is where it should not be"
     asked = Asked(llm)
     serve(lambda question: getattr(asked, question.pop("do"))(**question))
 
@@ -120,6 +147,71 @@ class Asked:
                 said = [*said, answer]
         return rows
 
+    def readers(
+        self,
+        documents: Sequence[Sequence[int]],
+        orders: Sequence[Sequence[int]],
+        questions: Sequence[Sequence[int]],
+        mode: str,
+    ) -> dict[str, Any]:
+        """Questions in one batch, each behind all documents in an order of its own.
+
+        Args:
+            documents: their tokens; each is a message, encoded alone before.
+            orders: numbers of documents, of each question.
+            questions: their tokens.
+            mode: of `Choreography`: states are composed, or text over vLLM's prefix caching.
+        """
+        from vllm_choreo import Choreography
+
+        empty_caches(self.llm)
+        with Choreography(self.llm, mode=mode) as c:
+            began = time.perf_counter()
+            made = c.prefill([{"tokens": list(document)} for document in documents])
+            encoded = time.perf_counter()
+            answers = c.decode(
+                [
+                    {"header": list(question), "parents": [made[number] for number in order]}
+                    for question, order in zip(questions, orders, strict=True)
+                ],
+                sampling_params=_greedy(is_forced=True),
+            )
+            ended = time.perf_counter()
+        return {
+            "documents_s": encoded - began,
+            "readers_s": ended - encoded,
+            "first_token_s": [answer.metrics.ttft for answer in answers],
+            "reused_tokens": [answer.usage.reused_tokens for answer in answers],
+        }
+
+    def divergence(
+        self,
+        documents: Sequence[Sequence[int]],
+        orders: Sequence[Sequence[int]],
+        questions: Sequence[Sequence[int]],
+    ) -> list[float]:
+        """Mean over a question's tokens of KL(text, what is read as it was encoded), in nats."""
+        from vllm import SamplingParams
+
+        from vllm_choreo import Choreography
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=_VOCAB_SIZE)
+        found: list[float] = []
+        for question, order in zip(questions, orders, strict=True):
+            empty_caches(self.llm)
+            with Choreography(self.llm) as c:
+                made = c.prefill([{"tokens": list(document)} for document in documents])
+                parents = [made[number] for number in order]
+                rows = []
+                for mode in ("exact", "choreo"):
+                    answer = c.decode(
+                        list(question), parents=parents, mode=mode, sampling_params=params
+                    )
+                    of_tokens = filter(None, answer.prompt_logprobs or ())
+                    rows.append([*of_tokens])
+            found.append(sum(map(_kl, *rows)) / len(rows[0]))
+        return found
+
     def batch(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Ordinary requests in one batch, from an empty cache on."""
         from vllm.inputs import TokensPrompt
@@ -132,6 +224,14 @@ class Asked:
             "seconds": time.perf_counter() - began,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         }
+
+
+def _kl(expected: Mapping[int, Any], found: Mapping[int, Any]) -> float:
+    """KL divergence of two distributions over all tokens, in nats."""
+    return sum(
+        math.exp(entry.logprob) * (entry.logprob - found[token].logprob)
+        for token, entry in expected.items()
+    )
 
 
 def _greedy(is_forced: bool) -> Any:

@@ -36,7 +36,7 @@ def _shared(row: Row) -> str:
     return f"{row['shared_tokens']} tokens"
 
 
-TABLES = {
+CHAIN_TABLES = {
     "states": Table(
         "states",
         {"stock finds": found_by_stock},
@@ -64,3 +64,28 @@ TABLES = {
         },
     ),
 }
+ORDER_TABLES = {
+    "states_orders": Table(
+        "states_orders",
+        {"readers": lambda row: f"{row['readers']} of {row['documents']} documents"},
+        {
+            "tokens of a document": spread(of("document_tokens", side="stock"), ".0f"),
+            "documents and readers, stock, s": spread(of("all_s", side="stock"), ".2f"),
+            "composed, s": spread(of("all_s", side="composed"), ".2f"),
+            "stock / composed": paired_ratio(
+                of("all_s", side="stock"), of("all_s", side="composed"), ".1f"
+            ),
+            "last first token, stock, s": spread(of("first_token_s", side="stock"), ".2f"),
+            "composed, s ": spread(of("first_token_s", side="composed"), ".2f"),
+        },
+    ),
+    "states_quality": Table(
+        "states_quality",
+        {"model": lambda row: str(row["model"])},
+        {
+            "questions": lambda rows: len(rows),
+            "KL per token against the text, nats": spread(of("kl_per_token"), ".4f"),
+        },
+    ),
+}
+TABLES = {**CHAIN_TABLES, **ORDER_TABLES}

@@ -106,7 +106,8 @@ class SavingEngine(PlayedEngine):
         traces = [{"id": "t", "parents": [], "origin": None}]
         recipes = {"adapters": [], "traces": traces, "encodings": entries}
         numbers = list(range(len(ids)))
-        return {"ticket": 1, "recipes": recipes, "own": numbers, "resident": numbers}
+        told = {"ticket": 1, "recipes": recipes, "own": numbers, "resident": numbers}
+        return {**told, "firsts": [[0]] * len(ids)}
 
     def _release_ticket(self, ticket: int) -> None: ...
 
@@ -115,8 +116,8 @@ class SavingEngine(PlayedEngine):
         if key in self.unfinished:
             return None
         self._blocks.append(self.numbers[key])
-        blocks = [len(self._blocks) - 1]
-        return {"ticket": 2, "blocks": blocks, "stored_position": 0, "hidden": None}
+        blocks = [[len(self._blocks) - 1]]
+        return {"ticket": 2, "blocks": blocks, "stored_position": 0, "hidden": None, "state": None}
 
     def _release(self, ticket: int) -> bool:
         return True
@@ -130,7 +131,8 @@ class SavingEngine(PlayedEngine):
         _, entries, _, places = self._loads[ticket]
         self._blocks.append(np.zeros((2 * _LAYERS, len(entries[number]["tokens"]), _SIZE), "f4"))
         places[number] = len(self._blocks) - 1
-        return {"blocks": [places[number]], "in_host": False, "hidden": None}
+        place = {"blocks": [[places[number]]], "firsts": [0], "in_host": False}
+        return {**place, "hidden": None, "state": None}
 
     def _commit(self, ticket: int) -> Any:
         session, entries, named, places = self._loads.pop(ticket)
@@ -150,14 +152,14 @@ class SavingEngine(PlayedEngine):
         await asyncio.sleep(0)
         if method == "choreo_kv_shape":
             layers = [[1, _SIZE, _SIZE]] * _LAYERS
-            shape = {"dtype": "float32", "layers": layers, "scales": []}
-            return [{**shape, "hidden": ("float32", 0)}]
+            shape = {"dtype": "float32", "layers": layers, "groups": [0] * _LAYERS, "scales": []}
+            return [{**shape, "hidden": ("float32", 0), "states": []}]
         if method == "choreo_read_kv":
             self.on_read()
-            (block,), (first, last), start, stop = args
+            ((block,),), (first, last), start, stop = args
             return [self._blocks[block][first:last, start:stop].tobytes()]
         assert method == "choreo_write_kv"
-        piece, _, ((block,), _), (first, last), start, stop = args
+        piece, _, (((block,),), _), (first, last), start, stop = args
         found = np.frombuffer(bytes(piece), "f4").reshape(last - first, stop - start, _SIZE)
         self._blocks[block][first:last, start:stop] = found
         return [None]

@@ -13,6 +13,7 @@ from tests.store.test_store import SIZE, Pool
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.groups import CacheGroups
+from vllm_choreo.store.host_tier import HostTier
 from vllm_choreo.store.stats import stats
 from vllm_choreo.store.store import MessageStore
 
@@ -50,6 +51,26 @@ def test_what_is_kept_is_what_is_seen_from_right_behind_and_from_the_last_block(
     needed = {t // size for at in (length, last_block * size) for t in range(at) if at - t < window}
     assert full == 0 and needed | {last_block} == set(range(first, num_blocks))
     assert num_blocks - first <= -(-(window - 1) // size) + 1
+
+
+@given(
+    start=st.integers(0, 20),
+    first=st.integers(0, 30),
+    num_tokens=st.integers(1, 20),
+    window=st.integers(1, 30),
+    size=st.integers(1, 9),
+)
+def test_what_a_run_sees_of_its_message_is_by_its_definition(
+    start: int, first: int, num_tokens: int, window: int, size: int
+) -> None:
+    first += start
+    stop = first + num_tokens
+    groups = CacheGroups(size, (None, window))
+    full, near = groups.read_by_run((start, stop), num_tokens)
+    run = range(first, stop)
+    seen = {t for at in run for t in range(start, at + 1) if at - t < window}
+    assert set(near) == {token // size for token in seen}
+    assert set(full) == {token // size for token in range(start, stop)}
 
 
 # -- who holds what ------------------------------------------------------------------------------
@@ -143,6 +164,52 @@ def test_gaps_are_closed_for_who_asks_and_opened_again_for_room(store: MessageSt
     assert encoding.held_blocks == before and store.totals["evicted_messages"] == 0
     residency.leave([encoding] * 2, reading=True)
     residency.check()
+
+
+def test_host_memory_has_the_gaps_of_what_was_evicted(store: MessageStore) -> None:
+    tier = store.tier = HostTier(60, store.residency.block_copies)
+    encoding, pool = _message(store, "m", 5 * SIZE + 1), _pool(store)
+
+    def next_step() -> None:
+        store.take_block_copies()
+        store.begin_step()
+
+    def restore() -> int:
+        places = tier.restorable(encoding)
+        blocks = pool.new(len(places))
+        store.residency.wait_for([encoding])
+        store.restore(encoding, blocks)
+        pool.free_blocks(blocks)
+        loads = store.take_block_copies().loads
+        saved = tier.find(encoding).blocks
+        assert {(saved[g][i], encoding.blocks[g][i].block_id) for g, i in places} == {*loads}
+        store.begin_step()
+        return len(places)
+
+    whole, kept = store.groups.whole(encoding.num_tokens), store.groups.held(encoding.num_tokens)
+    _encode(store, encoding)
+    next_step()
+    store.evict(encoding)
+    next_step()
+    assert tier.num_used == 13 and tier.completes(encoding, kept)
+    assert tier.completes(encoding, None) and not tier.completes(encoding, whole)
+    assert restore() == 13 and _gaps(encoding) == ["######", "...###", "...###", ".....#"]
+    assert not tier.completes(encoding, None), "there is nothing to load"
+    # What was encoded again as a whole takes the place of the part.
+    store.evict(encoding)
+    _encode(store, encoding)
+    next_step()
+    store.evict(encoding)
+    next_step()
+    assert tier.num_used == 24 and tier.completes(encoding, whole)
+    store.residency.leave([encoding], reading=False)
+    assert restore() == 24 and encoding.has(whole)
+    store.residency.leave([encoding], reading=False)
+    assert _gaps(encoding)[1] == "...###" and tier.completes(encoding, whole)
+    store.residency.wait_for([encoding])
+    store.residency.read([encoding])
+    assert restore() == 11 and encoding.has(whole), "gaps close while somebody reads"
+    store.residency.check()
 
 
 def test_what_is_shared_can_be_gone_on_from(store: MessageStore) -> None:

@@ -265,16 +265,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.is_planning = False
         for call in self.calls:  # before anything is checked, or what fails never ends
             call.is_new = False
-        targets = [target for _, target in copies.loads] + [target for _, target, _ in copies.moves]
+        targets = [target for _, target in copies.loads] + [
+            target for _, target, *_ in copies.moves
+        ]
         assert len(targets) == len({*targets})
         # What a patch alone is made of has no owner left, and is nobody else's before the step ran.
-        sources = {source for source, _, _ in copies.moves}
+        sources = {source for source, *_ in copies.moves}
         assert all(self.pool.blocks[t].ref_cnt or t in sources for t in targets)
         for source, host_block in copies.saves:
             self.host[host_block] = self.cache.get(source)
         for host_block, target in copies.loads:
             self.cache[target] = self.host.get(host_block)
-        moved = [(target, self.cache.get(source)) for source, target, _ in copies.moves]
+        moved = [(target, self.cache.get(source)) for source, target, *_ in copies.moves]
         self.cache.update([*moved, *self.writes])
         self.writes = []
         for encoding in self.seen:
@@ -296,8 +298,8 @@ class StoreMachine(RuleBasedStateMachine):
         need = -(-num_tokens // SIZE)
         tags = [tag(encoding, n) for n in range(need)]
         if into_host and self.store.tier is not None:
-            if host_blocks := self.store.tier.reserve(encoding, need, num_tokens, 0):
-                self.host.update(zip(host_blocks, tags, strict=True))
+            if copy := self.store.tier.reserve(encoding, [range(need)], num_tokens, 0):
+                self.host.update(zip(copy.host_blocks, tags, strict=True))
                 self.store.tier.on_filled(encoding)
             return
         blocks = self.pool.new(need)
@@ -330,7 +332,7 @@ class StoreMachine(RuleBasedStateMachine):
         if saved:
             encoding = saved[index % len(saved)]
             tier.protect(encoding)
-            blocks = self.pool.new(tier.num_blocks_of(encoding))
+            blocks = self.pool.new(len(tier.restorable(encoding)))
             self.store.restore(encoding, blocks)
             self.pool.free_blocks(blocks)
 
@@ -356,7 +358,7 @@ class StoreMachine(RuleBasedStateMachine):
         held: dict[Any, int] = {}
         of_calls = [block for call in self.calls for block in call.blocks or []]
         copies = self.store.residency.block_copies
-        pending = [source for source, _ in copies._moves.values()]
+        pending = [source for source, *_ in copies._moves.values()]
         pending += [] if self.is_planning else copies._saves.values()
         for block in [*of_calls, *pending, *(b for e in self.seen for b in e.held_blocks)]:
             held[block] = held.get(block, 0) + 1

@@ -10,6 +10,7 @@ _CORE = "vllm.v1.core"
 _CONFIG = "vllm.config"
 _RUNNER = "vllm.v1.worker"
 _SERVE = "vllm.entrypoints"
+_DELTA_RULE = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention"
 
 DECLARED = (
     # The scheduler, through its block manager
@@ -179,6 +180,17 @@ DECLARED = (
     "vllm.model_executor.layers.attention.Attention.sliding_window",
     "vllm.model_executor.layers.mamba.abstract.MambaBase.get_attn_backend()",
     "vllm.model_executor.layers.mamba.abstract.MambaBase.kv_cache",
+    # Of layers that are followed (`composed_layers.py`)
+    "vllm.model_executor.layers.mamba.abstract.MambaBase.get_state_dtype()",
+    "vllm.model_executor.layers.mamba.abstract.MambaBase.get_state_shape()",
+    "vllm.model_executor.layers.mamba.mamba_mixer2.MambaMixer2.A",
+    "vllm.model_executor.layers.mamba.mamba_mixer2.MambaMixer2.dt_bias",
+    "vllm.model_executor.layers.mamba.mamba_mixer2.MambaMixer2.tped_dt_size",
+    f"{_DELTA_RULE}.A_log",
+    f"{_DELTA_RULE}.dt_bias",
+    f"{_DELTA_RULE}.head_k_dim",
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+    "._cpu_gdn_attention_nonspec(layer, metadata, mixed_qkv, b, a, core_attn_out)",
     "vllm.model_executor.layers.mamba.ops.ssu_dispatch"
     ".initialize_mamba_ssu_backend(mamba_config, kv_cache_config)",
     "vllm.v1.attention.backend.AttentionBackend.get_builder_cls()",

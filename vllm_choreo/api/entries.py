@@ -191,8 +191,8 @@ class Entries:
             )
         forgotten = "; it may be one that was freed long ago" if len(self._gone) >= MAX_GONE else ""
         raise UnknownMessageError(
-            "no message of this session; the calls of one list do not see one another, and "
-            f"messages of other sessions are out of reach{forgotten}",
+            f"no message of this session has this name: make it in an earlier call, whose name or "
+            f"id this is, for messages of other sessions are out of reach{forgotten}",
             parameter=parameter,
             value=message_id,
         )

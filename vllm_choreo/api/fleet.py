@@ -83,8 +83,7 @@ class Fleet:
         )
         self.loads = Loads(count)
         self._block_size = cache.block_size
-        num_bytes, self._has_moves = _moves_of(config)
-        self.measured = MeasuredRates(num_bytes, False, cache.block_size / 2)
+        self.measured = MeasuredRates(_token_bytes(config), False, cache.block_size / 2)
         self.mover = Mover(self.measured)
         if client.can_move:
             folder = exchange_folder(settings.move_folder)
@@ -107,7 +106,7 @@ class Fleet:
     def move_by(self, transfer: Transfer) -> None:
         """Have messages moved between the engines in this way from now on."""
         self.mover.transfer = transfer
-        self.measured.can_move = self._has_moves
+        self.measured.can_move = True
 
     # -- what happens to engines -----------------------------------------------------------------
 
@@ -312,15 +311,11 @@ class EngineState:
         }
 
 
-def _moves_of(config: VllmConfig) -> tuple[float, bool]:
-    """Bytes of a token's keys and values, about; and whether they can be moved.
-
-    Of models with states files keep none.
-    """
+def _token_bytes(config: VllmConfig) -> float:
+    """Bytes of a token's keys and values, about."""
     model = config.model_config
     heads = model.get_total_num_kv_heads() * model.get_head_size()
-    num_bytes = 2 * 2 * model.get_total_num_hidden_layers() * heads
-    return float(num_bytes), not (model.is_hybrid or model.has_inner_state)
+    return float(2 * 2 * model.get_total_num_hidden_layers() * heads)
 
 
 def added_stats(answers: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

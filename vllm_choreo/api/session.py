@@ -379,7 +379,8 @@ class Session:
         if total >= limit:
             raise TooLongError(
                 f"{total} tokens of parents and new message do not fit into a context of {limit}; "
-                "list fewer parents, or start the engine with a larger max_model_len",
+                f"{'shorten the new message' if num_new >= limit else 'list fewer parents'}, or "
+                "start the engine with a larger max_model_len",
                 parameter="parents",
                 value=f"{len(parents)} parents, {num_new} new tokens",
             )

@@ -238,6 +238,7 @@ def _refuse_unsupported(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
         refused["additional_config.choreo.hidden_memory_gib"] = bool(config.hidden_bytes)
         # It would load keys and values of a prefix, and no states.
         refused["kv_transfer_config"] = vllm_config.kv_transfer_config is not None
+    _check_composed_states(vllm_config, config)
     for name, is_refused in refused.items():
         if is_refused:
             raise UnsupportedOptionError(
@@ -252,6 +253,29 @@ def _refuse_unsupported(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
         mla.refuse_unsupported(vllm_config, current_platform.is_cpu())
     if parallel.data_parallel_size > 1:
         _refuse_engines(vllm_config)
+
+
+def _check_composed_states(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
+    """Check that states can be composed where that is asked for.
+
+    Raises:
+        UnsupportedOptionError: they cannot; says why.
+    """
+    from vllm.platforms import current_platform
+
+    if not config.composed_states:
+        return
+    if not vllm_config.model_config.is_hybrid:
+        reason = "this model keeps no states, and reads messages in any order without it"
+    elif not current_platform.is_cpu():
+        reason = "states are composed on CPUs alone so far; chains are read without it"
+    else:
+        return
+    raise UnsupportedOptionError(
+        f"{reason}: leave it out",
+        parameter="additional_config.choreo.composed_states",
+        value=True,
+    )
 
 
 def _refuse_quantized(vllm_config: VllmConfig, config: ChoreoConfig) -> None:
@@ -301,25 +325,41 @@ def _refuse_beside_window_groups(vllm_config: VllmConfig, config: ChoreoConfig) 
     """Refuse what does not go with KV cache groups of layers with windows.
 
     Raises:
-        UnsupportedOptionError: it is set; says what to do.
+        UnsupportedOptionError: it is set; says why, and what to do.
     """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    choreo = "additional_config.choreo."
-    refused = {
-        f"{choreo}reposition": config.reposition == "in_place",
-        f"{choreo}host_memory_gib": bool(config.host_memory_gib),
-        f"{choreo}hidden_memory_gib": bool(config.hidden_bytes),
-        "kv_transfer_config": vllm_config.kv_transfer_config is not None,
-        "speculative_config.method": has_layers(vllm_config.speculative_config),
-        "disable_hybrid_kv_cache_manager": bool(scheduler.disable_hybrid_kv_cache_manager),
-        "data_parallel_size": vllm_config.parallel_config.data_parallel_size > 1,
-        "model": model.is_hybrid or model.use_mla,
+    transfer = vllm_config.kv_transfer_config
+    setting = "additional_config.choreo.window_groups"
+    reasons = {
+        "additional_config.choreo.reposition": (
+            config.reposition == "in_place",
+            "what closes a gap of a message is encoded at the positions of its recipe, and its "
+            "keys, once moved, stand elsewhere",
+        ),
+        "kv_transfer_config": (
+            transfer is not None and not KVConnectorFactory.supports_hma_config(transfer),
+            "vLLM gives this connector one group of all layers (it has no SupportsHMA)",
+        ),
+        "speculative_config.method": (
+            has_layers(vllm_config.speculative_config),
+            "vLLM wants all layers of a drafter in one group, and divides those of both models",
+        ),
+        "disable_hybrid_kv_cache_manager": (
+            bool(scheduler.disable_hybrid_kv_cache_manager),
+            "vLLM makes one group of all layers then",
+        ),
+        "model": (
+            model.is_hybrid or model.use_mla,
+            "its states lie beside one group" if model.is_hybrid else "no layer of it has a window",
+        ),
     }
-    for name, is_refused in refused.items():
+    for name, (is_refused, reason) in reasons.items():
         if is_refused:
             raise UnsupportedOptionError(
                 "this does not work with KV cache groups of layers with sliding windows "
-                f"({choreo}window_groups) yet: leave one of the two out",
+                f"({setting}): {reason}; leave one of the two out",
                 parameter=name,
                 value=model.model if name == "model" else "set",
             )

@@ -18,7 +18,7 @@ cache of it:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from vllm_choreo.semantics.other_model import AdapterRequest
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.block_copies import Block
-from vllm_choreo.store.groups import has_all
+from vllm_choreo.store.groups import BlockIndices, has_all
 
 CopyKey = tuple[bytes, tuple["Encoding", ...]]
 
@@ -272,7 +272,7 @@ class Encoding:
         """
         return self.is_known and self.num_encoded == self.num_tokens and not self.unwritten
 
-    def has(self, wanted: Sequence[range] | None) -> bool:
+    def has(self, wanted: BlockIndices | None) -> bool:
         """Return whether it is resident, with certain blocks of each group; None: any."""
         return self.is_resident and (wanted is None or has_all(self.blocks, wanted))
 

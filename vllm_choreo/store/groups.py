@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.positions import ParentPlan, first_seen
 from vllm_choreo.store.block_copies import Block
 
 Blocks = Sequence[Sequence[Block]]  # by group; all of the same length
+BlockIndices = Sequence[Sequence[int]]  # by group
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,19 @@ class CacheGroups:
             for window in self.windows
         )
 
+    def held(self, num_tokens: int) -> list[range]:
+        """Blocks, by group, that a message of so many tokens keeps."""
+        end = -(-num_tokens // self.block_size)
+        return [range(first, end) for first in self.kept(num_tokens)]
+
+    def whole(self, num_tokens: int) -> list[range]:
+        """Blocks, by group, that hold all tokens of a message."""
+        return [range(-(-num_tokens // self.block_size))] * len(self.windows)
+
+    def kept_tokens(self, num_tokens: int) -> list[int]:
+        """First token, by group, that a message of so many tokens keeps."""
+        return [first * self.block_size for first in self.kept(num_tokens)]
+
     def can_go_on(self, blocks: Blocks, num_tokens: int) -> bool:
         """Return whether the tokens behind the first `num_tokens` find all of them that they see.
 
@@ -77,10 +92,30 @@ class CacheGroups:
         end, firsts = num_tokens // self.block_size, self.kept(num_tokens + 1)
         return has_all(blocks, [range(min(first, end), end) for first in firsts])
 
+    def read_by_run(self, span: TokenRange, num_tokens: int) -> BlockIndices:
+        """Blocks, by group, in which a run of a message finds what it sees of it, and is written.
 
-def has_all(blocks: Blocks, wanted: Sequence[range]) -> bool:
+        Args:
+            span: the first token that the run may see, and the end of the message's tokens up to
+                the last of the run.
+            num_tokens: tokens of the run.
+        """
+        size, (start, stop) = self.block_size, span
+        firsts = (
+            start if window is None else max(start, stop - num_tokens - window + 1)
+            for window in self.windows
+        )
+        return [range(first // size, -(-stop // size)) for first in firsts]
+
+
+def indices_of(blocks: Blocks) -> list[set[int]]:
+    """Indices of the blocks of each group that are no gaps."""
+    return [{i for i, block in enumerate(of_group) if not block.is_null} for of_group in blocks]
+
+
+def has_all(blocks: Blocks, wanted: BlockIndices) -> bool:
     """Return whether there are no gaps in the wanted blocks of each group."""
     return all(
-        not any(block.is_null for block in of_group[chosen.start : chosen.stop])
+        not any(of_group[index].is_null for index in chosen)
         for of_group, chosen in zip(blocks, wanted, strict=True)
     )

@@ -90,6 +90,9 @@ def _describe(store: MessageStore, encoding: Encoding) -> dict[str, Any]:
         "parents": [parent.message.id for parent in encoding.parents],
         "num_readers": encoding.num_readers,
         "num_waiting": encoding.num_waiting,
+        "num_blocks_by_group": [
+            sum(not block.is_null for block in of_group) for of_group in encoding.blocks
+        ],
         "failure": encoding.message.failure,
         "blocks": [
             {

@@ -266,7 +266,7 @@ class MessageStore:
         assert self.states is not None
 
         def is_whole(duplicate: Encoding) -> bool:
-            has_all = duplicate.is_resident and self.can_begin_behind(duplicate)
+            has_all = duplicate.is_resident and self.can_begin_with([duplicate])
             return has_all and may_share(duplicate)
 
         duplicate = self.duplicates.most_resident(encoding, is_whole)
@@ -326,26 +326,46 @@ class MessageStore:
         if self.states:
             self.states.hold(encoding, request_id, self.step)
 
-    def can_begin_behind(self, encoding: Encoding | None) -> bool:
-        """Return whether the step being planned can begin with the state that an encoding left.
+    def can_begin_with(self, encodings: Iterable[Encoding]) -> bool:
+        """Return whether the step being planned can begin with the states that encodings left.
 
-        It is copied before the step runs, so it was written in an earlier one.
+        They are read before the step runs, so they were written in earlier ones.
+        """
+        return self.states is None or all(
+            encoding.state is not None and encoding.state_step < self.step for encoding in encodings
+        )
+
+    def evict_state(self, needed: Collection[Encoding], into_host: bool = True) -> bool:
+        """Give up one state, see `States.victim`; return whether there was one.
 
         Args:
-            encoding: None: there is nothing behind which it begins.
+            into_host: whether host memory, if there is any, gets a copy before the next step.
         """
-        if self.states is None or encoding is None:
-            return True
-        return encoding.state is not None and encoding.state_step < self.step
-
-    def evict_state(self, needed: Collection[Encoding]) -> bool:
-        """Give up one state, see `States.victim`; return whether there was one."""
         assert self.states is not None
         victim = self.states.victim(needed, self.clock())
         if victim is not None:
             self.totals["evicted_states"] += 1
-            self.states.evict(victim, self.step)
+            if into_host:
+                self.states.evict(victim, self.step)
+            else:
+                self.states.drop(victim)
         return victim is not None
+
+    def free_a_state(self, needed: Iterable[Collection[Encoding]], is_alone: bool) -> bool:
+        """Give up states until one is free; return whether one is.
+
+        Args:
+            needed: encodings that keep theirs; then, in turn, those that keep them from a request
+                that runs alone.
+        """
+        assert self.states is not None
+        if self.states.num_free:
+            return True
+        kept = [*needed] if is_alone else [next(iter(needed))]
+        while not self.states.num_free:
+            if not any(self.evict_state(some) for some in kept):
+                return False
+        return True
 
     def is_settled(self, encoding: Encoding) -> bool:
         """Return whether all keys were written before the step that is being planned."""
@@ -393,14 +413,28 @@ class MessageStore:
             self.evict(encoding)
 
     def restore(self, encoding: Encoding, blocks: Sequence[Block]) -> None:
-        """Bring an encoding back from host memory into `blocks`, before the step being planned."""
+        """Bring an encoding back from host memory, before the step being planned.
+
+        Args:
+            blocks: a block for each of `HostTier.restorable`; they close the gaps of what is
+                resident.
+        """
         assert self.tier is not None and encoding.plan is not None
-        position, num_encoded = self.tier.place_of(encoding)
-        self.hold(encoding, [blocks], num_encoded)
-        self.residency.move(encoding, position)
-        self.tier.load(encoding, blocks)
+        copy, places = self.tier.find(encoding), self.tier.restorable(encoding)
+        null_block = self.residency.pool.null_block
+        table = [[null_block] * len(of_group) for of_group in copy.blocks]
+        for (group, index), block in zip(places, blocks, strict=True):
+            table[group][index] = block
+        if encoding.is_resident:
+            self.fill(encoding, table)
+        else:
+            self.hold(encoding, table, copy.num_encoded)
+            self.residency.move(encoding, copy.stored_position)
+        # What nobody waits for is trimmed at once.
+        held = [(g, i) for g, i in places if not encoding.blocks[g][i].is_null]
+        self.tier.load(encoding, held, [encoding.blocks[g][i] for g, i in held])
         self.totals["restored_messages"] += 1
-        self.totals["restored_tokens"] += num_encoded
+        self.totals["restored_tokens"] += copy.num_encoded
 
     def restore_state(self, encoding: Encoding) -> None:
         """Bring a state back from host memory, for calls that begin in the step being planned."""

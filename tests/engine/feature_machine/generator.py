@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tests.engine.feature_machine.configurations import CONFIGURATIONS, Configuration
@@ -164,10 +165,13 @@ class _Generator:
             reads = self._reads(session, generate > 0)
         text = text or self._text(40 if generate else 97)
         options = {**self._options(session, reads, generate), **options}
-        if self._configuration.has_states:
+        if self._configuration.reads_chains:
             options["exact"] = True
-        if options.get("exact") or not self._configuration.keeps_all:
+        if options.get("exact") or self._configuration.has_states:
             options.pop("repair", None)
+        if self._configuration.composes and not options.get("exact"):
+            # No part of a message has a state, and a call needs those of all its parents.
+            reads = [replace(read, start=None, stop=None) for read in reads]
         if options.get("exact"):
             reads = [Read(read.name, read.start, read.stop) for read in reads]
             options.pop("new_offset", None)
@@ -435,7 +439,6 @@ class _Generator:
                 self._add(Settle())
             chosen = rng.sample(names, rng.randint(1, min(3, len(names))))
             key, has_keys = rng.choice("xy"), rng.random() < 0.8
-            has_keys = has_keys and self._configuration.keeps_all
             self._add(Save(session, key, tuple(chosen), has_keys, rng.choice((99, 99, 2, 4))))
             self._kept[key] = session, chosen
             if rng.random() < 0.4:
@@ -472,7 +475,7 @@ class _Generator:
                 self._call(session, [], 0, self._text(97, 40))
             self._add(Settle())
             chosen = rng.sample(list(self._names[session]), 1)
-            self._add(Save(session, "x", tuple(chosen), self._configuration.keeps_all))
+            self._add(Save(session, "x", tuple(chosen), True))
             self._kept["x"] = session, chosen
             if rng.random() < 0.7:
                 self._forget(session, chosen)
@@ -600,6 +603,6 @@ class _Generator:
                         (3, 2),
                         (Read(name),),
                         generate=rng.choice((1, 2)),
-                        exact=self._configuration.has_states,
+                        exact=self._configuration.reads_chains,
                     )
                 )

@@ -171,7 +171,8 @@ def _check_states(scheduler: Any) -> None:
         held[state.block_id] += 1
         if request_id not in scheduler.requests:
             raise Broken("a request that has ended holds a state", request_id)
-    held.update(source.block_id for source, _ in states.copies._moves.values())
+    held.update(source.block_id for source in states.starts.sources)
+    held.update(state.block_id for state in scheduler.snapshots._kept_states.values())
     held.update(source.block_id for source in states.copies._saves.values())
     if states.tier is not None:
         _check_host(states.tier, states.copies)
@@ -185,7 +186,7 @@ def _queued(scheduler: Any) -> Iterable[Any]:
     """Blocks that are held for what the next step does."""
     copies = scheduler.store.residency.block_copies
     yield from copies._saves.values()
-    yield from (source for source, _ in copies._moves.values())
+    yield from (source for source, *_ in copies._moves.values())
     yield from scheduler.patcher.stager._held
 
 

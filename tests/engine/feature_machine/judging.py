@@ -14,7 +14,7 @@ from tests.engine.choreographies import LOGPROB_TOLERANCE, TIE_MARGIN
 from tests.engine.feature_machine.invariants import Broken
 from tests.engine.feature_machine.ledger import Ledger, Made, is_exact
 from tests.engine.feature_machine.program import TENANTS, Ordinary
-from tests.engine.feature_machine.truth import TextTruth, Truth
+from tests.engine.feature_machine.truth import AnyTruth, Truth
 from tests.engine.fp8_witness import READ_TOLERANCE, Witness
 from tests.engine.oracle import Parent
 from vllm_choreo.engine.kv_cache import groups_of_layers
@@ -35,7 +35,7 @@ class Judge:
 
     def __init__(
         self,
-        truth: Truth | TextTruth,
+        truth: AnyTruth,
         ledger: Ledger,
         core: Any,
         counts: Counter[str],
@@ -158,9 +158,9 @@ class Judge:
         ]
         if made.call.exact:
             return truth.exact(adapter, listed)
-        assert isinstance(truth, Truth), "calls to others are exact"
         if rule is None or isinstance(rule, Reweighted):
             return listed
+        assert isinstance(truth, Truth), "others are not repaired"
         if isinstance(rule, ByLayers):
             if rule.ranges == ((0, truth.num_layers),):
                 return truth.repaired(adapter, listed, self._runs(AllTokens(), made))
@@ -206,16 +206,14 @@ class Judge:
                     continue
                 groups = groups_of_layers(self._core.scheduler.kv_cache_config)
                 for layer, name in enumerate(runner.runner.layers):
-                    self._check_content(made, own, layer, own.blocks[groups[name]], runner)
+                    self._check_content(made, own, layer, groups[name], runner)
 
-    def _check_content(
-        self, made: Made, own: Any, layer: int, blocks: Sequence[Any], runner: Any
-    ) -> None:
+    def _check_content(self, made: Made, own: Any, layer: int, group: int, runner: Any) -> None:
         """Compare a layer's keys and values, where there is no gap, with those of the oracle."""
         truth, size = self._truth, self._ledger.limits.block_size
         assert isinstance(truth, Truth)
-        ids = [block.block_id for block in blocks]
-        is_there = torch.tensor([bool(ids[n // size]) for n in range(own.num_tokens)])
+        ids = [[block.block_id for block in of_group] for of_group in own.blocks]
+        is_there = torch.tensor([bool(ids[group][n // size]) for n in range(own.num_tokens)])
         keys = truth.rotated_keys(made.encoded, layer, own.stored_position)
         for part, expected in ((0, keys), (1, made.encoded.values[layer])):
             parts = (2 * layer + part, 2 * layer + part + 1)

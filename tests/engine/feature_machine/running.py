@@ -34,7 +34,7 @@ from tests.engine.feature_machine.program import (
     Steps,
     Unpin,
 )
-from tests.engine.feature_machine.truth import TextTruth, Truth
+from tests.engine.feature_machine.truth import AnyTruth
 from tests.engine.fp8_witness import Witness
 from vllm_choreo.errors import ChoreoError
 
@@ -58,7 +58,7 @@ class Run:
         self,
         llm: Any,
         configuration: Configuration,
-        truth: Truth | TextTruth,
+        truth: AnyTruth,
         adapters: Sequence[Any],
         counts: Counter[str],
         witness: Witness | None = None,

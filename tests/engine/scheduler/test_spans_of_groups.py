@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_choreo.engine.step import RequestSpans, request_spans
+from vllm_choreo.engine.worker.reweighting import reweighting_of
+from vllm_choreo.repair.weights import Weights
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks
 
 SIZE = 4
@@ -36,12 +41,13 @@ def _tokens(spans: RequestSpans) -> list[tuple[int, int, int]]:
     ]
 
 
-@given(drawn=plans(), window=st.integers(1, 30))
+@given(drawn=plans(), window=st.integers(1, 30), first=st.integers(0, 20))
 def test_a_group_reads_what_its_window_lets_the_first_token_see(
-    drawn: tuple[CallPlan, list[int]], window: int
+    drawn: tuple[CallPlan, list[int]], window: int, first: int
 ) -> None:
+    """The first that is run: of a run of a patch, one in the middle of the message."""
     plan, stored = drawn
-    spans = request_spans(plan, stored, SIZE, windows=(None, window, None))
+    spans = request_spans(plan, stored, SIZE, windows=(None, window, None), first_read=first)
     assert spans == request_spans(plan, stored, SIZE) or spans.other_groups
     assert spans.of_group(2) == spans
     near = spans.of_group(1)
@@ -51,12 +57,30 @@ def test_a_group_reads_what_its_window_lets_the_first_token_see(
     expected = [
         (slot, position, delta)
         for slot, position, delta in _tokens(spans)
-        if plan.own_position - (position - delta) < window
+        if plan.own_position + first - (position - delta) < window
     ]
     assert _tokens(near) == expected
     assert 0 not in near.num_tokens
+    ends = [slot + count for slot, count in zip(spans.first_slot, spans.num_tokens, strict=True)]
+    columns = near.parent, near.first_slot, near.num_tokens
+    for parent, slot, count in zip(*columns, strict=True):
+        assert slot + count == ends[parent], "of a parent it sees the end"
     if not plan.parents and plan.new_offset == 0:
         assert spans.is_ordinary
+
+
+@given(drawn=plans(), window=st.integers(1, 30))
+def test_weights_are_those_of_all_parents_but_the_first(
+    drawn: tuple[CallPlan, list[int]], window: int
+) -> None:
+    """Where a window lets a call see nothing of the first, the second has its weight still."""
+    plan, stored = drawn
+    plan = replace(plan, weights=Weights(0.5, 2.0))
+    near = request_spans(plan, stored, SIZE, windows=(None, window)).of_group(1)
+    own = replace(near, first_slot=(*near.first_slot, near.base))
+    found = reweighting_of([own], torch.device("cpu"))
+    assert found is not None
+    assert found.is_chosen.tolist() == [*(int(parent > 0) for parent in near.parent), 0]
 
 
 @given(drawn=plans())

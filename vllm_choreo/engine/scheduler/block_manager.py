@@ -88,12 +88,9 @@ class ChoreoKVCacheManager(KVCacheManager):
         """Give a request that starts a state; False: there is no room."""
         store = self.call_table.store
         assert store.states is not None
+        if not store.free_a_state(self.call_table.needed_states(call), is_alone):
+            return False
         origin = self.call_table.origin(call) if call is not None else None
-        while not store.states.num_free:
-            its_own = set() if origin is None else {origin}
-            is_freed = store.evict_state(self.call_table.origins() | its_own)
-            if not is_freed and not (is_alone and store.evict_state(its_own)):
-                return False
         store.states.start(request.request_id, origin)
         return True
 

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
-from vllm_choreo.semantics.positions import ParentPlan
+from vllm_choreo.semantics.positions import CallPlan, ParentPlan
 from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.encoding import Encoding
 from vllm_choreo.store.groups import Blocks
@@ -24,12 +25,23 @@ class CallBlocks:
 
     def wanted(self, call: ScheduledCall) -> Iterator[tuple[Encoding, Sequence[range] | None]]:
         """Parents of a call, each with the blocks of each group that it reads; None: all."""
-        groups, plan = self.store.groups, call.plan
-        for number, parent in enumerate(call.parents):
-            if plan is None or not groups.has_windows:
-                yield parent, None
-            else:
-                yield parent, groups.seen(plan.parents[number], plan.new_offset)
+        plan = call.watching.plan if call.plan is None and call.watching else call.plan
+        if plan is None or not self.store.groups.has_windows:
+            yield from zip(call.parents, repeat(None))
+        else:
+            yield from self._seen(call.parents, plan, call.run[0] if call.run else 0)
+
+    def wanted_by_patch(self, patch: Encoding) -> Iterator[tuple[Encoding, Sequence[range]]]:
+        """Parents of a patch, each with the blocks of each group that its first run reads."""
+        assert patch.plan is not None and patch.patch is not None
+        yield from self._seen(patch.parents, patch.plan, patch.patch.runs[0][0])
+
+    def _seen(
+        self, parents: Sequence[Encoding], plan: CallPlan, first: int
+    ) -> Iterator[tuple[Encoding, Sequence[range]]]:
+        """Parents, each with the blocks of each group that own tokens from `first` on see."""
+        for parent, span in zip(parents, plan.parents, strict=True):
+            yield parent, self.store.groups.seen(span, plan.new_offset + first)
 
     def sees_more(self, call: ScheduledCall, encoding: Encoding) -> bool:
         """Return whether a call sees more of a parent than the parent keeps for who comes next."""
@@ -49,9 +61,9 @@ class CallBlocks:
     def of_parents(self, call: ScheduledCall) -> Blocks:
         """Blocks with which the call's block tables start: those of its parents' spans."""
         assert call.plan is not None
-        return self._tables(zip(call.parents, call.plan.parents, strict=True))
+        return self.tables(zip(call.parents, call.plan.parents, strict=True))
 
-    def _tables(self, spans: Iterable[tuple[Encoding, ParentPlan]]) -> Blocks:
+    def tables(self, spans: Iterable[tuple[Encoding, ParentPlan]]) -> Blocks:
         """Blocks of spans, one after the other, by KV cache group."""
         tables: list[list[Block]] = [[] for _ in self.store.groups.windows]
         for encoding, span in spans:
@@ -90,7 +102,7 @@ class CallBlocks:
         """
         assert call.plan is not None
         first = call.plan.base // self.block_size
-        if call.encoding.is_kept_whole:
+        if call.encoding.is_kept_whole or call.run is not None:
             return range(first, first)
         kept = self.store.groups.kept(max(0, num_computed - call.plan.base))
         return range(first, first + kept[group])
@@ -118,6 +130,6 @@ class CallBlocks:
         """Block tables for writing into a patch up to its token `stop`, which is left out."""
         assert encoding.plan is not None and encoding.patch is not None
         own = ParentPlan(encoding.message.id, encoding.patch.start, stop, 0)
-        return self._tables(
+        return self.tables(
             zip((*encoding.parents, encoding), (*encoding.plan.parents, own), strict=True)
         )

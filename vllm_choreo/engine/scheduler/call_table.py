@@ -30,6 +30,7 @@ from vllm_choreo.semantics.provenance import trace_of
 from vllm_choreo.store.encoding import Adapter, Encoding, Picture
 from vllm_choreo.store.groups import Blocks
 from vllm_choreo.store.hidden import check_memory
+from vllm_choreo.store.state_starts import StateOrigin
 from vllm_choreo.store.store import MessageStore
 
 # Contention may make a call lose what was encoded again for it, but not this often.
@@ -288,25 +289,42 @@ class CallTable:
         is_there = call.plan is not None and all(
             parent.has(wanted) for parent, wanted in self.blocks.wanted(call)
         )
-        return is_there and self.store.can_begin_behind(self.origin(call))
+        return is_there and self.store.can_begin_with(self.begins_with(call))
 
-    def origin(self, call: ScheduledCall) -> Encoding | None:
-        """Encoding whose state a call begins with; None: it begins a text, or there are none."""
-        return call.parents[-1] if self.store.states and call.parents else None
+    def origin(self, call: ScheduledCall) -> StateOrigin | None:
+        """Origin of the state of a call; None: the model has none."""
+        return StateOrigin.of(call.parents) if self.store.states else None
+
+    def begins_with(self, call: ScheduledCall) -> tuple[Encoding, ...]:
+        """Encodings whose states a call begins with."""
+        origin = self.origin(call)
+        return origin.encodings if origin else ()
 
     def missing(self, call: ScheduledCall) -> list[Encoding]:
         """Parents that must be encoded again, and that no call encodes yet."""
-        origin = self.origin(call)
-        return [
+        begins_with = self.begins_with(call)
+        found = [
             parent
             for parent, wanted in self.blocks.wanted(call)
             if parent.is_known and not parent.encoders
-            if not parent.has(wanted) or (parent is origin and parent.state is None)
+            if not parent.has(wanted) or (parent.state is None and parent in begins_with)
         ]
+        return list(dict.fromkeys(found))
 
-    def origins(self) -> set[Encoding]:
-        """Encodings behind which calls that wait are about to begin."""
-        return {origin for c in self.waiting.values() if (origin := self.origin(c)) is not None}
+    def needed_states(self, call: ScheduledCall | None) -> Iterator[set[Encoding]]:
+        """Encodings whose states are kept while one is found for a request that starts.
+
+        First those that all calls that wait begin with; then those of this call and of the one for
+        whose sake it runs, then its own: who is alone may take from others, and last from itself.
+
+        Args:
+            call: None: the request is no call.
+        """
+        its_own = {*self.begins_with(call)} if call is not None else set()
+        for_it = its_own.union(self.begins_with(call.beneficiary)) if call is not None else its_own
+        yield for_it.union(*map(self.begins_with, self.waiting.values()))
+        yield for_it
+        yield its_own
 
     def adopt_encoders(self, call: ScheduledCall) -> None:
         """Have what others' calls encode for themselves, and `call` waits for, serve it first.
@@ -394,6 +412,7 @@ class CallTable:
             if not encoding.is_resident:
                 self.store.hold(encoding, own, encoding.num_tokens)
             elif call.closes_gaps:
+                assert encoding.stored_position == call.plan.own_position
                 call.closed_gaps += self.store.fill(encoding, own)
             if encoding.state is None:
                 self.store.hold_state(encoding, call.id)
@@ -438,6 +457,7 @@ class CallTable:
         return request_spans(
             *(call.plan, call.stored_positions, self.block_size, start, call.own_position),
             self.store.groups.windows,
+            call.run[0] if call.run else 0,
         )
 
     def hidden_capture(self, call: ScheduledCall) -> HiddenCapture | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from vllm_choreo.engine.scheduler.composing import check_composable
 from vllm_choreo.engine.scheduler.pictures import features_at
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall, Watching
 from vllm_choreo.errors import ChainError, RepairError, SpanError
@@ -134,7 +135,9 @@ def plan_call(
         repaired_tokens=num_repaired,
     )
     if store.states is not None and not plan.exact:
-        raise _chain_error(links, offsets, adapter)
+        if not store.states.is_composed:
+            raise _chain_error(links, offsets, adapter)
+        check_composable(store.states, links)
     if isinstance(params.repair, Reweighted) and len(links) > 1:
         plan = replace(plan, exact=False, weights=params.repair.weights)
     return plan, tuple(link.encoding for link in links)
@@ -147,7 +150,8 @@ def _chain_error(
     number = num_in_chain(links, offsets, adapter, whole=True)
     way_out = (
         "this model keeps a state, and reads messages in the order of their encoding alone; call "
-        "with mode='exact', which encodes anew what does not follow"
+        "with mode='exact', which encodes anew what does not follow, or start the engine with "
+        "additional_config.choreo.composed_states"
     )
     if number == len(links):
         return ChainError(
@@ -192,14 +196,6 @@ def _check_repairable(rule: Rule, store: MessageStore, call: ScheduledCall) -> N
         raise RepairError(
             "this model keeps a state that all tokens have changed, so that none can be encoded "
             "anew between others; call without repair, or with mode='exact'",
-            parameter="repair",
-            value=rule.to_json(),
-        )
-    if store.groups.has_windows:
-        raise RepairError(
-            "in this engine layers with sliding windows keep a part of each message "
-            "(additional_config.choreo.window_groups), and tokens are not encoded anew beside it; "
-            "call without repair, or with mode='exact'",
             parameter="repair",
             value=rule.to_json(),
         )

@@ -46,7 +46,14 @@ from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
 from vllm_choreo.engine.scheduler.snapshot_server import SnapshotServer
 from vllm_choreo.engine.scheduler.snapshot_server import operations as snapshot_operations
 from vllm_choreo.engine.scheduler.window_manager import keep_windows_of_calls
-from vllm_choreo.engine.step import BlockMove, ChoreoStep, HiddenCapture, add_step, attention_of
+from vllm_choreo.engine.step import (
+    BlockMove,
+    ChoreoStep,
+    HiddenCapture,
+    StateStart,
+    add_step,
+    attention_of,
+)
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.kv_dtype import is_quantized, kv_dtype
 from vllm_choreo.store.hidden import HiddenStateIndex
@@ -113,9 +120,11 @@ class _Choreographed(Scheduler):
     def _make_parts(self, manager: ChoreoKVCacheManager) -> None:
         self.adapters = adapters = Adapters()
         pool = manager.block_pool
-        self.refusals = Refusals(
-            f"the KV cache of {pool.num_gpu_blocks} blocks of {self.block_size} tokens"
-        )
+        room = f"the KV cache of {pool.num_gpu_blocks} blocks of {self.block_size} tokens"
+        if self.store.states is not None:
+            setting = "additional_config.choreo.tokens_per_state"
+            room += f" and {self.store.states.num_states} states ({setting})"
+        self.refusals = Refusals(room)
         kinds = num_kinds(self.kv_cache_config, self.choreo_config.window_groups)
         self.admission = Admission(self.call_table, adapters, self.vllm_config, kinds)
         shared = (self.refusals, adapters, self.internal)
@@ -167,7 +176,11 @@ class _Choreographed(Scheduler):
         num_in_host = (
             self.choreo_config.num_host_blocks(block_bytes(self.kv_cache_config)) * self.block_size
         )
-        return States(pool, num_in_host // self.choreo_config.tokens_per_state)
+        return States(
+            pool,
+            num_in_host // self.choreo_config.tokens_per_state,
+            self.choreo_config.composed_states,
+        )
 
     def _host_tier(self) -> HostTier | None:
         # Per worker: the specification is that of one worker's share of the heads.
@@ -306,7 +319,7 @@ class _Choreographed(Scheduler):
         return self._with_states(step, started)
 
     def _with_states(self, step: ChoreoStep, started: Iterable[str]) -> ChoreoStep:
-        """Add the states of requests that start, and the copies that these begin with."""
+        """Add the states of requests that start, and what these begin with."""
         states = self.store.states
         if states is None:
             return step
@@ -317,7 +330,7 @@ class _Choreographed(Scheduler):
             states={request_id: state.block_id for request_id, state in found.items() if state},
             state_saves=copies.saves,
             state_loads=copies.loads,
-            state_copies=tuple((source, target) for source, target, _ in copies.moves),
+            state_starts=tuple(StateStart(*start) for start in states.starts.take()),
         )
 
     def _captures(self, started: Iterable[ScheduledCall]) -> dict[str, HiddenCapture]:

@@ -20,6 +20,7 @@ class ChoreoCPUWorker(ChoreoWorker, CPUWorker):
     }
 
     def init_device(self) -> None:
+        """Extend vLLM's method: the number of threads stays that of the first engine."""
         super().init_device()
         keep_num_threads()
 

@@ -105,6 +105,7 @@ class ChoreoDrafter(SpecDecodeBaseProposer):
         )
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Extend vLLM's method: the pass ends with it."""
         try:
             return super().propose(*args, **kwargs)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from vllm_choreo.engine.speculation import has_layers
 from vllm_choreo.engine.step import BlockMove, step_of, with_attention
 from vllm_choreo.engine.worker.attention import SpanReader
 from vllm_choreo.engine.worker.attention_output import AsyncAttentionOutput
+from vllm_choreo.engine.worker.composition_probe import probe_composition
 from vllm_choreo.engine.worker.cpu_adapters import correct_adapters
 from vllm_choreo.engine.worker.cpu_rotary import correct_rotary
 from vllm_choreo.engine.worker.drafting import DrafterSpans, DraftLayers, choreographed
@@ -77,6 +79,7 @@ class ChoreoModelRunner:
     layers: dict[str, Attention]
     drafter_layers: Mapping[str, Attention] = {}
     drafter_spans: DrafterSpans | None = None
+    groups: Mapping[str, int]  # KV cache group of each layer
     layer_positions: Sequence[LayerPositions]
     host_blocks: HostBlocks | None
     partial_runs: PartialRuns | None = None
@@ -98,11 +101,12 @@ class ChoreoModelRunner:
         """
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         states = {name: spec for name, spec in specs.items() if isinstance(spec, MambaSpec)}
+        config = ChoreoConfig.from_vllm(self.vllm_config)
         if states:
-            self.states = StateLayers(states, self.vllm_config, self.device)
+            is_composed = config.composed_states
+            self.states = StateLayers(states, self.vllm_config, self.device, is_composed)
         others = {name: spec for name, spec in specs.items() if name not in states}
-        has_groups = ChoreoConfig.from_vllm(self.vllm_config).window_groups
-        return others if has_groups else widen_windows(others, self.vllm_config)
+        return others if config.window_groups else widen_windows(others, self.vllm_config)
 
     def memory_for_keys(self, available: int) -> int:
         """Bytes that are left for keys and values beside the states that come with them.
@@ -130,6 +134,7 @@ class ChoreoModelRunner:
         _check_seen(self.kv_cache_config, self.vllm_config, found)
         self.layers = layers = {n: layer for n, layer in found.items() if layer in modules}
         self._check_layers(layers)
+        _check_shared({n: layer.impl.kv_cache_of(layer) for n, layer in layers.items()})
         if self.lora_config:
             correct_adapters(self.lora_manager)
         if self.device.type == "cpu" and self.vllm_config.model_config.use_mla:
@@ -142,6 +147,12 @@ class ChoreoModelRunner:
             *(self.get_model(), self.vllm_config, list(layers), self.device),
             *(self._use_adapter, self.states),
         )
+        if config.composed_states and self.states is not None:
+            self.states.errors = probe_composition(
+                *(self.get_model(), self.vllm_config, list(layers), self.device),
+                *(self._use_adapter, self.states),
+            )
+        self.groups = groups_of_layers(self.kv_cache_config)
         is_tiled = any(layer.impl.resolved_kernels() == "triton" for layer in layers.values())
         kinds = self._kinds(layers, self.layer_positions)
         self.batcher = self._make_batcher(kinds, is_tiled)
@@ -153,7 +164,7 @@ class ChoreoModelRunner:
         if config.hidden_bytes:
             self.partial_runs = PartialRuns(
                 *(self.get_model(), self.vllm_config, self.batcher),
-                *(layers, self._use_adapter),
+                *(layers, self.groups, self._use_adapter),
             )
         self._guard_graphs()
         if is_tiled:
@@ -202,13 +213,13 @@ class ChoreoModelRunner:
         self, layers: Mapping[str, Attention], found: Sequence[LayerPositions]
     ) -> dict[str, LayerKind]:
         """Kinds of layers by name: rotation, shape and group, which layers of one plan share."""
-        groups, kinds = groups_of_layers(self.kv_cache_config), {}
+        kinds = {}
         dtype = self.vllm_config.model_config.dtype  # of queries, whatever the cache holds
         for positions in found:
             name, layer = positions.layer, layers[positions.layer]
             heads = layer.num_heads, layer.num_kv_heads, layer.head_size
             shape = LayerShape(*heads, dtype, layer.sliding_window)
-            kinds[name] = LayerKind(positions.rotation, shape, groups[name])
+            kinds[name] = LayerKind(positions.rotation, shape, self.groups[name])
         return kinds
 
     def _make_batcher(self, kinds: Mapping[str, LayerKind], is_tiled: bool) -> SpanBatcher:
@@ -233,7 +244,7 @@ class ChoreoModelRunner:
         if self.states is not None:
             num_tokens = num_blocks * self.cache_config.block_size
             self.states.allocate_in_host(num_tokens // config.tokens_per_state)
-        caches = [layer.impl.kv_cache_of(layer) for layer in self._stored_layers]
+        caches = [layer.impl.kv_cache_of(layer) for layer in self._stored_layers.values()]
         return HostBlocks(caches, num_blocks) if num_blocks else None
 
     @property
@@ -248,9 +259,9 @@ class ChoreoModelRunner:
         return self.host_blocks.copies[: len(self.layers)]
 
     @property
-    def _stored_layers(self) -> list[Attention]:
+    def _stored_layers(self) -> dict[str, Attention]:
         """Layers of which blocks hold keys and values: of the model, then of a drafter."""
-        return [*self.layers.values(), *self.drafter_layers.values()]
+        return {**self.layers, **self.drafter_layers}
 
     def _check_layers(self, layers: Mapping[str, Attention]) -> None:
         for name, layer in layers.items():
@@ -300,9 +311,9 @@ class ChoreoModelRunner:
         if self.drafter_spans is not None:
             self.drafter_spans.update(step.started, finished, block_ids)
         if self.states is not None:
-            self.states.update(step.states, finished)
+            self.states.update(step.states, finished, step.started)
             self.states.copy_in_host(step.state_saves, step.state_loads)
-            self.states.copy(step.state_copies)
+            self.states.start(step.state_starts)
         if self.host_blocks is not None:
             self.host_blocks.copy(step.saves, step.loads)
         self._move_keys(step.moves)
@@ -353,21 +364,24 @@ class ChoreoModelRunner:
         return bool(((lengths > 1) & (step.seq_lens > lengths)).any())
 
     def _move_keys(self, moves: Sequence[BlockMove]) -> None:
-        """Rotate keys of whole blocks in every layer, in place first, then into copies."""
-        for is_copy in (False, True):
-            chosen = [move for move in moves if (move.src != move.dst) == is_copy]
+        """Rotate keys of whole blocks in the layers of their group, in place, then into copies."""
+        for is_copy, group in product((False, True), sorted({move.group for move in moves})):
+            chosen = [
+                move for move in moves if (move.src != move.dst, move.group) == (is_copy, group)
+            ]
             if not chosen:
                 continue
+            stored = self._stored_layers.items()
+            layers = [layer for name, layer in stored if self.groups[name] == group]
             src, dst = (
                 to_device(torch.tensor(blocks, dtype=torch.int32), self.device)
                 for blocks in ([move.src for move in chosen], [move.dst for move in chosen])
             )
             if is_copy and not any(move.delta for move in chosen):
-                for layer in self._stored_layers:
+                for layer in layers:
                     layer.kv_cache[dst.long()] = layer.kv_cache[src.long()]
                 continue
             deltas = torch.tensor([move.delta for move in chosen])
-            layers = self._stored_layers
             rotations = {layer: layer.impl.rotation or _NO_ROTATION for layer in layers}
             cos_sin = {
                 rotation: to_device(rotation.cos_sin(deltas), self.device)
@@ -421,6 +435,27 @@ def _check_seen(
                     parameter="model",
                     value=name,
                 )
+
+
+def _check_shared(caches: Mapping[str, torch.Tensor]) -> None:
+    """Check that layers of several KV cache groups that lie over one another look alike.
+
+    So a block's bytes are the same, of whichever group it is.
+
+    Raises:
+        UnsupportedModelError: two of them do not.
+    """
+    first_at: dict[int, str] = {}
+    for name, cache in caches.items():
+        first = first_at.setdefault(cache.data_ptr(), name)
+        looks = [(c.shape, c.stride(), c.dtype) for c in (cache, caches[first])]
+        if looks[0] != looks[1]:
+            raise UnsupportedModelError(
+                f"layers {first} and {name} have keys and values of other shapes, in KV cache "
+                "groups that share memory: leave additional_config.choreo.window_groups out",
+                parameter="model",
+                value=name,
+            )
 
 
 def _check_layer(name: str, layer: Attention, block_size: int) -> None:

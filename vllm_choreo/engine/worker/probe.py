@@ -206,8 +206,8 @@ def probe_positions(
             part = positions[i : i + max_tokens]
             before_run(len(part))
             metadata = states.alone_metadata(len(part)) if states is not None else {}
-            recorder = _record(model, vllm_config, config, part, layers, device, metadata)
-            records.append(recorder)
+            read = (layers, device, metadata)
+            records.append(record_run(model, vllm_config, part, *read, model_config=config))
         return records
 
     candidates: list[Rotation | None] = [None, *declared_rotations(model, config.max_model_len)]
@@ -230,24 +230,30 @@ def probed_positions(max_model_len: int) -> list[int]:
     return sorted(p for p in chosen if p < max_model_len)
 
 
-def _record(
+def record_run(
     model: torch.nn.Module,
     vllm_config: VllmConfig,
-    config: ModelConfig,
     positions: Sequence[int],
     layers: Sequence[str],
     device: torch.device,
     of_states: Mapping[str, object],
+    token_ids: Sequence[int] | None = None,
+    model_config: ModelConfig | None = None,
 ) -> QueryRecorder:
     """Run a token at each of the positions and record every layer's queries and keys.
 
     Args:
-        of_states: metadata of layers with states, for texts of one token.
+        layers: names of the attention layers, in which each token sees itself alone.
+        of_states: metadata of layers with states.
+        token_ids: one per position; None: a token of all of them.
+        model_config: configuration of the model; None: that of the engine's.
     """
+    config = model_config or vllm_config.model_config
     recorder = QueryRecorder(len(positions))
+    last = config.get_vocab_size() - 1
+    token_ids = [7] * len(positions) if token_ids is None else token_ids
     # Of the dtype that vLLM's runners give: a compiled model takes no other.
-    token_id = min(7, config.get_vocab_size() - 1)
-    tokens = torch.full((len(positions),), token_id, dtype=torch.int32, device=device)
+    tokens = torch.tensor(token_ids, dtype=torch.int32, device=device).clamp(max=last)
     metadata = {**dict.fromkeys(layers, recorder), **of_states}
     where = torch.tensor(positions, device=device)
     if rows := mrope_num_dims(config.hf_config):

@@ -146,7 +146,7 @@ class RoleEngine:
 
 
 def _text(players: Mapping[str, Sequence[str]]) -> str:
-    """Who plays what, for the page."""
+    """Describe who plays each role, for the page."""
     short = {
         role: [one if _is_url(one) else Path(one).name for one in those]
         for role, those in players.items()
