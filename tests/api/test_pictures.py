@@ -24,11 +24,12 @@ _PICTURE = Image.new("RGB", (4, 4), "red")
 class _Renderer:
     """Renderer that makes five tokens of a placeholder, 9."""
 
-    async def render_cmpl_async(self, prompts: list[Any]) -> list[Any]:
-        return self.render_cmpl(prompts)
+    async def render_cmpl_async(self, prompts: list[Any], skip_mm_cache: bool) -> list[Any]:
+        return self.render_cmpl(prompts, skip_mm_cache)
 
-    def render_cmpl(self, prompts: list[Any]) -> list[Any]:
+    def render_cmpl(self, prompts: list[Any], skip_mm_cache: bool) -> list[Any]:
         (prompt,) = prompts
+        assert skip_mm_cache, "what vLLM believes the engine to have may not be there"
         self.uuids = prompt["multi_modal_uuids"]["image"]
         if prompt["multi_modal_data"]["image"][0].size == (1, 1):
             raise ValueError("a picture is larger than that")

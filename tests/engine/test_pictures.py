@@ -23,7 +23,7 @@ from tests.engine.pictured import OPTIONS, PictureOracle, draw_pictured, picture
 from tests.grids import sampled
 from tests.quick import ONE_PROCESS
 from vllm_choreo import AsyncChoreography, ChoreoError, Choreography
-from vllm_choreo.errors import RepairError, SpanError, UnsupportedOptionError
+from vllm_choreo.errors import LimitError, RepairError, SpanError, UnsupportedOptionError
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.testing.laws import difference, greedy
 from vllm_choreo.testing.models.pictured import make_idefics3, make_paddleocr_vl
@@ -330,3 +330,28 @@ def test_what_pictures_cannot_do_is_refused(llm: Any, tmp_path: Path) -> None:
     refused = pytest.raises(UnsupportedOptionError, match="baseline mode")
     with Choreography(llm, mode="baseline") as c, refused:
         c.prefill([_call(0)])
+
+
+def test_memory_for_pictures_is_limited(engine_slot: Callable[..., Any], tmp_path: Path) -> None:
+    """A message's picture has room until it, and all that was encoded behind it, are given up."""
+    size = 5 * 56 * 56 * (3 * 4 + 8) + 8  # five tiles: colours, masks, and how many they are
+    settings = {"choreo": {"picture_memory_gib": 2.5 * size / 2**30}}
+    llm = engine_slot(make_idefics3(tmp_path), **OPTIONS, additional_config=settings)
+    with Choreography(llm) as c:
+        first, second = c.prefill([_call(0), _call(1, _PICTURES[2])])
+        used = c.stats()["num_picture_bytes"]
+        assert used == 2 * size < c.stats()["max_picture_bytes"]
+        (same,) = c.prefill([_call(0)])  # which is held already
+        behind = c.prefill("t5", parents=[second])
+        copy = c.reencode(first, parents=[behind])
+        for needed in ([], [first, same], [second, behind]):
+            c.free(*needed)
+            with pytest.raises(LimitError, match="are free; free messages with pictures"):
+                c.prefill([_call(2, picture(7))])
+            assert c.stats()["num_picture_bytes"] == used
+        # The copy was encoded behind the one whose parent shows the second picture.
+        c.free(copy)
+        (third,) = c.prefill([_call(2, picture(7))])
+        assert c.decode(**_question(parents=[third])).num_tokens > 3
+    with Choreography(llm) as c:  # whose messages were given up
+        c.prefill([_call(0), _call(1, _PICTURES[2])])

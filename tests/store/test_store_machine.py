@@ -247,6 +247,8 @@ class StoreMachine(RuleBasedStateMachine):
         for parent in call.reads:
             self.store.settle(parent)
         self.store.residency.remove_encoder(call.encoding, call.id)
+        if call.encoding.unwritten and not call.encoding.encoders:
+            self.store.residency.drop(call.encoding)  # as the scheduler does with half a patch
         self.store.settle(call.encoding)
 
     # -- memory ----------------------------------------------------------------------------

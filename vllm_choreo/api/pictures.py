@@ -3,14 +3,17 @@
 
 Its tokens are the message's from then on: each placeholder has become as many as the picture takes.
 A picture is known by what it shows, and by its tenant: so nothing that vLLM keeps of one, in front
-of the engine or in it, is ever found by another tenant.
+of the engine or in it, is ever found by another tenant. Its pixels always go to the engine: vLLM
+leaves them out where it believes that the engine has them still, and a call that is refused after
+its pictures were rendered, or waits for its parents, would make that wrong.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -38,6 +41,23 @@ class _Engine(Protocol):
     vllm_config: VllmConfig
 
 
+@dataclass(frozen=True)
+class _Given:
+    """Tokens of a call, with a placeholder for each of its pictures."""
+
+    tenant: str
+    token_ids: tuple[int, ...]
+    pictures: list[Any]
+
+    def prompt(self) -> dict[str, Any]:
+        """The prompt as vLLM's renderer takes it; takes time that grows with the pictures."""
+        return {
+            "prompt_token_ids": list(self.token_ids),
+            "multi_modal_data": {_IMAGE: self.pictures},
+            "multi_modal_uuids": {_IMAGE: [content_id(self.tenant, p) for p in self.pictures]},
+        }
+
+
 class PictureRenderer:
     """Renderer of the pictures in a session's calls.
 
@@ -57,29 +77,29 @@ class PictureRenderer:
             ChoreoError: the model takes none, there are more or fewer than placeholders, or one is
                 too large or none; nothing was submitted.
         """
-        return [
-            self._rendered(spec, self._prompt(spec)) if spec.multi_modal_data is not None else spec
-            for spec in specs
-        ]
+        return [self._rendered(spec) if _has_pictures(spec) else spec for spec in specs]
 
     async def render_async(self, specs: Sequence[CallSpec]) -> list[CallSpec]:
-        """Put the pictures of calls among their tokens, in vLLM's threads: `render`."""
-        found = list(specs)
-        for number, spec in enumerate(specs):
-            if spec.multi_modal_data is not None:
-                prompt = self._prompt(spec)
-                with _reporting_what_is_wrong():
-                    (made,) = await self._engine.renderer.render_cmpl_async([prompt])
-                found[number] = self._checked(spec, made)
-        return found
+        """Put the pictures of calls among their tokens, in threads: `render`."""
+        return [await self._rendered_async(spec) if _has_pictures(spec) else spec for spec in specs]
 
-    def _rendered(self, spec: CallSpec, prompt: Any) -> CallSpec:
+    def _rendered(self, spec: CallSpec) -> CallSpec:
+        given = self._given(spec)
+        prompt = given.prompt()
         with _reporting_what_is_wrong():
-            (made,) = self._engine.renderer.render_cmpl([prompt])
+            (made,) = self._engine.renderer.render_cmpl([prompt], skip_mm_cache=True)
         return self._checked(spec, made)
 
-    def _prompt(self, spec: CallSpec) -> dict[str, Any]:
-        """A call's prompt as vLLM's renderer takes it."""
+    async def _rendered_async(self, spec: CallSpec) -> CallSpec:
+        given = self._given(spec)
+        prompt = await asyncio.to_thread(given.prompt)
+        render = self._engine.renderer.render_cmpl_async
+        with _reporting_what_is_wrong():
+            (made,) = await render([prompt], skip_mm_cache=True)
+        return self._checked(spec, made)
+
+    def _given(self, spec: CallSpec) -> _Given:
+        """Tokens and pictures of a call. Raises ChoreoError: as `render`."""
         model = self._engine.vllm_config.model_config
         if not model.supports_multimodal_inputs:
             raise UnsupportedOptionError(
@@ -100,11 +120,7 @@ class PictureRenderer:
         self._check_count(token_ids, len(pictures))
         # The session's tenant, or the operator's, for whom a server encodes what all may read.
         tenant = self._session.tenant if spec.tenant is None else spec.tenant
-        return {
-            "prompt_token_ids": list(token_ids),
-            "multi_modal_data": {_IMAGE: pictures},
-            "multi_modal_uuids": {_IMAGE: [content_id(tenant, p) for p in pictures]},
-        }
+        return _Given(tenant, token_ids, pictures)
 
     def _check_count(self, token_ids: Sequence[int], num_pictures: int) -> None:
         """Refuse other numbers of pictures and placeholders, of which vLLM takes the first."""
@@ -136,6 +152,10 @@ class PictureRenderer:
         _, text = self._session.content_of(spec)
         content = Tokenized(text, tuple(prompt["prompt_token_ids"]), prompt)
         return replace(spec, content=content, multi_modal_data=None)
+
+
+def _has_pictures(spec: CallSpec) -> bool:
+    return spec.multi_modal_data is not None
 
 
 def pictures_in(given: object) -> list[Any]:

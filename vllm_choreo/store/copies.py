@@ -10,7 +10,8 @@ from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.runs import TokenRanges
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks
 from vllm_choreo.semantics.provenance import Trace
-from vllm_choreo.store.encoding import Adapter, Encoding, Patch, cut_pictures
+from vllm_choreo.store.encoding import Adapter, Encoding, Patch
+from vllm_choreo.store.pictures import cut_pictures
 from vllm_choreo.store.store import MessageStore
 
 

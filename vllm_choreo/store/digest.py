@@ -10,7 +10,8 @@ from hashlib import blake2b
 from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.runs import TokenRanges
 from vllm_choreo.semantics.positions import CallPlan
-from vllm_choreo.store.encoding import Adapter, Picture
+from vllm_choreo.store.encoding import Adapter
+from vllm_choreo.store.pictures import Picture
 
 
 def encoding_digest(

@@ -19,7 +19,7 @@ cache of it:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_choreo.repair.layers import LayerRanges
@@ -29,37 +29,9 @@ from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.groups import BlockIndices, has_all
+from vllm_choreo.store.pictures import Picture
 
 CopyKey = tuple[bytes, tuple["Encoding", ...]]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture among the tokens of an encoding.
-
-    Attributes:
-        start: index of its first token; negative where the encoding begins inside of it.
-        num_tokens: tokens that stand for it in a prompt.
-        content: hash of what the model's encoder is given, and of the adapter that it has.
-        num_positions: positions that it takes, where these have several rows (M-RoPE): as many as
-            the longest side of its grid; None: one for each token, as text.
-        feature: what vLLM needs to run the encoder again, as vLLM has it.
-    """
-
-    start: int
-    num_tokens: int
-    content: str
-    num_positions: int | None = None
-    feature: object = field(default=None, compare=False, repr=False)
-
-
-def cut_pictures(pictures: Iterable[Picture], start: int, stop: int) -> tuple[Picture, ...]:
-    """Pictures of which tokens lie in `[start, stop)`, counted from `start`."""
-    return tuple(
-        replace(picture, start=picture.start - start)
-        for picture in pictures
-        if picture.start < stop and start < picture.start + picture.num_tokens
-    )
 
 
 @dataclass(frozen=True)

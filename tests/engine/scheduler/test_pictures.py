@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 
 from vllm_choreo.engine.scheduler.pictures import PictureRules, features_at
 from vllm_choreo.errors import UnsupportedOptionError
-from vllm_choreo.store.encoding import Picture, cut_pictures
+from vllm_choreo.store.pictures import Picture, PictureMemory, cut_pictures
 
 
 def _config(**model: Any) -> Any:
@@ -40,13 +47,22 @@ def _rows(model_type: str) -> dict[str, Any]:
     return {"uses_mrope": True, "hf_config": config}
 
 
+def _item(grid: tuple[int, ...]) -> MultiModalKwargsItem:
+    field = MultiModalFieldElem(data=torch.tensor(grid), field=MultiModalBatchedField())
+    return MultiModalKwargsItem({"image_grid_thw": field})
+
+
 def _feature(modality: str = "image", grid: tuple[int, ...] = (1, 4, 12)) -> MultiModalFeatureSpec:
     return MultiModalFeatureSpec(
-        data={"image_grid_thw": SimpleNamespace(data=torch.tensor(grid))},  # type: ignore[arg-type]
+        data=_item(grid),
         modality=modality,
         identifier="a",
         mm_position=PlaceholderRange(offset=3, length=12),
     )
+
+
+def _rules(config: Any, memory: PictureMemory | None = None) -> PictureRules:
+    return PictureRules(config, memory or PictureMemory(10**6, 10**6, gc.collect))
 
 
 def _request(*features: MultiModalFeatureSpec) -> Any:
@@ -71,26 +87,44 @@ def _request(*features: MultiModalFeatureSpec) -> Any:
     ],
 )
 def test_engines_that_take_no_pictures_say_why(options: dict[str, Any], reason: str) -> None:
-    rules = PictureRules(_config(**options))
-    assert rules.pictures_of(_request()) == ()
+    rules = _rules(_config(**options))
+    assert rules.pictures_of(_request(), "t") == ()
     with pytest.raises(UnsupportedOptionError, match=f"{reason}.*leave pictures out") as caught:
-        rules.pictures_of(_request(_feature()))
+        rules.pictures_of(_request(_feature()), "t")
     assert caught.value.parameter == "multi_modal_data"
 
 
 def test_other_media_are_refused() -> None:
     with pytest.raises(UnsupportedOptionError, match="leave videos and sound out"):
-        PictureRules(_config()).pictures_of(_request(_feature("video")))
+        _rules(_config()).pictures_of(_request(_feature("video")), "t")
 
 
 def test_pictures_are_read_from_a_request() -> None:
     """With rows of positions, a picture takes as many as its grid's longest side is long."""
     feature = _feature()
-    (picture,) = PictureRules(_config()).pictures_of(_request(feature))
+    (picture,) = _rules(_config()).pictures_of(_request(feature), "t")
     assert (picture.start, picture.num_tokens, picture.content) == (3, 12, "a")
-    assert picture.num_positions is None and picture.feature is feature
-    (picture,) = PictureRules(_config(**_rows("paddleocr_vl"))).pictures_of(_request(feature))
+    assert picture.num_positions is None and picture.feature == feature
+    (picture,) = _rules(_config(**_rows("paddleocr_vl"))).pictures_of(_request(feature), "t")
     assert picture.num_positions == 6
+
+
+def test_an_engine_without_memory_for_pictures_takes_none() -> None:
+    with pytest.raises(UnsupportedOptionError, match="picture_memory_gib"):
+        PictureRules(_config(), None).pictures_of(_request(_feature()), "t")
+
+
+def test_equal_pictures_of_a_tenant_are_held_once() -> None:
+    memory = PictureMemory(10**6, 10**6, gc.collect)
+    rules = _rules(_config(), memory)
+    shown = rules.pictures_of(_request(_feature(), _feature()), "t")
+    again = rules.pictures_of(_request(_feature()), "t")
+    assert len({id(picture.feature.data) for picture in (*shown, *again)}) == 1
+    assert memory.num_bytes == 3 * 8
+    other = rules.pictures_of(_request(_feature()), "u")
+    assert memory.num_bytes == 6 * 8
+    del shown, again, other
+    assert memory.num_bytes == 0
 
 
 def test_features_lie_where_tokens_are_run() -> None:

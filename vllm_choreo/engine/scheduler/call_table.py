@@ -27,9 +27,10 @@ from vllm_choreo.errors import CyclicParentsError, ParentFailedError, RepairErro
 from vllm_choreo.repair.runs import TokenRange
 from vllm_choreo.semantics.params import ChoreoParams
 from vllm_choreo.semantics.provenance import trace_of
-from vllm_choreo.store.encoding import Adapter, Encoding, Picture
+from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.groups import Blocks
 from vllm_choreo.store.hidden import check_memory
+from vllm_choreo.store.pictures import Picture
 from vllm_choreo.store.state_starts import StateOrigin
 from vllm_choreo.store.store import MessageStore
 

@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+from vllm.multimodal.cache.base import MultiModalCache
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from vllm_choreo.engine.speculation import has_layers
 from vllm_choreo.errors import UnsupportedOptionError
-from vllm_choreo.store.encoding import Encoding, Picture
+from vllm_choreo.store.encoding import Encoding
+from vllm_choreo.store.pictures import SETTING, Picture, PictureMemory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import MultiModalKwargsItem
     from vllm.v1.request import Request
 
 # Name of the argument by which callers give pictures, for errors.
@@ -33,20 +36,23 @@ class PictureRules:
 
     Args:
         vllm_config: the engine's configuration.
+        memory: memory for the pictures of all calls; None: there is none.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        self._reason = _reason_for_none(vllm_config)
+    def __init__(self, vllm_config: VllmConfig, memory: PictureMemory | None) -> None:
+        self._reason = _reason_for_none(vllm_config, memory)
+        self._memory = memory
         model = vllm_config.model_config
         self._merge_size: int | None = None
         if model.uses_mrope and self._reason is None:
             self._merge_size = model.hf_config.vision_config.spatial_merge_size
 
-    def pictures_of(self, request: Request) -> tuple[Picture, ...]:
+    def pictures_of(self, request: Request, tenant: str) -> tuple[Picture, ...]:
         """Pictures among the tokens of a request, each with what vLLM's encoder needs.
 
         Raises:
             UnsupportedOptionError: the engine takes none in calls, or none of their kind.
+            LimitError: there is no room for one.
         """
         features = request.mm_features
         if not features:
@@ -62,23 +68,27 @@ class PictureRules:
                     parameter=PICTURES,
                     value=feature.modality,
                 )
-        return tuple(self._picture(feature) for feature in features)
+        return tuple(self._picture(feature, tenant) for feature in features)
 
-    def _picture(self, feature: MultiModalFeatureSpec) -> Picture:
-        place, num_positions = feature.mm_position, None
+    def _picture(self, feature: MultiModalFeatureSpec, tenant: str) -> Picture:
+        place, data, num_positions = feature.mm_position, feature.data, None
+        assert self._memory is not None and data is not None, "or it would have been refused"
+        name = feature.mm_hash or feature.identifier
+        held = self._memory.hold(tenant, name, data, MultiModalCache.get_item_size(data))
+        feature = replace(feature, data=cast("MultiModalKwargsItem", held.data))
         if self._merge_size is not None:
-            assert feature.data is not None, "or it would have been refused"
-            frames, height, width = feature.data["image_grid_thw"].data.flatten().tolist()
+            frames, height, width = data["image_grid_thw"].data.flatten().tolist()
             num_positions = max(frames, height // self._merge_size, width // self._merge_size)
-        return Picture(place.offset, place.length, feature.identifier, num_positions, feature)
+        return Picture(place.offset, place.length, feature.identifier, num_positions, feature, held)
 
 
-def _reason_for_none(vllm_config: VllmConfig) -> str | None:
+def _reason_for_none(vllm_config: VllmConfig, memory: PictureMemory | None) -> str | None:
     """Reason why calls of an engine have no pictures; None: they may have some."""
     model = vllm_config.model_config
     multimodal = getattr(model, "multimodal_config", None)
     reasons = {
         "this model takes no pictures": multimodal is None,
+        f"the engine was started without memory for pictures ({SETTING})": memory is None,
         "tokens of a picture attend to one another in this model, also to later ones, which vLLM "
         "knows of prompts alone": model.is_mm_prefix_lm,
         "of models whose positions have several rows (M-RoPE), pictures were run in messages of "
