@@ -12,11 +12,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from vllm.multimodal.inputs import PlaceholderRange
+from vllm.inputs.engine import mm_input
+from vllm.multimodal.inputs import (
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+)
 
-from vllm_choreo.api.pictures import PictureRenderer, content_id, pictures_in
+from vllm_choreo.api.pictures import PictureRenderer, content_id
 from vllm_choreo.errors import ChoreoError, TooLongError, UnsupportedOptionError
 from vllm_choreo.semantics.call import CallSpec, Tokenized
+from vllm_choreo.semantics.pictures import pictures_in
 
 _PICTURE = Image.new("RGB", (4, 4), "red")
 
@@ -106,6 +112,28 @@ def test_what_is_wrong_is_named(
         with pytest.raises(error, match=message) as caught:
             render([spec])
         assert caught.value.parameter == "multi_modal_data"
+
+
+def _rendered() -> Any:
+    """Tokens 5, a picture, 6 and 7, a picture, 8, as vLLM renders them."""
+    places = [PlaceholderRange(offset=1, length=5), PlaceholderRange(offset=8, length=5)]
+    items = MultiModalKwargsItems({"image": [MultiModalKwargsItem(), MultiModalKwargsItem()]})
+    ids = [5, *[9] * 5, 6, 7, *[9] * 5, 8]
+    return mm_input(ids, items, {"image": ["a", "b"]}, {"image": places})
+
+
+def test_parts_of_a_prompt_have_their_pictures() -> None:
+    renderer = PictureRenderer(_session(), _engine())
+    whole = renderer.part(_rendered())
+    assert whole.token_ids == tuple(_rendered()["prompt_token_ids"]) and whole.text == "<image>"
+    behind: Any = renderer.part(_rendered(), 6).prompt
+    assert behind["prompt_token_ids"] == [6, 7, *[9] * 5, 8]
+    assert behind["mm_hashes"] == {"image": ["b"]} and len(behind["mm_kwargs"]["image"]) == 1
+    assert [place.offset for place in behind["mm_placeholders"]["image"]] == [2]
+    between = renderer.part(_rendered(), 6, 8)
+    assert between.token_ids == (6, 7) and between.prompt is None
+    with pytest.raises(TooLongError, match="takes 5 tokens"):
+        PictureRenderer(_session(), _engine(4)).part(_rendered())
 
 
 def test_the_form_is_that_of_vllm() -> None:

@@ -33,6 +33,7 @@ from vllm_choreo.semantics.call import (
     Answers,
     Asked,
     CallSpec,
+    Tokenized,
     asked,
     asked_copy,
     linked_specs,
@@ -175,7 +176,7 @@ class AsyncChoreography(AsyncCallMethods):
         finally:
             await self.cancel([pending])
 
-    def begin(self, header: Content, **options: Unpack[DecodeOptions]) -> Pending:
+    def begin(self, header: Content | Tokenized, **options: Unpack[DecodeOptions]) -> Pending:
         """Reserve a decode whose request the caller hands to the engine himself.
 
         The request's parameters must pass through `pending.call.params.apply`; when the engine has
@@ -193,6 +194,12 @@ class AsyncChoreography(AsyncCallMethods):
             )
         (call,) = self._session.plan([one_spec("decode", header, options, self._denied)])
         return self._runner.reserve(call)
+
+    def part_of_prompt(
+        self, prompt: MultiModalInput, start: int = 0, stop: int | None = None
+    ) -> Tokenized:
+        """Cut a call's content out of what vLLM has rendered: `PictureRenderer.part`."""
+        return self._pictures.part(prompt, start, stop)
 
     async def place(self, pending: Pending) -> int | None:
         """Choose the engine of a call that `begin` reserved, when its parents are complete.
@@ -380,6 +387,7 @@ class AsyncChoreography(AsyncCallMethods):
 
 
 if TYPE_CHECKING:
+    from vllm.inputs.engine import MultiModalInput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from vllm_choreo.api.protocol import AsyncFacade

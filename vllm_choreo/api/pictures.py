@@ -11,7 +11,7 @@ its pictures were rendered, or waits for its parents, would make that wrong.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from vllm_choreo.api.session import Session
 from vllm_choreo.errors import ChoreoError, TooLongError, UnsupportedOptionError
 from vllm_choreo.semantics.call import CallSpec, Tokenized
+from vllm_choreo.semantics.pictures import IMAGE, PARAMETER, pictures_in
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.inputs.engine import MultiModalInput
+    from vllm.inputs.engine import MultiModalInput, TokensInput
     from vllm.renderers import BaseRenderer
     from vllm.v1.engine.input_processor import InputProcessor
 
-_PARAMETER = "multi_modal_data"
-_IMAGE = "image"
 # Names under which configurations of models keep the token that stands for a picture.
 _PLACEHOLDERS = ("image_token_id", "image_token_index")
 
@@ -47,14 +46,14 @@ class _Given:
 
     tenant: str
     token_ids: tuple[int, ...]
-    pictures: list[Any]
+    pictures: list[object]
 
     def prompt(self) -> dict[str, Any]:
         """The prompt as vLLM's renderer takes it; takes time that grows with the pictures."""
         return {
             "prompt_token_ids": list(self.token_ids),
-            "multi_modal_data": {_IMAGE: self.pictures},
-            "multi_modal_uuids": {_IMAGE: [content_id(self.tenant, p) for p in self.pictures]},
+            "multi_modal_data": {IMAGE: self.pictures},
+            "multi_modal_uuids": {IMAGE: [content_id(self.tenant, p) for p in self.pictures]},
         }
 
 
@@ -105,14 +104,14 @@ class PictureRenderer:
             raise UnsupportedOptionError(
                 "this model takes no pictures, or was started without: leave them out, or choose "
                 "another model",
-                parameter=_PARAMETER,
+                parameter=PARAMETER,
                 value=model.model,
             )
         if self._session.mode == "baseline":
             raise UnsupportedOptionError(
                 "a session in baseline mode has no pictures so far: leave them out, or choose "
                 "another mode",
-                parameter=_PARAMETER,
+                parameter=PARAMETER,
                 value="given",
             )
         pictures = pictures_in(spec.multi_modal_data)
@@ -122,67 +121,90 @@ class PictureRenderer:
         tenant = self._session.tenant if spec.tenant is None else spec.tenant
         return _Given(tenant, token_ids, pictures)
 
+    def part(self, prompt: MultiModalInput, start: int = 0, stop: int | None = None) -> Tokenized:
+        """Cut tokens `start … stop-1`, with the pictures among them, out of what vLLM has rendered.
+
+        Args:
+            prompt: prompt whose pictures have names as `content_id` gives them, and all their data.
+
+        Raises:
+            TooLongError: a picture is too large for the encoder.
+        """
+        cut = _cut(prompt, start, len(prompt["prompt_token_ids"]) if stop is None else stop)
+        token_ids = tuple(cut["prompt_token_ids"])
+        if cut["type"] == "token":
+            return Tokenized(self._decode(token_ids), token_ids)
+        self._check_size(cut)
+        shown, at = list[int](), 0
+        for place in cut["mm_placeholders"][IMAGE]:
+            token = self._placeholder or token_ids[place.offset]
+            shown += [*token_ids[at : place.offset], token]
+            at = place.offset + place.length
+        return Tokenized(self._decode([*shown, *token_ids[at:]]), token_ids, cut)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._engine.renderer.get_tokenizer().decode(list(token_ids)))
+
+    @property
+    def _placeholder(self) -> int | None:
+        """Token that stands for a picture before vLLM expands it; None: it is not known."""
+        config = self._engine.vllm_config.model_config.hf_config
+        return next((t for n in _PLACEHOLDERS if (t := getattr(config, n, None)) is not None), None)
+
     def _check_count(self, token_ids: Sequence[int], num_pictures: int) -> None:
         """Refuse other numbers of pictures and placeholders, of which vLLM takes the first."""
-        config = self._engine.vllm_config.model_config.hf_config
-        token = next(
-            (t for n in _PLACEHOLDERS if (t := getattr(config, n, None)) is not None), None
-        )
+        token = self._placeholder
         if token is not None and (found := token_ids.count(token)) != num_pictures:
-            text = self._engine.renderer.get_tokenizer().decode([token])
+            text = self._decode([token])
             raise ChoreoError(
                 f"each picture needs a placeholder among the new tokens ({text!r}, token {token}); "
                 f"there are {found}",
-                parameter=_PARAMETER,
+                parameter=PARAMETER,
                 value=f"{num_pictures} pictures",
             )
 
     def _checked(self, spec: CallSpec, made: object) -> CallSpec:
         """The call with its prompt. Raises TooLongError: a picture is too large for the encoder."""
         prompt = cast("MultiModalInput", made)
+        self._check_size(prompt)
+        _, text = self._session.content_of(spec)
+        content = Tokenized(text, tuple(prompt["prompt_token_ids"]), prompt)
+        return replace(spec, content=content, multi_modal_data=None)
+
+    def _check_size(self, prompt: MultiModalInput) -> None:
         limit = self._engine.input_processor.mm_encoder_cache_size
-        largest = max(place.get_num_embeds() for place in prompt["mm_placeholders"][_IMAGE])
+        largest = max(place.get_num_embeds() for place in prompt["mm_placeholders"][IMAGE])
         if largest > limit:
             raise TooLongError(
                 f"a picture takes {largest} tokens, and the engine encodes up to {limit} at once; "
                 "give a smaller one, or start the engine with a larger max_num_batched_tokens",
-                parameter=_PARAMETER,
+                parameter=PARAMETER,
                 value=f"{largest} tokens",
             )
-        _, text = self._session.content_of(spec)
-        content = Tokenized(text, tuple(prompt["prompt_token_ids"]), prompt)
-        return replace(spec, content=content, multi_modal_data=None)
 
 
 def _has_pictures(spec: CallSpec) -> bool:
     return spec.multi_modal_data is not None
 
 
-def pictures_in(given: object) -> list[Any]:
-    """Pictures of `multi_modal_data`, in the form of vLLM's prompts.
+def _cut(prompt: MultiModalInput, start: int, stop: int) -> TokensInput | MultiModalInput:
+    """Tokens `start … stop-1` of a prompt, with all pictures among them, none of which is cut."""
+    from vllm.inputs.engine import mm_input, tokens_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems
 
-    Raises:
-        ChoreoError: it has another form, or something else than pictures.
-    """
-    if not isinstance(given, Mapping) or not given:
-        raise ChoreoError(
-            'pictures are given as vLLM takes them: {"image": picture}, or a list of pictures',
-            parameter=_PARAMETER,
-            value=type(given).__name__,
-        )
-    if other := [key for key in given if key != _IMAGE]:
-        raise UnsupportedOptionError(
-            'messages hold text and pictures, under the key "image": leave the others out',
-            parameter=_PARAMETER,
-            value=other,
-        )
-    pictures = given[_IMAGE]
-    pictures = list(pictures) if isinstance(pictures, list | tuple) else [pictures]
-    if not pictures:
-        raise ChoreoError(
-            "an empty list has no picture: leave it out", parameter=_PARAMETER, value=[]
-        )
-    return pictures
+    token_ids = list(prompt["prompt_token_ids"][start:stop])
+    places = prompt["mm_placeholders"][IMAGE]
+    inside = [n for n, p in enumerate(places) if start < p.offset + p.length and p.offset < stop]
+    assert all(start <= places[n].offset <= stop - places[n].length for n in inside)
+    if not inside:
+        return tokens_input(token_ids)
+    items = [prompt["mm_kwargs"][IMAGE][n] for n in inside]
+    return mm_input(
+        token_ids,
+        MultiModalKwargsItems({IMAGE: items}),
+        {IMAGE: [prompt["mm_hashes"][IMAGE][n] for n in inside]},
+        {IMAGE: [replace(places[n], offset=places[n].offset - start) for n in inside]},
+    )
 
 
 def content_id(tenant: str, picture: object) -> str:
@@ -218,7 +240,7 @@ def _parts(picture: object) -> list[bytes]:
         return [b"array", repr((picture.dtype.str, picture.shape)).encode(), picture.tobytes()]
     raise ChoreoError(
         "a picture is a PIL image, a numpy array or a tensor of embeddings",
-        parameter=_PARAMETER,
+        parameter=PARAMETER,
         value=type(picture).__name__,
     )
 
@@ -232,5 +254,5 @@ def _reporting_what_is_wrong() -> Iterator[None]:
         yield
     except (VLLMError, ValueError, TypeError, RuntimeError) as error:
         raise ChoreoError(
-            f"vLLM makes no prompt of these pictures: {error}", parameter=_PARAMETER, value="given"
+            f"vLLM makes no prompt of these pictures: {error}", parameter=PARAMETER, value="given"
         ) from error

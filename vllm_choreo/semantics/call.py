@@ -284,7 +284,7 @@ def _item(
 
 
 def _spec(
-    kind: str, content: str | tuple[int, ...] | ParentSpan, options: Mapping[str, Any]
+    kind: str, content: str | tuple[int, ...] | Tokenized | ParentSpan, options: Mapping[str, Any]
 ) -> CallSpec:
     return CallSpec(
         kind,
@@ -376,9 +376,9 @@ def content_name(kind: str) -> str:
     return "header" if kind == "decode" else "tokens"
 
 
-def _content(kind: str, given: object) -> str | tuple[int, ...]:
+def _content(kind: str, given: object) -> str | tuple[int, ...] | Tokenized:
     name = content_name(kind)
-    if isinstance(given, str):
+    if isinstance(given, (str, Tokenized)):
         return given
     if not isinstance(given, Sequence) or isinstance(given, (bytes, bytearray)):
         raise ChoreoError(

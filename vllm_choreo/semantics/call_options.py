@@ -53,7 +53,7 @@ class ReadOptions(TypedDict, total=False):
         role: role of the new message in its workflow, such as "vote"; policies of repair go by it.
         multi_modal_data: pictures of the new tokens, as in vLLM's prompts: `{"image": picture}`, or
             a list of pictures, one for each placeholder of the model's (such as `<image>`) in
-            their order; PIL images, or arrays. In process alone.
+            their order; PIL images or arrays, over HTTP also addresses (`data:`, `https:`).
     """
 
     parents: Sequence[Parent] | None

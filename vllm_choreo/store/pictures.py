@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from vllm_choreo.errors import LimitError
+from vllm_choreo.semantics.pictures import PARAMETER
 
 SETTING = "additional_config.choreo.picture_memory_gib"
 
@@ -113,7 +114,7 @@ class PictureMemory:
                 f"its message, and {num_free} are free; free messages with pictures and those "
                 f"encoded behind them, send smaller ones, or start the engine with more "
                 f"({SETTING})",
-                parameter="multi_modal_data",
+                parameter=PARAMETER,
                 value=f"{num_bytes} bytes",
             )
         held = self._held[tenant, name] = HeldPicture(data, num_bytes)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_choreo.errors import ChoreoError, UnsupportedOptionError
+from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import BY_PAIR, CallSpec, Tokenized
 from vllm_choreo.semantics.naming import ParentSpan
+from vllm_choreo.wire.pictures import pictures_json
 from vllm_choreo.wire.sampling import sampling_fields
 
 
@@ -18,15 +19,10 @@ def call_json(spec: CallSpec) -> dict[str, Any]:
         ChoreoError: an option of the wrong type or number, or one that JSON cannot carry.
     """
     params = spec.params()  # refuses offsets and sub-spans, as the engine would
-    if spec.multi_modal_data is not None:
-        raise UnsupportedOptionError(
-            "calls over HTTP have no pictures so far: use Choreography in process",
-            parameter="multi_modal_data",
-            value="given",
-        )
     call = {
         "type": spec.kind,
         **_content_json(spec),
+        "multi_modal_data": spec.multi_modal_data and pictures_json(spec.multi_modal_data),
         "parents": [_span_json(span) for span in params.parents] or None,
         "offsets": None if params.offsets is None else list(params.offsets),
         "new_offset": params.new_offset,

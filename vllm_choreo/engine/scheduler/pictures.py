@@ -15,20 +15,16 @@ from typing import TYPE_CHECKING, cast
 from vllm.multimodal.cache.base import MultiModalCache
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-from vllm_choreo.engine.speculation import has_layers
+from vllm_choreo.engine.pictures import reason_for_no_pictures
 from vllm_choreo.errors import UnsupportedOptionError
+from vllm_choreo.semantics.pictures import PARAMETER
 from vllm_choreo.store.encoding import Encoding
-from vllm_choreo.store.pictures import SETTING, Picture, PictureMemory
+from vllm_choreo.store.pictures import Picture, PictureMemory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalKwargsItem
     from vllm.v1.request import Request
-
-# Name of the argument by which callers give pictures, for errors.
-PICTURES = "multi_modal_data"
-# Models in which a picture of a grid takes as many positions as its longest side is long.
-_GRID_MODELS = ("paddleocr_vl",)
 
 
 class PictureRules:
@@ -40,7 +36,7 @@ class PictureRules:
     """
 
     def __init__(self, vllm_config: VllmConfig, memory: PictureMemory | None) -> None:
-        self._reason = _reason_for_none(vllm_config, memory)
+        self._reason = reason_for_no_pictures(vllm_config, memory is not None)
         self._memory = memory
         model = vllm_config.model_config
         self._merge_size: int | None = None
@@ -59,13 +55,13 @@ class PictureRules:
             return ()
         if self._reason is not None:
             raise UnsupportedOptionError(
-                f"{self._reason}; leave pictures out", parameter=PICTURES, value="given"
+                f"{self._reason}; leave pictures out", parameter=PARAMETER, value="given"
             )
         for feature in features:
             if feature.modality != "image" or feature.data is None:
                 raise UnsupportedOptionError(
                     "messages hold text and pictures: leave videos and sound out",
-                    parameter=PICTURES,
+                    parameter=PARAMETER,
                     value=feature.modality,
                 )
         return tuple(self._picture(feature, tenant) for feature in features)
@@ -80,34 +76,6 @@ class PictureRules:
             frames, height, width = data["image_grid_thw"].data.flatten().tolist()
             num_positions = max(frames, height // self._merge_size, width // self._merge_size)
         return Picture(place.offset, place.length, feature.identifier, num_positions, feature, held)
-
-
-def _reason_for_none(vllm_config: VllmConfig, memory: PictureMemory | None) -> str | None:
-    """Reason why calls of an engine have no pictures; None: they may have some."""
-    model = vllm_config.model_config
-    multimodal = getattr(model, "multimodal_config", None)
-    reasons = {
-        "this model takes no pictures": multimodal is None,
-        f"the engine was started without memory for pictures ({SETTING})": memory is None,
-        "tokens of a picture attend to one another in this model, also to later ones, which vLLM "
-        "knows of prompts alone": model.is_mm_prefix_lm,
-        "of models whose positions have several rows (M-RoPE), pictures were run in messages of "
-        f"{', '.join(_GRID_MODELS)} alone": model.uses_mrope
-        and model.hf_config.model_type not in _GRID_MODELS,
-        "models with states take no pictures in messages": model.is_hybrid,
-        "vLLM's model runner V2 was not run with pictures in messages "
-        "(VLLM_USE_V2_MODEL_RUNNER=0 chooses the other one)": vllm_config.use_v2_model_runner,
-        "drafters with layers were not run with pictures in messages": has_layers(
-            vllm_config.speculative_config
-        ),
-        "KV and encoder connectors were not run with pictures in messages": bool(
-            vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
-        ),
-        "a picture must be encoded again when a message was evicted, and with "
-        "mm_processor_cache_type='shm' vLLM may have dropped it": multimodal is not None
-        and multimodal.mm_processor_cache_type == "shm",
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def features_at(
