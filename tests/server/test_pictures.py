@@ -65,7 +65,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "chat_template_content_format": "openai",
         "limit_mm_per_prompt": {"image": 4},
         "allowed_media_domains": ["127.0.0.1"],
-        "settings": {"picture_memory_gib": 8.5 * _SIZE / 2**30},
+        "settings": {"picture_memory_gib": 16.5 * _SIZE / 2**30},
         "enable_auto_tool_choice": None,
         "tool_call_parser": None,
     }
@@ -85,10 +85,11 @@ def _url(shown: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
 
 
-def _turn(number: int, *shown: Image.Image, role: str = "user", **more: Any) -> dict[str, Any]:
+def _turn(number: int, *shown: Image.Image, end: str = "t7 t8", **more: Any) -> dict[str, Any]:
+    """A user's turn; `end` keeps those of a test apart from those of others."""
     parts = [{"type": "image_url", "image_url": {"url": _url(p)}, **more} for p in shown]
-    words = {"type": "text", "text": _WORDS[number]}
-    return {"role": role, "content": [words, *parts, {"type": "text", "text": "t7 t8"}]}
+    words = {"type": "text", "text": f"{_WORDS[number]} {end}"}
+    return {"role": "user", "content": [words, *parts, {"type": "text", "text": end}]}
 
 
 def _chat(server: Server, messages: Any, key: str = KEYS[0], **xargs: Any) -> httpx.Response:
@@ -126,7 +127,10 @@ def test_our_client_and_routes_give_what_the_chat_gives(server: Server, web: int
     """Text with placeholders by our client; turns with `image_url`, and an address, by JSON."""
     turns = [_turn(0, _PICTURES[0]), _turn(1, *_PICTURES[1:])]
     expected = _of_chat(_answered(_chat(server, turns)))
-    texts = [f"{_WORDS[0]} <image> t7 t8 t2", f"{_WORDS[1]} <image> <image> t7 t8 t2 t3"]
+    texts = [
+        f"{_WORDS[0]} t7 t8 <image> t7 t8 t2",
+        f"{_WORDS[1]} t7 t8 <image> <image> t7 t8 t2 t3",
+    ]
     with ChoreoClient(server.base_url, api_key=KEYS[0]) as c:
         first = c.prefill(texts[0], multi_modal_data={"image": _PICTURES[0]})
         assert first.num_pictures == 1 and first.text == texts[0]
@@ -155,7 +159,7 @@ def test_our_client_and_routes_give_what_the_chat_gives(server: Server, web: int
 def test_parents_of_chats_on_vllms_route(server: Server, client: ChoreoClient) -> None:
     turns = [_turn(0, _PICTURES[0]), _turn(1, _PICTURES[1])]
     expected = _of_chat(_answered(_chat(server, turns)))
-    text = f"{_WORDS[0]} <image> t7 t8 t2"
+    text = f"{_WORDS[0]} t7 t8 <image> t7 t8 t2"
     first = client.prefill(text, multi_modal_data={"image": _PICTURES[0]}, save_as="first")
     named = {"session": client.session, "parents": ["first"]}
     _same(_of_chat(_answered(_chat(server, turns[1:], **named))), expected)
@@ -220,10 +224,76 @@ def test_memory_for_pictures_is_limited(client: ChoreoClient) -> None:
     """And comes back when messages are freed; the server goes on."""
     made = []
     with pytest.raises(LimitError, match="picture_memory_gib"):
-        for seed in range(100, 120):
+        for seed in range(100, 130):
             shown = {"image": picture(seed)}
             made.append(client.prefill(f"{_WORDS[0]} <image>", multi_modal_data=shown))
     assert made
     client.free(*made)
     shown = {"image": picture(130)}
     assert client.prefill(f"{_WORDS[0]} <image>", multi_modal_data=shown).num_pictures == 1
+
+
+@pytest.mark.parametrize("how", [{}, {"auto_cut": "content", "auto_min_tokens": 1}], ids=str)
+def test_chats_find_pictures_by_what_they_show(server: Server, how: dict[str, Any]) -> None:
+    """In exact mode the answer is that of the chat, whatever was found; by no other tenant."""
+    end = f"t{210 + len(how)} t8"
+    tag = {"role": "system", "content": f"t200 {_WORDS[2]} {end}"}
+    talk = [tag, _turn(0, _PICTURES[0], end=end), _turn(1, _PICTURES[1], end=end)]
+    talk.append(_turn(2, end=end))
+    other = [tag, _turn(0, _PICTURES[2], end=end), *talk[2:]]
+    for chat, num_new in ((talk, True), (talk, False), (other, True), (talk, False)):
+        expected = _of_chat(_answered(_chat(server, chat)))
+        answer = _answered(_chat(server, chat, auto="exact", **how))
+        _same(_of_chat(answer), expected)
+        told = answer["choreo"]["auto"]
+        assert answer["usage"]["exact"] and told["parts"] >= 3, told
+        assert (told["new_tokens"] > 0) == num_new, told
+        assert answer["prompt_token_ids"] == _answered(_chat(server, chat))["prompt_token_ids"]
+    told = _answered(_chat(server, talk, KEYS[1], auto="exact", **how))["choreo"]["auto"]
+    assert told["found"] == 0
+
+
+def test_a_conversation_about_pictures_goes_on(server: Server) -> None:
+    """Also in mode choreo, in which a picture is read wherever it was first seen."""
+    end = "t300 t8"
+    talk = [{"role": "system", "content": f"t300 {_WORDS[2]}"}, _turn(0, _PICTURES[0], end=end)]
+    for number in range(3):
+        plain, exact = _chat(server, talk), _chat(server, talk, auto="exact")
+        _same(_of_chat(_answered(exact)), _of_chat(_answered(plain)))
+        told = _answered(exact)["choreo"]["auto"]
+        # A turn with a picture is cut in two: its words, and what follows them.
+        assert told["found"] == (0 if number == 0 else told["parts"] - 2), told
+        said = _answered(plain)["choices"][0]["message"]["content"]
+        talk += [{"role": "assistant", "content": said}, _turn(number, _PICTURES[number], end=end)]
+    first, second = (_turn(n, _PICTURES[n], end="t301") for n in range(2))
+    question = _turn(2, end="t301")
+    for chat in ([first, second, question], [second, first, question]):
+        answer = _answered(_chat(server, chat, auto="choreo"))
+        told = answer["choreo"]["auto"]
+        assert not told.get("text")
+    assert told["found"] == told["parts"] >= 5 and not answer["usage"]["exact"]
+
+
+def test_chats_give_memory_for_pictures_up(server: Server, client: ChoreoClient) -> None:
+    """Their table keeps pictures in half of a tenant's memory, which are 8 of them."""
+    chats = [[_turn(0, picture(seed), end="t302"), _turn(1)] for seed in range(200, 212)]
+    for chat in (*chats, chats[0]):
+        expected = _of_chat(_answered(_chat(server, chat)))
+        answer = _answered(_chat(server, chat, auto="exact"))
+        _same(_of_chat(answer), expected)
+        assert answer["choreo"]["auto"]["new_tokens"] > 0, "the first was given up meanwhile"
+    made = []
+    with pytest.raises(LimitError):
+        for seed in range(220, 240):
+            shown = {"image": picture(seed)}
+            made.append(client.prefill(f"{_WORDS[0]} <image>", multi_modal_data=shown))
+    chat = [_turn(0, picture(250), end="t303"), _turn(1)]
+    refused = _chat(server, chat, KEYS[1], auto="exact")  # whose chats have nothing to give up
+    assert refused.status_code == 429 and refused.json()["error"]["type"] == "LimitError"
+    client.free(*made)
+
+
+def test_videos_and_sound_are_refused_in_chats(server: Server) -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    refused = _chat(server, [{"role": "user", "content": [sound]}], auto="exact")
+    assert refused.status_code == 400, refused.text

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from vllm_choreo.api.placeholders import check_placeholders, placeholder_of
 from vllm_choreo.api.session import Session
 from vllm_choreo.errors import ChoreoError, TooLongError, UnsupportedOptionError
 from vllm_choreo.semantics.call import CallSpec, Tokenized
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from vllm.inputs.engine import MultiModalInput, TokensInput
     from vllm.renderers import BaseRenderer
     from vllm.v1.engine.input_processor import InputProcessor
-
-# Names under which configurations of models keep the token that stands for a picture.
-_PLACEHOLDERS = ("image_token_id", "image_token_index")
 
 
 class _Engine(Protocol):
@@ -116,7 +114,7 @@ class PictureRenderer:
             )
         pictures = pictures_in(spec.multi_modal_data)
         token_ids, _ = self._session.content_of(spec)
-        self._check_count(token_ids, len(pictures))
+        check_placeholders(token_ids, len(pictures), placeholder_of(model), self._decode)
         # The session's tenant, or the operator's, for whom a server encodes what all may read.
         tenant = self._session.tenant if spec.tenant is None else spec.tenant
         return _Given(tenant, token_ids, pictures)
@@ -137,31 +135,14 @@ class PictureRenderer:
         self._check_size(cut)
         shown, at = list[int](), 0
         for place in cut["mm_placeholders"][IMAGE]:
-            token = self._placeholder or token_ids[place.offset]
+            token = placeholder_of(self._engine.vllm_config.model_config)
+            token = token_ids[place.offset] if token is None else token
             shown += [*token_ids[at : place.offset], token]
             at = place.offset + place.length
         return Tokenized(self._decode([*shown, *token_ids[at:]]), token_ids, cut)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._engine.renderer.get_tokenizer().decode(list(token_ids)))
-
-    @property
-    def _placeholder(self) -> int | None:
-        """Token that stands for a picture before vLLM expands it; None: it is not known."""
-        config = self._engine.vllm_config.model_config.hf_config
-        return next((t for n in _PLACEHOLDERS if (t := getattr(config, n, None)) is not None), None)
-
-    def _check_count(self, token_ids: Sequence[int], num_pictures: int) -> None:
-        """Refuse other numbers of pictures and placeholders, of which vLLM takes the first."""
-        token = self._placeholder
-        if token is not None and (found := token_ids.count(token)) != num_pictures:
-            text = self._decode([token])
-            raise ChoreoError(
-                f"each picture needs a placeholder among the new tokens ({text!r}, token {token}); "
-                f"there are {found}",
-                parameter=PARAMETER,
-                value=f"{num_pictures} pictures",
-            )
 
     def _checked(self, spec: CallSpec, made: object) -> CallSpec:
         """The call with its prompt. Raises TooLongError: a picture is too large for the encoder."""
@@ -210,7 +191,7 @@ def _cut(prompt: MultiModalInput, start: int, stop: int) -> TokensInput | MultiM
 def content_id(tenant: str, picture: object) -> str:
     """Name of a picture by all that is seen of it, in hexadecimal digits.
 
-    vLLM's own hash trusts an id in a file's metadata, which its writer chooses.
+    vLLM's own hash is one for all tenants, and that of an id which a program may put beside it.
 
     Raises:
         ChoreoError: it is no picture.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from vllm_choreo.api.adapters import SessionAdapters
 from vllm_choreo.api.entries import Entries
 from vllm_choreo.api.options import checked_sampling_params
+from vllm_choreo.api.placeholders import check_placeholders, placeholder_of
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session_repair import SessionRepair
 from vllm_choreo.errors import (
@@ -85,6 +86,7 @@ class Session:
         self.repair = SessionRepair(options, model, self.entries, num_unfinished)
         # Then a picture takes fewer positions than tokens (M-RoPE).
         self._uses_rows: bool = getattr(self._model_config, "uses_mrope", False)
+        self._placeholder = placeholder_of(self._model_config)
         self._count = 0
 
     @property
@@ -193,6 +195,8 @@ class Session:
         copied = spec.content if isinstance(spec.content, ParentSpan) else None
         if copied is None:
             token_ids, text = self.content_of(spec)
+            if not isinstance(spec.content, Tokenized):
+                check_placeholders(token_ids, 0, self._placeholder, self._tokenizer.decode)
         else:
             copied = self._span(copied, message_id, "message")
             token_ids, text = self._copied(copied)

@@ -37,7 +37,9 @@ def _config(**model: Any) -> Any:
             *("kv_transfer_config", "ec_transfer_config"),
         )
     }
-    return SimpleNamespace(model_config=SimpleNamespace(**{**options, **model}), **engine)
+    parallel = SimpleNamespace(data_parallel_size=model.pop("data_parallel_size", 1))
+    model_config = SimpleNamespace(**{**options, **model})
+    return SimpleNamespace(model_config=model_config, parallel_config=parallel, **engine)
 
 
 def _rows(model_type: str) -> dict[str, Any]:
@@ -75,6 +77,7 @@ def _request(*features: MultiModalFeatureSpec) -> Any:
         ({"multimodal_config": None}, "takes no pictures"),
         ({"is_mm_prefix_lm": True}, "attend to one another"),
         (_rows("qwen2_vl"), r"several rows \(M-RoPE\).* of paddleocr_vl alone"),
+        ({"data_parallel_size": 2}, "several engines"),
         ({"is_hybrid": True}, "models with states"),
         ({"use_v2_model_runner": True}, "runner V2"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "drafters with layers"),

@@ -44,6 +44,7 @@ class CallClient:
         is_told: True if the client was sent the message; one that it was not told of is freed.
         more_choreo: fields of the answer's `choreo` beside the message's id.
         is_text: vLLM serves the request as it is, and no message is made.
+        is_asked, has_named_pictures: see `PictureReader`.
         on_submitted: called when the engine has the call; from then on others may name it.
         settled: set when the engine has the call, or will never have it.
     """
@@ -58,7 +59,8 @@ class CallClient:
     ) -> None:
         self.message: Message | None = None
         self.error: ChoreoError | None = None
-        self.is_told = self.is_text = False
+        self.is_told = self.is_text = self.has_named_pictures = False
+        self.is_asked = True
         self.on_submitted: Callable[[], None] = lambda: None
         self.settled = asyncio.Event()
         self._llm = llm
@@ -110,7 +112,7 @@ class CallClient:
     ) -> None:
         header = self._header_of(prompt)
         if isinstance(header, Tokenized):
-            prompt = header.prompt
+            prompt = header.prompt or engine_prompt(header.token_ids)
         elif header is not prompt["prompt_token_ids"]:
             prompt = engine_prompt(header)
         params = sampling_params.clone()
@@ -198,9 +200,13 @@ class CallClient:
         assert self._pending is not None
         result = await self._run.conclude(self._pending, outcome)
         if isinstance(result, ChoreoError):
-            self.error = result
-            raise result
+            self.error = await self._cause_of(result)
+            raise self.error
         self.message = result
+
+    async def _cause_of(self, error: ChoreoError) -> ChoreoError:
+        """Error that made the call fail with `error`, as the client is told."""
+        return error
 
     def refused(self, error: ChoreoError) -> None:
         """Count an error with which the client is answered inside a stream."""

@@ -184,7 +184,7 @@ async def run_call(
     serving.engine_client = client
     online = serving.online_renderer
     if online.model_config.is_multimodal_model:
-        serving.online_renderer = with_named_pictures(online, client.tenant)
+        serving.online_renderer = with_named_pictures(online, client)
     if body.stream:
         return await _begun(client, lambda: create(serving, body, raw_request))
     try:
