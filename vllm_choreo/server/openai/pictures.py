@@ -36,8 +36,8 @@ class PictureReader(Protocol):
 
     Attributes:
         tenant: tenant whose request it is.
-        is_asked: what makes no message is refused; otherwise it is left as it is.
-        has_named_pictures: the pictures of the prompt have names by their content.
+        is_asked: whether what makes no message is refused; else it is left as it is.
+        has_named_pictures: whether the pictures of the prompt have names by their content.
     """
 
     is_asked: bool
