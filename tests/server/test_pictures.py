@@ -261,8 +261,10 @@ def test_a_conversation_about_pictures_goes_on(server: Server) -> None:
         plain, exact = _chat(server, talk), _chat(server, talk, auto="exact")
         _same(_of_chat(_answered(exact)), _of_chat(_answered(plain)))
         told = _answered(exact)["choreo"]["auto"]
-        # A turn with a picture is cut in two: its words, and what follows them.
-        assert told["found"] == (0 if number == 0 else told["parts"] - 2), told
+        # A turn with a picture is cut in two: its words, which have the end of the answer before
+        # them, and what follows. Of the second round that was said in the first.
+        num_new = told["parts"] if number == 0 else number
+        assert told["found"] == told["parts"] - num_new, told
         said = _answered(plain)["choices"][0]["message"]["content"]
         talk += [{"role": "assistant", "content": said}, _turn(number, _PICTURES[number], end=end)]
     first, second = (_turn(n, _PICTURES[n], end="t301") for n in range(2))
