@@ -101,7 +101,8 @@ class ChoreoConfig:
             call reads them, else in a copy.
         shared_reading: True if calls of one batch that attend to the same message read its keys
             and values once for all of them; False: each for itself.
-        tenant_share: the part of the KV cache that one tenant's idle messages may hold.
+        tenant_share: the part of the KV cache that one tenant's idle messages may hold, and of
+            the memory for pictures that its messages may.
         pinned_share: the part of the KV cache that pinned messages may hold.
         host_memory_gib: memory outside the KV cache that keeps evicted messages, in GiB; 0: they
             are encoded again.
@@ -109,6 +110,8 @@ class ChoreoConfig:
             which a message keeps what a reader right behind it sees; False: they keep all.
         hidden_memory_gib: memory of each worker for hidden states that calls have kept
             (`keep_hidden`), for repair by layers, in GiB; 0: neither is possible.
+        picture_memory_gib: memory of the engine for pictures of messages, as the model's encoder is
+            given them, in GiB; 0: calls have no pictures.
         tokens_per_state: in models with states in place of keys and values, the tokens of the KV
             cache for each state that the engine keeps, of a message or of a running request.
         composed_states: True if such models keep with each state what its message does to any,
@@ -131,6 +134,7 @@ class ChoreoConfig:
     host_memory_gib: _NumberOr0 = 0.0
     window_groups: _Switch = False
     hidden_memory_gib: _NumberOr0 = 0.0
+    picture_memory_gib: _NumberOr0 = 4.0
     tokens_per_state: _Count = 256
     composed_states: _Switch = False
     max_copies_per_session: _Count = 10_000
@@ -179,6 +183,11 @@ class ChoreoConfig:
     def hidden_bytes(self) -> int:
         """`hidden_memory_gib` in bytes."""
         return int(self.hidden_memory_gib * _BYTES_PER_GIB)
+
+    @property
+    def picture_bytes(self) -> int:
+        """`picture_memory_gib` in bytes."""
+        return int(self.picture_memory_gib * _BYTES_PER_GIB)
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> ChoreoConfig:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.client.scripted_server import SESSION, body_of
 from vllm_choreo.client import Logprob
@@ -321,3 +325,32 @@ def test_events_however_the_bytes_are_cut() -> None:
         events = Events()
         parts = [data[i : i + size] for i in range(0, len(data), size)]
         assert [event["text"] for part in parts for event in events.feed(part)] == texts
+
+
+def test_pictures_are_sent_whole_or_by_their_addresses() -> None:
+    """In PNG, which loses nothing."""
+    shown = Image.new("RGB", (3, 2), (1, 200, 7))
+    address = "https://a.b/c.png"
+    given = {"image": [shown, np.asarray(shown), address]}
+    sent = call("prefill", "t <image> <image> <image>", multi_modal_data=given)
+    first, second, third = sent["multi_modal_data"]["image"]
+    assert first == second and third == address
+    head, _, data = first.partition(",")
+    assert head == "data:image/png;base64"
+    assert list(Image.open(io.BytesIO(base64.b64decode(data))).getdata()) == [(1, 200, 7)] * 6
+    assert "multi_modal_data" not in call("prefill", "t")
+
+
+@pytest.mark.parametrize(
+    ("shown", "reason"),
+    [
+        ("c.png", "an address"),
+        (np.zeros((2, 2, 7), np.uint8), r"shape \(height, width, 3\)"),
+        (Image.new("CMYK", (2, 2)), r"convert"),
+        ([], "leave it out"),
+    ],
+)
+def test_what_is_no_picture_is_not_sent(shown: Any, reason: str) -> None:
+    with pytest.raises(ChoreoError, match=reason) as caught:
+        call("prefill", "t", multi_modal_data={"image": shown})
+    assert caught.value.parameter == "multi_modal_data"

@@ -10,7 +10,7 @@ numbers when the call is made.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +71,7 @@ class PlannedCall:
         continues: the number of a message whose own context, then itself, are the parents; then
             `parents` is empty and all offsets are given explicitly.
         sampling_params: None for a prefill.
+        pictures: a picture for each placeholder among the tokens.
     """
 
     tokens: tuple[int, ...]
@@ -80,6 +81,7 @@ class PlannedCall:
     give_new_offset: bool = False
     continues: int | None = None
     sampling_params: SamplingParams | None = None
+    pictures: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Ran:
         spans: `(number, start, stop)` of every parent.
         offsets: where each parent is seen, defaults filled in by this module.
         new_offset: likewise.
+        num_positions: positions that the message takes; None: one for each token.
     """
 
     call: PlannedCall
@@ -99,6 +102,12 @@ class Ran:
     spans: tuple[tuple[int, int, int], ...]
     offsets: tuple[int, ...]
     new_offset: int
+    num_positions: int | None = None
+
+    @property
+    def extent(self) -> int:
+        """Positions that the message takes."""
+        return self.message.num_tokens if self.num_positions is None else self.num_positions
 
 
 # -- drawing --------------------------------------------------------------------------------------
@@ -234,8 +243,16 @@ def _renumbered(call: PlannedCall, numbers: Sequence[int]) -> PlannedCall:
 # -- running --------------------------------------------------------------------------------------
 
 
-def run_choreography(choreography: Choreography, batches: list[list[PlannedCall]]) -> list[Ran]:
-    """Run all batches through the public API; a batch of one call is made as a single call."""
+def run_choreography(
+    choreography: Choreography,
+    batches: list[list[PlannedCall]],
+    num_positions: Callable[[Sequence[int], Sequence[Any]], int] = lambda ids, pictures: len(ids),
+) -> list[Ran]:
+    """Run all batches through the public API; a batch of one call is made as a single call.
+
+    Args:
+        num_positions: tells how many positions a message of these tokens and pictures takes.
+    """
     done: list[Ran] = []
     for batch in batches:
         ready = [resolve_call(call, done) for call in batch]
@@ -247,7 +264,10 @@ def run_choreography(choreography: Choreography, batches: list[list[PlannedCall]
         else:
             messages = run([item for item, *_ in ready])
         done += [
-            Ran(call, message, spans, offsets, new_offset)
+            Ran(
+                *(call, message, spans, offsets, new_offset),
+                num_positions(message.token_ids, call.pictures),
+            )
             for call, message, (_, spans, offsets, new_offset) in zip(
                 batch, messages, ready, strict=True
             )
@@ -269,12 +289,14 @@ def resolve_call(call: PlannedCall, done: list[Ran]) -> _Resolved:
         spans, offsets, new_offset = _context_of(done[call.continues], call.continues)
     else:
         spans = tuple(_resolve_span(parent, done) for parent in call.parents)
-        offsets, new_offset = _resolve_offsets(call, [stop - start for _, start, stop in spans])
+        offsets, new_offset = _resolve_offsets(call, [_extent(span, done) for span in spans])
     item: dict[str, Any] = {"parents": [_api_parent(span, done) for span in spans]}
     if call.continues is not None or call.placement != "omitted":
         item["offsets"] = list(offsets)
     if call.give_new_offset:
         item["new_offset"] = new_offset
+    if call.pictures:
+        item["multi_modal_data"] = {"image": list(call.pictures)}
     if call.sampling_params is None:
         item["tokens"] = list(call.tokens)
     else:
@@ -289,7 +311,14 @@ def _context_of(
     """The parents of message `number`, then itself where it was encoded."""
     num_tokens = ran.message.num_tokens
     spans = (*ran.spans, (number, 0, num_tokens))
-    return spans, (*ran.offsets, ran.new_offset), ran.new_offset + num_tokens
+    return spans, (*ran.offsets, ran.new_offset), ran.new_offset + ran.extent
+
+
+def _extent(span: tuple[int, int, int], done: list[Ran]) -> int:
+    """Positions that a span takes; parts hold no pictures that take another number than tokens."""
+    number, start, stop = span
+    is_whole = stop - start == done[number].message.num_tokens
+    return done[number].extent if is_whole else stop - start
 
 
 def _resolve_span(parent: PlannedParent, done: list[Ran]) -> tuple[int, int, int]:
@@ -344,7 +373,7 @@ def check(
     Raises:
         AssertionError: naming the call and what differed.
     """
-    done = run_choreography(choreography, batches)
+    done = run_choreography(choreography, batches, oracle.num_positions)
     encoded: list[Encoded] = []
     exact: list[bool] = []
     worst = 0.0
@@ -353,24 +382,25 @@ def check(
             Parent(encoded[n], offset, start, stop)
             for (n, start, stop), offset in zip(ran.spans, ran.offsets, strict=True)
         ]
-        message = oracle.encode(ran.message.token_ids, parents, ran.new_offset)
+        header, pictures = oracle.prompt(ran.call.tokens, ran.call.pictures)
+        message = oracle.encode(ran.message.token_ids, parents, ran.new_offset, pictures)
         encoded.append(message)
         where = f"message {number}: {ran}"
-        check_form(ran, where)
+        check_form(ran, header, where)
         exact.append(check_usage(ran, done, exact, oracle, where))
         if exact[-1]:
             check_exact(ran, done, message, oracle, where)
         if ran.call.sampling_params is not None:
-            found = check_tokens(ran.message, message, len(ran.call.tokens), tolerance, tie_margin)
+            found = check_tokens(ran.message, message, len(header), tolerance, tie_margin)
             worst = max(worst, found)
     return worst
 
 
-def check_form(ran: Ran, where: str) -> None:
+def check_form(ran: Ran, header: Sequence[int], where: str) -> None:
     """Length, position, ending: what the message says of itself."""
     message, call = ran.message, ran.call
-    num_header = len(call.tokens)
-    assert message.token_ids[:num_header] == call.tokens, where
+    num_header = len(header)
+    assert message.token_ids[:num_header] == tuple(header), where
     assert message.num_tokens == len(message.token_ids), where
     assert message.position == ran.new_offset, where
     generated = message.token_ids[num_header:]
@@ -404,9 +434,16 @@ def check_usage(ran: Ran, done: list[Ran], exact: list[bool], oracle: Oracle, wh
 def check_exact(ran: Ran, done: list[Ran], message: Encoded, oracle: Oracle, where: str) -> None:
     """A call that says that it is exact gives what a plain forward of the whole text gives."""
     text: list[int] = []
+    pictures: list[Any] = []
     for number, start, stop in ran.spans:
-        text += done[number].message.token_ids[start:stop]
-    plain = oracle.plain_logits([*text, *message.token_ids]).log_softmax(-1)[len(text) :]
+        read = done[number]
+        if read.call.pictures and stop - start < read.message.num_tokens:
+            return  # no text that could be given to a model, if it ends inside of a picture
+        text += read.message.token_ids[start:stop]
+        pictures += read.call.pictures
+    inputs = oracle.picture_inputs([*pictures, *ran.call.pictures])
+    plain = oracle.plain_logits([*text, *message.token_ids], inputs)
+    plain = plain.log_softmax(-1)[len(text) :]
     assert float((plain - message.logprobs()).abs().max()) < LOGPROB_TOLERANCE, where
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -161,9 +161,7 @@ class Oracle:
         def forward(
             x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
         ) -> tuple[torch.Tensor, ...] | torch.Tensor:
-            # M-RoPE takes sections of three rows of positions, which are equal in text.
-            rows = position_ids[0] if position_ids.dim() == 3 else position_ids
-            angles = rows[..., None] * inv_freq[layer_type]
+            angles = self._angles(position_ids, inv_freq[layer_type])
             if is_doubled and not is_complex:
                 angles = torch.cat((angles, angles), dim=-1)
             scaling = getattr(rotary, f"{names[layer_type]}attention_scaling")
@@ -174,6 +172,27 @@ class Oracle:
 
         rotary.forward = forward
         return inv_freq
+
+    def _angles(self, position_ids: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
+        """float64 `[batch, n, rotary_dim / 2]`: angles of tokens.
+
+        M-RoPE takes sections of its frequencies by three rows of positions, equal in text.
+        """
+        if position_ids.dim() == 2:
+            return position_ids[..., None] * inv_freq
+        sections = self.model.config.get_text_config().rope_parameters["mrope_section"]
+        rows = [number % 3 for number, size in enumerate(sections) for _ in range(size)]
+        return position_ids[rows].movedim(0, -1) * inv_freq
+
+    def _position_ids(
+        self, token_ids: Sequence[int], positions: torch.Tensor, pictures: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Positions as the model takes them, `[1, n]`, or `[3, 1, n]` with pictures and M-RoPE."""
+        return positions[None]
+
+    def num_positions(self, token_ids: Sequence[int], pictures: Sequence[Any] = ()) -> int:
+        """Positions that a message takes, and its tokens without pictures."""
+        return len(token_ids)
 
     def rotate(self, keys: torch.Tensor, delta: int, layer: int) -> torch.Tensor:
         """Rotate `keys` of a layer by `delta` further positions.
@@ -207,6 +226,22 @@ class Oracle:
         if not self.is_latent or self.interleaved:
             return keys
         return torch.stack(keys.chunk(2, dim=-1), dim=-1).flatten(-2)
+
+    def prompt(
+        self, token_ids: Sequence[int], pictures: Sequence[Any] = ()
+    ) -> tuple[tuple[int, ...], Mapping[str, torch.Tensor]]:
+        """Tokens of a message with pictures, and what the model is given for these.
+
+        Args:
+            token_ids: tokens with a placeholder for each picture.
+        """
+        assert not pictures, "this oracle has no processor"
+        return tuple(token_ids), {}
+
+    def picture_inputs(self, pictures: Sequence[Any]) -> Mapping[str, torch.Tensor]:
+        """Tensors that the model is given for pictures, in their order."""
+        assert not pictures, "this oracle has no processor"
+        return {}
 
     def _gather(self, parents: Sequence[Parent]) -> transformers.DynamicCache:
         """A cache that holds the parents' keys, each rotated to where it is seen, and values."""
@@ -257,9 +292,17 @@ class Oracle:
 
     @torch.no_grad()
     def encode(
-        self, token_ids: Sequence[int], parents: Sequence[Parent] = (), new_offset: int = 0
+        self,
+        token_ids: Sequence[int],
+        parents: Sequence[Parent] = (),
+        new_offset: int = 0,
+        pictures: Mapping[str, torch.Tensor] | None = None,
     ) -> Encoded:
-        """Encode one message in the context of `parents`, its first token at `new_offset`."""
+        """Encode one message in the context of `parents`, its first token at `new_offset`.
+
+        Args:
+            pictures: what the model is given for the pictures among its tokens.
+        """
         num_tokens = len(token_ids)
         positions = torch.arange(num_tokens) + new_offset
         key_positions = torch.cat([*(parent.positions() for parent in parents), positions])
@@ -267,13 +310,15 @@ class Oracle:
         if self.uses_alibi:
             self.model.transformer.build_alibi_tensor = self._alibi(positions, key_positions)
         cache = self._gather(parents)
+        position_ids = self._position_ids(token_ids, positions, pictures or {})
         logits = self.model(
             input_ids=torch.tensor([list(token_ids)]),
             attention_mask=self._mask(positions, key_positions),
             past_key_values=cache,
             use_cache=True,
             # ALiBi models have no such argument: their positions are in the bias.
-            **({} if self.uses_alibi else {"position_ids": positions[None]}),
+            **({} if self.uses_alibi else {"position_ids": position_ids}),
+            **(pictures or {}),
         ).logits[0]
         keys = tuple(layer.keys[0, :, num_past:] for layer in cache.layers)
         values = tuple(layer.values[0, :, num_past:] for layer in cache.layers)
@@ -331,11 +376,14 @@ class Oracle:
         return self.encode(token_ids, parents, new_offset)
 
     @torch.no_grad()
-    def plain_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def plain_logits(
+        self, token_ids: Sequence[int], pictures: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """float32 `[n, vocab_size]`: an ordinary forward pass, with no mask, cache or positions."""
         if self.uses_alibi:
             self.model.transformer.__dict__.pop("build_alibi_tensor", None)
-        return self.model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        ids = torch.tensor([list(token_ids)])
+        return self.model(input_ids=ids, use_cache=False, **(pictures or {})).logits[0]
 
 
 # Closer than this, the oracle's best two tokens are a tie: kernels add in another order.

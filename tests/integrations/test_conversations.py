@@ -261,3 +261,19 @@ def test_answers_are_read_whole_and_as_streams() -> None:
     said = {"content": "Hi", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}]}
     assert answer.is_told_by(said) and not answer.is_told_by({**said, "content": "Ho"})
     assert not read_answer(lines[:150].encode()).is_message
+
+
+def test_nothing_is_cut_from_the_first_picture_on() -> None:
+    """Its tokens are those of any picture: the server gets it with the messages, each time."""
+    shown = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "b"}}]
+    texts = [{"type": "text", "text": "a"}]
+    for content, num_parents in ((shown, 1), (texts, 3)):
+        server, conversations = ToyServer(chatml), Conversations("choreo")
+        chat = [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": content},
+            {"role": "user", "content": "c"},
+        ]
+        sent, read = server.chat(conversations, chat)
+        assert len(sent["vllm_xargs"]["choreo_parents"]) == num_parents
+        assert read == chatml(chat, True) and sent["messages"] == chat

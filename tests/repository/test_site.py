@@ -67,6 +67,7 @@ def test_families_with_a_section_of_their_own_have_it() -> None:
     assert len(FAMILIES) > 10
     assert sorted(f.section.split(":")[0].split()[0] for f in FAMILIES if f.section) == [
         "MLA",
+        "Pictures",
         "States",
     ]
     states = next(family for family in FAMILIES if family.section.startswith("States"))
@@ -76,7 +77,7 @@ def test_families_with_a_section_of_their_own_have_it() -> None:
 def test_who_refuses_something_of_a_family_that_is_not_there_is_told() -> None:
     text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="Gemma 9"):
-        read_families(text.replace("| messages are tokens | M-RoPE", "| x | Gemma 9; M-RoPE"))
+        read_families(text.replace("| not run | Pictures", "| x | Gemma 9; Pictures"))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from vllm_choreo.api.fleet import fleet_of
 from vllm_choreo.api.fleet_runner import FleetRunner
 from vllm_choreo.api.outcomes import Outcome, check_ttl
 from vllm_choreo.api.pending import OutputQueue, Pending
+from vllm_choreo.api.pictures import PictureRenderer
 from vllm_choreo.api.restored import SessionRecord
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
 from vllm_choreo.api.snapshots import Snapshots
@@ -32,6 +33,7 @@ from vllm_choreo.semantics.call import (
     Answers,
     Asked,
     CallSpec,
+    Tokenized,
     asked,
     asked_copy,
     linked_specs,
@@ -88,6 +90,7 @@ class AsyncChoreography(AsyncCallMethods):
             lambda: async_llm.get_num_unfinished_requests(),
         )
         self._entries = self._session.entries
+        self._pictures = PictureRenderer(self._session, async_llm)
         # Text of the baseline goes to any engine.
         fleet = None if self.mode == "baseline" else fleet_of(async_llm)
         self._runner: AsyncRunner = (
@@ -156,7 +159,7 @@ class AsyncChoreography(AsyncCallMethods):
         Raises:
             ChoreoError: one of them is illegal; nothing was submitted.
         """
-        specs = linked_specs(calls, self._denied)
+        specs = await self._pictures.render_async(linked_specs(calls, self._denied))
         return await self._runner.submit(self._session.plan(specs, linked=True))
 
     async def stream_decode(
@@ -173,7 +176,7 @@ class AsyncChoreography(AsyncCallMethods):
         finally:
             await self.cancel([pending])
 
-    def begin(self, header: Content, **options: Unpack[DecodeOptions]) -> Pending:
+    def begin(self, header: Content | Tokenized, **options: Unpack[DecodeOptions]) -> Pending:
         """Reserve a decode whose request the caller hands to the engine himself.
 
         The request's parameters must pass through `pending.call.params.apply`; when the engine has
@@ -191,6 +194,12 @@ class AsyncChoreography(AsyncCallMethods):
             )
         (call,) = self._session.plan([one_spec("decode", header, options, self._denied)])
         return self._runner.reserve(call)
+
+    def part_of_prompt(
+        self, prompt: MultiModalInput, start: int = 0, stop: int | None = None
+    ) -> Tokenized:
+        """Cut a call's content out of what vLLM has rendered: `PictureRenderer.part`."""
+        return self._pictures.part(prompt, start, stop)
 
     async def place(self, pending: Pending) -> int | None:
         """Choose the engine of a call that `begin` reserved, when its parents are complete.
@@ -349,11 +358,13 @@ class AsyncChoreography(AsyncCallMethods):
         return await self._run(asked(kind, content, options, self._denied))
 
     async def _run(self, asked: Asked[Answer]) -> Answer:
-        pending = await self._runner.submit(self._session.plan(asked.calls))
+        specs = await self._pictures.render_async(asked.calls)
+        pending = await self._runner.submit(self._session.plan(specs))
         return asked.answer(await self._runner.results(pending))
 
     async def _submit_one(self, spec: CallSpec) -> Pending:
-        (pending,) = await self._runner.submit(self._session.plan([spec]))
+        specs = await self._pictures.render_async([spec])
+        (pending,) = await self._runner.submit(self._session.plan(specs))
         return pending
 
     async def _answer(self, ask: Ask) -> object:
@@ -376,6 +387,7 @@ class AsyncChoreography(AsyncCallMethods):
 
 
 if TYPE_CHECKING:
+    from vllm.inputs.engine import MultiModalInput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from vllm_choreo.api.protocol import AsyncFacade

@@ -14,13 +14,13 @@ from vllm_choreo.api.outcomes import (
     Outcome,
     Report,
     baseline_result,
+    call_prompt,
     checked_answer,
     choreo_result,
     end_arguments,
     end_report,
     ends_here,
     engine_params,
-    engine_prompt,
     metrics_of,
     report_of,
 )
@@ -201,7 +201,7 @@ class AsyncRunner:
         params = engine_params(call, self.mode)
         queue: OutputQueue = await self._llm.add_request(
             call.id,
-            engine_prompt(prompt, self._salt),
+            call_prompt(call, prompt, self._salt),
             params,
             lora_request=call.adapter,
             data_parallel_rank=engine,

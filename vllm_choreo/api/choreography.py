@@ -24,6 +24,7 @@ from vllm_choreo.api.outcomes import (
     Outcome,
     Report,
     baseline_result,
+    call_prompt,
     check_ttl,
     checked_answer,
     choreo_result,
@@ -31,10 +32,10 @@ from vllm_choreo.api.outcomes import (
     end_report,
     ends_here,
     engine_params,
-    engine_prompt,
     metrics_of,
     report_of,
 )
+from vllm_choreo.api.pictures import PictureRenderer
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session import DEFAULT_PIN_SECONDS, Session
 from vllm_choreo.api.snapshots import Snapshots
@@ -102,6 +103,7 @@ class Choreography(CallMethods):
             lambda: llm.llm_engine.get_num_unfinished_requests(),
         )
         self._entries = self._session.entries
+        self._pictures = PictureRenderer(self._session, llm.llm_engine)
         self._denied: tuple[str, ...] = ()
         self._chats = SessionChats(llm, self._entries.is_live)
 
@@ -303,7 +305,7 @@ class Choreography(CallMethods):
                 "llm.wait_for_completion() first",
                 parameter="llm",
             )
-        calls = self._session.plan(asked.calls)
+        calls = self._session.plan(self._pictures.render(asked.calls))
         try:
             results = self._results(calls)
         except BaseException:
@@ -348,9 +350,8 @@ class Choreography(CallMethods):
         try:
             for call, prompt in requests:
                 params = engine_params(call, self.mode)
-                engine.add_request(
-                    call.id, engine_prompt(prompt), params, lora_request=call.adapter
-                )
+                prompt_input = call_prompt(call, prompt)
+                engine.add_request(call.id, prompt_input, params, lora_request=call.adapter)
             while len(outcomes) < len(requests):
                 outputs = engine.step()
                 now = time.perf_counter()

@@ -93,6 +93,12 @@ class FleetRunner(AsyncRunner):
                 parameter="repair",
                 value="attention",
             )
+        if handle.call.prompt is not None:
+            raise UnsupportedOptionError(
+                "recipes in front of several engines keep no pictures so far: use one engine",
+                parameter="multi_modal_data",
+                value="given",
+            )
         names = named_by(handle.call)
         self._named[handle.id] = {n: self._recipes[n] for n in names if n in self._recipes}
 

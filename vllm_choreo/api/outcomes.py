@@ -18,7 +18,7 @@ from vllm_choreo.semantics.message import Message, Metrics, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
-    from vllm.inputs.engine import TokensInput
+    from vllm.inputs.engine import MultiModalInput, TokensInput
 
 # The engine's report on a finished call: its numbers, or why it was refused.
 Report = Mapping[str, Any] | ChoreoError
@@ -34,6 +34,13 @@ class Outcome:
 
 
 # -- to the engine -------------------------------------------------------------------------------
+
+
+def call_prompt(
+    call: PlannedCall, token_ids: Sequence[int], cache_salt: str | None = None
+) -> TokensInput | MultiModalInput:
+    """The prompt of a call's request: `token_ids`, or with the pictures among its new tokens."""
+    return call.prompt or engine_prompt(token_ids, cache_salt)
 
 
 def engine_prompt(token_ids: Sequence[int], cache_salt: str | None = None) -> TokensInput:
@@ -180,6 +187,7 @@ def message_from(call: PlannedCall, outcome: Outcome, report: Mapping[str, Any])
         new_offset=call.params.new_offset,
         role=call.role,
         prompt_logprobs=_header_logprobs(outcome.output, len(call.token_ids)),
+        num_pictures=call.num_pictures,
     )
 
 

@@ -11,6 +11,7 @@ from vllm_choreo.semantics.provenance import Trace
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.inputs.engine import MultiModalInput
     from vllm.lora.request import LoRARequest
 
 
@@ -24,6 +25,7 @@ class PlannedCall:
         sampling_params: the caller's for decode, None for prefill.
         adapter: the `LoRARequest` that encodes the new tokens and generates, or None.
         role: role of the message in its workflow, or None.
+        prompt: vLLM's input with pictures among the new tokens; None: there are none.
         trace: history of the message that it makes.
     """
 
@@ -34,11 +36,17 @@ class PlannedCall:
     trace: Trace
     adapter: LoRARequest | None = None
     role: str | None = None
+    prompt: MultiModalInput | None = None
 
     @property
     def id(self) -> str:
         assert self.params.save_as is not None
         return self.params.save_as
+
+    @property
+    def num_pictures(self) -> int:
+        """Pictures among the new tokens."""
+        return sum(map(len, self.prompt["mm_placeholders"].values())) if self.prompt else 0
 
     @property
     def is_decode(self) -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from vllm_choreo.api.adapters import SessionAdapters
 from vllm_choreo.api.entries import Entries
 from vllm_choreo.api.options import checked_sampling_params
+from vllm_choreo.api.placeholders import check_placeholders, placeholder_of
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.session_repair import SessionRepair
 from vllm_choreo.errors import (
@@ -23,6 +24,7 @@ from vllm_choreo.errors import (
     EmptyTokensError,
     RepairError,
     TooLongError,
+    UnsupportedOptionError,
 )
 from vllm_choreo.repair.rules import GivenRuns
 from vllm_choreo.repair.runs import check_inside
@@ -37,6 +39,7 @@ from vllm_choreo.semantics.session_options import SessionOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.inputs.engine import MultiModalInput
 
 DEFAULT_PIN_SECONDS = 600.0
 # "/" separates session and name, and plain numbers are the ids that we choose.
@@ -81,6 +84,9 @@ class Session:
         self.adapters = SessionAdapters(vllm_config, options)
         model = vllm_config.model_config.model
         self.repair = SessionRepair(options, model, self.entries, num_unfinished)
+        # Then a picture takes fewer positions than tokens (M-RoPE).
+        self._uses_rows: bool = getattr(self._model_config, "uses_mrope", False)
+        self._placeholder = placeholder_of(self._model_config)
         self._count = 0
 
     @property
@@ -176,12 +182,21 @@ class Session:
 
     def _planned(self, spec: CallSpec, number: int) -> PlannedCall:
         """Plan the call that is the list's `number`-th, from 0 on."""
+        if spec.multi_modal_data is not None:
+            raise UnsupportedOptionError(
+                "a call that is made in this way has no pictures; use prefill or decode of "
+                "Choreography",
+                parameter="multi_modal_data",
+                value="given",
+            )
         # A message has a token at least, and this is told before 100,000 of them are looked up.
         self._check_length(spec.parents, [1] * len(spec.parents), 0)
         message_id = self._new_id(spec.save_as)
         copied = spec.content if isinstance(spec.content, ParentSpan) else None
         if copied is None:
-            token_ids, text = self._tokens(spec)
+            token_ids, text = self.content_of(spec)
+            if not isinstance(spec.content, Tokenized):
+                check_placeholders(token_ids, 0, self._placeholder, self._tokenizer.decode)
         else:
             copied = self._span(copied, message_id, "message")
             token_ids, text = self._copied(copied)
@@ -207,11 +222,15 @@ class Session:
         self._check_runs(params)
         lengths = self._lengths(params.parents)
         self._check_length(params.parents, lengths, len(token_ids))
-        # Where a parent's length is not known yet, the engine checks.
-        if params.exact and len(lengths) == len(params.parents):
+        # Where a parent's length is not known yet, or not in positions, the engine checks.
+        if params.exact and len(lengths) == len(params.parents) and not self._uses_rows:
             check_text_offsets(lengths, params.offsets, params.new_offset)
         trace = self._trace(params)
-        return PlannedCall(text, token_ids, params, sampling_params, trace, adapter, spec.role)
+        prompt = spec.content.prompt if isinstance(spec.content, Tokenized) else None
+        return PlannedCall(
+            *(text, token_ids, params, sampling_params, trace, adapter, spec.role),
+            prompt=cast("MultiModalInput | None", prompt),
+        )
 
     def _mode(self, given: str | None) -> str:
         if given is None or (given in CALL_MODES and self.mode == "baseline"):
@@ -271,8 +290,12 @@ class Session:
         """The token ids of text; no special tokens are added."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _tokens(self, spec: CallSpec) -> tuple[tuple[int, ...], str]:
-        """The token ids of text or ids, and their text."""
+    def content_of(self, spec: CallSpec) -> tuple[tuple[int, ...], str]:
+        """The token ids of text or ids, and their text.
+
+        Raises:
+            EmptyTokensError, ChoreoError: there are none, or the model does not know one.
+        """
         name, content = content_name(spec.kind), spec.content
         if isinstance(content, Tokenized):
             ids, text = content.token_ids, content.text

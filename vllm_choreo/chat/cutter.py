@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.chat.marks import Content, places
-from vllm_choreo.chat.parts import Split, cut_long_parts, split
+from vllm_choreo.chat.parts import ChatPicture, Split, cut_long_parts, split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +56,7 @@ class Cutter:
         min_tokens: int | None = None,
         cut: str | None = None,
         keeps_beginning: bool = False,
+        pictures: Sequence[ChatPicture] = (),
     ) -> Split:
         """Cut a chat into parts.
 
@@ -66,18 +68,20 @@ class Cutter:
             min_tokens: the least tokens of a part; None: the cutter's own.
             cut: where parts end; None: the cutter's own.
             keeps_beginning: parts of the chat's beginning are joined with one another alone.
+            pictures: pictures among the tokens, for each of which the text has one token.
         """
         if not getattr(self._tokenizer, "is_fast", False):
             return Split(tuple(token_ids), reason="tokenizer")
         text = self._text(token_ids) if text is None else text
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = offsets_of(token_ids, encoded["input_ids"], encoded["offset_mapping"], pictures)
         # A truncated prompt, or one to which special tokens were added, is not that of the text.
-        if list(encoded["input_ids"]) != list(token_ids):
+        if offsets is None:
             return Split(tuple(token_ids), reason="tokenizer")
         found = places(text, marks if isinstance(marks, str) else self._text(marks), contents)
         least = self._min_tokens if min_tokens is None else min_tokens
-        offsets = encoded["offset_mapping"]
         parts = split(token_ids, offsets, found, len(text), self._ends, least, keeps_beginning)
+        parts = replace(parts, pictures=tuple(pictures))
         return self.cut_content(parts) if (cut or self._cut) == "content" else parts
 
     def cut_content(self, parts: Split) -> Split:
@@ -94,6 +98,32 @@ class Cutter:
                 list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
+
+
+def offsets_of(
+    token_ids: Sequence[int],
+    text_ids: Sequence[int],
+    text_offsets: Sequence[tuple[int, int]],
+    pictures: Sequence[ChatPicture],
+) -> list[tuple[int, int]] | None:
+    """Characters of each token of a chat; None: its tokens are not those of its text.
+
+    Args:
+        text_ids, text_offsets: tokens of the text and their characters.
+        pictures: pictures, whose tokens have the characters of the one that stands for them there.
+    """
+    offsets, at, start = list[tuple[int, int]](), 0, 0
+    for picture in (*pictures, None):
+        stop = len(token_ids) if picture is None else picture.start
+        end = at + stop - start
+        if list(text_ids[at:end]) != list(token_ids[start:stop]):
+            return None
+        offsets += text_offsets[at:end]
+        at = end
+        if picture is not None:
+            offsets += list(text_offsets[at : at + 1]) * (picture.stop - picture.start)
+            at, start = at + 1, picture.stop
+    return offsets if (at, len(offsets)) == (len(text_ids), len(token_ids)) else None
 
 
 def end_tokens(

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _MARK = "CHOREOMARK{}END"
+# A GIF of one pixel.
+_BLANK = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="
 _MARKS = re.compile(_MARK.format(r"(\d+)"))
 
 
@@ -86,6 +88,28 @@ def marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
             ]
         copies.append(copy)
     return copies, contents
+
+
+def with_blank_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chat with a blank picture in place of each: a template sees none, and it need not be loaded.
+
+    Args:
+        messages: messages in the form of the OpenAI API.
+    """
+    copies = []
+    for message in messages:
+        copy, content = dict(message), message.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            copy["content"] = [
+                {"type": "image_url", "image_url": {"url": _BLANK}} if _is_picture(item) else item
+                for item in content
+            ]
+        copies.append(copy)
+    return copies
+
+
+def _is_picture(item: object) -> bool:
+    return isinstance(item, Mapping) and item.get("type") == "image_url"
 
 
 def _is_text(item: object) -> bool:

@@ -160,15 +160,22 @@ class NewPart:
 
     Attributes:
         number: index of the part in the chat.
+        start: index of its first token in the chat.
         token_ids: its tokens.
         entry: entry of the message that is made of it.
         parents: spans of messages that it is encoded behind, in order.
     """
 
     number: int
+    start: int
     token_ids: tuple[int, ...]
     entry: Entry
     parents: tuple[EntrySpan, ...]
+
+    @property
+    def stop(self) -> int:
+        """Index of the token behind its last one."""
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,7 @@ class ChatPlan:
         num_parts: parts of the chat.
         edited: indices of the parts of which some tokens are new and others read.
         header: the tokens behind all parts.
+        header_content: the same by what they stand for, see `Split.content`.
         reason: the reason why the chat has no parts, or "".
         context: the digest of all parts: the context of the answer.
         answer_space: the space of the answer.
@@ -191,6 +199,7 @@ class ChatPlan:
     num_parts: int = 0
     edited: frozenset[int] = frozenset()
     header: tuple[int, ...] = ()
+    header_content: tuple[int, ...] = ()
     reason: str = ""
     context: bytes = b""
     answer_space: str = ""
@@ -226,7 +235,10 @@ class ChatPlan:
         Args:
             token_ids: the header, and what was generated.
         """
-        key = digest(token_ids, self.answer_space)
+        content = list(token_ids)
+        if self.header_content != self.header:  # it has pictures
+            content[: len(self.header)] = self.header_content
+        key = digest(content, self.answer_space)
         return Entry(key, self.context, message_id, len(token_ids), is_answer=True)
 
     def report(self) -> dict[str, int]:
@@ -295,12 +307,12 @@ class _Planner:
         self._beginning = b"", _NOTHING
 
     def plan(self) -> ChatPlan:
-        tokens, parts = self._split.token_ids, self._split.parts
+        content, parts = self._split.content, self._split.parts
         border, start = num_beginning(parts), 0
         for number, part in enumerate(parts):
             self._place(number <= border, number >= border and part.role in ANSWERS)
             stop = self._read(number, start, part)
-            self._before.update(tokens[start:stop])
+            self._before.update(content[start:stop])
             if self._how.is_alone:
                 self._before.update((-1,))
             start = stop
@@ -309,7 +321,8 @@ class _Planner:
             self._new,
             len(parts),
             frozenset(self._edited),
-            tokens[start:],
+            self._split.token_ids[start:],
+            content[start:],
             self._split.reason,
             self._before.value(),
             self._how.answer_space(self._before.value()),
@@ -330,22 +343,22 @@ class _Planner:
 
     def _read(self, number: int, start: int, part: ChatPart) -> int:
         """Plan how a part is read that begins at `start`; return where what is read ends."""
-        tokens = self._split.token_ids
-        entry = self._find(tokens[start : part.stop], self._space)
+        content = self._split.content
+        entry = self._find(content[start : part.stop], self._space)
         # With "alone", what is read must not depend on whether the answer is there.
         if entry is None and part.stop - 1 > start and not self._how.is_alone:
-            answer = self._find(tokens[start : part.stop - 1], self._space)
+            answer = self._find(content[start : part.stop - 1], self._space)
             if answer is not None and answer.is_answer:
                 self._parents.append(EntrySpan.whole(answer))
                 return part.stop - 1
         if entry is not None:
             self._parents.append(EntrySpan.whole(entry))
-        elif not self._read_edited(number, tokens[start : part.stop]):
-            self._make(number, tokens[start : part.stop], self._space, self._behind)
+        elif not self._read_edited(number, start, content[start : part.stop]):
+            self._make(number, start, content[start : part.stop], self._space, self._behind)
         return part.stop
 
-    def _find(self, token_ids: tuple[int, ...], space: str) -> Entry | None:
-        key = digest(token_ids, space)
+    def _find(self, content: tuple[int, ...], space: str) -> Entry | None:
+        key = digest(content, space)
         if key in self._own:
             return self._own[key]
         context = self._before.value()
@@ -353,9 +366,12 @@ class _Planner:
             self._book.drop(entry)
         return entry
 
-    def _read_edited(self, number: int, token_ids: tuple[int, ...]) -> bool:
-        """Plan to read a part around what differs from a known one; return whether it can be."""
-        if not self._how.reads_edits:
+    def _read_edited(self, number: int, start: int, token_ids: tuple[int, ...]) -> bool:
+        """Plan to read a part around what differs from a known one; return whether it can be.
+
+        Not if it has pictures, which nothing may cut.
+        """
+        if not self._how.reads_edits or min(token_ids) < 0:
             return False
         alone = self._how.is_alone
         found = find_edit(token_ids, self._space, self._book, self._is_live, alone)
@@ -374,7 +390,7 @@ class _Planner:
                 space = f"{space}\0{digest(token_ids[: found.num_head]).hex()}"
             entry = self._find(differs, space)
             if entry is None:
-                self._make(number, differs, space, behind)
+                self._make(number, start + found.num_head, differs, space, behind)
             else:
                 self._parents.append(EntrySpan.whole(entry))
         if found.tail is not None:
@@ -383,13 +399,19 @@ class _Planner:
         return True
 
     def _make(
-        self, number: int, token_ids: tuple[int, ...], space: str, behind: tuple[EntrySpan, ...]
+        self,
+        number: int,
+        start: int,
+        content: tuple[int, ...],
+        space: str,
+        behind: tuple[EntrySpan, ...],
     ) -> None:
-        key = digest(token_ids, space)
+        key = digest(content, space)
+        token_ids = self._split.token_ids[start : start + len(content)]
         entry = Entry(key, self._before.value(), self._new_id(), len(token_ids))
-        if self._how.reads_edits:
+        if self._how.reads_edits and min(content) >= 0:
             entry.anchors = anchors(token_ids, space)
             entry.token_ids = held_tokens(token_ids) if entry.anchors else None
         self._own[key] = entry
-        self._new.append(NewPart(number, token_ids, entry, behind))
+        self._new.append(NewPart(number, start, token_ids, entry, behind))
         self._parents.append(EntrySpan.whole(entry))

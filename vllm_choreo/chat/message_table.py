@@ -7,6 +7,7 @@ that may be read in parts it knows the tokens, too (`edits.py`), 4 bytes each.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,7 @@ class Entry:
         context: the digest of what stood before it where it was made.
         message_id: its id.
         num_tokens: its length.
+        num_bytes: bytes of its pictures.
         is_answer: whether it was generated.
         num_users: requests that read it; it is not given up while there is one.
         anchors: digests of its first and of its last tokens, by which it is found when it comes
@@ -38,6 +40,7 @@ class Entry:
     message_id: str
     num_tokens: int
     is_answer: bool = False
+    num_bytes: int = 0
     num_users: int = 0
     anchors: tuple[bytes, bytes] | None = None
     token_ids: array[int] | None = None
@@ -72,12 +75,14 @@ class MessageTable:
 
     Args:
         max_messages, max_tokens: the most that it keeps; more only while requests read them.
+        max_bytes: the same of the bytes of their pictures.
     """
 
-    def __init__(self, max_messages: int, max_tokens: int) -> None:
+    def __init__(self, max_messages: int, max_tokens: int, max_bytes: int = sys.maxsize) -> None:
         self.max_messages = max_messages
         self.max_tokens = max_tokens
-        self.num_tokens = 0
+        self.max_bytes = max_bytes
+        self.num_tokens = self.num_bytes = 0
         self._entries: OrderedDict[tuple[bytes, bytes], Entry] = OrderedDict()
         self._contexts: dict[bytes, dict[bytes, Entry]] = {}
         # By the digest of their first tokens, and of their last ones; the newest come last.
@@ -112,6 +117,7 @@ class MessageTable:
             self._entries[entry.key, entry.context] = entry
             self._contexts.setdefault(entry.key, {})[entry.context] = entry
             self.num_tokens += entry.num_tokens
+            self.num_bytes += entry.num_bytes
             for index, anchor in self._anchored(entry):
                 same = index.setdefault(anchor, [])
                 same.append(entry)
@@ -126,6 +132,7 @@ class MessageTable:
             if not same:
                 del self._contexts[entry.key]
             self.num_tokens -= entry.num_tokens
+            self.num_bytes -= entry.num_bytes
             for index, anchor in self._anchored(entry):
                 left = [other for other in index.get(anchor, ()) if other is not entry]
                 if left:
@@ -154,7 +161,7 @@ class MessageTable:
             assert entry.num_users > 0, "left more often than entered"
             entry.num_users -= 1
 
-    def make_room(self, num_messages: int, num_tokens: int) -> list[Entry]:
+    def make_room(self, num_messages: int, num_tokens: int, num_bytes: int = 0) -> list[Entry]:
         """Give up messages that nobody reads, so that there is room for new ones.
 
         Returns:
@@ -165,6 +172,7 @@ class MessageTable:
             if (
                 len(self) + num_messages <= self.max_messages
                 and self.num_tokens + num_tokens <= self.max_tokens
+                and self.num_bytes + num_bytes <= self.max_bytes
             ):
                 break
             if not entry.num_users:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,19 @@ class ChatPart:
 
 
 @dataclass(frozen=True)
+class ChatPicture:
+    """A picture in a chat, for which tokens `start … stop-1` stand.
+
+    Attributes:
+        name: number below 0 that no other picture has.
+    """
+
+    start: int
+    stop: int
+    name: int
+
+
+@dataclass(frozen=True)
 class Split:
     """A rendered chat in parts.
 
@@ -60,11 +74,25 @@ class Split:
         token_ids: tokens of the whole chat.
         parts: parts one after the other from its first token on; they never hold its last one.
         reason: the reason why there are none, or "".
+        pictures: pictures in the chat, in their order; no part cuts one.
     """
 
     token_ids: tuple[int, ...]
     parts: tuple[ChatPart, ...] = ()
     reason: str = field(default="", compare=False)
+    pictures: tuple[ChatPicture, ...] = ()
+
+    @cached_property
+    def content(self) -> tuple[int, ...]:
+        """Tokens by what they stand for: those of a picture, equal for all, are its name."""
+        content = list(self.token_ids)
+        for picture in self.pictures:
+            content[picture.start : picture.stop] = [picture.name] * (picture.stop - picture.start)
+        return tuple(content)
+
+    def cuts_picture(self, at: int) -> bool:
+        """Return whether a cut before this token has a picture on both sides."""
+        return any(picture.start < at < picture.stop for picture in self.pictures)
 
     @property
     def header_start(self) -> int:
@@ -147,6 +175,7 @@ def cut_long_parts(cut: Split, ranks: Ranks, mean_tokens: int) -> Split:
         inner: list[int] = []
         if part.role not in ANSWERS:
             inner = content_cuts(cut.token_ids[part.start : part.stop], ranks, mean_tokens)
+            inner = [at for at in inner if not cut.cuts_picture(part.start + at)]
         most = MAX_PARTS - len(pieces) - (len(cut.parts) - number)
         stops = [*(part.start + at for at in inner[: max(0, most)]), part.stop]
         for start, stop in pairwise((part.start, *stops)):

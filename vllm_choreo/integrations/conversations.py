@@ -204,6 +204,8 @@ class Conversations:
         pieces: list[_Piece] = []
         at = 0
         for index, message in enumerate(plain["messages"]):
+            if not _is_text(message):
+                return pieces  # tokens do not tell which picture they stand for
             tokens = yield from self._rendered(plain, index, whole, at)
             if tokens is None:  # it goes with the next one
                 continue
@@ -288,6 +290,13 @@ class Conversations:
             self._made |= calls.keys()
             break
         return names
+
+
+def _is_text(message: Mapping[str, Any]) -> bool:
+    """Return whether a message of a chat has no pictures or other media."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    return all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
 
 
 def _answer_and_rest(name: str, tokens: tuple[int, ...], length: int) -> list[_Piece]:

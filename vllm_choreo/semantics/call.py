@@ -43,10 +43,16 @@ _CONTENTS = {"header": "decode", "tokens": "prefill", "copy_of": "prefill"}
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Text that the caller has tokenised, as the session would: without special tokens added."""
+    """Text that the caller has tokenised, as the session would: without special tokens added.
+
+    Attributes:
+        text, token_ids: the text and its tokens.
+        prompt: vLLM's input with pictures among these tokens; None: there are none.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    prompt: object = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class CallSpec:
             `ReadOptions`.
         tenant: tenant whose identical messages it shares, if not the session's; callers have no
             option for it, only the server for what its operator provides.
+        multi_modal_data: pictures that are not in `content` yet, see `api/pictures.py`.
     """
 
     kind: str
@@ -78,8 +85,15 @@ class CallSpec:
     role: str | None = None
     sampling_params: object = None
     tenant: str | None = None
+    multi_modal_data: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.multi_modal_data is not None and isinstance(self.content, ParentSpan):
+            raise UnsupportedOptionError(
+                "what is encoded anew has its own pictures: leave multi_modal_data out",
+                parameter="multi_modal_data",
+                value="given",
+            )
         if self.kind == "prefill" and self.sampling_params is not None:
             raise UnsupportedOptionError(
                 "prefill samples nothing: leave sampling_params out, or call decode",
@@ -270,7 +284,7 @@ def _item(
 
 
 def _spec(
-    kind: str, content: str | tuple[int, ...] | ParentSpan, options: Mapping[str, Any]
+    kind: str, content: str | tuple[int, ...] | Tokenized | ParentSpan, options: Mapping[str, Any]
 ) -> CallSpec:
     return CallSpec(
         kind,
@@ -286,6 +300,7 @@ def _spec(
         keep_hidden=options.get("keep_hidden"),
         role=options.get("role"),
         sampling_params=options.get("sampling_params"),
+        multi_modal_data=options.get("multi_modal_data"),
     )
 
 
@@ -361,9 +376,9 @@ def content_name(kind: str) -> str:
     return "header" if kind == "decode" else "tokens"
 
 
-def _content(kind: str, given: object) -> str | tuple[int, ...]:
+def _content(kind: str, given: object) -> str | tuple[int, ...] | Tokenized:
     name = content_name(kind)
-    if isinstance(given, str):
+    if isinstance(given, (str, Tokenized)):
         return given
     if not isinstance(given, Sequence) or isinstance(given, (bytes, bytearray)):
         raise ChoreoError(

@@ -51,6 +51,9 @@ class ReadOptions(TypedDict, total=False):
         keep_hidden: layers from which on later calls may repair the new message by layers; omitted:
             that from which on the session repairs, if it does so by layers.
         role: role of the new message in its workflow, such as "vote"; policies of repair go by it.
+        multi_modal_data: pictures of the new tokens, as in vLLM's prompts: `{"image": picture}`, or
+            a list of pictures, one for each placeholder of the model's (such as `<image>`) in
+            their order; PIL images or arrays, over HTTP also addresses (`data:`, `https:`).
     """
 
     parents: Sequence[Parent] | None
@@ -64,6 +67,7 @@ class ReadOptions(TypedDict, total=False):
     layers: Sequence[int | Sequence[int]] | str | None
     keep_hidden: Sequence[int] | None
     role: str | None
+    multi_modal_data: Mapping[str, Any] | None
 
 
 class DecodeOptions(ReadOptions, total=False):

@@ -98,6 +98,7 @@ class Message:
             nothing in baseline mode; but a program that is recorded there can be trained on as if
             it were choreographed.
         role: role in its workflow, as its call said; None: it did not.
+        num_pictures: pictures that its call was given, among these tokens.
         trace: the history of its keys and values, from which `provenance` is read; None where the
             history is elsewhere: on a server, or lost with the engine (transcripts).
     """
@@ -119,6 +120,7 @@ class Message:
     new_offset: int | None = None
     role: str | None = None
     prompt_logprobs: Sequence[Mapping[int, TokenLogprob] | None] | None = None
+    num_pictures: int = 0
 
     @property
     def num_prefilled(self) -> int:

@@ -10,19 +10,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from vllm.multimodal.cache.base import MultiModalCache
+
 from vllm_choreo.api.pending import Pending
+from vllm_choreo.api.placeholders import placeholder_of
 from vllm_choreo.chat.matching import ChatPlan, Matching, NewPart, plan_chat
 from vllm_choreo.chat.message_table import Entry, MessageTable
 from vllm_choreo.chat.parts import Split
-from vllm_choreo.config import ServerConfig
+from vllm_choreo.config import ChoreoConfig, ServerConfig
+from vllm_choreo.engine.pictures import reason_for_no_pictures
 from vllm_choreo.errors import ChoreoError, TooLongError
-from vllm_choreo.semantics.call import CallSpec, linked_specs
+from vllm_choreo.semantics.call import CallSpec, Tokenized, linked_specs
 from vllm_choreo.semantics.message import Message
+from vllm_choreo.semantics.pictures import IMAGE
 from vllm_choreo.server.sessions import OpenSession, Sessions
 from vllm_choreo.server.work_pool import WorkPool
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.inputs.engine import EngineInput
 
 # What becomes of a chat that names no messages: its parts are messages; or it is served as text,
 # for it asks for what makes no message, its template or tokenizer cannot be cut, or in parts it
@@ -51,6 +57,11 @@ class ReadChat:
     def parents(self) -> list[str | tuple[str, int, int]]:
         return [span.parent for span in self.plan.parents]
 
+    async def failure(self) -> ChoreoError | None:
+        """The first error of the calls that encode its new parts; None: there is none."""
+        results = [await pending.result() for pending in self.pending]
+        return next((result for result in results if isinstance(result, ChoreoError)), None)
+
     async def num_encoded(self) -> int:
         """Tokens that were encoded for it before its header, copies in exact mode included."""
         results = [await pending.result() for pending in self.pending]
@@ -65,6 +76,9 @@ class ChatMessages:
         session: the tenant's own session for these messages.
         config: the limits; half of those of a session at most, for answers are in it, too.
         max_model_len, block_size: lengths of the engine's context and blocks, in tokens.
+        max_picture_bytes: bytes that its pictures may take.
+        no_pictures: reason why it has none; None: it may.
+        placeholder: token that stands for a picture; None: the model has none.
     """
 
     def __init__(
@@ -74,11 +88,16 @@ class ChatMessages:
         config: ServerConfig,
         max_model_len: int,
         block_size: int,
+        max_picture_bytes: int,
+        no_pictures: str | None,
+        placeholder: int | None,
     ) -> None:
-        self.session = session
+        self.session, self.placeholder = session, placeholder
+        self.no_pictures = no_pictures
         self.book = MessageTable(
             min(config.auto_max_messages, config.max_messages_per_session // 2),
             min(config.auto_max_tokens, config.max_tokens_per_session // 2),
+            max_picture_bytes,
         )
         self.sessions = sessions
         self._max_model_len, self._block_size = max_model_len, block_size
@@ -89,12 +108,19 @@ class ChatMessages:
         self._lock = asyncio.Lock()
 
     async def read(
-        self, split: Split, mode: str, max_tokens: int, how: Matching, adapter: object
+        self,
+        split: Split,
+        prompt: EngineInput,
+        mode: str,
+        max_tokens: int,
+        how: Matching,
+        adapter: object,
     ) -> ReadChat:
         """Find or make the messages of a chat's parts.
 
         Args:
             split: the chat's tokens and parts.
+            prompt: the chat as vLLM has rendered it, with its pictures.
             mode: mode of its calls.
             max_tokens: most tokens of the answer.
             how: which messages may be read.
@@ -110,9 +136,14 @@ class ChatMessages:
             self._check_fits(plan, max_tokens)
             self.book.enter(plan.found)
             try:
-                await self._free(self.book.make_room(len(plan.new) + 1, plan.num_new_tokens))
+                for piece in plan.new:
+                    piece.entry.num_bytes = num_picture_bytes(prompt, piece.start, piece.stop)
+                num_bytes = sum(piece.entry.num_bytes for piece in plan.new)
+                room = self.book.make_room(len(plan.new) + 1, plan.num_new_tokens, num_bytes)
+                await self._free(room)
                 left = await self._not_fetched(plan.new) if is_exchanged else plan.new
-                specs = _pieces(left, mode, adapter)
+                contents = [self._content(piece, prompt) for piece in left]
+                specs = _pieces(left, contents, mode, adapter)
                 pending = await self.session.choreography.submit_all(specs) if specs else []
             finally:
                 self.book.leave(plan.found)
@@ -124,12 +155,21 @@ class ChatMessages:
             self.book.touch(plan.entries)
         return ReadChat(plan, pending, is_exchanged)
 
+    def _content(self, piece: NewPart, prompt: EngineInput) -> tuple[int, ...] | Tokenized:
+        """New tokens of a call, with the pictures among them."""
+        if not piece.entry.num_bytes:
+            return piece.token_ids
+        return self.session.choreography.part_of_prompt(prompt, piece.start, piece.stop)
+
     async def _not_fetched(self, new: Sequence[NewPart]) -> list[NewPart]:
         """Load the new parts that a server of another model has encoded; return all others."""
         if (exchange := self.sessions.exchange) is None:
             return list(new)
         left = []
         for part in new:
+            if part.entry.num_bytes:
+                left.append(part)  # files keep no pictures
+                continue
             found = await exchange.fetch_part(self.session, part.entry.key, part.token_ids)
             if found is None:
                 left.append(part)
@@ -165,7 +205,7 @@ class ChatMessages:
 
     async def _export(self, entry: Entry, message: Message) -> None:
         """Save a part for servers of other models; it is not given up before that is done."""
-        if self.sessions.exchange is None:
+        if self.sessions.exchange is None or message.num_pictures:
             return
         self.book.enter([entry])
         try:
@@ -217,18 +257,33 @@ class ChatMessages:
         self.sessions.ended(self.session, "prefill", result)
 
 
-def _pieces(new: Sequence[NewPart], mode: str, adapter: object) -> list[CallSpec]:
+def num_picture_bytes(prompt: EngineInput, start: int, stop: int) -> int:
+    """Bytes that the engine will hold of the pictures that begin in tokens `start … stop-1`."""
+    if prompt["type"] != "multimodal":
+        return 0
+    shown = zip(prompt["mm_placeholders"][IMAGE], prompt["mm_kwargs"][IMAGE], strict=True)
+    return sum(
+        MultiModalCache.get_item_size(item) for place, item in shown if start <= place.offset < stop
+    )
+
+
+def _pieces(
+    new: Sequence[NewPart],
+    contents: Sequence[tuple[int, ...] | Tokenized],
+    mode: str,
+    adapter: object,
+) -> list[CallSpec]:
     """Calls that encode new parts, each behind what the plan says."""
     return linked_specs(
         [
             {
-                "tokens": piece.token_ids,
+                "tokens": content,
                 "parents": [span.parent for span in piece.parents],
                 "save_as": piece.entry.message_id.partition("/")[2],
                 "mode": mode,
                 "adapter": adapter,
             }
-            for piece in new
+            for piece, content in zip(new, contents, strict=True)
         ]
     )
 
@@ -249,6 +304,11 @@ class TenantChats:
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._block_size: int = vllm_config.cache_config.block_size
         self.keeps_states: bool = vllm_config.model_config.is_hybrid
+        settings = ChoreoConfig.from_vllm(vllm_config)
+        # Half of a tenant's: other messages have pictures, too.
+        self._max_picture_bytes = int(settings.picture_bytes * settings.tenant_share) // 2
+        self._placeholder = placeholder_of(vllm_config.model_config)
+        self._no_pictures = reason_for_no_pictures(vllm_config, settings.picture_bytes > 0)
         self._tenants: dict[str, ChatMessages] = {}
 
     def of(self, tenant: str) -> ChatMessages:
@@ -263,7 +323,7 @@ class TenantChats:
             self._drop_closed()
             chats = self._tenants[tenant] = ChatMessages(
                 self._sessions, session, self._sessions.config, self._max_model_len,
-                self._block_size,
+                self._block_size, self._max_picture_bytes, self._no_pictures, self._placeholder,
             )  # fmt: skip
         return chats
 

@@ -18,6 +18,7 @@ from vllm_choreo.errors import ChoreoError, LimitError, TooLongError, Unsupporte
 from vllm_choreo.semantics.call import CallSpec, Tokenized
 from vllm_choreo.semantics.naming import ParentSpan
 from vllm_choreo.server.errors import as_choreo_error
+from vllm_choreo.server.pictures import load_pictures, pictures_in_data
 from vllm_choreo.server.schemas import (
     MAX_PARENTS,
     CallBody,
@@ -86,23 +87,25 @@ class CallReader:
                     parameter=name,
                     value=count,
                 )
-        contents = [await self._content(body) for body in bodies]
-        tokenized = await self._tokenized(tenant, [c for c in contents if isinstance(c, str)])
+        found = [await self._content(body) for body in bodies]
+        tokenized = await self._tokenized(tenant, [c for c, _ in found if isinstance(c, str)])
         texts = iter(tokenized)
         return [
-            await self._call(body, next(texts) if isinstance(c, str) else c, adapter)
-            for body, c in zip(bodies, contents, strict=True)
+            await self._call(body, next(texts) if isinstance(c, str) else c, pictures, adapter)
+            for body, (c, pictures) in zip(bodies, found, strict=True)
         ]
 
     async def _call(
         self,
         body: CallBody,
         content: Tokenized | tuple[int, ...] | ParentSpan,
+        pictures: list[object],
         adapter: str | None,
     ) -> CallSpec:
         return CallSpec(
             body.type,
             content,
+            multi_modal_data={"image": pictures} if pictures else None,
             parents=tuple(map(_span, body.parents)),
             offsets=body.offsets,
             new_offset=body.new_offset,
@@ -124,16 +127,23 @@ class CallReader:
             return await self.adapters.resolve(own)
         return WithAdapter(await self.adapters.resolve(adapter))
 
-    async def _content(self, body: CallBody) -> str | tuple[int, ...] | ParentSpan:
+    async def _content(
+        self, body: CallBody
+    ) -> tuple[str | tuple[int, ...] | ParentSpan, list[object]]:
+        """New tokens of a call, or their text, and its pictures."""
         _check_form(body)
         if body.copy_of is not None:
-            return _span(body.copy_of)
-        content = body.content
+            return _span(body.copy_of), []
+        content, pictures = body.content, list[object]()
         if body.messages is not None:
-            content = await self._rendered(body.messages, body.type == "decode")
+            content, pictures = await self._rendered(body.messages, body.type == "decode")
         assert content is not None
         self._check_size(content)
-        return content if isinstance(content, str) else tuple(content)
+        if body.multi_modal_data is not None:
+            given = body.multi_modal_data.image
+            urls = [given] if isinstance(given, str) else given
+            pictures = await load_pictures(urls, self._online.model_config)
+        return content if isinstance(content, str) else tuple(content), pictures
 
     async def _tokenized(self, tenant: str, texts: Sequence[str]) -> list[Tokenized]:
         """Tokenise texts: long ones in a thread, since a megabyte takes half a second."""
@@ -157,8 +167,13 @@ class CallReader:
                 parameter="content",
             )
 
-    async def _rendered(self, messages: Sequence[ChatMessage], is_decode: bool) -> str | list[int]:
-        """The chat as text, or as token ids where the model's renderer makes them at once."""
+    async def _rendered(
+        self, messages: Sequence[ChatMessage], is_decode: bool
+    ) -> tuple[str | list[int], list[object]]:
+        """The chat as text, or as token ids where the model's renderer makes them at once.
+
+        And its pictures, of which vLLM's parser has put a placeholder there for each.
+        """
         online = self._online
         params = ChatParams(
             chat_template=online.chat_template,
@@ -169,7 +184,7 @@ class CallReader:
                 "tokenize": False,
             },
         )
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns = [message.model_dump() for message in messages]
         try:
             _, prompt = await online.renderer.render_messages_async(turns, params)
         except Exception as error:
@@ -182,7 +197,7 @@ class CallReader:
         text: str | list[int] = (
             prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
         )
-        return text
+        return text, pictures_in_data(prompt.get("multi_modal_data") or {}, "messages")
 
 
 def sampling_of(body: SamplingBody | None) -> SamplingParams | None:
@@ -252,6 +267,13 @@ def _check_form(body: CallBody) -> None:
             "a call needs exactly one of content, messages and copy_of",
             parameter="content",
             value=", ".join(given) or None,
+        )
+    if body.multi_modal_data is not None and body.content is None:
+        raise ChoreoError(
+            "these are the pictures of content: send those of a chat as parts of its turns; a copy "
+            "has those of its message",
+            parameter="multi_modal_data",
+            value=given[0],
         )
     if body.copy_of is not None and body.type == "decode":
         raise ChoreoError(

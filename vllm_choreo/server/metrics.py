@@ -124,6 +124,10 @@ _GAUGES: dict[str, tuple[str, Callable[[_Totals], float]]] = {
         "Part of the memory for hidden states that is in use. 1 means 100 percent.",
         lambda totals: totals["num_hidden_bytes"] / max(1, totals["max_hidden_bytes"]),
     ),
+    "picture_memory_usage_perc": (
+        "Part of the memory for pictures of messages that is in use. 1 means 100 percent.",
+        lambda totals: totals["num_picture_bytes"] / max(1, totals["max_picture_bytes"]),
+    ),
     "num_calls_waiting": (
         "Calls that wait until their parents are complete, or in the KV cache again.",
         lambda totals: totals["num_calls_waiting"],

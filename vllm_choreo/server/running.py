@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from starlette.requests import Request
 from vllm.logger import init_logger
@@ -14,11 +14,14 @@ from vllm.logger import init_logger
 from vllm_choreo.api.outcomes import Outcome
 from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.errors import ChoreoError
-from vllm_choreo.semantics.call import CallSpec, Result
+from vllm_choreo.semantics.call import CallSpec, Result, Tokenized
 from vllm_choreo.semantics.call_options import Content, DecodeOptions
 from vllm_choreo.semantics.message import Message, Piece
 from vllm_choreo.server.errors import as_choreo_error
 from vllm_choreo.server.sessions import OpenSession, Sessions, unknown_session
+
+if TYPE_CHECKING:
+    from vllm.inputs.engine import MultiModalInput
 
 logger = init_logger("vllm.choreo.server")
 
@@ -123,7 +126,22 @@ class Run:
 
     # -- a call whose request somebody else runs ---------------------------------------------
 
-    def begin(self, header: Content, **arguments: Unpack[DecodeOptions]) -> Pending:
+    @property
+    def tenant(self) -> str:
+        """Tenant whose request it is."""
+        return self._session.tenant
+
+    def part_of_prompt(
+        self, prompt: MultiModalInput, start: int = 0, stop: int | None = None
+    ) -> Tokenized:
+        """Cut a call's content out of what vLLM has rendered: `PictureRenderer.part`.
+
+        Raises:
+            TooLongError: a picture is too large.
+        """
+        return self._session.choreography.part_of_prompt(prompt, start, stop)
+
+    def begin(self, header: Content | Tokenized, **arguments: Unpack[DecodeOptions]) -> Pending:
         """Reserve a decode: see `AsyncChoreography.begin`.
 
         Raises:

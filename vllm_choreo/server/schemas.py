@@ -35,6 +35,7 @@ _MAX_SEED = 2**63 - 1
 _MAX_ID_CHARS = 256
 _MAX_VOCABULARY = 2**18  # about as many as any model has
 _MAX_FIELDS = 1024
+_MAX_PICTURES = 1024  # of a call; vLLM's --limit-mm-per-prompt is less
 
 
 def _few_fields(value: object) -> object:
@@ -43,6 +44,7 @@ def _few_fields(value: object) -> object:
     return value
 
 
+Url = Annotated[str, Field(min_length=1)]
 Position = Annotated[int, Field(ge=0, le=_MAX_INT)]
 Count = Annotated[int, Field(ge=0, le=_MAX_INT)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT)]
@@ -160,14 +162,25 @@ class ParentBody(BodyModel):
     stop: Count | None = Field(None, description="One after the last token; by default the end.")
 
 
-class ChatMessage(BodyModel):
-    """One turn of a chat."""
+class TextPart(BodyModel):
+    """Text in a turn of a chat."""
 
-    role: str = Field(max_length=64, examples=["user"])
-    content: str
+    type: Literal["text"]
+    text: str
 
 
-Turns = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=10_000)]
+class ImageUrl(BodyModel):
+    """Address of a picture."""
+
+    url: Url
+    detail: Literal["auto"] = Field("auto", description="Pictures are shown as the model has them.")
+
+
+class ImagePart(BodyModel):
+    """A picture in a turn of a chat."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
 
 
 def _kind(value: object) -> str | None:
@@ -181,6 +194,56 @@ def _kind(value: object) -> str | None:
 
 def _one_of(message: str) -> Discriminator:
     return Discriminator(_kind, custom_error_type="wrong_type", custom_error_message=message)
+
+
+def _type_of(value: object) -> str | None:
+    """The tag of a part of a turn, by its type."""
+    given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{given}>" if given in ("text", "image_url") else None
+
+
+TurnPart = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")],
+    Discriminator(
+        _type_of,
+        custom_error_type="wrong_type",
+        custom_error_message='a part of a turn has the type "text" or "image_url"',
+    ),
+]
+
+
+class ChatMessage(BodyModel):
+    """One turn of a chat."""
+
+    role: str = Field(max_length=64, examples=["user"])
+    content: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[
+            list[TurnPart], Field(fail_fast=True, min_length=1, max_length=10_000), Tag("<list>")
+        ],
+        _one_of("send text or a list of parts"),
+    ]
+
+
+Turns = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=10_000)]
+
+
+class MultiModalBody(BodyModel):
+    """Pictures of `content`."""
+
+    image: Annotated[
+        Annotated[Url, Tag("<text>")]
+        | Annotated[
+            list[Url], Field(fail_fast=True, min_length=1, max_length=_MAX_PICTURES), Tag("<list>")
+        ],
+        _one_of("send the address of a picture, or a list of them"),
+    ] = Field(
+        description=(
+            "Addresses of pictures, `data:`, `https:` or `http:`, one for each placeholder of the "
+            "model's in `content`, in their order."
+        ),
+        examples=[["data:image/png;base64,iVBORw0KGgo="]],
+    )
 
 
 Content = Annotated[
@@ -276,6 +339,9 @@ class CallBody(BodyModel):
             "Turns of a chat, rendered with the model's chat template; a decode generates the next "
             "turn."
         ),
+    )
+    multi_modal_data: MultiModalBody | None = Field(
+        None, description="Pictures of `content`, in place of its placeholders for them."
     )
     copy_of: Parent | None = Field(
         None, description="A message whose tokens are encoded anew, with these parents (prefill)."

@@ -11,6 +11,7 @@ from vllm_choreo.repair.runs import TokenRanges
 from vllm_choreo.semantics.positions import CallPlan, ParentPlan, num_span_blocks
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.encoding import Adapter, Encoding, Patch
+from vllm_choreo.store.pictures import cut_pictures
 from vllm_choreo.store.store import MessageStore
 
 
@@ -25,6 +26,11 @@ class Link:
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that its tokens take: as many as tokens, but for pictures with M-RoPE."""
+        return self.encoding.num_positions(self.start, self.stop)
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,7 @@ class Context:
         trace = Trace(source.message.id, traces, source.trace.origin)
         tokens = source.token_ids[link.start : link.stop]
         copy = Encoding(source.message, trace, self.adapter, tokens, self.encodings, plan)
+        copy.pictures = cut_pictures(source.pictures, link.start, link.stop)
         copy = store.find_or_add_copy(copy, source, copy.num_tokens)
         return Link(copy, 0, copy.num_tokens)
 
@@ -141,6 +148,7 @@ class Context:
         trace = Trace(source.message.id, traces, source.trace.origin)
         tokens = source.token_ids
         copy = Encoding(source.message, trace, self.adapter, tokens, self.encodings, plan, patch)
+        copy.pictures = source.pictures
         return Link(store.find_or_add_copy(copy, source, patch.num_charged), link.start, link.stop)
 
     def cut(self, link: Link, num_first: int, position: int, store: MessageStore) -> list[Link]:

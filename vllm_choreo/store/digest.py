@@ -11,6 +11,7 @@ from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.runs import TokenRanges
 from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.store.encoding import Adapter
+from vllm_choreo.store.pictures import Picture
 
 
 def encoding_digest(
@@ -22,6 +23,7 @@ def encoding_digest(
     parents: Sequence[bytes],
     patched: tuple[bytes, int, TokenRanges, LayerRanges | None] | None = None,
     nonce: bytes = b"",
+    pictures: Sequence[Picture] = (),
 ) -> bytes:
     """Digest that is equal for encodings whose keys and values are the same, and for no others.
 
@@ -36,16 +38,19 @@ def encoding_digest(
             a patch.
         nonce: random bytes of an untrusted encoding: no other has its digest, nor the digest of
             an encoding that reads it.
+        pictures: pictures among its tokens: what they show counts, not that their tokens are equal.
     """
     digest = blake2b(digest_size=32)
     spans = [(span.start, span.stop, span.offset) for span in plan.parents]
+    seen = [(picture.start, picture.num_tokens, picture.content) for picture in pictures]
+    recipe = (plan.new_offset, spans, patched, plan.weights, *([seen] if seen else []))
     # Every part is preceded by its length, so that no two lists of parts read the same.
     for part in (
         engine,
         tenant.encode(),
         adapter.weights if adapter else b"",
         array("q", token_ids).tobytes(),
-        repr((plan.new_offset, spans, patched, plan.weights)).encode(),
+        repr(recipe).encode(),
         nonce,
         *parents,
     ):

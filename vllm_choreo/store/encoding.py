@@ -29,6 +29,7 @@ from vllm_choreo.semantics.positions import CallPlan
 from vllm_choreo.semantics.provenance import Trace
 from vllm_choreo.store.block_copies import Block
 from vllm_choreo.store.groups import BlockIndices, has_all
+from vllm_choreo.store.pictures import Picture
 
 CopyKey = tuple[bytes, tuple["Encoding", ...]]
 
@@ -124,6 +125,7 @@ class Encoding:
         trace: history of the messages that its keys and values carry traces of.
         adapter: the adapter that encodes it, or None.
         token_ids: header and generated tokens, or some of them; None while they are generated.
+        pictures: pictures among these tokens, in their order.
         parents: the encodings behind `plan.parents`, in the same order; they keep a freed parent's
             recipe alive for as long as this one may have to be encoded again.
         plan: how it is encoded; None until all its parents' lengths are known. That of a patch
@@ -168,6 +170,7 @@ class Encoding:
     nonce: bytes = b""
     digest: bytes | None = None
     is_untrusted: bool = False
+    pictures: tuple[Picture, ...] = field(default=(), repr=False)
     is_orphan: bool = False
     num_unreported: int = 0
     readers: set[Encoding] = field(default_factory=set, repr=False)
@@ -213,6 +216,20 @@ class Encoding:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) if self.token_ids is not None else 0
+
+    @property
+    def has_rows(self) -> bool:
+        """True if it has pictures whose tokens have other positions than text would have."""
+        return any(picture.num_positions is not None for picture in self.pictures)
+
+    def num_positions(self, start: int, stop: int) -> int:
+        """Positions that tokens `start … stop-1` take, which cut no picture."""
+        saved = (
+            picture.num_tokens - picture.num_positions
+            for picture in self.pictures
+            if picture.num_positions is not None and start <= picture.start < stop
+        )
+        return stop - start - sum(saved)
 
     @property
     def is_known(self) -> bool:

@@ -44,7 +44,7 @@ def is_exact(
         from_zero: whether text gives the same at position 0 alone, see `is_text`.
         whole: whether the parents must be whole messages, see `exact_chain`.
     """
-    lengths = [link.num_tokens for link in links]
+    lengths = [link.num_positions for link in links]
     num_chained = num_in_chain(links, offsets, adapter, whole)
     return num_chained == len(links) and is_text(lengths, offsets, new_offset, from_zero)
 
@@ -78,7 +78,7 @@ def exact_chain(links: Sequence[Link], adapter: Adapter | None, store: MessageSt
     whole = store.states is not None
     chain: list[Link] = []
     for link in links:
-        lengths = [before.num_tokens for before in chain]
+        lengths = [before.num_positions for before in chain]
         *offsets, position = accumulate(lengths, initial=0)
         context = Context(chain, offsets, adapter, exact=True)
         chain = [

@@ -23,6 +23,7 @@ from vllm_choreo.store.encoding import Adapter, Encoding, StoredMessage, copies_
 from vllm_choreo.store.groups import Blocks, CacheGroups
 from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
+from vllm_choreo.store.pictures import PictureMemory
 from vllm_choreo.store.residency import Residency
 from vllm_choreo.store.session_copies import SessionCopies
 from vllm_choreo.store.states import States
@@ -50,6 +51,7 @@ class MessageStore:
         groups: the KV cache groups.
         tier: memory outside the KV cache for evicted encodings, or None.
         hidden: the hidden states that workers keep; None: they keep none.
+        pictures: memory for pictures of messages; None: there is none.
         duplicates: encodings by their digests, from which others may start.
         totals: counts of messages and tokens, since the engine started.
         step: number of the step being planned.
@@ -75,6 +77,7 @@ class MessageStore:
         self.clock = clock
         self.tier: HostTier | None = None
         self.hidden: HiddenStateIndex | None = None
+        self.pictures: PictureMemory | None = None
         self.duplicates = Duplicates()
         self.session_copies = session_copies or SessionCopies(sys.maxsize, sys.maxsize)
         self.totals: Counter[str] = Counter()
@@ -175,6 +178,7 @@ class MessageStore:
             parents,
             patched,
             encoding.nonce,
+            encoding.pictures,
         )
         encoding.is_untrusted = bool(encoding.nonce) or any(
             needed.is_untrusted for needed in encoding.recipe

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_choreo.errors import ChoreoError
 from vllm_choreo.semantics.call import BY_PAIR, CallSpec, Tokenized
 from vllm_choreo.semantics.naming import ParentSpan
+from vllm_choreo.wire.pictures import pictures_json
 from vllm_choreo.wire.sampling import sampling_fields
 
 
@@ -21,6 +22,7 @@ def call_json(spec: CallSpec) -> dict[str, Any]:
     call = {
         "type": spec.kind,
         **_content_json(spec),
+        "multi_modal_data": spec.multi_modal_data and pictures_json(spec.multi_modal_data),
         "parents": [_span_json(span) for span in params.parents] or None,
         "offsets": None if params.offsets is None else list(params.offsets),
         "new_offset": params.new_offset,

@@ -122,6 +122,7 @@ class MessageContent(AnswerObject):
     role: Annotated[str | None, Doc("What it is in its workflow, as its call said.")]
     text: Annotated[str, Doc("What was sent, then what was generated.")]
     token_ids: list[int]
+    num_pictures: Annotated[int, Doc("Pictures that the call was given, among these tokens.")]
     generated_text: str
     generated_token_ids: list[int]
     metrics: Times
@@ -170,6 +171,7 @@ def record_json(message: Message) -> MessageRecord:
         "role": message.role,
         "num_tokens": message.num_tokens,
         "token_ids": list(message.token_ids),
+        "num_pictures": message.num_pictures,
         "text": message.text,
         "generated_token_ids": list(message.generated_token_ids),
         "generated_text": message.generated_text,
@@ -307,6 +309,7 @@ def message_of(body: Mapping[str, Any], submitted: float) -> Message:
         new_offset=body.get("new_offset"),
         role=body.get("role"),
         prompt_logprobs=_prompt_logprobs_of(body.get("prompt_logprobs")),
+        num_pictures=body.get("num_pictures", 0),
     )
 
 

@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.call_table import CallTable
+from vllm_choreo.engine.scheduler.pictures import PictureRules
 from vllm_choreo.errors import EmptyTokensError, UnsupportedOptionError
 from vllm_choreo.semantics.params import EXTRA_ARGS_KEY, FLAT_PREFIX, ChoreoParams
 
@@ -36,6 +37,7 @@ class Admission:
         self._adapters = adapters
         self._vllm_config = vllm_config
         self._num_cache_groups = num_cache_groups
+        self._picture_rules = PictureRules(vllm_config, call_table.store.pictures)
 
     def admit(self, request: Request) -> None:
         """Admit a request if it is a call.
@@ -50,7 +52,8 @@ class Admission:
         self._check_engine()
         params = ChoreoParams.from_extra_args(extra_args)
         _check_options(request)
-        self._call_table.open(request, params, self._adapters.identify(request))
+        pictures = self._picture_rules.pictures_of(request, params.tenant)
+        self._call_table.open(request, params, self._adapters.identify(request), pictures)
 
     def _check_engine(self) -> None:
         if not self._vllm_config.cache_config.enable_prefix_caching:
@@ -80,12 +83,10 @@ def _check_options(request: Request) -> None:
         )
     unsupported = {
         "prompt_embeds": request.prompt_embeds,
-        "mm_features": request.mm_features or None,
         "resumable": request.resumable or None,
         "kv_transfer_params": request.kv_transfer_params,
     }
     reasons = {
-        "mm_features": "messages are text: pictures have positions in several dimensions",
         "kv_transfer_params": "KV connectors serve ordinary requests alone",
     }
     for name, value in unsupported.items():

@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 
 from vllm_choreo.engine.scheduler.call_blocks import CallBlocks
 from vllm_choreo.engine.scheduler.parking import Parking
+from vllm_choreo.engine.scheduler.pictures import copied_pictures
 from vllm_choreo.engine.scheduler.planning import plan_call, watching_of, write_virtual_sequence
 from vllm_choreo.engine.scheduler.report import report_of
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall
@@ -29,6 +30,7 @@ from vllm_choreo.semantics.provenance import trace_of
 from vllm_choreo.store.encoding import Adapter, Encoding
 from vllm_choreo.store.groups import Blocks
 from vllm_choreo.store.hidden import check_memory
+from vllm_choreo.store.pictures import Picture
 from vllm_choreo.store.state_starts import StateOrigin
 from vllm_choreo.store.store import MessageStore
 
@@ -81,9 +83,16 @@ class CallTable:
     # -- arrival ---------------------------------------------------------------------------
 
     def open(
-        self, request: Request, params: ChoreoParams, adapter: Adapter | None = None
+        self,
+        request: Request,
+        params: ChoreoParams,
+        adapter: Adapter | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> ScheduledCall:
         """Enter a new call.
+
+        Args:
+            pictures: pictures among its new tokens.
 
         Raises:
             ChoreoError: it can never run.
@@ -100,13 +109,15 @@ class CallTable:
         traces = [parent.trace for parent in parents]
         trace = trace_of(name, traces, params.exact, origin.trace if origin else None)
         trace.check(params.deny)
+        if origin is not None:
+            pictures = copied_pictures(origin, request.prompt_token_ids or ())
         most_tokens = request.num_prompt_tokens + (request.max_tokens * (params.kind == "decode"))
         most_tokens = min(most_tokens, self.max_model_len)
         check_memory(self.store.hidden, params.keep_hidden, most_tokens)
         message = self.store.create(params.session, name, adapter, params.tenant, params.reader)
         message.request = request.request_id
         encoding = message.own
-        encoding.parents, encoding.trace = parents, trace
+        encoding.parents, encoding.trace, encoding.pictures = parents, trace, pictures
         if self.store.hidden and params.keep_hidden:
             self.store.hidden.add(encoding, params.keep_hidden, most_tokens)
         if params.kind == "prefill":

@@ -159,6 +159,7 @@ class Operations:
 
     def _pool_stats(self) -> dict[str, int]:
         tier, hidden, states = self._store.tier, self._store.hidden, self._store.states
+        pictures = self._store.pictures
         waiting = self._call_table.waiting.values()
         return {
             "num_free_blocks": self._pool.get_num_free_blocks(),
@@ -170,6 +171,8 @@ class Operations:
             "num_states_used": states.num_states - states.num_free if states else 0,
             "num_hidden_bytes": hidden.num_bytes if hidden else 0,
             "max_hidden_bytes": hidden.max_bytes if hidden else 0,
+            "num_picture_bytes": pictures.num_bytes if pictures else 0,
+            "max_picture_bytes": pictures.max_bytes if pictures else 0,
             "num_calls": len(self._call_table.calls),
             "num_calls_waiting": len(self._call_table.parking)
             + sum(not self._call_table.is_ready(call) for call in waiting),

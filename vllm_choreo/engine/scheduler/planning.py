@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from vllm_choreo.engine.scheduler.composing import check_composable, check_whole
+from vllm_choreo.engine.scheduler.pictures import features_at
 from vllm_choreo.engine.scheduler.scheduled_call import ScheduledCall, Watching
-from vllm_choreo.errors import ChainError, RepairError
+from vllm_choreo.errors import ChainError, RepairError, SpanError
 from vllm_choreo.repair.layers import LayerRanges
 from vllm_choreo.repair.rules import ByAttention, ByLayers, Reweighted, Rule, Seen
 from vllm_choreo.repair.runs import TokenRanges
@@ -57,7 +58,9 @@ def _listed(call: ScheduledCall, store: MessageStore, max_model_len: int) -> _Li
         Link(parent, *resolve_span(named.start, named.stop, parent.num_tokens, named.id))
         for named, parent in zip(params.parents, call.parents, strict=True)
     ]
-    lengths = [link.num_tokens for link in links]
+    for link in links:
+        _check_part(link)
+    lengths = [link.num_positions for link in links]
     offsets, new_offset = resolve_offsets(lengths, params.offsets, params.new_offset)
     if params.exact:
         check_text_offsets(lengths, offsets, new_offset, from_zero=store.is_placed)
@@ -69,6 +72,24 @@ def _listed(call: ScheduledCall, store: MessageStore, max_model_len: int) -> _Li
     return _Listed(links, offsets, new_offset, plan)
 
 
+def _check_part(link: Link) -> None:
+    """Refuse a part of a message of which it is not known where a text would place it.
+
+    Raises:
+        SpanError: it cuts a picture, or begins behind one, that takes fewer positions than tokens.
+    """
+    encoding = link.encoding
+    first = min((p.start for p in encoding.pictures if p.num_positions is not None), default=None)
+    is_text = first is None or link.stop <= first
+    if not is_text and link.num_tokens != encoding.num_tokens:
+        raise SpanError(
+            "in this model a picture takes fewer positions than tokens: name all of a message with "
+            f"pictures, or a part that ends before its first one, at token {first}",
+            parameter="parents",
+            value=(encoding.message.id, link.start, link.stop),
+        )
+
+
 def watching_of(call: ScheduledCall, store: MessageStore, max_model_len: int) -> Watching | None:
     """Plan by which a call looks at its parents before it is repaired; None: it need not.
 
@@ -78,7 +99,7 @@ def watching_of(call: ScheduledCall, store: MessageStore, max_model_len: int) ->
     rule = call.params.repair if call.params else None
     if not isinstance(rule, ByAttention) or not rule.share:
         return None
-    _check_repairable(rule, store)
+    _check_repairable(rule, store, call)
     needed(store.hidden, "repair", rule.to_json())
     listed = _listed(call, store, max_model_len)
     if num_in_chain(listed.links, listed.offsets, call.encoding.adapter) == len(listed.links):
@@ -101,7 +122,7 @@ def plan_call(
     if params.exact:
         links = exact_chain(links, adapter, store)
     elif params.repair is not None:
-        _check_repairable(params.repair, store)
+        _check_repairable(params.repair, store, call)
         runs = params.repair.runs(_seen(call, links, offsets), store.block_size)
         if store.states is not None:
             check_whole(links)
@@ -172,8 +193,17 @@ def _seen(call: ScheduledCall, links: Sequence[Link], offsets: Sequence[int]) ->
     return seen[:first] + [s._replace(attention=attention) for s, attention in changed]
 
 
-def _check_repairable(rule: Rule, store: MessageStore) -> None:
-    """Check that calls to this model can be repaired, or raise a RepairError."""
+def _check_repairable(rule: Rule, store: MessageStore, call: ScheduledCall) -> None:
+    """Check that a call can be repaired, or raise a RepairError."""
+    is_staged = isinstance(rule, ByLayers | ByAttention)
+    involved = (call.encoding, *call.parents)
+    if any(e.has_rows for e in involved) or (is_staged and any(e.pictures for e in involved)):
+        raise RepairError(
+            "with pictures, tokens are encoded anew by rules that run no single layers, in models "
+            "without M-RoPE (such as \"first:32\"); call without repair, or with mode='exact'",
+            parameter="repair",
+            value=rule.to_json(),
+        )
     is_by_tokens = not isinstance(rule, ByAttention | ByLayers | Reweighted)
     if store.states is not None and not (store.states.is_composed and is_by_tokens):
         raise RepairError(
@@ -230,6 +260,8 @@ def write_virtual_sequence(call: ScheduledCall, block_size: int, max_model_len: 
     request.prompt_token_ids = padded + request.prompt_token_ids
     request._all_token_ids[:0] = padded
     request.num_prompt_tokens = len(request.prompt_token_ids)
+    if pictures := call.encoding.pictures:
+        request.mm_features = features_at(pictures, plan.base, request.num_prompt_tokens)
     # One slot stays free: vLLM samples a token when the last one is encoded.
     most_tokens = max_model_len - max(plan.base, plan.new_offset) - num_new_tokens - 1
     request.max_tokens = max(1, min(request.max_tokens, most_tokens))

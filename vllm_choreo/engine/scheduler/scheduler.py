@@ -7,6 +7,7 @@ This module says when something happens; `admission`, `block_reserver`, `finaliz
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -59,6 +60,7 @@ from vllm_choreo.errors import ChoreoError
 from vllm_choreo.kv_dtype import is_quantized, kv_dtype
 from vllm_choreo.store.hidden import HiddenStateIndex
 from vllm_choreo.store.host_tier import HostTier
+from vllm_choreo.store.pictures import PictureMemory
 from vllm_choreo.store.session_copies import SessionCopies
 from vllm_choreo.store.states import States
 from vllm_choreo.store.store import MessageStore
@@ -97,6 +99,7 @@ class _Choreographed(Scheduler):
         )
         self.store.tier = self._host_tier()
         self.store.hidden = self._hidden_index()
+        self.store.pictures = self._picture_memory()
         min_run_tokens = 1 if self.vllm_config.speculative_config is None else 2
         by_priority = self.policy == SchedulingPolicy.PRIORITY
         self.call_table = CallTable(
@@ -207,6 +210,10 @@ class _Choreographed(Scheduler):
         num_layers = model.hf_text_config.num_hidden_layers
         row_bytes = model.get_hidden_size() * model.dtype.itemsize
         return HiddenStateIndex(num_layers, row_bytes, self.block_size, max_bytes)
+
+    def _picture_memory(self) -> PictureMemory | None:
+        max_bytes, share = self.choreo_config.picture_bytes, self.choreo_config.tenant_share
+        return PictureMemory(max_bytes, int(share * max_bytes), gc.collect) if max_bytes else None
 
     def _num_blocks(self, share: float) -> int:
         """A part of the KV cache, in blocks."""

@@ -22,7 +22,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm_choreo.engine.lora import check_loadable
 from vllm_choreo.engine.scheduler.adapters import Adapters
 from vllm_choreo.engine.scheduler.composing import check_loaded
-from vllm_choreo.errors import AdapterError, ChoreoError
+from vllm_choreo.errors import AdapterError, ChoreoError, UnsupportedOptionError
 from vllm_choreo.semantics.other_model import OTHER_MODEL, OtherModel
 from vllm_choreo.semantics.positions import check_length
 from vllm_choreo.store.block_copies import Block
@@ -92,9 +92,18 @@ class SnapshotServer:
 
         Raises:
             UnknownMessageError: there is no such message.
+            UnsupportedOptionError: one needs a message with pictures.
         """
         messages = [self._store.get(session, m, "messages") for m in message_ids]
         encodings, recipes = recipes_of(messages)
+        pictured = next((e.message.id for e in encodings if e.pictures), None)
+        if pictured is not None:
+            raise UnsupportedOptionError(
+                "files keep no pictures so far, and without them a message could not be encoded "
+                "again: save messages that have none, and were not encoded behind any",
+                parameter="messages",
+                value=pictured,
+            )
         ticket, groups = next(self._tickets), self._store.groups
         self._described[ticket] = [(encoding, encoding.hidden_layers) for encoding in encodings]
         return {

@@ -184,12 +184,22 @@ class Recorder:
 
         Args:
             about: more to be saved with the run, as plain data; `vllm-choreo run` saves its "task".
+
+        Raises:
+            ChoreoError: a run in another mode, or with pictures.
         """
         if transcript.mode != self.mode:
             raise ChoreoError(
                 f"runs in mode {self.mode} are recorded here",
                 parameter="mode",
                 value=transcript.mode,
+            )
+        if pictured := [step for step in transcript.steps if step.message.num_pictures]:
+            raise ChoreoError(
+                "records hold tokens alone, and cannot be replayed or trained on with pictures: "
+                "leave pictures out of what is recorded",
+                parameter="multi_modal_data",
+                value=pictured[0].message.id,
             )
         found = likeliest_of(transcript)
         data = {

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_choreo.chat.cutter import Cutter, end_tokens
-from vllm_choreo.chat.marks import marked
+from vllm_choreo.chat.marks import marked, with_blank_pictures
 from vllm_choreo.chat.matching import Matching
-from vllm_choreo.chat.parts import Split, split_given_parts
+from vllm_choreo.chat.parts import ChatPicture, Split, split_given_parts
 from vllm_choreo.errors import (
     ChoreoError,
     EmptyTokensError,
@@ -33,6 +33,7 @@ from vllm_choreo.server.openai.auto_options import (
     read_options,
 )
 from vllm_choreo.server.openai.engine_client import CallClient
+from vllm_choreo.server.openai.pictures import pictures_of, without_pictures
 from vllm_choreo.server.openai.reading import check_form, read_sent
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.tenants import tenant_of
@@ -175,6 +176,10 @@ class AutoChats:
         """Split a chat that vLLM has rendered, by rendering it once more, with marks."""
         online, token_ids = serving.online_renderer, prompt["prompt_token_ids"]
         messages, contents = marked(body.messages)
+        pictures = list[ChatPicture]()
+        if prompt["type"] == "multimodal":
+            messages, pictures = with_blank_pictures(messages), pictures_of(prompt)
+            online = without_pictures(online)
         same = body.model_copy(update={"messages": messages, "kv_transfer_params": None})
         try:
             rendered = await online.render_chat(same)
@@ -187,7 +192,7 @@ class AutoChats:
         split = self._cutter_of(online).split
         return await self._chats.work.run(
             tenant, split, token_ids, prompt.get("prompt"), text, contents, options.min_tokens,
-            options.cut, self._matching(options).is_alone,
+            options.cut, self._matching(options).is_alone, pictures,
         )  # fmt: skip
 
     def _split_parts(

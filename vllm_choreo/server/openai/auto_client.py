@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,14 @@ from vllm_choreo.api.adapters import WithAdapter
 from vllm_choreo.api.outcomes import Outcome
 from vllm_choreo.chat.matching import Matching
 from vllm_choreo.chat.parts import Split
-from vllm_choreo.errors import ChoreoError, TooLongError, UnsupportedOptionError
+from vllm_choreo.errors import (
+    ChoreoError,
+    ParentFailedError,
+    TooLongError,
+    UnknownMessageError,
+    UnsupportedOptionError,
+)
+from vllm_choreo.semantics.call import Tokenized
 from vllm_choreo.server.auto_messages import ChatMessages, ReadChat
 from vllm_choreo.server.openai.auto_options import AutoOptions
 from vllm_choreo.server.openai.engine_client import CallClient
@@ -47,6 +54,7 @@ class AutoClient(CallClient):
         count: Callable[[str, dict[str, int]], None],
     ) -> None:
         super().__init__(llm, run, {})
+        self.is_asked = options.is_asked
         self._messages = messages
         self._options = options
         self._how = how
@@ -86,13 +94,9 @@ class AutoClient(CallClient):
     ) -> str:
         """Find or make the chat's messages; return why it is served as text, or ""."""
         options = self._options
-        if prompt["type"] != "token":
+        if reason := self._reason_for_text(prompt):
             if options.is_asked:
-                raise UnsupportedOptionError(
-                    "a message is made of text: leave pictures and sound out",
-                    parameter="header",
-                    value=prompt["type"],
-                )
+                raise UnsupportedOptionError(reason, parameter="header", value=prompt["type"])
             return "options"
         split = await self._split(prompt)
         if not split.parts:
@@ -102,6 +106,7 @@ class AutoClient(CallClient):
         try:
             self._chat = await self._messages.read(
                 split,
+                prompt,
                 options.mode,
                 sampling_params.max_tokens,
                 how,
@@ -118,6 +123,23 @@ class AutoClient(CallClient):
         if options.repair is not None:
             self._arguments["repair"] = options.repair
         return ""
+
+    def _reason_for_text(self, prompt: EngineInput) -> str | None:
+        """Reason why a prompt makes no messages; None: it does."""
+        if prompt["type"] == "token":
+            is_lost = self._messages.placeholder in prompt["prompt_token_ids"]
+            return "the chat has placeholders of pictures without pictures" if is_lost else None
+        if prompt["type"] != "multimodal":
+            return "a message is made of text and pictures: leave the rest out"
+        if self._messages.no_pictures:
+            return f"{self._messages.no_pictures}; leave pictures out"
+        return None if self.has_named_pictures else "pictures have names of their sender's"
+
+    def _header_of(self, prompt: EngineInput) -> Sequence[int] | Tokenized:
+        if prompt["type"] == "token" or self._chat is None:
+            return super()._header_of(prompt)
+        start = len(prompt["prompt_token_ids"]) - len(self._chat.plan.header)
+        return self._run.part_of_prompt(prompt, start)
 
     def _adapter(self, named: LoRARequest | None) -> object:
         # As text, the whole chat is encoded by the adapter, wherever else it may be used.
@@ -145,6 +167,12 @@ class AutoClient(CallClient):
             "encoded_tokens": usage.encoded_tokens + encoded,
             "prompt_tokens_details": {"cached_tokens": reused},
         }
+
+    async def _cause_of(self, error: ChoreoError) -> ChoreoError:
+        # Of a message that the client has not named, for it was made for the chat.
+        is_of_parent = isinstance(error, (ParentFailedError, UnknownMessageError))
+        cause = await self._chat.failure() if is_of_parent and self._chat else None
+        return cause or error
 
     def leave(self) -> None:
         super().leave()

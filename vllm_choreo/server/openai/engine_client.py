@@ -13,8 +13,10 @@ from vllm_choreo.api.adapters import WithAdapter
 from vllm_choreo.api.outcomes import Outcome, engine_prompt, metrics_of
 from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.errors import ChoreoError, PrefixError, UnsupportedOptionError
+from vllm_choreo.semantics.call import Tokenized
 from vllm_choreo.semantics.message import Message
 from vllm_choreo.semantics.naming import ParentSpan
+from vllm_choreo.semantics.pictures import IMAGE
 from vllm_choreo.server.guard import choreo_keys
 from vllm_choreo.server.running import Run
 
@@ -42,6 +44,7 @@ class CallClient:
         is_told: True if the client was sent the message; one that it was not told of is freed.
         more_choreo: fields of the answer's `choreo` beside the message's id.
         is_text: vLLM serves the request as it is, and no message is made.
+        is_asked, has_named_pictures: see `PictureReader`.
         on_submitted: called when the engine has the call; from then on others may name it.
         settled: set when the engine has the call, or will never have it.
     """
@@ -56,7 +59,8 @@ class CallClient:
     ) -> None:
         self.message: Message | None = None
         self.error: ChoreoError | None = None
-        self.is_told = self.is_text = False
+        self.is_told = self.is_text = self.has_named_pictures = False
+        self.is_asked = True
         self.on_submitted: Callable[[], None] = lambda: None
         self.settled = asyncio.Event()
         self._llm = llm
@@ -70,6 +74,11 @@ class CallClient:
         self._pending: Pending | None = None
         self._queue: OutputQueue | None = None
         self._submitted = 0.0
+
+    @property
+    def tenant(self) -> str:
+        """Tenant whose request it is."""
+        return self._run.tenant
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._llm, name)
@@ -101,16 +110,11 @@ class CallClient:
         request_id: str,
         options: dict[str, Any],
     ) -> None:
-        if prompt["type"] != "token":
-            raise UnsupportedOptionError(
-                "a message is made of text: leave pictures and sound out",
-                parameter="header",
-                value=prompt["type"],
-            )
-        if self._header is not None:
-            prompt = engine_prompt(self._header)
-        if self._prefix:
-            prompt = engine_prompt(_behind(self._prefix, prompt["prompt_token_ids"]))
+        header = self._header_of(prompt)
+        if isinstance(header, Tokenized):
+            prompt = header.prompt or engine_prompt(header.token_ids)
+        elif header is not prompt["prompt_token_ids"]:
+            prompt = engine_prompt(header)
         params = sampling_params.clone()
         keys = choreo_keys(params.extra_args)
         given = params.extra_args or {}
@@ -119,7 +123,6 @@ class CallClient:
         parents = self._arguments.get("parents")
         if isinstance(parents, (list, tuple)):  # what else it is, the call refuses
             await self._run.fetch(span.id for span in parents if isinstance(span, ParentSpan))
-        header = prompt["prompt_token_ids"]
         adapter = self._adapter(options.get("lora_request"))
         pending = self._run.begin(
             header, sampling_params=params, adapter=adapter, **self._arguments
@@ -134,6 +137,39 @@ class CallClient:
         await self._run.submitted(pending, self._queue)
         self.settled.set()
         self.on_submitted()
+
+    def _header_of(self, prompt: EngineInput) -> Sequence[int] | Tokenized:
+        """The new tokens of a request: its whole prompt, or what follows the prefix.
+
+        Raises:
+            PrefixError: the prompt does not begin with the prefix, or that has pictures.
+            UnsupportedOptionError: there is something else in it than tokens and pictures.
+        """
+        if prompt["type"] not in ("token", "multimodal"):
+            raise UnsupportedOptionError(
+                "a message is made of text and pictures: leave the rest out",
+                parameter="header",
+                value=prompt["type"],
+            )
+        if prompt["type"] == "token":
+            header = prompt["prompt_token_ids"] if self._header is None else self._header
+            return _behind(self._prefix, header) if self._prefix else header
+        if self._header is not None:
+            raise UnsupportedOptionError(
+                "a prompt of a schema has no pictures: leave them out",
+                parameter="header",
+                value="pictures",
+            )
+        first = min(place.offset for place in prompt["mm_placeholders"][IMAGE])
+        if first < len(self._prefix):
+            raise PrefixError(
+                "tokens do not tell which picture they stand for: let the prefix end before the "
+                f"first one, at token {first}, or leave the prefix out",
+                parameter="prefix",
+                value=f"{len(self._prefix)} tokens",
+            )
+        _behind(self._prefix, prompt["prompt_token_ids"])
+        return self._run.part_of_prompt(prompt, len(self._prefix))
 
     def _adapter(self, named: LoRARequest | None) -> object:
         """Adapter of the call: `model` names that of a whole workflow, of which it is a part."""
@@ -164,9 +200,13 @@ class CallClient:
         assert self._pending is not None
         result = await self._run.conclude(self._pending, outcome)
         if isinstance(result, ChoreoError):
-            self.error = result
-            raise result
+            self.error = await self._cause_of(result)
+            raise self.error
         self.message = result
+
+    async def _cause_of(self, error: ChoreoError) -> ChoreoError:
+        """Error that made the call fail with `error`, as the client is told."""
+        return error
 
     def refused(self, error: ChoreoError) -> None:
         """Count an error with which the client is answered inside a stream."""

@@ -24,6 +24,7 @@ from vllm_choreo.server.openai.answering import (
 )
 from vllm_choreo.server.openai.auto_chats import AutoChats
 from vllm_choreo.server.openai.engine_client import CallClient
+from vllm_choreo.server.openai.pictures import with_named_pictures
 from vllm_choreo.server.openai.reading import check_form, read_arguments, read_sent
 from vllm_choreo.server.running import Run
 from vllm_choreo.server.sessions import OpenSession, Sessions
@@ -181,6 +182,9 @@ async def run_call(
     # Handlers keep nothing from request to request; this one has an engine client of its own.
     serving = copy.copy(serving)
     serving.engine_client = client
+    online = serving.online_renderer
+    if online.model_config.is_multimodal_model:
+        serving.online_renderer = with_named_pictures(online, client)
     if body.stream:
         return await _begun(client, lambda: create(serving, body, raw_request))
     try:

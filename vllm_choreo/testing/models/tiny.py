@@ -45,6 +45,7 @@ _GQA = {
     "num_key_value_heads": 2,
     **_COMMON,
 }
+TINY_LLAMA_SIZES = {**_GQA}
 _GEMMA = {
     **_GQA,
     "head_dim": _HEAD_SIZE,
@@ -373,6 +374,8 @@ def _draw_weights(model: transformers.PreTrainedModel, generator: torch.Generato
         is_head = parameter is model.get_output_embeddings().weight
         if parameter.dim() == 2 and (is_head or "embed" not in name):
             noise *= (LOGIT_STD if is_head else _gain(name)) / math.sqrt(parameter.shape[1])
+        elif parameter.dim() == 4:  # of patches of pictures
+            noise /= math.sqrt(parameter[0].numel())
         elif parameter.dim() == 3:  # experts, [experts, inputs, outputs]
             noise /= math.sqrt(parameter.shape[1])
         elif name.endswith("sinks"):
@@ -398,15 +401,33 @@ def _draw_weights(model: transformers.PreTrainedModel, generator: torch.Generato
             elif name == "model.norm.weight":
                 noise += 3.0
         parameter.data.copy_(noise)
+    # Tokens that stand for pictures, which are the last ones, are never generated.
+    first = getattr(model.config, "image_token_id", VOCAB_SIZE)
+    model.get_output_embeddings().weight.data[first:] = 0.0
 
 
-def _make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Make a tokenizer of one word per token, `t<id>`; text is split at white space."""
+def make_tokenizer(
+    whole_words: bool = False, **special: str
+) -> transformers.PreTrainedTokenizerFast:
+    """Make a tokenizer of one word per token, `t<id>`; text is split at white space.
+
+    Args:
+        whole_words: whether special tokens are words alone; else `t1` is also found in `t10`.
+        special: further special tokens, by the names that processors of pictures know.
+    """
     words = {f"t{token_id}": token_id for token_id in range(VOCAB_SIZE)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    bos, eos, pad = (
+        tokenizers.AddedToken(f"t{token_id}", single_word=whole_words)
+        for token_id in (1, EOS_TOKEN_ID, 0)
+    )
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="t1", eos_token=f"t{EOS_TOKEN_ID}", pad_token="t0"
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        extra_special_tokens=special,
     )
 
 
@@ -442,5 +463,5 @@ def make_tiny_model(
     _draw_weights(model, torch.Generator().manual_seed(seed))
     path = folder / name
     model.to(dtype).save_pretrained(path)
-    _make_tokenizer().save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
     return path
