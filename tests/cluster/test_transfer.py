@@ -20,6 +20,7 @@ from tests.api.test_fleet_moves import (
     model_config,
     only_on,
     read_elsewhere,
+    signed_by_another,
     started,
 )
 from vllm_choreo import AsyncChoreography
@@ -107,7 +108,7 @@ def test_what_is_not_encoded_whole_is_completed_first(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("fault", ["lost", "damaged", "cut", "malformed"])
+@pytest.mark.parametrize("fault", ["lost", "damaged", "cut", "malformed", "another's"])
 def test_what_does_not_come_through_is_encoded(
     fault: str, model_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,9 @@ def test_what_does_not_come_through_is_encoded(
             content[name] = content[name][:-8]
         elif fault == "malformed":
             content["manifest.json"] = np.frombuffer(b'{"kept": {}}', np.uint8)
+        elif fault == "another's":
+            signed = signed_by_another(content["manifest.json"].tobytes())
+            content["manifest.json"] = np.frombuffer(signed, np.uint8)
         return PlayedRef(None if fault == "lost" else content)
 
     async def main() -> None:
