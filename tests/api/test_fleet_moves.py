@@ -285,7 +285,10 @@ def signed_by_another(content: bytes) -> bytes:
 
 
 _HARMS = {"damaged file": _flipped, "another's signature": _signed_anew}
-_REASONS = {"damaged file": "its digest is another", "another's signature": "signed with another key"}
+_REASONS = {
+    "damaged file": "its digest is another",
+    "another's signature": "signed with another key",
+}
 
 
 @pytest.mark.parametrize("fault", [*_HARMS, "engine ends", "no room"])

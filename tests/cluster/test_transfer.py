@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from vllm_choreo.api.fleet import Fleet
 from vllm_choreo.api.fleet_transfer import MoveFiles, MoveOrder
 from vllm_choreo.cluster import transfer
 from vllm_choreo.cluster.transfer import ObjectStoreTransfer, Parcel
+from vllm_choreo.errors import ChoreoError
 
 __all__ = ["model_config"]
 
@@ -106,6 +108,15 @@ def test_what_is_not_encoded_whole_is_completed_first(
         assert {name for _, name in replicas[home].messages} == {answer.id}
 
     asyncio.run(main())
+
+
+def test_a_replica_that_could_move_nothing_is_refused(tmp_path: Path) -> None:
+    """Before it loads a model: what it is told of is a folder that is not there."""
+    missing = str(tmp_path / "missing")
+    config: Any = SimpleNamespace(additional_config={"choreo": {"move_folder": missing}})
+    with pytest.raises(ChoreoError, match="cannot be moved through this folder") as refused:
+        transfer.move_files(config, config)
+    assert refused.value.value == missing
 
 
 @pytest.mark.parametrize("fault", ["lost", "damaged", "cut", "malformed", "another's"])
