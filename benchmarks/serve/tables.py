@@ -22,6 +22,7 @@ TABLES = {
             "first token p95, ms": text("ttft_p95_ms"),
             "all sessions, s": text("seconds"),
             "wrong answers": text("wrong_answers"),
+            "load average": text("load"),
         },
     ),
 }
