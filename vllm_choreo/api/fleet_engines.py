@@ -46,7 +46,7 @@ class SessionEngines:
         return known
 
     def unknown(self, ids: Iterable[str]) -> set[str]:
-        """Those of some messages that no engine has."""
+        """Names of messages that no engine has."""
         return set(ids).difference(*(self.known(engine).ids for engine in self._fleet.alive))
 
     def enter(self, engine: int, known: Known, recipe: CallRecipe) -> None:
