@@ -25,6 +25,7 @@ from benchmarks.policies import tables as policies
 from benchmarks.quality import tables as quality
 from benchmarks.rivals import tables as rival_settings
 from benchmarks.scaling import tables as scaling
+from benchmarks.serve import tables as serve
 from benchmarks.soak import tables as soak
 from benchmarks.soak.routes import tables as soak_routes
 from benchmarks.states import tables as states
@@ -56,6 +57,7 @@ _FOLDERS = (
     quality,
     rival_settings,
     scaling,
+    serve,
     soak,
     soak_routes,
     states,

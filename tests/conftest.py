@@ -19,6 +19,7 @@ from tests.selection import (  # noqa: F401  hooks of pytest
     pytest_configure,
     pytest_make_collect_report,
     pytest_runtest_makereport,
+    pytest_runtest_setup,
     pytest_runtest_teardown,
     pytest_xdist_make_scheduler,
 )

@@ -10,12 +10,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.faulthandler import (
+    fault_handler_stderr_fd_key,
+    get_exit_on_timeout_config_value,
+    get_timeout_config_value,
+)
 
 _FOLDERS = (
     *("server", "engine", "planner", "pml", "prototypes", "study", "workflows", "benchmarks"),
@@ -24,6 +30,8 @@ _FOLDERS = (
 _TURN = {name: turn for turn, name in enumerate(_FOLDERS)}
 # True while a test is torn down if the next one is of the same file, or shares its engine.
 SHARES_NEXT = pytest.StashKey[bool]()
+# So long after its time a test that no signal reaches ends its process.
+_GRACE_SECONDS = 60.0
 # Hundreds of choreographies each with `--all`, and a file is run by one process.
 _LONGEST = ("test_random.py", "test_repair.py")
 
@@ -96,6 +104,21 @@ def _home(path: Path) -> str:
 
 def _turn(item: pytest.Item) -> tuple[bool, int]:
     return item.path.name not in _LONGEST, _TURN.get(item.path.parent.name, len(_TURN))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give a test that may take longer than others its time, until its process is ended.
+
+    pytest ends all processes after the same time (`faulthandler_timeout`), whatever a test's mark
+    `timeout` allows it.
+    """
+    mark = item.get_closest_marker("timeout")
+    seconds = float(mark.args[0]) + _GRACE_SECONDS if mark and mark.args else 0.0
+    if 0 < get_timeout_config_value(item.config) < seconds:
+        file = item.config.stash[fault_handler_stderr_fd_key]
+        is_ended = get_exit_on_timeout_config_value(item.config)
+        faulthandler.dump_traceback_later(seconds, file=file, exit=is_ended)
 
 
 @pytest.hookimpl(tryfirst=True)

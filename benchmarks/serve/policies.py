@@ -23,7 +23,7 @@ from ray import serve
 from ray.serve.config import DEFAULT_REQUEST_ROUTER_PATH, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from benchmarks.serve.workload import Session, Turn
+from benchmarks.serve.workload import Session, Transcript, Turn
 from vllm_choreo.cluster.client import ServeClient
 from vllm_choreo.cluster.engine import EngineReplica, OutputBatch
 from vllm_choreo.cluster.front import front_of
@@ -41,6 +41,10 @@ _ROUTERS: Mapping[str, Any] = {
     "prefix affinity": _PREFIX_AFFINITY,
     "choreo": PlacedRouter,
 }
+
+
+# Engines of a machine that has much to do are late, and not to be replaced meanwhile.
+_HEALTH_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -116,13 +120,10 @@ class Text:
         self.num_encoded = 0
 
     async def serve(self, session: Session) -> list[Served]:
-        messages: dict[str, tuple[int, ...]] = {}
-        served = []
+        transcript, served = Transcript(), []
         for turn in session.turns:
-            messages.update(turn.given)
-            token_ids = (*(t for name in turn.reads for t in messages[name]), *turn.header)
-            found = await self._serve(token_ids, turn.num_tokens)
-            messages[turn.name] = (*turn.header, *found.generated)
+            found = await self._serve(transcript.prompt(turn), turn.num_tokens)
+            transcript.answer(turn, found.generated)
             served.append(found)
         return served
 
@@ -200,6 +201,7 @@ async def started(
         num_replicas=num_engines,
         max_ongoing_requests=10_000,
         ray_actor_options={"num_cpus": 0.1},
+        health_check_timeout_s=_HEALTH_SECONDS,
         request_router_config=RequestRouterConfig(request_router_class=_ROUTERS[name]),
     )
     run = partial(serve.run, engines.bind(model, options), name="benchmark", route_prefix=None)

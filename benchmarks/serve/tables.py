@@ -21,6 +21,8 @@ TABLES = {
             "first token p50, ms": text("ttft_p50_ms"),
             "first token p95, ms": text("ttft_p95_ms"),
             "all sessions, s": text("seconds"),
+            "wrong answers": text("wrong_answers"),
+            "load average": text("load"),
         },
     ),
 }

@@ -8,6 +8,7 @@ All policies are given the same ones: what is generated has the same length whoe
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -44,6 +45,22 @@ class Session:
 
     kind: str
     turns: tuple[Turn, ...]
+
+
+class Transcript:
+    """Messages of a session as text, for those to whom a prompt is all that is read."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str, tuple[int, ...]] = {}
+
+    def prompt(self, turn: Turn) -> tuple[int, ...]:
+        """Token ids of all that a turn reads, and of its header."""
+        self._messages.update(turn.given)
+        return (*(t for name in turn.reads for t in self._messages[name]), *turn.header)
+
+    def answer(self, turn: Turn, generated: Sequence[int]) -> None:
+        """Take in what a turn has generated."""
+        self._messages[turn.name] = (*turn.header, *generated)
 
 
 def sessions(count: int, seed: int = 0) -> list[Session]:

@@ -21,7 +21,7 @@ import pytest
 
 from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.api.fleet import fleet_of
-from vllm_choreo.api.fleet_snapshots import loaded_messages
+from vllm_choreo.config import ServerConfig
 from vllm_choreo.engine import fleet_client
 from vllm_choreo.engine.fleet_client import FleetClient, _Resources
 from vllm_choreo.errors import (
@@ -32,6 +32,7 @@ from vllm_choreo.errors import (
     UnknownMessageError,
     UnsupportedOptionError,
 )
+from vllm_choreo.semantics.session_options import SessionOptions
 
 VOCAB = 500
 
@@ -464,49 +465,27 @@ def test_an_engine_of_another_model_or_version_does_not_start(
         assert f"{changed} changed since the server started" in fleet_log.text
 
 
-def test_a_message_that_no_call_could_make_again_is_not_loaded(model_config: Any) -> None:
-    entry = {
-        "message": "s/a",
-        "is_copy": False,
-        "tokens": [1, 2],
-        "parents": [],
-        "spans": [],
-        "new_offset": 0,
-        "weights": None,
-        "patch": None,
-        "adapter": None,
-        "keeps": [],
-        "is_untrusted": False,
-        "data": {},
-    }
-    child = {**entry, "message": "s/b", "parents": [0], "spans": [[0, 2, 5]], "new_offset": 7}
-
-    def loaded(first: Any, named: Any) -> Any:
-        return loaded_messages("s", "t", {"encodings": [first, {**child, "data": None}]}, named)
-
-    ((made, has_data),) = loaded(entry, {"s/b": 1})
-    assert not has_data and made.id == "s/b"
-    (parent,) = made.parents
-    assert parent.id.startswith("s/loaded-") and parent.call.token_ids == (1, 2)
-    assert made.call.params.offsets == (5,) and made.call.params.new_offset == 7
-    patch = {"source": 0, "start": 0, "runs": [[0, 1]], "layers": None}
-    for wrong, reason in (
-        ({"patch": patch}, "repaired"),
-        ({"weights": [1.0, 2.0]}, "repaired"),
-        ({"adapter": 0}, "an adapter"),
-        ({"is_untrusted": True}, "somebody whose key"),
-    ):
-        with pytest.raises(UnsupportedOptionError, match=reason) as refused:
-            loaded({**entry, **wrong}, {"s/b": 1})
-        assert refused.value.value == "s/a"
-        assert loaded({**entry, **wrong}, {}) == []  # what nobody needs hinders nobody
-
-
 def test_what_several_engines_cannot_do_is_refused(model_config: Any) -> None:
     async def main() -> None:
         c = AsyncChoreography(PlayedLLM(2, model_config))
         a = await c.prefill([1, 2])
         with pytest.raises(UnsupportedOptionError, match="measured when it runs"):
             await c.prefill([3], parents=[a], repair={"share": 0.4, "by": "attention"})
+
+    _run(main())
+
+
+def test_limits_of_a_session_count_over_all_engines(model_config: Any) -> None:
+    async def main() -> None:
+        llm = PlayedLLM(2, model_config)
+        options = SessionOptions(tenant="t", limits=ServerConfig(max_tokens_per_session=250))
+        c = AsyncChoreography(llm, options=options)
+        parts = [await c.prefill([number] * 100) for number in (7, 8)]
+        assert [len(engine.messages) for engine in llm.engine_core.clients] == [1, 1]
+        with pytest.raises(LimitError, match="may hold 250 tokens") as refused:
+            await c.prefill([9] * 100)
+        assert refused.value.value == "300 tokens"
+        await c.free(parts[0])
+        await c.prefill([9] * 100)
 
     _run(main())

@@ -8,6 +8,7 @@ those of another one, or of another tenant's, has wrong ones, which is found whe
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -18,13 +19,21 @@ import numpy as np
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tests.api.test_fleet import PlayedEngine, PlayedLLM, _run, greedy, model_config
+from tests.api.test_fleet import (
+    PlayedEngine,
+    PlayedLLM,
+    _run,
+    fleet_log,
+    greedy,
+    model_config,
+)
 from vllm_choreo.api import fleet_transfer
 from vllm_choreo.api.async_choreography import AsyncChoreography
 from vllm_choreo.api.fleet import Fleet, fleet_of
 from vllm_choreo.fleet.placement import Rates
+from vllm_choreo.snapshot.manifest import manifest_bytes
 
-__all__ = ["model_config"]  # a fixture
+__all__ = ["fleet_log", "model_config"]  # fixtures
 
 _LAYERS, _SIZE = 2, 2
 
@@ -264,9 +273,30 @@ def _flipped(fleet: Fleet) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("fault", ["damaged file", "engine ends", "no room"])
+def _signed_anew(fleet: Fleet) -> None:
+    """Put a manifest in the place of one that is being moved: all as it was, but for who wrote."""
+    (path,) = fleet.mover.transfer.files.folder.glob("*/manifest.json")
+    path.write_bytes(signed_by_another(path.read_bytes()))
+
+
+def signed_by_another(content: bytes) -> bytes:
+    """Bytes of a manifest, signed with a key that the order of its move does not have."""
+    return manifest_bytes(json.loads(content)["kept"], b"another key")
+
+
+_HARMS = {"damaged file": _flipped, "another's signature": _signed_anew}
+_REASONS = {
+    "damaged file": "its digest is another",
+    "another's signature": "signed with another key",
+}
+
+
+@pytest.mark.parametrize("fault", [*_HARMS, "engine ends", "no room"])
 def test_a_move_that_fails_is_an_encoding(
-    fault: str, model_config: Any, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    model_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    fleet_log: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
         llm, fleet = started(model_config)
@@ -274,14 +304,14 @@ def test_a_move_that_fails_is_an_encoding(
         document = await c.prefill([7] * 100)
         home = home_of(fleet, c, document)
         engines: Any = llm.engine_core.clients
-        if fault == "damaged file":
+        if fault in _HARMS:
             loading = fleet_transfer.loading
 
-            def damaged(*args: Any) -> Any:
-                _flipped(fleet)
+            def harmed(*args: Any) -> Any:
+                _HARMS[fault](fleet)
                 return loading(*args)
 
-            monkeypatch.setattr(fleet_transfer, "loading", damaged)
+            monkeypatch.setattr(fleet_transfer, "loading", harmed)
         elif fault == "engine ends":
 
             def end() -> None:
@@ -301,6 +331,7 @@ def test_a_move_that_fails_is_an_encoding(
         assert not list(fleet.mover.transfer.files.folder.iterdir())
 
     _run(main())
+    assert _REASONS.get(fault, "") in fleet_log.text
 
 
 class _Full:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.api.test_fleet_moves import (
     model_config,
     only_on,
     read_elsewhere,
+    signed_by_another,
     started,
 )
 from vllm_choreo import AsyncChoreography
@@ -27,6 +29,7 @@ from vllm_choreo.api.fleet import Fleet
 from vllm_choreo.api.fleet_transfer import MoveFiles, MoveOrder
 from vllm_choreo.cluster import transfer
 from vllm_choreo.cluster.transfer import ObjectStoreTransfer, Parcel
+from vllm_choreo.errors import ChoreoError
 
 __all__ = ["model_config"]
 
@@ -107,7 +110,16 @@ def test_what_is_not_encoded_whole_is_completed_first(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("fault", ["lost", "damaged", "cut", "malformed"])
+def test_a_replica_that_could_move_nothing_is_refused(tmp_path: Path) -> None:
+    """Before it loads a model: what it is told of is a folder that is not there."""
+    missing = str(tmp_path / "missing")
+    config: Any = SimpleNamespace(additional_config={"choreo": {"move_folder": missing}})
+    with pytest.raises(ChoreoError, match="cannot be moved through this folder") as refused:
+        transfer.move_files(config, config)
+    assert refused.value.value == missing
+
+
+@pytest.mark.parametrize("fault", ["lost", "damaged", "cut", "malformed", "another's"])
 def test_what_does_not_come_through_is_encoded(
     fault: str, model_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +131,9 @@ def test_what_does_not_come_through_is_encoded(
             content[name] = content[name][:-8]
         elif fault == "malformed":
             content["manifest.json"] = np.frombuffer(b'{"kept": {}}', np.uint8)
+        elif fault == "another's":
+            signed = signed_by_another(content["manifest.json"].tobytes())
+            content["manifest.json"] = np.frombuffer(signed, np.uint8)
         return PlayedRef(None if fault == "lost" else content)
 
     async def main() -> None:

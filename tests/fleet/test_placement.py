@@ -52,8 +52,40 @@ def test_the_engine_is_the_one_where_the_call_is_done_first(seed: int) -> None:
     done = _done(best, reads, 0.2, queue, rates)
     assert queue[found.engine] + found.cost == pytest.approx(done)
     assert _done(found.engine, reads, 0.2, queue, rates) == pytest.approx(done)
-    missing = [read.key for read in reads if found.engine not in read.homes]
-    assert [fetch.key for fetch in found.fetches] == missing
+    missing = [read for read in reads if found.engine not in read.homes]
+    assert list(found.fetches) == [_fetch(read, queue, rates) for read in missing]
+
+
+def _fetch(read: Read, queue: list[float], rates: Rates) -> Fetch:
+    """What is done about a message that is missing, by the definition."""
+    is_moved = rates.move_start + rates.move * read.num_tokens < rates.encode * read.num_tokens
+    homes = sorted((queue[engine], engine) for engine in read.homes if is_moved)
+    return Fetch(read.key, homes[0][1] if homes else None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_candidates_are_the_idlest_and_homes_of_the_longest(seed: int) -> None:
+    draw = random.Random(seed)
+    num_engines = draw.choice([1, 3, 12, 40])
+    homes, loads = Homes([10**6] * num_engines), Loads(num_engines)
+    changes = list(range(num_engines))
+    sizes = {f"m{number}": draw.randrange(1, 500) for number in range(8)}
+    for key, num_tokens in sizes.items():
+        for engine in draw.sample(range(num_engines), draw.randrange(1 + min(num_engines, 20))):
+            homes.add(key, engine, num_tokens)
+    for turn in range(200):
+        changed = draw.randrange(num_engines)
+        loads.put(changed, draw.choice([0.0, 1.0, draw.random(), math.inf]))
+        changes[changed] = num_engines + turn
+        reads = [homes.read(key, n) for key, n in draw.sample(list(sizes.items()), 3)]
+        idlest = sorted(range(num_engines), key=lambda e: (loads.queue[e], changes[e]))[:4]
+        expected = set(idlest)
+        for read in sorted(reads, key=lambda read: -read.num_tokens):
+            start = turn % max(1, len(read.order) - 3)
+            expected |= set(read.order[start : start + 4] if len(expected) < 10 else ())
+        found = candidates_of(reads, loads, turn)
+        assert found[: len(idlest)] == idlest
+        assert len(found) == len(expected) and set(found) == expected
 
 
 def test_what_is_missing_is_moved_if_that_is_cheaper() -> None:

@@ -79,3 +79,12 @@ def test_a_test_that_is_not_run_must_find_its_fixtures(tmp_path: Path) -> None:
     wrong = "@pytest.mark.exhaustive\ndef test_it(tmp_path, nobodys):\n    pass\n"
     done = _run(tmp_path, {"wrong": wrong})
     assert "test_it asks for unknown fixtures: {'nobodys'}" in done and "status 2" in done
+
+
+@pytest.mark.exhaustive
+def test_a_process_is_ended_no_sooner_than_its_test_may_take(tmp_path: Path) -> None:
+    module = "import time\n{}def test_it():\n    time.sleep(3)\n    print('awake')\n"
+    ended = ("-s", "-o", "faulthandler_timeout=1", "-o", "faulthandler_exit_on_timeout=true")
+    for mark, is_ended in (("", True), ("@pytest.mark.timeout(60)\n", False)):
+        done = _run(tmp_path, {"sleeper": module.format(mark)}, *ended)
+        assert ("awake" in done, "status 0" in done) == (not is_ended,) * 2, done

@@ -17,6 +17,9 @@ from starlette.requests import Request
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from tests.api.test_fleet_moves import greedy, model_config, only_on, started
+from vllm_choreo.api.async_choreography import AsyncChoreography
+from vllm_choreo.api.fleet import Fleet
 from vllm_choreo.errors import (
     ChoreoError,
     DeniedMessageError,
@@ -31,15 +34,18 @@ from vllm_choreo.errors import (
 )
 from vllm_choreo.semantics.message import Message, Metrics, Usage
 from vllm_choreo.semantics.naming import ParentSpan
-from vllm_choreo.server.answers import ResultsAnswer, results_json
+from vllm_choreo.server.answers import FleetAnswer, ResultsAnswer, results_json
 from vllm_choreo.server.errors import as_choreo_error, error_json, status_of
 from vllm_choreo.server.openai import auto_options
 from vllm_choreo.server.openai.auto_options import AutoOptions, read_options
 from vllm_choreo.server.page import MAX_MESSAGES, session_page
 from vllm_choreo.server.plugin import check_one_engine, check_one_process
+from vllm_choreo.server.routes import show_fleet
 from vllm_choreo.server.schemas import SessionBody
 from vllm_choreo.server.tenants import TenantMiddleware, cache_salt, tenant_of, use_keys
 from vllm_choreo.wire.messages import MessageAnswer, message_json, usage_json
+
+__all__ = ["model_config"]  # a fixture
 
 
 def message(name: str = "a", *parents: str, **changes: Any) -> Message:
@@ -274,6 +280,37 @@ def test_the_page_names_the_engine_of_each_call_where_there_are_several() -> Non
 
 def test_a_page_without_messages() -> None:
     assert "no messages" in session_page("s", "choreo", "m", [])
+
+
+def _shown_fleet(fleet: Fleet | None) -> Any:
+    state = SimpleNamespace(choreo_fleet=fleet)
+    request: Any = SimpleNamespace(app=SimpleNamespace(state=state))
+    return json.loads(asyncio.run(show_fleet(request)).body)
+
+
+def test_engines_are_shown_with_what_they_hold_and_what_was_moved(model_config: Any) -> None:
+    async def moved_to_1() -> Fleet:
+        llm, fleet = started(model_config)
+        c = AsyncChoreography(llm, tenant="t")  # type: ignore[arg-type]
+        with only_on(fleet, 0):
+            document = await c.prefill([7] * 100)
+        with only_on(fleet, 1):
+            await c.decode([4], parents=[document], sampling_params=greedy())
+        return fleet
+
+    shown = _shown_fleet(asyncio.run(moved_to_1()))
+    TypeAdapter(FleetAnswer).validate_python(shown)
+    first, second = shown["data"]
+    assert (first["state"], first["messages"], first["tokens"]) == ("running", 1, 100)
+    assert (first["engine"], second["engine"], second["messages"]) == (0, 1, 2)
+    assert (first["moves"]["made"], second["moves"]["made"]) == (0, 1)
+    assert second["moves"]["tokens"] == 100 and second["encoded_again"]["messages"] == 0
+
+
+def test_one_engine_is_no_fleet_to_be_shown() -> None:
+    with pytest.raises(UnsupportedOptionError, match="this server has one engine") as refused:
+        _shown_fleet(None)
+    assert refused.value.parameter == "data_parallel_size"
 
 
 # -- starting ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_choreo.api.fleet_transfer import MoveOrder, Transfer
+from vllm_choreo.api.fleet_transfer import Move, MoveOrder, Transfer
 from vllm_choreo.api.one_engine import OneEngine, ask_engine
 from vllm_choreo.api.recipes import CallRecipe
 from vllm_choreo.errors import (
@@ -125,7 +125,8 @@ class Mover:
             async with self._slots:
                 began = time.perf_counter()
                 order = self._order(recipe, holder, scratch_id)
-                saved = await self.transfer.move(order, source, into, partial(complete, holder))
+                move = Move(order, source, into, partial(complete, holder))
+                saved = await self.transfer.move(move)
                 self._measured.on_moved(saved.tokens, saved.bytes, time.perf_counter() - began)
         except Exception as error:
             self._on_failed(target, error)

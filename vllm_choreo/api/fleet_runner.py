@@ -10,13 +10,13 @@ ones, and of all of which nothing was seen yet, are what they would have been.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_choreo.api.async_runner import AsyncRunner
-from vllm_choreo.api.fleet import Fleet, added_stats
+from vllm_choreo.api.fleet import Fleet
 from vllm_choreo.api.fleet_calls import (
     Known,
     Running,
@@ -24,10 +24,11 @@ from vllm_choreo.api.fleet_calls import (
     may_run_again,
     reading_call,
 )
+from vllm_choreo.api.fleet_engines import SessionEngines
 from vllm_choreo.api.fleet_moves import Holder
 from vllm_choreo.api.fleet_snapshots import SNAPSHOT_ENGINE, SnapshotEngine
 from vllm_choreo.api.one_engine import ask_workers
-from vllm_choreo.api.outcomes import Outcome, checked_answer, choreo_result, report_of
+from vllm_choreo.api.outcomes import Outcome, choreo_result, report_of
 from vllm_choreo.api.pending import OutputQueue, Pending
 from vllm_choreo.api.planned import PlannedCall
 from vllm_choreo.api.recipes import CallRecipe, named_by, recipe_of
@@ -63,13 +64,12 @@ class FleetRunner(AsyncRunner):
 
     def __init__(self, async_llm: AsyncLLM, session: Session, fleet: Fleet) -> None:
         super().__init__(async_llm, session)
-        self._session_id = session.id
         self._fleet = fleet
+        self._engines = SessionEngines(async_llm, fleet, session.id)
         self._recipes: dict[str, CallRecipe] = {}
         self._named: dict[str, dict[str, CallRecipe]] = {}  # by running call: what it names
         self._running: dict[str, Running] = {}
         self._ran_on: dict[str, int] = {}  # by message: the engine of its call
-        self._known: dict[int, Known] = {}
         self._restoring: dict[tuple[int, int, str], asyncio.Task[None]] = {}
         self._pinned: dict[str, float] = {}  # until when, on the clock of the event loop
 
@@ -159,16 +159,9 @@ class FleetRunner(AsyncRunner):
         one = SNAPSHOT_ENGINE.get()  # a call that a save makes is of the save's engine
         only = None if one is None else one.number
         placed = self._fleet.place(recipes, len(handle.call.token_ids), only)
-        running = Running(placed, self._on(placed.engine), recipes)
+        running = Running(placed, self._engines.known(placed.engine), recipes)
         self._running[handle.id] = running
         return running
-
-    def _on(self, engine: int) -> Known:
-        """Messages of the session that an engine has, as it runs now."""
-        life, known = self._fleet.life(engine), self._known.get(engine)
-        if known is None or known.life != life:
-            known = self._known[engine] = Known(life)
-        return known
 
     async def _run_on(self, running: Running, handle: Pending, start: float) -> Result:
         """Run a call on the engine where it was placed."""
@@ -207,8 +200,8 @@ class FleetRunner(AsyncRunner):
                 self._recipes[recipe.id] = recipe
                 self._ran_on[recipe.id] = running.engine
                 if self._fleet.journal is not None:
-                    self._fleet.journal.made(self._session_id, recipe, result)
-                self._enter(running.engine, running.known, recipe)
+                    self._fleet.journal.made(self._engines.session, recipe, result)
+                self._engines.enter(running.engine, running.known, recipe)
         super()._forget(pending, result)
 
     def _measure(self, message: Message) -> None:
@@ -219,12 +212,6 @@ class FleetRunner(AsyncRunner):
         if num_encoded >= _MIN_MEASURED:
             seconds = times.latency - (times.waiting or 0.0)
             self._fleet.measured.on_encoded(num_encoded, seconds)
-
-    def _enter(self, engine: int, known: Known, recipe: CallRecipe) -> None:
-        """Enter a message that an engine has made, if it has not ended since."""
-        if self._fleet.life(engine) == known.life:
-            known.ids[recipe.id] = recipe.key
-            self._fleet.enter(engine, recipe)
 
     # -- calls whose requests somebody else hands over ---------------------------------------------
 
@@ -288,7 +275,7 @@ class FleetRunner(AsyncRunner):
             if known.holds[recipe.id] <= 0:
                 del known.holds[recipe.id]
         gone = [recipe.id for recipe in recipes if recipe.id not in self._recipes]
-        await self._free_on(engine, known, gone)
+        await self._engines.free_on(engine, known, gone)
 
     async def _have(self, engine: int, known: Known, recipe: CallRecipe) -> None:
         """Have an engine know a message; those who ask at a time wait for one encoding."""
@@ -296,7 +283,8 @@ class FleetRunner(AsyncRunner):
         task = self._restoring.get(key)
         if task is None:
             if recipe.id in known.ids:
-                return self._enter(engine, known, recipe)  # if it was evicted, it comes back
+                # If it was evicted, it comes back.
+                return self._engines.enter(engine, known, recipe)
             task = asyncio.create_task(self._restore(engine, known, recipe))
             self._restoring[key] = task
             task.add_done_callback(lambda done: self._restored(key, done))
@@ -324,7 +312,7 @@ class FleetRunner(AsyncRunner):
                 raise report
             if report["encoded_tokens"] >= recipe.num_tokens:  # nothing of it was there
                 self._fleet.on_encoded_again(engine, recipe)
-            self._enter(engine, known, recipe)
+            self._engines.enter(engine, known, recipe)
             await self._pin_again(engine, recipe.id)
         finally:
             await self._release(engine, known, recipe.parents)
@@ -335,11 +323,11 @@ class FleetRunner(AsyncRunner):
         The last token of an answer is encoded after the answer has gone out.
         """
         call = reading_call(holder.session, tenant, holder.message_id)
-        queue = await self._add_to(holder.engine, self._on(holder.engine), call)
+        queue = await self._add_to(holder.engine, self._engines.known(holder.engine), call)
         report = report_of(await last_output(queue))
         if isinstance(report, ChoreoError):
             raise report
-        await self._ask(holder.engine, "free", holder.session, [call.id])
+        await self._engines.ask(holder.engine, "free", holder.session, [call.id])
 
     # -- operations of engines ---------------------------------------------------------------------
 
@@ -348,7 +336,7 @@ class FleetRunner(AsyncRunner):
         match operation, *args:
             case "end", _, str(message_id), *_:
                 running = self._running.get(message_id)
-                return running and await self._ask(running.engine, operation, *args)
+                return running and await self._engines.ask(running.engine, operation, *args)
             case "free", _, list(ids):
                 await self._free(ids)
             case "evict", _, list(ids):
@@ -358,7 +346,7 @@ class FleetRunner(AsyncRunner):
             case "unpin", _, list(ids):
                 await self._unpin(ids)
             case (("stats" | "counts"), *_):
-                return await self._stats(operation)
+                return await self._engines.stats(operation)
             case _ if operation.startswith("snapshot_"):
                 return await self._ask_snapshot(operation, *args)
             case "close", *_:
@@ -373,7 +361,7 @@ class FleetRunner(AsyncRunner):
         await self._fleet.until_alive()
         recipes = [self._recipes[message_id] for message_id in ids]
         placed = self._fleet.place(recipes, 0)
-        known = self._on(placed.engine)
+        known = self._engines.known(placed.engine)
         try:
             one = SnapshotEngine(placed.engine, self._fleet.one(placed.engine))
             await self._prepare(placed.engine, known, recipes)
@@ -397,35 +385,14 @@ class FleetRunner(AsyncRunner):
         assert one is not None, "saves and loads have an engine"
         answer = await one.ask(operation, *args)
         if operation == "snapshot_commit":
-            known, (ticket,) = self._on(one.number), args
+            known, (ticket,) = self._engines.known(one.number), args
             assert isinstance(ticket, int)
             for recipe, has_data in one.loading.pop(ticket):
                 self._recipes[recipe.id] = recipe
                 known.ids[recipe.id] = recipe.key
                 if has_data:
-                    self._enter(one.number, known, recipe)
+                    self._engines.enter(one.number, known, recipe)
         return answer
-
-    async def _ask(self, engine: int, operation: str, *args: object) -> object:
-        """Run an operation in one engine.
-
-        Raises:
-            EngineRestartedError: it has ended.
-            ChoreoError: the operation is refused.
-        """
-        from vllm_choreo.engine.utility import call_engine
-
-        return checked_answer(await call_engine(self._llm, engine, operation, *args))
-
-    async def _ask_knowing(self, operation: str, ids: Iterable[str], *args: object) -> None:
-        """Run an operation on messages, in each engine that knows some of them."""
-        for engine in self._fleet.alive:
-            known = [message_id for message_id in ids if message_id in self._on(engine).ids]
-            if known:
-                try:
-                    await self._ask(engine, operation, self._session_id, known, *args)
-                except EngineRestartedError:
-                    continue  # with all that it had
 
     def restore(self, recipes: Iterable[CallRecipe]) -> None:
         """Take in messages that no engine has: whoever reads one has it made again."""
@@ -433,30 +400,16 @@ class FleetRunner(AsyncRunner):
 
     async def _free(self, ids: Sequence[str]) -> None:
         if self._fleet.journal is not None:
-            self._fleet.journal.freed(self._session_id, ids)
+            self._fleet.journal.freed(self._engines.session, ids)
         for message_id in ids:
             self._recipes.pop(message_id, None)
             self._ran_on.pop(message_id, None)
             self._pinned.pop(message_id, None)
         for engine in self._fleet.alive:
-            await self._free_on(engine, self._on(engine), ids)
-
-    async def _free_on(self, engine: int, known: Known, ids: Iterable[str]) -> None:
-        """Free messages in an engine, but for those that a call there still needs."""
-        gone = [name for name in ids if name in known.ids and known.holds[name] <= 0]
-        is_there = self._fleet.life(engine) == known.life
-        for name in gone:
-            key = known.ids.pop(name)
-            if is_there:
-                self._fleet.leave(engine, key, name)
-        if gone and is_there:
-            try:
-                await self._ask(engine, "free", self._session_id, gone)
-            except EngineRestartedError:
-                return
+            await self._engines.free_on(engine, self._engines.known(engine), ids)
 
     async def _evict(self, ids: Sequence[str]) -> None:
-        await self._ask_knowing("evict", ids)
+        await self._engines.ask_those_that_know(ids, "evict")
         for message_id in ids:
             self._fleet.homes.remove(self._recipes[message_id].key)
 
@@ -465,51 +418,28 @@ class FleetRunner(AsyncRunner):
         self._fleet.homes.pin([self._recipes[message_id].key for message_id in ids])
         until = asyncio.get_running_loop().time() + ttl
         self._pinned.update(dict.fromkeys(ids, until))
-        await self._ask_knowing("pin", ids, ttl)
-        there = set[str]().union(*(self._on(engine).ids for engine in self._fleet.alive))
-        for message_id in set(ids) - there:
+        await self._engines.ask_those_that_know(ids, "pin", ttl)
+        for message_id in self._engines.unknown(ids):
             await self._fleet.until_alive()
             recipe = self._recipes[message_id]
             placed = self._fleet.place([recipe], 0)
-            known = self._on(placed.engine)
+            known = self._engines.known(placed.engine)
             await self._have(placed.engine, known, recipe)
             self._fleet.on_done(placed, known.life)
 
     async def _pin_again(self, engine: int, message_id: str) -> None:
         ttl = self._pinned.get(message_id, 0.0) - asyncio.get_running_loop().time()
         if ttl > 0:
-            await self._ask(engine, "pin", self._session_id, [message_id], ttl)
+            await self._engines.ask(engine, "pin", self._engines.session, [message_id], ttl)
 
     async def _unpin(self, ids: Sequence[str]) -> None:
         self._fleet.homes.unpin([self._recipes[message_id].key for message_id in ids])
         for message_id in ids:
             self._pinned.pop(message_id, None)
-        await self._ask_knowing("unpin", ids)
-
-    async def _stats(self, operation: str) -> dict[str, Any]:
-        answers: dict[int, Mapping[str, Any]] = {}
-        while not answers:
-            await self._fleet.until_alive()
-            for engine in self._fleet.alive:
-                try:
-                    answer = await self._ask(engine, operation, self._session_id)
-                except EngineRestartedError:
-                    continue
-                assert isinstance(answer, Mapping)
-                answers[engine] = answer
-        return added_stats(answers)
+        await self._engines.ask_those_that_know(ids, "unpin")
 
     async def _close(self) -> None:
         self._recipes.clear()
         self._ran_on.clear()
         self._pinned.clear()
-        for engine, known in self._known.items():
-            if self._fleet.life(engine) == known.life:
-                for message_id, key in known.ids.items():
-                    self._fleet.leave(engine, key, message_id)
-        self._known.clear()
-        for engine in self._fleet.alive:
-            try:
-                await self._ask(engine, "close", self._session_id)
-            except EngineRestartedError:
-                continue
+        await self._engines.close()

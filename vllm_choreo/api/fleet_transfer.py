@@ -15,15 +15,16 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from vllm_choreo.api.one_engine import EngineClient, OneEngine, ask_engine, ask_workers
 from vllm_choreo.api.snapshots import origin_of
-from vllm_choreo.errors import ChoreoError, PoolFullError
+from vllm_choreo.errors import ChoreoError, KeptError, PoolFullError
 from vllm_choreo.semantics.message import Message, Metrics, Saved, Usage
 from vllm_choreo.snapshot.loading import loading
 from vllm_choreo.snapshot.manifest import tenant_digest
@@ -61,21 +62,26 @@ class MoveOrder(NamedTuple):
     key: bytes
 
 
+class Move(NamedTuple):
+    """A move of a message from one engine to another.
+
+    Attributes:
+        order: the message.
+        source, target: clients of the engines.
+        complete: has the message encoded as far as it is not; its last token, as a rule.
+    """
+
+    order: MoveOrder
+    source: EngineClient
+    target: EngineClient
+    complete: Callable[[], Awaitable[None]]
+
+
 class Transfer(Protocol):
     """How keys and values come from one engine to another."""
 
-    async def move(
-        self,
-        order: MoveOrder,
-        source: EngineClient,
-        target: EngineClient,
-        complete: Callable[[], Awaitable[None]],
-    ) -> Saved:
+    async def move(self, move: Move) -> Saved:
         """Have what is ordered in the target, under its scratch name.
-
-        Args:
-            source, target: clients of the engines.
-            complete: has the message encoded as far as it is not; its last token, as a rule.
 
         Returns:
             What was moved.
@@ -129,6 +135,7 @@ class MoveFiles:
         """Give an engine the message whose files these are.
 
         Raises:
+            KeptError: the files were not written by this order.
             PoolFullError: it has no room for it now.
             Exception: whatever else prevents it.
         """
@@ -146,7 +153,7 @@ class MoveFiles:
             self._origin_of(order.scratch_session, order.tenant),
             order.tenant,
             lambda session, ids: dict.fromkeys(ids, order.scratch_id),
-            lambda messages: None,
+            partial(_check_trusted, path),
             lambda: None,
             "refuse",
             False,
@@ -175,16 +182,10 @@ class FolderTransfer:
     def __init__(self, files: MoveFiles) -> None:
         self.files = files
 
-    async def move(
-        self,
-        order: MoveOrder,
-        source: EngineClient,
-        target: EngineClient,
-        complete: Callable[[], Awaitable[None]],
-    ) -> Saved:
+    async def move(self, move: Move) -> Saved:
         async with self.files.scratch() as path:
-            saved = await self.files.save(path, order, source, complete)
-            await self.files.load(path, order, target)
+            saved = await self.files.save(path, move.order, move.source, move.complete)
+            await self.files.load(path, move.order, move.target)
         return saved
 
 
@@ -209,6 +210,23 @@ def exchange_folder(folder: str) -> Path:
             parameter="additional_config.choreo.move_folder",
             value=str(parent),
         ) from None
+
+
+def _check_trusted(path: Path, messages: Sequence[Message]) -> None:
+    """Check that what is loaded was signed with the key of its order.
+
+    An engine would share nothing of it, and the move would have been for nothing.
+
+    Raises:
+        KeptError: somebody else has written it.
+    """
+    if any(message.usage.untrusted for message in messages):
+        raise KeptError(
+            "these files were not written by this move, for they are signed with another key: let "
+            "nobody else write to the folder for moves",
+            parameter="additional_config.choreo.move_folder",
+            value=str(path),
+        )
 
 
 def _message(order: MoveOrder) -> Message:

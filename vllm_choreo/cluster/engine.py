@@ -111,13 +111,14 @@ class EngineReplica:
         args = parse_options(model, options)
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         identity = identity_of(config)  # as it is before the engine fills it in
+        files = move_files(config, self)  # a folder that is refused is, before a model is loaded
         is_process = envs.VLLM_ENABLE_V1_MULTIPROCESSING
         make = EngineCoreClient.make_async_mp_client if is_process else CoreThread
         client = make(config, Executor.get_class(config), not args.disable_log_stats)
         cache = {name: getattr(config.cache_config, name, None) for name in CACHE_NUMBERS}
         replica: str = serve.get_replica_context().replica_id.unique_id
         info = EngineInfo(replica, identity, cache, this_machine())
-        self._begin(client, info, move_files(config, self))
+        self._begin(client, info, files)
 
     def _begin(
         self, client: AsyncMPClient | CoreThread, info: EngineInfo, files: MoveFiles

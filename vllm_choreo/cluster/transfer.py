@@ -9,14 +9,14 @@ the reference alone. On one node both see the same memory.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 import ray
 
-from vllm_choreo.api.fleet_transfer import MoveFiles, MoveOrder, exchange_folder
+from vllm_choreo.api.fleet_transfer import Move, MoveFiles, MoveOrder, exchange_folder
 from vllm_choreo.config import ChoreoConfig
 from vllm_choreo.semantics.message import Saved
 
@@ -55,20 +55,15 @@ class Replica(Protocol):
 class ObjectStoreTransfer:
     """Transfer from replica to replica."""
 
-    async def move(
-        self,
-        order: MoveOrder,
-        source: EngineClient,
-        target: EngineClient,
-        complete: Callable[[], Awaitable[None]],
-    ) -> Saved:
-        replica = cast(Replica, source)  # as all engines of a cluster are
+    async def move(self, move: Move) -> Saved:
+        # As all engines of a cluster are.
+        source, target = cast(Replica, move.source), cast(Replica, move.target)
         try:
-            parcel = await replica.export_message(order)
+            parcel = await source.export_message(move.order)
         except IncompleteMessageError:
-            await complete()
-            parcel = await replica.export_message(order)
-        await cast(Replica, target).import_message(order, parcel)
+            await move.complete()
+            parcel = await source.export_message(move.order)
+        await target.import_message(move.order, parcel)
         return parcel.saved
 
 

@@ -32,14 +32,15 @@ class Dropped(NamedTuple):
 class _Encoding:
     """An encoding and its homes: to look one up, and in the order in which it came to them."""
 
-    __slots__ = ("homes", "is_pinned", "num_tokens", "order", "tenant")
+    __slots__ = ("homes", "is_pinned", "num_tokens", "order", "read", "tenant")
 
-    def __init__(self, num_tokens: int, tenant: str) -> None:
+    def __init__(self, key: Hashable, num_tokens: int, tenant: str) -> None:
         self.num_tokens = num_tokens
         self.tenant = tenant
         self.is_pinned = False
         self.homes: set[int] = set()
         self.order: list[int] = []
+        self.read = Read(key, num_tokens, self.homes, self.order)
 
 
 class Homes:
@@ -76,12 +77,10 @@ class Homes:
         """An encoding as a call reads it.
 
         Args:
-            num_tokens: tokens that it has, wherever it lies.
+            num_tokens: tokens that it has, if it lies nowhere.
         """
         encoding = self._encodings.get(key)
-        if encoding is None:
-            return Read(key, num_tokens, _NOWHERE)
-        return Read(key, num_tokens, encoding.homes, encoding.order)
+        return encoding.read if encoding is not None else Read(key, num_tokens, _NOWHERE)
 
     def used(self, engine: int) -> int:
         """Tokens that lie on an engine."""
@@ -95,7 +94,7 @@ class Homes:
         """Enter an encoding's home, or that it was used there; returns what had to go for it."""
         encoding = self._encodings.get(key)
         if encoding is None:
-            encoding = self._encodings[key] = _Encoding(num_tokens, tenant)
+            encoding = self._encodings[key] = _Encoding(key, num_tokens, tenant)
         if engine in encoding.homes:
             self._touch(key, engine, encoding.tenant)
             return []

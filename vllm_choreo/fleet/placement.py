@@ -16,6 +16,7 @@ import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from vllm_choreo.fleet.loads import Loads
@@ -26,6 +27,9 @@ MAX_HOMES = 4
 MAX_IDLE = 4
 
 _ALIKE: Mapping[int, float] = {}
+
+# Fields of a `Read`, as fast as they can be had.
+_KEY, _NUM_TOKENS = itemgetter(0), itemgetter(1)
 
 
 class Read(NamedTuple):
@@ -125,9 +129,10 @@ def place(
             best, best_done, best_work = engine, done, work
     if best < 0:
         raise ValueError("a call is placed on one of the candidates, and there is none")
-    missing = [read for read in reads if best not in read.homes]
-    fetches = tuple(Fetch(read.key, source_of(read, queue, rates)) for read in missing)
-    return Placement(best, best_work, fetches)
+    fetches = [
+        Fetch(read.key, source_of(read, queue, rates)) for read in reads if best not in read.homes
+    ]
+    return Placement(best, best_work, tuple(fetches))
 
 
 def _missing(
@@ -142,9 +147,14 @@ def _missing(
             moved = move_start + move * num_tokens
             if moved < cost:
                 cost = moved
-            for engine in homes if len(homes) < len(saved) else saved:
-                if engine in saved and engine in homes:
-                    saved[engine] += cost
+            if len(homes) < len(saved):
+                for engine in homes:
+                    if engine in saved:
+                        saved[engine] += cost
+            else:
+                for engine in saved:
+                    if engine in homes:
+                        saved[engine] += cost
         total += cost
     return total, saved
 
@@ -160,26 +170,21 @@ def candidates_of(reads: Sequence[Read], loads: Loads, turn: int = 0) -> list[in
         turn: number that changes from call to call.
     """
     found = dict.fromkeys(loads.least(MAX_IDLE))
-    for read in sorted(reads, key=_num_tokens, reverse=True) if len(reads) > 1 else reads:
-        if len(read.homes) <= MAX_HOMES:
-            found.update(dict.fromkeys(read.homes))
-        elif read.order:
-            start = turn % (len(read.order) - MAX_HOMES + 1)
-            found.update(dict.fromkeys(read.order[start : start + MAX_HOMES]))
-        else:
-            found.update(dict.fromkeys(islice(read.homes, MAX_HOMES)))
+    for _, _, homes, order in sorted(reads, key=_NUM_TOKENS, reverse=True):
+        some: Iterable[int] = homes
+        if len(homes) > MAX_HOMES:
+            start = turn % (len(order) - MAX_HOMES + 1) if order else 0
+            some = order[start : start + MAX_HOMES] if order else islice(homes, MAX_HOMES)
+        for engine in some:
+            found[engine] = None
         if len(found) >= MAX_CANDIDATES:
             break
     return list(found)
 
 
-def _num_tokens(read: Read) -> float:
-    return read.num_tokens
-
-
 def _distinct(reads: Sequence[Read]) -> Sequence[Read]:
     """Reads of which none names the key of another."""
-    if len(reads) < 2 or len({read.key for read in reads}) == len(reads):
+    if len(reads) < 2 or len(set(map(_KEY, reads))) == len(reads):
         return reads
     return list({read.key: read for read in reads}.values())
 
@@ -194,4 +199,9 @@ def source_of(read: Read, queue: Sequence[float], rates: Rates) -> int | None:
         return None
     if len(homes) == 1:
         return next(iter(homes))
-    return min(islice(homes, MAX_HOMES), key=lambda engine: (queue[engine], engine))
+    best, least = -1, math.inf
+    for engine in islice(homes, MAX_HOMES):  # `min` with a key takes three times as long
+        waits = queue[engine]
+        if waits < least or (waits == least and (best < 0 or engine < best)):
+            best, least = engine, waits
+    return best
