@@ -3,7 +3,7 @@
 
 python -m benchmarks            about a quarter of an hour on 2 idle cores
 python -m benchmarks ttft       some of them
-python -m benchmarks --page     measure nothing; fill the tables of RESULTS.md
+python -m benchmarks --page     measure nothing; fill the tables of RESULTS.md and docs/gpu.md
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.harness.record import BENCHMARKS, RESULTS, RESULTS_PAGE
+from benchmarks.harness.record import BENCHMARKS, RESULTS, TABLE_PAGES
 from benchmarks.harness.tables import filled
 from benchmarks.tables import TABLES
 
@@ -79,8 +79,9 @@ def main() -> int:
     if not args.page:
         RESULTS.mkdir(exist_ok=True)
         missed = [name for name in args.names or _DEFAULT if not _run(name)]
-    write_page()
-    print(f"Written: {RESULTS_PAGE.relative_to(BENCHMARKS.parent)}")
+    write_pages()
+    pages = (str(page.relative_to(BENCHMARKS.parent)) for page in TABLE_PAGES)
+    print(f"Written: {', '.join(pages)}")
     if missed:
         print(f"Failed, or below the bar: {', '.join(missed)}", file=sys.stderr)
     return int(bool(missed))
@@ -98,9 +99,10 @@ def _run(name: str) -> bool:
     return passed
 
 
-def write_page() -> None:
-    """Fill the tables of RESULTS.md from the CSV files; its sentences stay as they are."""
-    RESULTS_PAGE.write_text(filled(RESULTS_PAGE.read_text(), TABLES))
+def write_pages() -> None:
+    """Fill the tables of RESULTS.md and docs/gpu.md from CSV files; sentences stay as they are."""
+    for page in TABLE_PAGES:
+        page.write_text(filled(page.read_text(), TABLES))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from typing import Any
 BENCHMARKS = Path(__file__).parent.parent
 RESULTS = BENCHMARKS / "results"
 RESULTS_PAGE = BENCHMARKS / "RESULTS.md"
+# Pages with regions of tables; what is predicted stands apart from what was measured.
+TABLE_PAGES = (RESULTS_PAGE, BENCHMARKS.parent / "docs" / "gpu.md")
 
 
 def machine() -> dict[str, Any]:
@@ -96,7 +98,7 @@ def machines_in_words(rows: Sequence[Mapping[str, str]]) -> str:
         machine = ", ".join(form.format(row[key]) for key, form in _MACHINE.items() if row.get(key))
         found.setdefault(machine, []).append(f"`{row['command']}`" if "command" in row else "")
     lines = (
-        ", ".join([*filter(None, dict.fromkeys(commands)), machine])
+        ", ".join(filter(None, [*dict.fromkeys(commands), machine]))
         for machine, commands in found.items()
     )
     return " ".join(f"{line}." for line in lines)

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness import record
-from benchmarks.harness.record import RESULTS_PAGE, write_csv
+from benchmarks.harness.record import RESULTS, RESULTS_PAGE, TABLE_PAGES, write_csv
 from benchmarks.harness.tables import (
     Table,
     as_text,
@@ -36,17 +37,23 @@ ROWS = [
 OURS, THEIRS = of("s", side="ours"), of("s", side="theirs")
 
 
-def test_the_page_holds_what_the_csv_files_say() -> None:
-    page = RESULTS_PAGE.read_text()
-    assert page == filled(page, TABLES), "python -m benchmarks --page"
-    assert len(page.splitlines()) <= MOST_LINES
+@pytest.mark.parametrize("page", TABLE_PAGES, ids=lambda page: page.name)
+def test_the_page_holds_what_the_csv_files_say(page: Path) -> None:
+    text = page.read_text()
+    assert text == filled(text, TABLES), "python -m benchmarks --page"
 
 
-def test_pictures_of_the_page_are_there_and_all_of_them_are_shown() -> None:
-    page, folder = RESULTS_PAGE.read_text(), RESULTS_PAGE.parent / "results"
-    for picture in folder.glob("*.png"):
-        assert f"](results/{picture.name})" in page
-    assert page.count("![") == len(list(folder.glob("*.png")))
+def test_the_page_of_results_is_short() -> None:
+    assert len(RESULTS_PAGE.read_text().splitlines()) <= MOST_LINES
+
+
+def test_pictures_of_the_pages_are_there_and_all_of_them_are_shown() -> None:
+    shown = [
+        (page.parent / picture).resolve()
+        for page in TABLE_PAGES
+        for picture in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page.read_text())
+    ]
+    assert sorted(shown) == sorted(RESULTS.glob("*.png"))
 
 
 def test_every_csv_file_has_a_table() -> None:
