@@ -65,7 +65,7 @@ class CountingEngine(ToyEngine):
             shape=SimpleNamespace(vocab_size=200), device=torch.device("cpu")
         )
         self.num_blocks = 10**9
-        self.counts, self.kind = Counts(), PREFILL
+        self.counts, self.kind, self.num_calls = Counts(), PREFILL, 0
         self._is_grouped, self._is_planned = is_grouped, False
         self.reset()
 
@@ -83,7 +83,8 @@ class CountingEngine(ToyEngine):
         pairs = sum(count * seen(s, count) - count * (count - 1) // 2 for s, count in step)
         self.counts.add(
             kind=self.kind,
-            calls=len(step) if self.kind == FIRST else 0,
+            # The last tokens of the answers that are read are requests of the step, but no calls.
+            calls=self.num_calls if self.kind == FIRST else 0,
             tokens=sum(count for _, count in step),
             requests=len(step),
             read=_read_together(step) if self._is_grouped else sum(seen(*s) for s in step),
@@ -127,9 +128,11 @@ class _Tagged(Client):
         self.engine.kind = PREFILL
         return super()._encode(given)
 
-    def _open(self, *given: Any) -> tuple[list[Tokens], Step]:
-        self.engine.kind = FIRST
-        return super()._open(*given)
+    def _open(
+        self, headers: Sequence[list[int]], heard: Sequence[Sequence[Said]], length: int
+    ) -> tuple[list[Tokens], Step]:
+        self.engine.kind, self.engine.num_calls = FIRST, len(headers)
+        return super()._open(headers, heard, length)
 
     def _generate(self, sequences: Sequence[Tokens], answers: Sequence[list[int]]) -> list[float]:
         self.engine.kind = DECODE
